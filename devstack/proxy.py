@@ -1,0 +1,168 @@
+"""A TCP proxy that cuts real connections: the network faults of the tests."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Coroutine
+from typing import Any, Self
+
+from devstack.ports import LOCALHOST
+
+_CHUNK = 64 * 1024
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+
+
+class TcpProxy:
+    """Forwards `bootstrap` to a target until told otherwise. Also a context manager.
+
+    Two faults, each with its end: `cut()`/`restore()` is a black hole (connections stay open, new ones are accepted,
+    nothing passes), `reset()`/`resume()` is a machine that refuses (connections end with RST, new ones too).
+
+    Its sockets belong to an event loop in a thread of its own; every method hands its work to that loop and waits.
+
+    Args:
+        target_host: Where connections are forwarded to.
+        target_port: The same.
+        listen_port: Port on 127.0.0.1; 0 takes a free one.
+    """
+
+    def __init__(self, target_host: str, target_port: int, listen_port: int = 0) -> None:
+        self._target = (target_host, target_port)
+        self._listener = socket.create_server((LOCALHOST, listen_port), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._open = asyncio.Event()  # closed: bytes are held (or dropped)
+        self._open.set()
+        self._dropping = False
+        self._refusing = False
+        self._connections: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"proxy-{self.port}", daemon=True)
+
+    @property
+    def bootstrap(self) -> str:
+        """Host and port to connect to."""
+        return f"{LOCALHOST}:{self.port}"
+
+    def start(self) -> Self:
+        """Begin to accept connections."""
+        self._thread.start()
+        self._do(self._start())
+        return self
+
+    def stop(self) -> None:
+        """Close everything. The proxy cannot be started again."""
+        if not self._thread.is_alive():
+            self._listener.close()
+            return
+        self._do(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def cut(self, *, drop: bool = False) -> None:
+        """Become a black hole in both directions.
+
+        Args:
+            drop: Throw away what arrives meanwhile (and lose it for good); otherwise it is held and forwarded by
+                `restore`, as TCP's retransmission would.
+        """
+        self._do(self._set_open(opened=False, dropping=drop))
+
+    def restore(self) -> None:
+        """End `cut`: forward again, beginning with what was held."""
+        self._do(self._set_open(opened=True, dropping=False))
+
+    def reset(self) -> None:
+        """Close all connections with RST and reset new ones at once."""
+        self._do(self._reset(refusing=True))
+
+    def resume(self) -> None:
+        """End `reset`: accept connections again."""
+        self._do(self._reset(refusing=False))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=10)
+
+    async def _start(self) -> None:
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _stop(self) -> None:
+        if self._accepting is not None:
+            await _cancel({self._accepting})
+        self._listener.close()
+        await _cancel(self._connections)
+
+    async def _set_open(self, *, opened: bool, dropping: bool) -> None:
+        self._dropping = dropping
+        if opened:
+            self._open.set()
+        else:
+            self._open.clear()
+
+    async def _reset(self, *, refusing: bool) -> None:
+        self._refusing = refusing
+        if refusing:
+            await _cancel(self._connections)
+
+    async def _accept(self) -> None:
+        while True:
+            client, _ = await self._loop.sock_accept(self._listener)
+            client.setblocking(False)
+            if self._refusing:
+                _close_with_reset(client)
+                continue
+            task = asyncio.create_task(self._serve(client))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, client: socket.socket) -> None:
+        """Carry one connection until either side closes it; whatever ends it, both sides are reset."""
+        server = socket.socket()
+        server.setblocking(False)
+        try:
+            for side in (client, server):
+                side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._open.wait()
+            await self._loop.sock_connect(server, self._target)
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._pump(client, server))
+                both.create_task(self._pump(server, client))
+        except* OSError:
+            pass
+        finally:
+            _close_with_reset(client)
+            _close_with_reset(server)
+
+    async def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        """Forward one direction. The gate is passed after the read, so a cut holds even bytes already read."""
+        while chunk := await self._loop.sock_recv(source, _CHUNK):
+            if self._dropping:
+                continue
+            await self._open.wait()
+            await self._loop.sock_sendall(sink, chunk)
+        await self._open.wait()  # a black hole hides the end of a connection too
+        with contextlib.suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)
+
+
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    waiting = list(tasks)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _close_with_reset(side: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+    side.close()

@@ -1,0 +1,157 @@
+"""Postgres and Kafka together, in one directory."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from devstack.broker import Broker
+from devstack.embedded import EmbeddedBroker
+from devstack.errors import BrokerUnavailableError, DevstackError
+from devstack.jars import Report, kafka_jars
+from devstack.java import find_java
+from devstack.kafka import KafkaBroker
+from devstack.postgres import Postgres
+
+FORCE_EMBEDDED = "OUTBOX_DEVSTACK_EMBEDDED"
+
+
+class DevStack:
+    """A Postgres server and a Kafka broker. As a context manager, started and stopped.
+
+    Its processes do not belong to ours: another `DevStack` of the same directory finds them running and takes them
+    over. `start` leaves alone what runs already.
+
+    Args:
+        directory: Data, logs and pids; kept by `stop`. None: a temporary one, removed by `stop`.
+        embedded: True for the embedded broker; False for the real one or an error; None for the real one if Java and
+            the jars can be had and `OUTBOX_DEVSTACK_EMBEDDED=1` is not set, else the embedded one.
+        report: Told what takes long, and which broker was chosen and why.
+    """
+
+    def __init__(
+        self,
+        directory: Path | str | None = None,
+        embedded: bool | None = None,
+        *,
+        report: Report = lambda _: None,
+    ) -> None:
+        self._temporary = directory is None
+        self.directory = _temporary_directory() if directory is None else Path(directory).absolute()
+        self._embedded = embedded
+        self._report = report
+        self.postgres = Postgres(self.directory / "postgres")
+        self._real = KafkaBroker(self.directory / "kafka", report=report)
+        self._mock = EmbeddedBroker(self.directory / "embedded")
+        self._kafka: Broker | None = self._running_broker()
+
+    @property
+    def kafka(self) -> Broker:
+        """The broker that was chosen by `start_kafka`, or found running."""
+        if self._kafka is None:
+            raise DevstackError(f"no broker was started in {self.directory}")
+        return self._kafka
+
+    @property
+    def is_running(self) -> bool:
+        """Whether both services run."""
+        return self.postgres.is_running and self.is_broker_running
+
+    @property
+    def is_broker_running(self) -> bool:
+        """Whether a broker runs, real or embedded."""
+        return self._running_broker() is not None
+
+    def start(self) -> None:
+        """Start both services and wait until both answer; if one fails, or on Ctrl-C, what was started is stopped."""
+        with self._lock():
+            had_postgres = self.postgres.is_running
+            try:
+                self.start_postgres()
+                self.start_kafka()
+            except BaseException:
+                if not had_postgres:
+                    self.postgres.stop()
+                raise
+
+    def start_postgres(self) -> None:
+        """Start Postgres alone."""
+        if not self.postgres.is_running:
+            self._report("starting Postgres")
+        self.postgres.start()
+
+    def start_kafka(self) -> None:
+        """Choose a broker and start it alone."""
+        broker = self._running_broker()
+        if broker is not None and self._embedded not in (None, broker.is_embedded):
+            raise DevstackError(f"in {self.directory} runs the {broker.description}; stop it first")
+        self._kafka = broker or self._choose_broker()
+        if broker is None:
+            self._report("starting Kafka")
+        self._kafka.start()
+
+    def real_broker_problem(self) -> str | None:
+        """Why the real broker cannot be had, or None if it can; downloads Kafka's jars the first time."""
+        running = self._running_broker()
+        if running is not None:
+            return f"in {self.directory} runs the {running.description}" if running.is_embedded else None
+        if self._embedded is None and os.environ.get(FORCE_EMBEDDED) == "1":
+            return f"{FORCE_EMBEDDED}=1 asks for the embedded one"
+        try:
+            kafka_jars(find_java(), self._report)
+        except BrokerUnavailableError as missing:
+            return str(missing)
+        return None
+
+    def stop(self) -> None:
+        """Stop what runs, and remove a temporary directory."""
+        with self._lock():
+            self._real.stop()
+            self._mock.stop()
+            self.postgres.stop()
+        if self._temporary:
+            self.postgres.remove()
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _running_broker(self) -> Broker | None:
+        brokers: tuple[Broker, ...] = (self._real, self._mock)
+        return next((broker for broker in brokers if broker.is_running), None)
+
+    def _choose_broker(self) -> Broker:
+        problem = None if self._embedded else self.real_broker_problem()
+        if problem and self._embedded is False:
+            raise BrokerUnavailableError(problem)
+        if self._embedded or problem:
+            self._report(f"Kafka: {self._mock.description}, because: {problem or 'asked for'}")
+            return self._mock
+        self._report(f"Kafka: {self._real.description}, on {find_java()}")
+        return self._real
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Let two starts of one directory wait for each other."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / ".lock").open("w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            yield
+
+
+def _temporary_directory() -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-"))
+    directory.chmod(0o711)  # Postgres may run as another user
+    return directory

@@ -1,0 +1,82 @@
+"""Runs the outbox's revisions on one outbox table of one database.
+
+    alembic upgrade head                                           # OUTBOX_POSTGRES_DSN, table `outbox`
+    alembic -x dsn=postgresql://... -x table=billing.outbox upgrade head
+
+Each outbox keeps its own version table (`outbox_alembic_version` beside `outbox`), so that neither a host application's
+`alembic_version` nor another outbox is touched. A host with Alembic of its own does not need this environment: see
+`outbox_sqlalchemy.alembic`.
+"""
+
+import os
+
+from alembic import context
+from alembic.util import CommandError
+from sqlalchemy import MetaData, create_engine, pool
+from sqlalchemy.exc import OperationalError
+
+from outbox_core.errors import OutboxError
+from outbox_core.schema import TableName
+from outbox_sqlalchemy import make_outbox_table, sqlalchemy_url
+
+arguments = {
+    "dsn": context.config.attributes.get("outbox_dsn") or os.environ.get("OUTBOX_POSTGRES_DSN"),
+    "table": context.config.attributes.get("outbox_table") or "outbox",
+    **context.get_x_argument(as_dictionary=True),
+}
+
+
+def settings(name: TableName) -> dict[str, object]:
+    """What online and offline runs have in common."""
+    metadata = MetaData()
+    make_outbox_table(metadata, name.table, name.schema)
+
+    def ours(kind_of: object, table: str | None, kind: str, _reflected: bool, _other: object) -> bool:
+        return kind != "table" or (table == name.table and getattr(kind_of, "schema", None) == name.schema)
+
+    return {
+        "target_metadata": metadata,
+        "outbox_table": name.quoted,
+        "version_table": version_table(name),
+        "version_table_schema": name.schema,
+        "include_schemas": name.schema is not None,
+        "include_object": ours,
+    }
+
+
+def version_table(name: TableName) -> str:
+    """The outbox's version table; PostgreSQL would cut off a longer name, and two outboxes might share one."""
+    table = f"{name.table}_alembic_version"
+    if len(table.encode()) > 63:
+        raise CommandError(f"the name of the outbox's version table is too long: {table}")
+    return table
+
+
+def run() -> None:
+    """Run the asked command, on the database or as a script of SQL (`--sql`)."""
+    unknown = set(arguments) - {"dsn", "table"}
+    if unknown:
+        raise CommandError(f"-x {', '.join(sorted(unknown))}: unknown; there are `-x dsn=...` and `-x table=...`")
+    common = settings(TableName.parse(arguments["table"]))
+    if context.is_offline_mode():
+        context.configure(dialect_name="postgresql", literal_binds=True, **common)
+        with context.begin_transaction():
+            context.run_migrations()
+        return
+    if not arguments["dsn"]:
+        raise CommandError("no database: set OUTBOX_POSTGRES_DSN or pass `-x dsn=postgresql://...`")
+    engine = create_engine(sqlalchemy_url(arguments["dsn"]), poolclass=pool.NullPool)
+    try:
+        connection = engine.connect()
+    except OperationalError as error:
+        raise CommandError(f"cannot connect to the database: {error.orig}") from error
+    with connection:
+        context.configure(connection=connection, **common)
+        with context.begin_transaction():
+            context.run_migrations()
+
+
+try:
+    run()
+except OutboxError as error:
+    raise CommandError(str(error)) from error

@@ -1,0 +1,199 @@
+"""`outbox harvest`, and what Django's `run_harvester` shares with it: options, and `run`.
+
+Importing this needs only the base install; what the extra `[harvester]` brings is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from outbox_core.cli.signals import stop_on_signals
+from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
+from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
+from outbox_core.schema import TableName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from outbox_core.config import HarvestConfig
+    from outbox_core.harvest.harvester import Harvester
+    from outbox_core.metrics import HarvestMetrics
+
+EXIT_ENDED_BY_ERROR = 1
+EXIT_NOT_STARTED = 2
+
+_log = logging.getLogger(__name__)
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `harvest` to the commands of `outbox`."""
+    parser = commands.add_parser(
+        "harvest",
+        help="publish the records of an outbox table to Kafka",
+        description="Publish the records of an outbox table to Kafka, in order, until stopped. "
+        "Options win over environment variables (OUTBOX_...), those over the file.",
+    )
+    parser.add_argument("-f", "--file", metavar="FILE", help="YAML file; goharvest's reaper.yaml is understood")
+    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info (default), warn or error")
+    add_harvest_arguments(parser)
+    parser.set_defaults(command=_harvest)
+
+
+def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to harvest and how. Read them with `overrides_from`."""
+    parser.add_argument("--drain", action="store_true", help="end with exit code 0 once the table is empty")
+    parser.add_argument("--dsn", metavar="DSN", help="the database: key=value pairs or a postgresql:// URL")
+    parser.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help="the Kafka cluster")
+    parser.add_argument("--table", metavar="NAME", help="the outbox table, `table` or `schema.table`")
+    parser.add_argument("--leader-topic", metavar="TOPIC", help="topic of the leader election")
+    parser.add_argument("--leader-group-id", metavar="GROUP", help="group in which an outbox's harvesters compete")
+    parser.add_argument("--name", help="name of this instance in logs")
+    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
+    parser.add_argument("--metrics-host", metavar="HOST", help="address for them; default: 127.0.0.1")
+    parser.add_argument(
+        "-X",
+        dest="kafka_properties",
+        action="append",
+        type=_property,
+        metavar="PROPERTY=VALUE",
+        help="any librdkafka property, for all clients; may be given several times",
+    )
+
+
+def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The given options as fields of `HarvestConfig`, for the `overrides` of `load_config`.
+
+    Args:
+        options: parsed options by name: `vars(namespace)`, or what Django hands to `handle`.
+    """
+    properties = dict(options.get("kafka_properties") or ())
+    if options.get("bootstrap_servers"):
+        properties["bootstrap.servers"] = options["bootstrap_servers"]
+    fields = {
+        "data_source": options.get("dsn"),
+        "outbox_table": options.get("table"),
+        "base_kafka_config": properties or None,
+        **{name: options.get(name) for name in _SAME_NAME},
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+_SAME_NAME = ("leader_topic", "leader_group_id", "name", "metrics_port", "metrics_host")
+
+
+def run(config: HarvestConfig, *, drain: bool = False) -> int:
+    """Harvest until a signal, an error, or, with `drain`, an empty table; return the exit code.
+
+    Errors are written to stderr, one line each.
+    """
+    try:
+        harvester, metrics = _make_harvester(config, drain=drain)
+        with ExitStack() as surroundings:
+            _serve_metrics(config, harvester, metrics, surroundings)
+            surroundings.enter_context(stop_on_signals(harvester.stop))
+            harvester.start()
+            return _wait_for_end(harvester)
+    except OutboxError as error:
+        return fail(error)
+
+
+def fail(error: BaseException, code: int = EXIT_NOT_STARTED) -> int:
+    """Write one line about an error to stderr; return the exit code."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    sys.stderr.write(f"outbox: error: {text}\n")
+    return code
+
+
+def configure_logging(level: int) -> None:
+    """Log to stderr, one line for each record, with secrets hidden whoever logs them."""
+    from outbox_core.config import redact
+
+    class _Redacting(logging.Formatter):
+        def format(self, record: logging.LogRecord) -> str:
+            return redact(super().format(record))
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def _harvest(options: argparse.Namespace) -> int:
+    try:
+        from outbox_core.config import load_config, log_level, read_document
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    document = read_document(options.file) if options.file is not None else None
+    configure_logging(log_level(document, environ=os.environ, override=options.log_level))
+    config = load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
+    return run(config, drain=options.drain)
+
+
+def _make_harvester(config: HarvestConfig, *, drain: bool) -> tuple[Harvester, HarvestMetrics]:
+    try:
+        TableName.parse(config.outbox_table)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"outbox_table: {error}") from None
+    try:
+        from outbox_core.harvest.harvester import Harvester
+        from outbox_core.metrics import HarvestMetrics
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    metrics = HarvestMetrics(outbox_name=config.outbox_name or "")
+    return Harvester(config, _log_event, metrics=metrics, drain=drain), metrics
+
+
+def _serve_metrics(
+    config: HarvestConfig, harvester: Harvester, metrics: HarvestMetrics, surroundings: ExitStack
+) -> None:
+    if config.metrics_port is None:
+        return
+    from outbox_core.metrics import MetricsServer
+
+    server = MetricsServer(config.metrics_host, config.metrics_port, metrics.registry, harvester.health)
+    surroundings.enter_context(server)
+    _log.info("serving /metrics and /healthz on %s port %d", config.metrics_host, server.port)
+
+
+def _wait_for_end(harvester: Harvester) -> int:
+    try:
+        harvester.join()
+    except OutboxError as error:
+        return fail(error, EXIT_ENDED_BY_ERROR)
+    except Exception as error:
+        _log.exception("the harvester was ended by an unexpected error")
+        return fail(error, EXIT_ENDED_BY_ERROR)
+    return 0
+
+
+def _log_event(event: Event) -> None:
+    match event:
+        case LeaderAcquired():
+            _log.info("leading, leader ID %s, term %d", event.leader_id, event.term)
+        case LeaderRefreshed():
+            _log.info("leading on, new leader ID %s: records are marked again", event.leader_id)
+        case LeaderRevoked():
+            _log.info("leadership handed back")
+        case LeaderFenced():
+            _log.warning("leadership lost: %s", event.reason or "no reason given")
+        case MeterRead(stats=stats):
+            rates = stats.interval_count, stats.interval_rate, stats.total_count, stats.total_rate
+            _log.info("published %d records, %.0f/s; %d in all, %.0f/s", *rates)
+
+
+def _property(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        # Without the text itself: it may be a password.
+        raise argparse.ArgumentTypeError("write PROPERTY=VALUE, for example security.protocol=ssl")
+    return name.strip(), value
+
+
+def _missing_extra(error: ImportError) -> MissingExtra:
+    if (error.name or "").startswith("outbox_core"):
+        raise error
+    return MissingExtra(f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[harvester]'")

@@ -1,0 +1,67 @@
+"""SIGTERM and SIGINT: the first asks for a graceful stop, the second ends the process at once.
+
+Python runs signal handlers between two instructions of the main thread, which may sit in a C function for seconds
+(connecting to Kafka, for example) or hold a lock that `stop` needs. So the handlers do nothing; the interpreter writes
+each signal's number into a socket as it arrives, and a thread that reads the socket acts on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Within the context, the first signal calls `stop` and the second exits with 128 + its number.
+
+    `stop` is called on another thread, and must return soon. Old handlers are restored at the end. Outside the main
+    thread, where Python allows no handlers, this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    old_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    old_handlers = {number: signal.signal(number, _do_nothing) for number in _SIGNALS}
+    watcher = threading.Thread(target=_watch, args=(reader, stop), name="outbox-signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(old_descriptor)
+        writer.close()
+        watcher.join()
+        reader.close()
+
+
+def _do_nothing(*_: object) -> None:
+    """What counts happens in `_watch`."""
+
+
+def _watch(reader: socket.socket, stop: Callable[[], None]) -> None:
+    stopping = False
+    while received := reader.recv(1):
+        number = received[0]
+        if number not in _SIGNALS:
+            continue
+        if stopping:
+            os._exit(128 + number)
+        stopping = True
+        _log.info("%s: finishing what is in flight; another signal exits at once", signal.Signals(number).name)
+        stop()

@@ -1,0 +1,97 @@
+"""Where the outbox's database is: any of the usual notations, made into one that libpq reads as it was meant.
+
+Accepted are libpq's `key=value` pairs, `postgresql://` and `postgres://` URLs, and SQLAlchemy's
+`postgresql+psycopg://` (any driver's name). Two things are put right:
+
+- goharvest's documentation writes `password= dbname=postgres`. To libpq (and to Go's driver) that is the *password*
+  `dbname=postgres`. An empty value followed by another of libpq's keywords is taken to be empty.
+- Options that only Go's driver knows are dropped.
+
+Errors never contain a part of the data source: it may be a part of the password.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+DEFAULT_DATA_SOURCE = "host=localhost port=5432 user=postgres password= dbname=postgres sslmode=disable"
+"""goharvest's default, as it writes it."""
+
+_KEYWORDS = frozenset(
+    """
+    application_name channel_binding client_encoding connect_timeout dbname fallback_application_name gssdelegation
+    gssencmode gsslib host hostaddr keepalives keepalives_count keepalives_idle keepalives_interval krbsrvname
+    load_balance_hosts max_protocol_version min_protocol_version options passfile password port replication
+    require_auth requirepeer service servicefile ssl_max_protocol_version ssl_min_protocol_version sslcert
+    sslcertmode sslcompression sslcrl sslcrldir sslkey sslkeylogfile sslmode sslnegotiation sslpassword sslrootcert
+    sslsni target_session_attrs tcp_user_timeout user
+    """.split()  # noqa: SIM905  46 words are read more easily than 46 quoted words
+)
+_ONLY_GO = frozenset({"binary_parameters", "disable_prepared_binary_result", "sslinline", "krbspn"})
+
+_PAIR_START = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=")
+_QUOTED = re.compile(r"\s*'((?:[^'\\]|\\.)*)'(?=\s|\Z)", re.DOTALL)
+_PLAIN = re.compile(r"\s*((?:\\.|[^\s\\'])(?:\\.|[^\s\\])*)", re.DOTALL)
+_URL = re.compile(r"postgres(?:ql)?(?:\+\w+)?://", re.IGNORECASE)
+
+
+def normalise_data_source(text: str) -> str:
+    """The data source as libpq reads it.
+
+    Raises:
+        ValueError: if it is neither `key=value` pairs nor a PostgreSQL URL.
+    """
+    text = text.strip()
+    if not text:
+        raise ValueError("is empty; write for example `host=localhost dbname=postgres user=postgres`")
+    if _URL.match(text):
+        return _normalise_url(text)
+    if re.match(r"[A-Za-z][\w+.-]*://", text):
+        raise ValueError("is the URL of another kind of database; write `postgresql://user:password@host/dbname`")
+    pairs = [(key, value) for key, value in _pairs(text) if key not in _ONLY_GO]
+    return " ".join(f"{key}={_quote(value)}" for key, value in pairs)
+
+
+def _normalise_url(text: str) -> str:
+    url = _URL.sub("postgresql://", text, count=1)
+    try:
+        urlsplit(url)
+    except ValueError:
+        raise ValueError("is not a URL; write `postgresql://user:password@host:port/dbname`") from None
+    base, question_mark, query = url.partition("?")
+    options = [option for option in query.split("&") if option.partition("=")[0] not in _ONLY_GO]
+    return base + question_mark + "&".join(options) if any(options) else base
+
+
+def _pairs(text: str) -> list[tuple[str, str]]:
+    pairs: list[tuple[str, str]] = []
+    position = 0
+    while text[position:].strip():
+        start = _PAIR_START.match(text, position)
+        if start is None:
+            where = f"after `{pairs[-1][0]}`" if pairs else "at its beginning"
+            raise ValueError(f"is not a list of `key=value` pairs {where}; put values with spaces in single quotes")
+        key, position = start.group(1), start.end()
+        value, position = _value(text, key, position)
+        pairs.append((key, value))
+    return pairs
+
+
+def _value(text: str, key: str, position: int) -> tuple[str, int]:
+    if text[position : position + 1].isspace():
+        following = _PAIR_START.match(text, position)
+        if following is not None and following.group(1) in _KEYWORDS | _ONLY_GO:
+            return "", position
+    if not text[position:].strip():
+        return "", len(text)
+    found = _QUOTED.match(text, position) or _PLAIN.match(text, position)
+    if found is None:
+        raise ValueError(f"has an unterminated quote in the value of `{key}`")
+    return re.sub(r"\\(.)", r"\1", found.group(1), flags=re.DOTALL), found.end()
+
+
+def _quote(value: str) -> str:
+    if value and not re.search(r"[\s'\\]", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,110 @@
+"""What the harvester asks of librdkafka, and which settings it cannot work with.
+
+Any property is passed through untouched, except where a record could be lost (`acks`, idempotence, transactions,
+suppressed delivery reports: refused) or sent by a process that no longer leads (`delivery.timeout.ms`: capped).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+KafkaSettings = Mapping[str, Any]
+
+SERVERS = ("bootstrap.servers", "metadata.broker.list")
+_ACKS = ("acks", "request.required.acks")
+_DELIVERY_TIMEOUT = ("delivery.timeout.ms", "message.timeout.ms")
+_LINGER = ("linger.ms", "queue.buffering.max.ms")
+_QUEUE_LENGTH = "queue.buffering.max.messages"
+_LIBRDKAFKA_QUEUE_LENGTH = 100_000
+_TRUE = ("true", "t", "1")
+_LEASE_SHARE_FOR_SENDING = 0.6
+
+GO_CLIENT_PREFIX = "go."
+"""Settings of Go's Kafka client that are not librdkafka's."""
+
+
+class Refusal(NamedTuple):
+    """A property that the harvester cannot work with."""
+
+    name: str
+    why: str
+
+
+def refused_settings(settings: KafkaSettings) -> Iterator[Refusal]:
+    """The properties that no client understands, or with which the producer could lose records."""
+    for name, value in settings.items():
+        if value is None:
+            yield Refusal(name, "has no value")
+        elif isinstance(value, Mapping | list | tuple | set):
+            yield Refusal(name, "must be a single value; write librdkafka's properties with dots, lists with commas")
+    yield from _losing_settings({name: value for name, value in settings.items() if value is not None})
+
+
+def _losing_settings(settings: KafkaSettings) -> Iterator[Refusal]:
+    for name in _ACKS:
+        if str(settings.get(name, "all")).lower() not in ("all", "-1"):
+            yield Refusal(name, "must be `all`: with fewer acknowledgements a record that was removed may be lost")
+    if str(settings.get("enable.idempotence", "true")).lower() not in _TRUE:
+        yield Refusal("enable.idempotence", "must be true: without it a retry can change the order of records")
+    if settings.get("transactional.id"):
+        yield Refusal("transactional.id", "must not be set: records are published at least once, without transactions")
+    if str(settings.get("delivery.report.only.error", "false")).lower() in _TRUE:
+        yield Refusal("delivery.report.only.error", "must be false: only reported records are removed")
+    for name in _DELIVERY_TIMEOUT + _LINGER:
+        if name in settings and _milliseconds(settings[name]) is None:
+            yield Refusal(name, "must be a number of milliseconds, 0 or more")
+    length = settings.get(_QUEUE_LENGTH, 1)
+    if not str(length).isdecimal():
+        yield Refusal(_QUEUE_LENGTH, "must be a number of messages, 0 or more")
+
+
+def longest_delivery_timeout(heartbeat_timeout: timedelta) -> timedelta:
+    """A send must be over before a lease that was fresh when it began can end."""
+    return heartbeat_timeout * _LEASE_SHARE_FOR_SENDING
+
+
+def wanted_delivery_timeout(base: KafkaSettings, producer: KafkaSettings) -> timedelta | None:
+    """What the user set, the producer's own settings first; librdkafka's 0 means for ever."""
+    for settings in (producer, base):
+        for name in _DELIVERY_TIMEOUT:
+            if name in settings:
+                milliseconds = _milliseconds(settings[name])
+                return timedelta(milliseconds=milliseconds) if milliseconds else timedelta.max
+    return None
+
+
+def linger(settings: KafkaSettings) -> timedelta:
+    """How long the producer waits for a batch to fill."""
+    for name in _LINGER:
+        if name in settings:
+            return timedelta(milliseconds=_milliseconds(settings[name]) or 0)
+    return timedelta(0)
+
+
+def build_producer_settings(
+    settings: KafkaSettings, *, name: str, delivery_timeout: timedelta, max_in_flight_records: int
+) -> dict[str, Any]:
+    """Settings of the publishing producer, from the merged ones of the user."""
+    kept = {key: value for key, value in settings.items() if key not in _DELIVERY_TIMEOUT + _ACKS}
+    queue_length = int(kept.get(_QUEUE_LENGTH, _LIBRDKAFKA_QUEUE_LENGTH))
+    if not any(key in kept for key in _LINGER):
+        kept["linger.ms"] = 5
+    kept.setdefault("client.id", name)
+    return {
+        **kept,
+        "enable.idempotence": True,
+        "acks": "all",
+        "delivery.timeout.ms": max(1, delivery_timeout // timedelta(milliseconds=1)),
+        # Never a full queue: as many again as may be in flight. 0 is librdkafka's "no limit".
+        _QUEUE_LENGTH: max(queue_length, 2 * max_in_flight_records) if queue_length else 0,
+    }
+
+
+def _milliseconds(value: object) -> float | None:
+    try:
+        milliseconds = float(str(value))
+    except ValueError:
+        return None
+    return milliseconds if 0 <= milliseconds <= 2**31 else None

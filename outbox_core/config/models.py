@@ -1,0 +1,279 @@
+"""The settings themselves."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+
+from outbox_core.config import kafka_settings
+from outbox_core.config.data_source import DEFAULT_DATA_SOURCE, normalise_data_source
+from outbox_core.config.durations import format_duration, parse_duration
+from outbox_core.config.problems import InvalidSettings, Problem, Settings
+from outbox_core.config.redaction import redact, redact_settings
+
+_log = logging.getLogger("outbox_core.config")
+
+_WITHOUT_EFFECT = {
+    "queue_timeout": "queueTimeout",
+    "send_concurrency": "sendConcurrency",
+    "send_buffer": "sendBuffer",
+    "poll_duration": "pollDuration",
+    "max_poll_interval": "maxPollInterval",
+    "drain_interval": "drainInterval",
+}
+"""goharvest's limits that have nothing to limit here; docs/configuration.md gives the reasons."""
+
+_DEFAULT_SERVERS = {"bootstrap.servers": "localhost:9092"}
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
+_INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_state")
+
+
+def _between(shortest: str, longest: str) -> Callable[[timedelta], timedelta]:
+    def check(value: timedelta) -> timedelta:
+        if not parse_duration(shortest) <= value <= parse_duration(longest):
+            raise ValueError(f"must be between {shortest} and {longest}")
+        return value
+
+    return check
+
+
+def _no_truth_value(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("must be a whole number")  # noqa: TRY004  pydantic reports ValueErrors
+    return value
+
+
+_Pause = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_between("1ms", "1h"))]
+_Lease = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_between("1s", "10m"))]
+_Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=10_000_000)]
+_Port = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0, le=65535)]
+_Name = Annotated[str, Field(min_length=1)]
+
+
+class Limits(Settings):
+    """Bounds on time and memory. Durations are `timedelta`, or text like `100ms`, `5s`, `1m30s`.
+
+    Attributes:
+        min_poll_interval: the shortest time between two polls of Kafka by the election.
+        heartbeat_timeout: how long leadership lasts without an own heartbeat coming back.
+        mark_backoff: the pause of the mark loop when the table had nothing new.
+        io_error_backoff: the first pause after the database or Kafka failed.
+        max_in_flight_records: how many records may be marked and not yet purged, in memory.
+        mark_query_records: how many records one statement marks at most.
+        lane_capacity: how many records of one key may wait in memory for their turn.
+        min_metrics_interval: the shortest time between two `MeterRead` events.
+        drain_timeout: how long a graceful stop waits for the acknowledgement of what is in flight.
+    """
+
+    min_poll_interval: _Pause = Field(default=timedelta(milliseconds=100), validation_alias="minPollInterval")
+    heartbeat_timeout: _Lease = Field(default=timedelta(seconds=5), validation_alias="heartbeatTimeout")
+    mark_backoff: _Pause = Field(default=timedelta(milliseconds=10), validation_alias="markBackoff")
+    io_error_backoff: _Pause = Field(default=timedelta(milliseconds=500), validation_alias="ioErrorBackoff")
+    max_in_flight_records: _Count = Field(default=20_000, validation_alias="maxInFlightRecords")
+    mark_query_records: _Count = Field(default=2_500, validation_alias="markQueryRecords")
+    lane_capacity: _Count = Field(default=1_000, validation_alias="laneCapacity")
+    min_metrics_interval: _Pause = Field(default=timedelta(seconds=5), validation_alias="minMetricsInterval")
+    drain_timeout: _Pause = Field(default=timedelta(seconds=10), validation_alias="drainTimeout")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_has_no_effect(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        kept, dropped = _split_limits(values)
+        _say_without_effect([f"limits.{name}" for name in dropped])
+        return kept
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        """Defaults give way to what was set: a smaller `max_in_flight_records` takes the others down with it."""
+        for name in ("mark_query_records", "lane_capacity"):
+            if name not in self.model_fields_set:
+                self.__dict__[name] = min(getattr(self, name), self.max_in_flight_records)
+        if self.mark_query_records > self.max_in_flight_records:
+            raise ValueError("markQueryRecords must not be more than maxInFlightRecords")
+        if self.min_poll_interval * 2 > self.heartbeat_timeout:
+            raise ValueError("minPollInterval must not be more than half of heartbeatTimeout")
+        return self
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, format_duration(value) if isinstance(value, timedelta) else value
+
+
+class LeaderNames(NamedTuple):
+    """The group in which harvesters of one outbox compete, and the topic they compete for."""
+
+    group_id: str
+    topic: str
+
+
+def _default_name() -> str:
+    host = re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname() or "localhost")
+    return f"{host}_{os.getpid()}_{int(time.time())}"
+
+
+class HarvestConfig(Settings):
+    """Everything a harvester needs to know.
+
+    Attributes:
+        base_kafka_config: librdkafka properties of every client, TLS and SASL included. From Python also callables
+            (`oauth_cb`). `bootstrap.servers` is `localhost:9092` unless set.
+        producer_kafka_config: librdkafka properties on top of those, for the producer that publishes.
+        leader_topic: the topic of the election; None for the leader group's name with `.neli` behind it.
+        leader_group_id: the group of the election, one for each outbox; None to derive it from database, schema and
+            table.
+        data_source: the outbox's database; see `outbox_core.config.data_source`.
+        outbox_table: the outbox's table, `table` or `schema.table`.
+        name: the name of this instance in logs, and the default `client.id`.
+        outbox_name: what stands before the row's id in the id header; None for database, schema and table.
+        id_header: the name of the header that tells repeats apart; empty for none.
+        metrics_port: where to serve `/metrics` and `/healthz`; 0 for any free port, None for not at all.
+        metrics_host: the address to serve them on.
+        limits: bounds on time and memory.
+
+    Raises:
+        InvalidConfig: naming every setting that is wrong.
+    """
+
+    base_kafka_config: dict[str, Any] = Field(default_factory=dict, validation_alias="baseKafkaConfig")
+    producer_kafka_config: dict[str, Any] = Field(default_factory=dict, validation_alias="producerKafkaConfig")
+    leader_topic: str | None = Field(default=None, validation_alias="leaderTopic")
+    leader_group_id: _Name | None = Field(default=None, validation_alias="leaderGroupID")
+    data_source: Annotated[str, AfterValidator(normalise_data_source)] = Field(
+        default=DEFAULT_DATA_SOURCE, validation_alias="dataSource", validate_default=True
+    )
+    outbox_table: _Name = Field(default="outbox", validation_alias="outboxTable")
+    name: _Name = Field(default_factory=_default_name, validation_alias="name")
+    outbox_name: _Name | None = Field(default=None, validation_alias="outboxName")
+    id_header: str = Field(default="outbox-id", validation_alias="idHeader")
+    metrics_port: _Port | None = Field(default=None, validation_alias="metricsPort")
+    metrics_host: _Name = Field(default="127.0.0.1", validation_alias="metricsHost")
+    limits: Limits = Field(default_factory=Limits, validation_alias="limits")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_has_no_effect(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        kept, dropped = dict(values), []
+        if isinstance(kept.get("limits"), Mapping):
+            kept["limits"], names = _split_limits(kept["limits"])
+            dropped += [f"limits.{name}" for name in names]
+        for section in ("base_kafka_config", "baseKafkaConfig", "producer_kafka_config", "producerKafkaConfig"):
+            if isinstance(kept.get(section), Mapping):
+                of_go = [key for key in kept[section] if str(key).startswith(kafka_settings.GO_CLIENT_PREFIX)]
+                kept[section] = {key: value for key, value in kept[section].items() if key not in of_go}
+                dropped += [f"{section}.{key}" for key in of_go]
+        _say_without_effect(dropped)
+        return kept
+
+    @field_validator("base_kafka_config", "producer_kafka_config")
+    @classmethod
+    def _check_properties(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        problems = [Problem((name,), why) for name, why in kafka_settings.refused_settings(settings)]
+        if problems:
+            raise InvalidSettings(problems)
+        return settings
+
+    @field_validator("base_kafka_config")
+    @classmethod
+    def _know_the_servers(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        return settings if any(key in settings for key in kafka_settings.SERVERS) else _DEFAULT_SERVERS | settings
+
+    @field_validator("leader_topic")
+    @classmethod
+    def _a_topic_of_its_own(cls, topic: str | None) -> str | None:
+        if topic is None:
+            return None
+        if not _TOPIC.match(topic) or topic in (".", ".."):
+            raise ValueError("is not a topic name: 1 to 249 of the characters a-z A-Z 0-9 . _ -")
+        if topic in _INTERNAL_TOPICS:
+            raise ValueError("is one of Kafka's own topics, which clients must not write to; name another")
+        return topic
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if kafka_settings.linger(self._merged) >= self.delivery_timeout:
+            raise InvalidSettings(
+                [Problem(("producer_kafka_config", "linger.ms"), "must be less than the delivery timeout")]
+            )
+        wanted = kafka_settings.wanted_delivery_timeout(self.base_kafka_config, self.producer_kafka_config)
+        if wanted is not None and wanted > self.delivery_timeout:
+            _say_once(
+                f"delivery.timeout.ms is lowered to {format_duration(self.delivery_timeout)}, 60% of heartbeatTimeout "
+                f"({format_duration(self.limits.heartbeat_timeout)}): a send must be over before leadership can end"
+            )
+        return self
+
+    @property
+    def _merged(self) -> dict[str, Any]:
+        return {**self.base_kafka_config, **self.producer_kafka_config}
+
+    @property
+    def delivery_timeout(self) -> timedelta:
+        """How long a record may take from `produce()` to its acknowledgement: never longer than a lease allows."""
+        longest = kafka_settings.longest_delivery_timeout(self.limits.heartbeat_timeout)
+        wanted = kafka_settings.wanted_delivery_timeout(self.base_kafka_config, self.producer_kafka_config)
+        return longest if wanted is None else min(wanted, longest)
+
+    def producer_settings(self) -> dict[str, Any]:
+        """The librdkafka settings of the producer that publishes."""
+        return kafka_settings.build_producer_settings(
+            self._merged,
+            name=self.name,
+            delivery_timeout=self.delivery_timeout,
+            max_in_flight_records=self.limits.max_in_flight_records,
+        )
+
+    def neli_settings(self, group_id: str) -> dict[str, Any]:
+        """The librdkafka settings of the election's clients; `producer_kafka_config` does not apply to them."""
+        return {"client.id": self.name, **self.base_kafka_config, "group.id": group_id}
+
+    def leader_names(self, identity: str) -> LeaderNames:
+        """Group and topic of the election, for an outbox of this identity (`<database>.<schema>.<table>`)."""
+        group_id = self.leader_group_id or identity
+        return LeaderNames(group_id, self.leader_topic or _topic_name(group_id, ".neli"))
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            if isinstance(value, dict):
+                yield name, redact_settings(value)
+            else:
+                yield name, redact(value) if isinstance(value, str) else value
+
+
+def _topic_name(text: str, suffix: str) -> str:
+    """The text as a topic name; where it has to change, a digest keeps different texts apart."""
+    legal = re.sub(r"[^A-Za-z0-9._-]", "_", text)
+    if legal == text and len(text + suffix) <= 249:
+        return text + suffix
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return f"{legal[:200]}-{digest}{suffix}"
+
+
+def _split_limits(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    without_effect = set(_WITHOUT_EFFECT) | set(_WITHOUT_EFFECT.values())
+    dropped = [name for name in values if name in without_effect]
+    return {name: value for name, value in values.items() if name not in without_effect}, dropped
+
+
+def _say_without_effect(names: list[str]) -> None:
+    if names:
+        _say_once(f"without effect here, see docs/configuration.md: {', '.join(names)}")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    """Once per process: settings may be validated by a system check and again by the harvester."""
+    _log.warning(message)

@@ -1,0 +1,89 @@
+"""Validation errors in the words of whoever wrote the settings, without the values: a value may be a password."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from outbox_core.config.redaction import redact
+from outbox_core.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+Path = tuple[str, ...]
+
+
+class Problem(NamedTuple):
+    """What is wrong with one setting."""
+
+    path: Path
+    message: str
+
+
+class InvalidSettings(InvalidConfig):
+    """One or more settings are unknown, missing or out of range; all of them are named."""
+
+    def __init__(self, problems: Sequence[Problem], name_of: Callable[[Path], str] = ".".join) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(_sentence(name_of(path), message) for path, message in self.problems))
+
+
+class Settings(BaseModel):
+    """Frozen settings that raise `InvalidConfig`, in Python names or in goharvest's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, hide_input_in_errors=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise InvalidSettings(list(_problems(error, type(self)))) from None
+
+    @classmethod
+    def names(cls) -> dict[str, str]:
+        """Every field's Python name, with its name in YAML."""
+        return {name: str(field.validation_alias or name) for name, field in cls.model_fields.items()}
+
+
+def _problems(error: ValidationError, model: type[Settings]) -> Iterable[Problem]:
+    for detail in error.errors(include_url=False, include_input=False):
+        path = _python_path(tuple(str(part) for part in detail["loc"]), model)
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, InvalidSettings):  # a nested model, or a validator that found several
+            yield from (Problem(path + problem.path, problem.message) for problem in cause.problems)
+        elif detail["type"] == "extra_forbidden":
+            yield Problem(path, unknown_field(path[-1], model.names()))
+        else:
+            yield Problem(path, _WORDS.get(detail["type"]) or redact(str(cause or detail["msg"])))
+
+
+def _python_path(path: Path, model: type[Settings]) -> Path:
+    """The path with the field's Python name, whichever name it was given by."""
+    python_names = {yaml: name for name, yaml in model.names().items()}
+    return tuple(python_names.get(part, part) for part in path[:1]) + path[1:]
+
+
+def unknown_field(name: str, known: dict[str, str]) -> str:
+    """The message for a setting that does not exist; suggests one, in the way of writing that was used."""
+    candidates = list(known) if "_" in name else list(known.values())
+    folded = {candidate.lower(): candidate for candidate in candidates}
+    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
+    return "unknown field" + (f"; did you mean {folded[close[0]]}?" if close else "")
+
+
+_WORDS = {
+    "string_type": "must be text; put it in quotes",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+}
+
+
+def _sentence(name: str, message: str) -> str:
+    return f"{name}: {message}" if name else message

@@ -1,0 +1,49 @@
+"""Hiding secrets in whatever is shown: logs, errors, the `repr` of settings.
+
+Errs on the side of hiding too much.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HIDDEN = "***"
+
+_NAME = r"""
+    [\w.-]*(?: password | passwd | secret | token | credential | ssl[._]key[._]pem | scram_\w+_key
+             | jaas[._]config | oauthbearer[._]config )[\w.-]*
+"""
+_NAME_ALONE = re.compile(_NAME, re.IGNORECASE | re.VERBOSE)
+_ASSIGNMENT = re.compile(
+    rf"""
+    (?P<name> {_NAME} ) (?P<between> ["']? \s* [=:] \s* )
+    (?: '(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" | (?:\\.|[^\s\\])+ )
+    """,
+    re.IGNORECASE | re.VERBOSE | re.DOTALL,
+)
+_URL_USER = re.compile(r"(?P<user>[\w+.-]+://[^:/?\#\s@]*:)\S*@")
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+
+
+def redact(text: str) -> str:
+    """The text with passwords of URLs and of `name=value` pairs, tokens and private keys replaced by `***`."""
+    text = _PRIVATE_KEY.sub(HIDDEN, text)
+    text = _URL_USER.sub(rf"\g<user>{HIDDEN}@", text)
+    return _ASSIGNMENT.sub(rf"\g<name>\g<between>{HIDDEN}", text)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting of this name holds a secret."""
+    return _NAME_ALONE.fullmatch(name) is not None
+
+
+def redact_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of librdkafka settings that can be shown."""
+    return {
+        name: HIDDEN if is_secret(name) else redact(value) if isinstance(value, str) else value
+        for name, value in settings.items()
+    }

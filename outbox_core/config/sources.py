@@ -1,0 +1,242 @@
+"""Gathering settings: command line over environment over file over defaults.
+
+The file is the YAML of goharvest's `reaper`: `harvest:` holds the settings, `logging:` a level. The environment's
+variables are
+
+- `OUTBOX_POSTGRES_DSN` (data source), `OUTBOX_KAFKA_BOOTSTRAP` (bootstrap servers), `OUTBOX_TABLE`;
+- `OUTBOX_LEADER_TOPIC`, `OUTBOX_LEADER_GROUP_ID`, `OUTBOX_NAME`, `OUTBOX_OUTBOX_NAME`, `OUTBOX_ID_HEADER`,
+  `OUTBOX_METRICS_PORT`, `OUTBOX_METRICS_HOST`, `OUTBOX_LOG_LEVEL`;
+- `OUTBOX_LIMITS_<LIMIT>`, for example `OUTBOX_LIMITS_MARK_BACKOFF`;
+- `OUTBOX_KAFKA_<PROPERTY>` and `OUTBOX_PRODUCER_KAFKA_<PROPERTY>`, with `_` for `.`:
+  `OUTBOX_KAFKA_SECURITY_PROTOCOL` is `security.protocol`.
+
+A variable that is set to nothing counts as not set, except `OUTBOX_ID_HEADER`, where that turns the header off.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+from outbox_core.config.models import HarvestConfig, Limits
+from outbox_core.config.problems import InvalidSettings, Path, Problem, unknown_field
+from outbox_core.config.redaction import is_secret
+from outbox_core.config.yaml_file import read_yaml
+from outbox_core.errors import InvalidConfig
+
+_log = logging.getLogger("outbox_core.config")
+
+Document = Mapping[str, Any]
+
+_SECTIONS: dict[str, dict[str, str]] = {
+    "base_kafka_config": {},
+    "producer_kafka_config": {},
+    "limits": {yaml: name for name, yaml in Limits.names().items()},
+}
+"""The fields that are mappings, with the YAML names of what is in them (none: any name goes)."""
+
+_FIELDS = {yaml: name for name, yaml in HarvestConfig.names().items()}
+_DOCUMENT = {"harvest": "harvest", "logging": "logging"}
+_LOGGING = {"level": "level"}
+
+_VARIABLES: dict[str, Path] = {
+    "OUTBOX_POSTGRES_DSN": ("data_source",),
+    "OUTBOX_KAFKA_BOOTSTRAP": ("base_kafka_config", "bootstrap.servers"),
+    "OUTBOX_TABLE": ("outbox_table",),
+    "OUTBOX_LEADER_TOPIC": ("leader_topic",),
+    "OUTBOX_LEADER_GROUP_ID": ("leader_group_id",),
+    "OUTBOX_NAME": ("name",),
+    "OUTBOX_OUTBOX_NAME": ("outbox_name",),
+    "OUTBOX_ID_HEADER": ("id_header",),
+    "OUTBOX_METRICS_PORT": ("metrics_port",),
+    "OUTBOX_METRICS_HOST": ("metrics_host",),
+    **{f"OUTBOX_LIMITS_{name.upper()}": ("limits", name) for name in Limits.names()},
+}
+_OPTIONS: dict[Path, str] = {
+    ("data_source",): "--dsn",
+    ("outbox_table",): "--table",
+    ("base_kafka_config", "bootstrap.servers"): "--bootstrap-servers",
+}
+"""Options of the command line that are not named like their fields."""
+
+_PROPERTY_PREFIXES = {"OUTBOX_PRODUCER_KAFKA_": "producer_kafka_config", "OUTBOX_KAFKA_": "base_kafka_config"}
+_LOG_LEVEL = "OUTBOX_LOG_LEVEL"
+_OF_OTHERS = ("OUTBOX_DEVSTACK_", "OUTBOX_TEST_", "OUTBOX_DEMO_", "OUTBOX_BENCH_")
+
+_LEVELS = {
+    "all": logging.DEBUG,
+    "trace": logging.DEBUG,
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warn": logging.WARNING,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "fatal": logging.CRITICAL,
+    "panic": logging.CRITICAL,
+    "critical": logging.CRITICAL,
+    "off": logging.CRITICAL + 10,
+}
+
+
+def load_file(
+    path: str | FilePath, *, environ: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None
+) -> HarvestConfig:
+    """`load_config` of a YAML file. Raises InvalidConfig, also when the file cannot be read."""
+    return load_config(read_document(path), environ=environ, overrides=overrides)
+
+
+def read_document(path: str | FilePath) -> Document:
+    """Read a YAML file without looking at what it says; an empty file is an empty document."""
+    document = read_yaml(FilePath(path))
+    if not isinstance(document, dict):
+        raise InvalidConfig(f"{path}: must be a mapping with `harvest:` and `logging:`")
+    return document
+
+
+def load_config(
+    document: Document | None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> HarvestConfig:
+    """Gather settings and validate them.
+
+    Args:
+        document: what the YAML file holds, `{"harvest": {...}, "logging": {...}}`, with names of goharvest or ours.
+        environ: environment variables, for example `os.environ`; None for none.
+        overrides: settings that win over both, by our names; sections are merged, None means not given.
+
+    Raises:
+        InvalidConfig: naming everything that is wrong by the name it was set with.
+    """
+    gathered = _Gathered()
+    gathered.take_document(document or {})
+    gathered.take_environment(environ or {})
+    gathered.take_overrides(overrides or {})
+    try:
+        config = HarvestConfig(**gathered.values)
+    except InvalidSettings as error:
+        raise InvalidSettings([*gathered.problems, *error.problems], gathered.name_of) from None
+    if gathered.problems:
+        raise InvalidSettings(gathered.problems, gathered.name_of)
+    return config
+
+
+def log_level(
+    document: Document | None, *, environ: Mapping[str, str] | None = None, override: str | None = None
+) -> int:
+    """The level for `logging`, from logrus' names or Python's; INFO unless set.
+
+    Raises:
+        InvalidConfig: if there is no such level.
+    """
+    section = (document or {}).get("logging")
+    in_file = section.get("level") if isinstance(section, Mapping) else None
+    sources = ((override, "--log-level"), ((environ or {}).get(_LOG_LEVEL), _LOG_LEVEL), (in_file, "logging.level"))
+    for text, where in sources:
+        if text not in (None, ""):
+            # YAML reads a bare `off` as false.
+            level = _LEVELS.get("off" if text is False else str(text).lower())
+            if level is None:
+                raise InvalidConfig(f"{where}: is not a level; write one of {', '.join(_LEVELS)}")
+            return level
+    return logging.INFO
+
+
+class _Gathered:
+    """Settings by our names, with the name under which each was last set, and what could not be understood."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.problems: list[Problem] = []
+        self._names: dict[Path, str] = {}
+
+    def name_of(self, path: Path) -> str:
+        """How the user wrote this setting."""
+        return self._names.get(path) or self._names.get(path[:1]) or ".".join(path)
+
+    def take_document(self, document: Document) -> None:
+        for name, section in document.items():
+            if name not in _DOCUMENT:
+                self._complain((name,), name, unknown_field(name, _DOCUMENT))
+            elif section is not None and not isinstance(section, Mapping):
+                self._complain((name,), name, "must be a mapping")
+        logging_section = document.get("logging")
+        for name in logging_section if isinstance(logging_section, Mapping) else ():
+            if name not in _LOGGING:
+                self._complain(("logging", name), f"logging.{name}", unknown_field(name, _LOGGING))
+        harvest = document.get("harvest")
+        for name, value in harvest.items() if isinstance(harvest, Mapping) else ():
+            self._take_field(str(name), value)
+
+    def _take_field(self, name: str, value: Any) -> None:
+        field, shown = _FIELDS.get(name, name), f"harvest.{name}"
+        self._names.setdefault((field,), shown)
+        if field in self.values:
+            self._complain((field,), shown, "is given twice")
+        elif value is None and field not in _SECTIONS:
+            return  # `name:` with nothing behind it
+        elif field in _SECTIONS and isinstance(value, Mapping):
+            for key, entry in value.items():
+                self._take_entry(field, str(key), entry, f"{shown}.{key}")
+        elif field not in _SECTIONS or value is not None:
+            self.values[field] = value
+
+    def _take_entry(self, section: str, key: str, value: Any, shown: str) -> None:
+        name = _SECTIONS[section].get(key, key)
+        if is_secret(key) and isinstance(value, int | float):
+            self._complain((section, name), shown, "put it in quotes: YAML reads it as a number")
+            return
+        self._set((section, name), value, shown)
+
+    def take_environment(self, environ: Mapping[str, str]) -> None:
+        for variable, text in environ.items():
+            if not variable.startswith("OUTBOX_") or variable.startswith(_OF_OTHERS) or variable == _LOG_LEVEL:
+                continue
+            path = _VARIABLES.get(variable) or _property_path(variable)
+            if path is None:
+                _log.warning("%s: %s; it is ignored", variable, _unknown_variable(variable))
+            elif text or variable == "OUTBOX_ID_HEADER":
+                self._set(path, text, variable)
+
+    def take_overrides(self, overrides: Mapping[str, Any]) -> None:
+        for field, value in overrides.items():
+            if field in _SECTIONS and isinstance(value, Mapping):
+                for key, entry in value.items():
+                    self._set((field, key), entry, _option((field, key)))
+                    if field == "base_kafka_config" and "producer_kafka_config" in self.values:
+                        self.values["producer_kafka_config"].pop(key, None)  # the command line wins over the file
+            elif value is not None:
+                self._set((field,), value, _option((field,)))
+
+    def _set(self, path: Path, value: Any, shown: str) -> None:
+        self._names[path] = shown
+        target = self.values
+        for section in path[:-1]:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                return  # refused elsewhere: not a mapping
+        target[path[-1]] = value
+
+    def _complain(self, path: Path, shown: str, message: str) -> None:
+        self._names[path] = shown
+        self.problems.append(Problem(path, message))
+
+
+def _property_path(variable: str) -> Path | None:
+    for prefix, section in _PROPERTY_PREFIXES.items():
+        if variable.startswith(prefix) and variable != prefix:
+            return section, variable.removeprefix(prefix).lower().replace("_", ".")
+    return None
+
+
+def _option(path: Path) -> str:
+    if path in _OPTIONS:
+        return _OPTIONS[path]
+    return f"-X {path[-1]}" if len(path) > 1 else "--" + path[0].replace("_", "-")
+
+
+def _unknown_variable(variable: str) -> str:
+    return unknown_field(variable, {name: name for name in (*_VARIABLES, _LOG_LEVEL)}).replace("field", "variable")

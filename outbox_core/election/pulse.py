@@ -1,0 +1,212 @@
+"""The member of the group: joins it, owns the partition or waits for it, and lets a `Tenure` decide what that means.
+
+Everything here happens on one thread, which must never wait for long: it writes heartbeats without waiting for their
+delivery, reads with a short time-out, and wakes up when a lease ends although nothing arrives. Only an event handler
+can hold it up; the lease is then over on time all the same, because everybody who asks compares its deadline.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from outbox_core.election.claims import Claim, decode, encode
+from outbox_core.election.connection import TOPIC_FORBIDDEN, Connection, forbidden_topic, refuse_if_permanent
+from outbox_core.election.leadership import Leadership, now
+from outbox_core.election.tenure import Tenure
+from outbox_core.events import Event, EventHandler, LeaderRevoked
+from outbox_core.kafka import (
+    OFFSET_END,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    make_consumer,
+    make_producer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox_core.election.config import NeliConfig
+    from outbox_core.errors import OutboxError
+
+logger = logging.getLogger("outbox_core.election")
+
+_LONGEST_WAIT_SECONDS = 0.05  # how late a request to stop may be noticed
+_END_OFFSET_TIMEOUT_SECONDS = 1.0
+
+
+class Pulse:
+    """One life as a member of the group. Used by one thread; `leadership` may be read by any.
+
+    Args:
+        config: The settings.
+        width: Number of partitions of the leader topic.
+        notify: Told every leadership event; must not raise.
+        barrier: Called with the lease before a hand-over, to wait for work that goes on elsewhere.
+    """
+
+    def __init__(
+        self, config: NeliConfig, width: int, notify: EventHandler, barrier: Callable[[Leadership], None]
+    ) -> None:
+        self._config = config
+        self._place = TopicPartition(config.topic, config.role % width)
+        self._notify = notify
+        self._barrier = barrier
+        self._tenure: Tenure | None = None
+        self._refusal: OutboxError | None = None
+        self._connection = Connection(config.name, config.topic)
+        self._producer = make_producer(config.producer_settings())
+        self._consumer: Consumer = make_consumer(config.consumer_settings() | {"error_cb": self._connection.complain})
+        self._consumer.subscribe(
+            [config.topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
+
+    @property
+    def leadership(self) -> Leadership | None:
+        """The lease, valid or just over."""
+        tenure = self._tenure
+        return tenure.leadership if tenure is not None else None
+
+    def turn(self) -> None:
+        """Write what is due, read one message or wait a moment for it.
+
+        Raises:
+            OutboxError: if this member can never lead: the group or the topic refuses it.
+        """
+        self._write()
+        message = self._consumer.poll(self._patience())
+        self._producer.poll(0)
+        if self._refusal is not None:
+            raise self._refusal
+        if message is None:
+            self._quiet()
+        elif (error := message.error()) is not None:
+            self._on_error(error)
+        else:
+            self._read(message)
+        self._connection.look(self._consumer)
+
+    def close(self) -> None:
+        """Hand leadership over, if held, and leave the group."""
+        self._hand_over()
+        with suppress(KafkaException, RuntimeError):
+            self._consumer.close()
+        del self._producer
+
+    def lose(self, reason: str) -> None:
+        """Give leadership up without a hand-over."""
+        tenure = self._tenure
+        fenced = tenure.lose(reason) if tenure is not None else None
+        self._tenure = None
+        self._forget_unsent()
+        if fenced is not None:
+            self._notify(fenced)
+
+    def _write(self) -> None:
+        tenure = self._tenure
+        if tenure is None:
+            return
+        self._tell(tenure.expire(now()))
+        signal = tenure.next_signal(now())
+        if signal is None:
+            return
+        if isinstance(signal, Claim):
+            self._forget_unsent()
+        with suppress(BufferError, KafkaException):  # then this one is lost, as many are on the way
+            self._producer.produce(
+                self._place.topic, encode(signal), partition=self._place.partition, on_delivery=self._on_delivery
+            )
+            self._producer.poll(0)
+
+    def _read(self, message: Message) -> None:
+        tenure = self._tenure
+        if tenure is None or message.partition() != self._place.partition:
+            return
+        value = message.value()
+        signal = decode(value if isinstance(value, bytes) else None)
+        self._tell(tenure.observe(message.offset() or 0, signal, now()))
+
+    def _quiet(self) -> None:
+        if self._tenure is not None:
+            self._tenure.quiet(now())
+
+    def _tell(self, event: Event | None) -> None:
+        if event is not None:
+            self._notify(event)
+
+    def _patience(self) -> float:
+        if self._tenure is None:
+            return _LONGEST_WAIT_SECONDS
+        return min(_LONGEST_WAIT_SECONDS, self._tenure.attention_in(now()))
+
+    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        mine = [place for place in partitions if place.partition == self._place.partition]
+        others = [TopicPartition(place.topic, place.partition, OFFSET_END) for place in partitions if place not in mine]
+        consumer.incremental_assign([self._at_end(place) for place in mine] + others)
+        if others:
+            consumer.pause(others)
+        if mine:
+            logger.debug("%s owns %s", self._config.name, self._label)
+            self._tenure = Tenure(
+                self._config.name,
+                timeout=self._config.heartbeat_timeout.total_seconds(),
+                interval=self._config.heartbeat_interval.total_seconds(),
+            )
+            self._write()
+
+    def _at_end(self, place: TopicPartition) -> TopicPartition:
+        """The partition with its present end, so that the claim written next is read for certain.
+
+        If the broker does not say in time, the end as it is when reading begins: it may be after the claim, which is
+        then repeated.
+        """
+        try:
+            _, end = self._consumer.get_watermark_offsets(place, timeout=_END_OFFSET_TIMEOUT_SECONDS)
+        except KafkaException:
+            end = OFFSET_END
+        return TopicPartition(place.topic, place.partition, end)
+
+    def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        if any(place.partition == self._place.partition for place in partitions):
+            self._hand_over()
+
+    def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        if any(place.partition == self._place.partition for place in partitions):
+            self.lose("the partition was lost: the group has gone on without us")
+
+    def _hand_over(self) -> None:
+        """Wait for the work in flight. The partition stays ours meanwhile, and the lease can be read as it runs out."""
+        tenure = self._tenure
+        if tenure is None:
+            return
+        self._tell(tenure.expire(now()))
+        lease = tenure.leadership
+        if lease is not None:
+            self._barrier(lease)
+            self._notify(LeaderRevoked(lease.leader_id))
+        self._tenure = None
+        self._forget_unsent()
+
+    def _forget_unsent(self) -> None:
+        """Drop what waits for the broker: a late claim would depose a successor for nothing."""
+        self._producer.purge(blocking=False)
+        self._producer.poll(0)
+
+    def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
+        if error is not None and error.code() in TOPIC_FORBIDDEN:
+            self._refusal = forbidden_topic(self._place.topic, error)
+
+    def _on_error(self, error: KafkaError) -> None:
+        if error.code() == KafkaError._MAX_POLL_EXCEEDED:  # noqa: SLF001  confluent's public constant
+            logger.warning("%s blocked for longer than max.poll.interval.ms and left the group", self._config.name)
+            return
+        refuse_if_permanent(error, self._config)
+        self._connection.trouble(error)
+
+    @property
+    def _label(self) -> str:
+        return f"{self._place.topic}[{self._place.partition}]"

@@ -1,0 +1,55 @@
+"""Every error the library raises on purpose derives from OutboxError.
+
+Errors are raised at the edge where the cause is known, say what was wrong and where, and what to do about it.
+They never contain passwords: data sources are shown by `outbox_core.config.redact`.
+"""
+
+from __future__ import annotations
+
+
+class OutboxError(Exception):
+    """The root of all errors of this library."""
+
+
+class InvalidRecord(OutboxError, ValueError):
+    """A record cannot be a Kafka message, or does not fit the outbox table's columns."""
+
+
+class TransactionRequired(OutboxError):
+    """A record was stashed outside a transaction, so it would not be atomic with the data it tells about."""
+
+
+class InvalidConfig(OutboxError, ValueError):
+    """A setting is unknown, missing or out of range."""
+
+
+class OutboxTableError(OutboxError):
+    """The outbox table is missing, or a table of that name is not an outbox."""
+
+
+class StoreUnavailable(OutboxError):
+    """The database cannot be reached, or went away.
+
+    Attributes:
+        in_doubt: whether a statement was under way, so that what was asked may or may not have happened.
+    """
+
+    def __init__(self, message: str, *, in_doubt: bool = False) -> None:
+        super().__init__(message)
+        self.in_doubt = in_doubt
+
+
+class KafkaUnavailable(OutboxError):
+    """The Kafka cluster cannot be reached with the given settings."""
+
+
+class LeaderTopicError(OutboxError):
+    """The leader topic is missing and cannot be made, or cannot be used."""
+
+
+class GroupRefused(OutboxError):
+    """The leader group has members whose assignors differ from ours; choose another `leader_group_id`."""
+
+
+class MissingExtra(OutboxError):
+    """An optional part of the package is needed and not installed."""

@@ -1,0 +1,5 @@
+"""Harvesting: publish what is in the outbox. `Harvester` is the door."""
+
+from outbox_core.harvest.harvester import Harvester
+
+__all__ = ["Harvester"]

@@ -1,0 +1,402 @@
+"""Mark-purge/reset: publish the outbox in causal order, at least once (seed 000).
+
+One `AtLeastOnce` lives as long as one leadership. It runs on the harvest thread and owns everything in here; only the
+statements run elsewhere, on the two threads that own a store each.
+
+    outbox table --mark--> lanes --send--> Kafka --acknowledgement--> purge --> the lane moves on
+                   ^                                  failure ------> reset --> force remark
+                   '--------------------------------------------------------------'
+
+- **Mark.** One statement claims the earliest rows that do not carry our leader ID, from the head of the table, and
+  returns them. A later commit with a lower id is found by the next mark, because no mark begins at an offset. Rows
+  that a dead leader marked are found like any other: there is no recovery branch.
+- **Send.** At most one record of a key is under way (`lanes`). The lease is looked at immediately before each send,
+  and must have at least `delivery_timeout` left: the producer gives up on a record before the lease it was sent under
+  can end, so a successor never meets the sends of its predecessor.
+- **Purge.** Acknowledged rows are deleted where they still carry our leader ID. Fewer than asked means that another
+  leader has marked them since: no lane moves, and everything is marked again.
+- **Reset.** Rows of failed sends lose our leader ID. Since an older record is now back in the table, what was marked
+  after it must not be sent: *force remark* drops all that is not yet sent, lets what is in flight finish under the
+  old leader ID, takes a new one (`LeaderRefreshed`), and marks again from the head. The keys that failed cool down
+  first, and are left out of the marks until then.
+- **Unknown outcomes.** A mark that the connection did not survive may have marked rows that we were never told of:
+  force remark. A purge that it did not survive is repeated; if the first one did happen, the second deletes fewer
+  rows than asked, which is the case above.
+
+A leadership that ends, in whatever way, sends nothing more, waits for what is in flight (bounded by
+`delivery_timeout`), purges what was acknowledged and clears its marks from the rest. Nothing of the next leadership
+starts before that, so the lanes' promise holds across leaderships of one process too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Event as ThreadEvent
+from typing import Final
+from uuid import UUID, uuid4
+
+from outbox_core.election.leadership import now
+from outbox_core.errors import StoreUnavailable
+from outbox_core.events import Event, LeaderRefreshed, MeterRead
+from outbox_core.harvest.cooling import Cooling
+from outbox_core.harvest.lanes import Lanes, lane_of
+from outbox_core.harvest.meter import Meter
+from outbox_core.harvest.outage import Outage
+from outbox_core.harvest.publisher import Failure, Publisher
+from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.metrics import HarvestMetrics
+from outbox_core.ports import LaneKey, LeaderElector, MarkedBatch, OutboxStore, StoredRecord
+
+_log = logging.getLogger(__name__)
+
+_ID: Final = 0
+_TOPIC: Final = 1
+_SEND_CHUNK = 500
+_IDLE_SECONDS = 0.05
+_TICK_SECONDS = 0.001
+_FIRST_MARK_DELAY_SECONDS = 0.001
+# A mark that found nothing is not repeated before this many times its own duration: whatever it has to wade through,
+# idle marking takes at most a fifth of one core of the database.
+_EMPTY_MARK_REST = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Limits of one term, in records and seconds (see `outbox_core.config.Limits`)."""
+
+    mark_query_records: int
+    max_in_flight_records: int
+    lane_capacity: int
+    mark_backoff: float
+    io_error_backoff: float
+    delivery_timeout: float
+    drain_timeout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a term works with; it all outlives the term.
+
+    Attributes:
+        elector: says whether we still lead.
+        publisher: the producer and its delivery reports.
+        marker: thread that runs the marks.
+        purger: thread that runs purges and resets.
+        metrics: where to count.
+        meter: throughput.
+        emit: tells the event handler.
+        wake: set whenever there may be something to do.
+        database: says once when the database goes and comes.
+        kafka: says once when deliveries fail and succeed again.
+    """
+
+    elector: LeaderElector
+    publisher: Publisher
+    marker: StoreThread
+    purger: StoreThread
+    metrics: HarvestMetrics
+    meter: Meter
+    emit: Callable[[Event], None]
+    wake: ThreadEvent
+    database: Outage
+    kafka: Outage
+
+
+class AtLeastOnce:
+    """One leadership's mark-purge/reset.
+
+    Args:
+        leader_id: the ID of the leadership; marks carry it until the first remark.
+        timing: limits.
+        surroundings: what to work with.
+        drain: whether to end once the table is empty.
+
+    Attributes:
+        leader_id: the ID that marks carry now.
+        drained: whether it ended because the table is empty.
+    """
+
+    def __init__(self, leader_id: UUID, timing: Timing, surroundings: Surroundings, *, drain: bool = False) -> None:
+        self.leader_id = leader_id
+        self.drained = False
+        self._leadership_id = leader_id
+        self._timing = timing
+        self._with = surroundings
+        self._drain = drain
+        self._stopping = False
+        self._lanes = Lanes(timing.lane_capacity)
+        self._cooling = Cooling(timing.io_error_backoff / 10, timing.io_error_backoff * 10, now)
+        self._remark = False
+        self._marking: Future[tuple[MarkedBatch, float]] | None = None
+        self._mark_limit = 0
+        self._mark_excluded: frozenset[LaneKey] = frozenset()
+        self._next_mark_at = 0.0
+        self._mark_delay = _FIRST_MARK_DELAY_SECONDS
+        self._settling: Future[int] | None = None
+        self._settle_not_before = 0.0
+        self._being_purged: list[StoredRecord] = []
+        self._being_reset: list[int] = []
+        self._to_purge: list[StoredRecord] = []
+        self._to_reset: list[int] = []
+
+    @property
+    def in_flight_records(self) -> int:
+        """Records sent and not yet acknowledged."""
+        return self._with.publisher.in_flight
+
+    def stop(self) -> None:
+        """Ask `run` to finish what is in flight and return. From any thread."""
+        self._stopping = True
+        self._with.wake.set()
+
+    def run(self) -> None:
+        """Harvest until the leadership ends, `stop` is called or, when draining, the table is empty."""
+        while not self._over():
+            self._with.wake.clear()
+            self._collect_mark()
+            self._collect_settled()
+            sent_all = True
+            if self._remark:
+                self._refresh_when_quiet()
+            else:
+                sent_all = self._send()
+                self._start_mark()
+            self._start_settling()
+            self._wait(self._patience() if sent_all else 0.0)
+            self._collect_reports()
+        self._finish()
+
+    def _over(self) -> bool:
+        return self._stopping or self.drained or not self._leads()
+
+    def _leads(self) -> bool:
+        leadership = self._with.elector.leadership
+        return leadership is not None and leadership.leader_id == self._leadership_id and now() < leadership.deadline
+
+    # -- mark
+
+    def _room(self) -> int:
+        """How many rows to mark next; 0 while no worthwhile batch fits, as few rows cost much the same as many."""
+        timing = self._timing
+        limit = min(timing.mark_query_records, timing.max_in_flight_records - self._lanes.held)
+        return limit if limit >= min(timing.mark_query_records, max(1, timing.max_in_flight_records // 2)) else 0
+
+    def _start_mark(self) -> None:
+        limit = self._room()
+        if self._marking is not None or not limit or now() < self._next_mark_at:
+            return
+        leader_id = self.leader_id
+        excluded = self._mark_excluded = self._lanes.full | self._cooling.lanes()
+        self._mark_limit = limit
+
+        def mark(store: OutboxStore) -> tuple[MarkedBatch, float]:
+            began = now()
+            batch = store.mark(leader_id, limit, excluded)
+            took = now() - began
+            self._with.metrics.mark_took(took)
+            return batch, took
+
+        self._marking = self._with.marker.submit(mark)
+
+    def _collect_mark(self) -> None:
+        if self._marking is None or not self._marking.done():
+            return
+        marking, self._marking = self._marking, None
+        try:
+            batch, took = marking.result()
+        except StoreUnavailable as error:
+            self._with.database.began(error)
+            self._next_mark_at = now() + self._timing.io_error_backoff
+            if error.in_doubt:
+                self._force_remark()
+            return
+        self._with.database.ended()
+        self._schedule_mark(len(batch.records), took)
+        if self._remark or batch.selected != len(batch.records):
+            self._to_reset.extend(record[_ID] for record in batch.records)
+            self._force_remark()
+        elif batch.records:
+            self._lanes.admit(batch.records)
+        else:
+            self._check_drained()
+
+    def _schedule_mark(self, found: int, took: float) -> None:
+        """After a full batch mark again at once. Otherwise wait, up to `mark_backoff` while nothing is found."""
+        if found == self._mark_limit:
+            self._next_mark_at = 0.0
+        elif found:
+            self._mark_delay = _FIRST_MARK_DELAY_SECONDS
+            self._next_mark_at = now() + self._mark_delay
+        else:
+            self._mark_delay = min(self._timing.mark_backoff, self._mark_delay * 2)
+            self._next_mark_at = now() + max(self._mark_delay, took * _EMPTY_MARK_REST)
+
+    def _check_drained(self) -> None:
+        if not self._drain or self._mark_excluded or self._lanes.held:
+            return
+        try:
+            self.drained = self._with.marker.submit(lambda store: store.is_empty()).result()
+        except StoreUnavailable as error:
+            self._with.database.began(error)
+
+    # -- send
+
+    def _send(self) -> bool:
+        """Send a chunk of what may be sent. False if more of it can be sent at once."""
+        batch = self._lanes.take(_SEND_CHUNK)
+        elector = self._with.elector
+        leadership = elector.leadership
+        # Read once: a lease is only ever extended, and the lease of a later leadership does not count.
+        closes_at = 0.0
+        if leadership is not None and leadership.leader_id == self._leadership_id:
+            closes_at = leadership.deadline - self._timing.delivery_timeout
+        send = self._with.publisher.send
+        sent_at = now()
+        for position, record in enumerate(batch):
+            if now() >= closes_at or elector.leadership is None or not send(record, sent_at):
+                self._lanes.put_back(batch[position:])
+                return True
+        return not self._lanes.has_ready
+
+    def _collect_reports(self) -> None:
+        publisher, metrics = self._with.publisher, self._with.metrics
+        if publisher.delivered:
+            self._succeed(publisher.take_delivered())
+        if publisher.failed:
+            self._fail(publisher.take_failed())
+        metrics.in_flight(publisher.in_flight)
+
+    def _succeed(self, delivered: list[StoredRecord]) -> None:
+        self._to_purge.extend(delivered)
+        self._with.kafka.ended()
+        self._with.metrics.published(len(delivered))
+        arrived = now()
+        for sent_at, count in self._with.publisher.take_send_times().items():
+            self._with.metrics.publish_latency(arrived - sent_at, count)
+        if self._cooling:
+            self._cooling.succeeded(delivered)
+        stats = self._with.meter.add(len(delivered))
+        if stats is not None:
+            self._with.emit(MeterRead(stats))
+
+    def _fail(self, failures: list[Failure]) -> None:
+        self._to_reset.extend(record[_ID] for record, _ in failures)
+        self._force_remark()
+        if self._over():
+            return  # dropped on purpose
+        self._with.metrics.publish_error(len(failures))
+        record, error = failures[0]
+        self._with.kafka.began(f"record {record[_ID]} for topic {record[_TOPIC]}: {error.str()}")
+        for record, _ in failures:
+            lane = lane_of(record)
+            if lane is None:
+                self._next_mark_at = max(self._next_mark_at, now() + self._timing.io_error_backoff)
+            else:
+                self._cooling.failed(lane)
+
+    # -- purge and reset
+
+    def _start_settling(self) -> None:
+        if self._settling is not None or not (self._to_purge or self._to_reset) or now() < self._settle_not_before:
+            return
+        self._being_purged, self._to_purge = self._to_purge, []
+        self._being_reset, self._to_reset = self._to_reset, []
+        leader_id = self.leader_id
+        purge_ids = [record[_ID] for record in self._being_purged]
+        reset_ids = self._being_reset
+
+        def settle(store: OutboxStore) -> int:
+            purged = 0
+            if purge_ids:
+                began = now()
+                purged = store.purge(leader_id, purge_ids)
+                self._with.metrics.purge_took(now() - began)
+            if reset_ids:
+                store.reset(leader_id, reset_ids)
+            return purged
+
+        self._settling = self._with.purger.submit(settle)
+
+    def _collect_settled(self) -> None:
+        if self._settling is None or not self._settling.done():
+            return
+        settling, self._settling = self._settling, None
+        try:
+            purged = settling.result()
+        except StoreUnavailable as error:
+            self._with.database.began(error)
+            self._settle_not_before = now() + self._timing.io_error_backoff
+            self._to_purge = self._being_purged + self._to_purge
+            self._to_reset = self._being_reset + self._to_reset
+            return
+        self._with.database.ended()
+        if purged == len(self._being_purged):
+            self._lanes.purged(self._being_purged)
+        else:
+            _log.info("purged %d of %d rows: the rest carry another leader's mark", purged, len(self._being_purged))
+            self._force_remark()
+
+    # -- remark
+
+    def _force_remark(self) -> None:
+        """Send nothing more under this leader ID, and give back what has not been sent."""
+        self._remark = True
+        self._to_reset.extend(record[_ID] for record in self._lanes.abandon())
+
+    def _refresh_when_quiet(self) -> None:
+        if self._busy():
+            return
+        self._with.publisher.renew_if_broken()
+        self._lanes = Lanes(self._timing.lane_capacity)
+        self._remark = False
+        self.leader_id = uuid4()
+        self._with.emit(LeaderRefreshed(self.leader_id))
+
+    def _busy(self) -> bool:
+        return bool(self._with.publisher.in_flight) or self._busy_with_database()
+
+    def _busy_with_database(self) -> bool:
+        return bool(self._marking or self._settling or self._to_purge or self._to_reset)
+
+    # -- wait and finish
+
+    def _patience(self) -> float:
+        """Seconds until something is due by the clock."""
+        due = _IDLE_SECONDS
+        time = now()
+        if self._marking is None and not self._remark and self._room():
+            due = min(due, self._next_mark_at - time)
+        if self._settling is None and (self._to_purge or self._to_reset):
+            due = min(due, self._settle_not_before - time)
+        return max(0.0, due)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for delivery reports, or with nothing in flight for a statement to end or a wake-up."""
+        publisher, wake = self._with.publisher, self._with.wake
+        if not publisher.in_flight:
+            publisher.poll(0)
+            wake.wait(seconds)
+        elif seconds == 0.0 or wake.is_set():
+            publisher.poll(0)
+        else:
+            # There is nothing to add to what lingers in the producer, so let it go: with few keys the next records
+            # cannot be sent before these have arrived. A statement's end does not interrupt this wait: keep it short.
+            publisher.push(_TICK_SECONDS)
+
+    def _finish(self) -> None:
+        """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph."""
+        if not self._leads():
+            self._with.publisher.drop_unsent()
+        self._force_remark()
+        give_up_at = now() + self._timing.drain_timeout
+        while self._with.publisher.in_flight or (self._busy_with_database() and now() < give_up_at):
+            self._with.wake.clear()
+            self._collect_mark()
+            self._collect_settled()
+            self._start_settling()
+            self._wait(self._patience())
+            self._collect_reports()
+        self._with.publisher.renew_if_broken()

@@ -1,0 +1,49 @@
+"""Counts what waits in the outbox, for the metrics, on a connection of its own."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from outbox_core.errors import OutboxError
+from outbox_core.ports import Backlog, OutboxStore
+
+if TYPE_CHECKING:
+    from outbox_core.harvest.harvester import Harvester
+
+
+class BacklogObserver:
+    """Asks the database at intervals, while its harvester leads: one process asks, not all.
+
+    Args:
+        store: used on the observer's thread only.
+        harvester: whose leadership and metrics it is.
+        interval_seconds: pause between two questions.
+    """
+
+    def __init__(self, store: OutboxStore, harvester: Harvester, interval_seconds: float) -> None:
+        self._store = store
+        self._harvester = harvester
+        self._interval = interval_seconds
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="outbox-backlog", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, without waiting for a question under way."""
+        self._stopping.set()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._harvester.metrics.backlog(self._ask() if self._harvester.is_leader else Backlog(0, 0.0))
+            self._stopping.wait(self._interval)
+        self._store.close()
+
+    def _ask(self) -> Backlog:
+        try:
+            return self._store.backlog()
+        except OutboxError:
+            return Backlog(0, 0.0)  # the harvest thread reports what is wrong with the database

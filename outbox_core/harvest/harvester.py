@@ -1,0 +1,324 @@
+"""The harvester's life: check the surroundings, contend for leadership, harvest while leading, stop in good order.
+
+Threads: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the terms), one
+thread for each of the two database connections, and one that counts the backlog for the metrics. What they share is
+in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
+
+                 LeaderAcquired                         lease over, LeaderFenced
+    standing by ----------------> harvesting (a term) ---------------------------> finishing --> standing by
+                                          |   LeaderRevoked: the elector waits until the term has finished
+                                          '---------------------------------------> finishing --> standing by
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+from uuid import UUID
+
+from outbox_core.config import HarvestConfig
+from outbox_core.election import Neli, NeliConfig
+from outbox_core.election.leadership import now
+from outbox_core.errors import StoreUnavailable
+from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
+from outbox_core.harvest.at_least_once import AtLeastOnce, Surroundings, Timing
+from outbox_core.harvest.backlog import BacklogObserver
+from outbox_core.harvest.meter import Meter
+from outbox_core.harvest.outage import Outage
+from outbox_core.harvest.publisher import Publisher
+from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.kafka import Producer, check_connection, make_producer
+from outbox_core.metrics import HarvestMetrics, Health
+from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
+from outbox_core.stores.postgres import PostgresStore
+
+_log = logging.getLogger(__name__)
+
+_STANDBY_TICK_SECONDS = 0.2
+_STANDBY_DRAIN_CHECK_SECONDS = 0.5
+_UNHEALTHY_AFTER_SECONDS = 30.0
+
+ProducerFactory = Callable[[], Producer]
+
+
+class Harvester:
+    """Publishes the records of one outbox table to Kafka, whenever it leads.
+
+    Args:
+        config: settings.
+        on_event: called with every `outbox_core.events.Event`; see there what it may do.
+        metrics: where to count; by default a fresh `HarvestMetrics` with a registry of its own.
+        drain: end by itself once the table is empty, whoever emptied it.
+        store_factory: makes the stores, one for each thread that needs one; by default PostgreSQL.
+        elector_factory: makes the elector from an event handler; by default NELI through Kafka.
+        producer_factory: makes the Kafka producer.
+
+    It may be used as a context manager: starts on entry, stops and joins on exit.
+    """
+
+    def __init__(
+        self,
+        config: HarvestConfig,
+        on_event: EventHandler | None = None,
+        *,
+        metrics: HarvestMetrics | None = None,
+        drain: bool = False,
+        store_factory: StoreFactory | None = None,
+        elector_factory: ElectorFactory | None = None,
+        producer_factory: ProducerFactory | None = None,
+    ) -> None:
+        self.config = config
+        self._user_handler = on_event
+        self._metrics = metrics
+        self._drain = drain
+        self._make_store = store_factory or self._postgres_store
+        self._make_elector = elector_factory
+        self._make_producer = producer_factory or (lambda: make_producer(config.producer_settings()))
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._ended = threading.Event()
+        self._term_changed = threading.Condition()
+        self._term: AtLeastOnce | None = None
+        self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
+        self._failure: BaseException | None = None
+        self._elector: LeaderElector | None = None
+        self._thread: threading.Thread | None = None
+        self._database = Outage("database", _log)
+        self._kafka = Outage("delivery to Kafka", _log)
+
+    # -- life
+
+    def start(self) -> None:
+        """Check database, table, Kafka and leader topic, and begin to contend for leadership.
+
+        Raises:
+            OutboxError: of the kind that fits what is wrong. Nothing keeps running then.
+        """
+        if self._thread is not None:
+            raise RuntimeError("a harvester is started once")
+        identity = self._identify()
+        check_connection(self.config.base_kafka_config)
+        self.metrics = self._metrics or HarvestMetrics(outbox_name=identity)
+        self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
+        self._elector.start()
+        self._thread = threading.Thread(target=self._run, args=(self._elector, identity), name="outbox-harvest")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask for a graceful end: finish what is in flight, clear marks, hand leadership over. See `join`."""
+        self._stopping.set()
+        self._wake.set()
+        term = self._term
+        if term is not None:
+            term.stop()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for the end, at most `timeout` seconds; return whether it has come.
+
+        Raises:
+            BaseException: what ended the harvester, if it was not `stop` or an empty table.
+        """
+        if not self._ended.wait(timeout):
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+        self.join()
+
+    # -- what it is doing
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether the lease is valid now."""
+        leadership = self._elector.leadership if self._elector else None
+        return leadership is not None and now() < leadership.deadline
+
+    @property
+    def leader_id(self) -> UUID | None:
+        """The ID that marks carry now, or None while not harvesting."""
+        term = self._term
+        return term.leader_id if term is not None else None
+
+    @property
+    def in_flight_records(self) -> int:
+        """Records sent whose acknowledgement has not arrived."""
+        term = self._term
+        return term.in_flight_records if term is not None else 0
+
+    def health(self) -> Health:
+        """Whether it works; what an orchestrator's probe asks."""
+        if self._failure is not None:
+            return Health(ok=False, leader=False, detail=str(self._failure))
+        if self._ended.is_set():
+            return Health(ok=False, leader=False, detail="stopped")
+        for outage in (self._database, self._kafka):
+            if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
+                return Health(ok=False, leader=self.is_leader, detail=outage.describe())
+        return Health(ok=True, leader=self.is_leader, detail="leading" if self.is_leader else "standing by")
+
+    # -- making the parts
+
+    def _postgres_store(self) -> PostgresStore:
+        config = self.config
+        return PostgresStore(
+            config.data_source, config.outbox_table, application_name=f"kafka-outbox {config.name}"[:63]
+        )
+
+    def _identify(self) -> str:
+        store = self._make_store()
+        try:
+            return store.check()
+        finally:
+            store.close()
+
+    def _neli(self, identity: str) -> Neli:
+        config = self.config
+        group_id, topic = config.leader_names(identity)
+        return Neli(
+            NeliConfig(
+                kafka=config.neli_settings(group_id),
+                group_id=group_id,
+                topic=topic,
+                name=config.name,
+                heartbeat_timeout=config.limits.heartbeat_timeout,
+                min_poll_interval=config.limits.min_poll_interval,
+            ),
+            self._on_leadership,
+        )
+
+    def _timing(self) -> Timing:
+        limits = self.config.limits
+        return Timing(
+            mark_query_records=limits.mark_query_records,
+            max_in_flight_records=limits.max_in_flight_records,
+            lane_capacity=limits.lane_capacity,
+            mark_backoff=limits.mark_backoff.total_seconds(),
+            io_error_backoff=limits.io_error_backoff.total_seconds(),
+            delivery_timeout=self.config.delivery_timeout.total_seconds(),
+            drain_timeout=limits.drain_timeout.total_seconds(),
+        )
+
+    # -- the elector's thread
+
+    def _on_leadership(self, event: Event) -> None:
+        """Hand the event on; on a hand-over first let the term finish, since the successor waits for our return."""
+        if isinstance(event, LeaderRevoked):
+            self._hand_over()
+        self.metrics.leading(isinstance(event, LeaderAcquired))
+        self._emit(event)
+        self._announced = event.leader_id if isinstance(event, LeaderAcquired) else None
+        self._wake.set()
+
+    def _hand_over(self) -> None:
+        limit = self.config.limits.drain_timeout.total_seconds()
+        with self._term_changed:
+            self._announced = None
+            if self._term is not None:
+                self._term.stop()
+            if not self._term_changed.wait_for(lambda: self._term is None, limit):
+                _log.warning("records were still in flight %.0f s after leadership was asked back", limit)
+
+    def _emit(self, event: Event) -> None:
+        if self._user_handler is None:
+            return
+        try:
+            self._user_handler(event)
+        except Exception:
+            _log.exception("the event handler failed on %s", type(event).__name__)
+
+    # -- the harvest thread
+
+    def _run(self, elector: LeaderElector, identity: str) -> None:
+        limits = self.config.limits
+        surroundings = Surroundings(
+            elector=elector,
+            publisher=Publisher(
+                self._make_producer,
+                id_header=self.config.id_header,
+                outbox_name=self.config.outbox_name or identity,
+            ),
+            marker=StoreThread(self._make_store(), "outbox-mark", self._wake.set),
+            purger=StoreThread(self._make_store(), "outbox-purge", self._wake.set),
+            metrics=self.metrics,
+            meter=Meter(limits.min_metrics_interval.total_seconds(), now),
+            emit=self._emit,
+            wake=self._wake,
+            database=self._database,
+            kafka=self._kafka,
+        )
+        observer = BacklogObserver(self._make_store(), self, limits.min_metrics_interval.total_seconds())
+        observer.start()
+        try:
+            self._harvest_whenever_leading(elector, surroundings)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._stopping.set()
+            elector.stop()
+            observer.stop()
+            surroundings.marker.close()
+            surroundings.purger.close()
+            self._ended.set()
+
+    def _harvest_whenever_leading(self, elector: LeaderElector, surroundings: Surroundings) -> None:
+        standby = _StandbyDrain(surroundings) if self._drain else None
+        while not self._stopping.is_set():
+            if elector.failure is not None:
+                raise elector.failure
+            term = self._begin_term(elector, surroundings)
+            if term is None:
+                if standby is not None and standby.table_is_empty():
+                    return
+                self._wake.wait(_STANDBY_TICK_SECONDS)
+                self._wake.clear()
+                continue
+            try:
+                term.run()
+            finally:
+                with self._term_changed:
+                    self._term = None
+                    self._term_changed.notify_all()
+            if term.drained:
+                return
+
+    def _begin_term(self, elector: LeaderElector, surroundings: Surroundings) -> AtLeastOnce | None:
+        leadership = elector.leadership
+        if leadership is None or now() >= leadership.deadline:
+            return None
+        with self._term_changed:
+            if self._announced != leadership.leader_id or self._stopping.is_set():
+                return None
+            self._term = AtLeastOnce(leadership.leader_id, self._timing(), surroundings, drain=self._drain)
+            return self._term
+
+
+class _StandbyDrain:
+    """While another process leads, sees now and then whether it has emptied the table."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._with = surroundings
+        self._next_at = now() + _STANDBY_DRAIN_CHECK_SECONDS
+
+    def table_is_empty(self) -> bool:
+        if now() < self._next_at:
+            return False
+        self._next_at = now() + _STANDBY_DRAIN_CHECK_SECONDS
+        try:
+            empty = self._with.marker.submit(lambda store: store.is_empty()).result()
+        except StoreUnavailable as error:
+            self._with.database.began(error)
+            return False
+        self._with.database.ended()
+        return empty

@@ -1,0 +1,134 @@
+"""Lanes: at most one record of a key between `produce()` and the commit of its purge.
+
+A lane belongs to one key, that is one (topic, key). Its first record is *under way*: ready to be sent, sent, or
+acknowledged and waiting for its purge. The others wait behind it, by ascending id. Only when the purge of the first
+one has been committed does the next one become ready.
+
+Why until the commit of the purge, and not just until the acknowledgement? Suppose R0 is acknowledged, R1 is sent, and
+the process dies before either is purged. The successor sends R0 R1 again: the topic has R0 R1 R0 R1, an order
+reversal. With lanes the worst case is R0 R0 R1, a plain repeat.
+
+Records without a key have no order to keep: they are ready at once.
+
+Invariants, for any sequence of calls (proven by tests/unit/test_lanes.py):
+
+- of each key at most one record is under way;
+- records of a key become ready in the order in which they were admitted;
+- `held` counts what was admitted and neither purged nor abandoned.
+
+The structure is pure and belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from outbox_core.ports import LaneKey, StoredRecord
+
+_TOPIC: Final = 1
+_KEY: Final = 2
+
+
+def lane_of(record: StoredRecord) -> LaneKey | None:
+    """The lane of a record, or None if it has no key."""
+    key = record[_KEY]
+    return None if key is None else (record[_TOPIC], key)
+
+
+class Lanes:
+    """The records that a harvester holds, by key.
+
+    Args:
+        capacity: how many records may wait in a lane before it counts as full. A soft limit: records that have been
+            marked are admitted whatever the number.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._followers: dict[LaneKey, deque[StoredRecord] | None] = {}  # a key is here while its lane is in use
+        self._ready: deque[StoredRecord] = deque()
+        self._full: set[LaneKey] = set()
+        self.held = 0
+
+    @property
+    def full(self) -> frozenset[LaneKey]:
+        """Lanes that have reached their capacity; leave their keys out of the next mark."""
+        return frozenset(self._full)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether `take` would return anything."""
+        return bool(self._ready)
+
+    def admit(self, records: Sequence[StoredRecord]) -> None:
+        """Take in marked records, by ascending id."""
+        self.held += len(records)
+        lanes = self._followers
+        ready = self._ready.append
+        for record in records:
+            key = record[_KEY]
+            if key is None:
+                ready(record)
+                continue
+            lane = (record[_TOPIC], key)
+            if lane not in lanes:
+                lanes[lane] = None
+                ready(record)
+                continue
+            followers = lanes[lane]
+            if followers is None:
+                followers = lanes[lane] = deque()
+            followers.append(record)
+            if len(followers) >= self._capacity:
+                self._full.add(lane)
+
+    def take(self, limit: int) -> list[StoredRecord]:
+        """Up to `limit` records that may be sent now, in order."""
+        ready = self._ready
+        if len(ready) <= limit:
+            taken = list(ready)
+            ready.clear()
+            return taken
+        return [ready.popleft() for _ in range(limit)]
+
+    def put_back(self, records: Sequence[StoredRecord]) -> None:
+        """Return records that were taken and not sent, in the order in which they were taken."""
+        self._ready.extendleft(reversed(records))
+
+    def purged(self, records: Iterable[StoredRecord]) -> None:
+        """The purge of these records is committed: the next record of each key becomes ready."""
+        lanes = self._followers
+        count = 0
+        for record in records:
+            count += 1
+            key = record[_KEY]
+            if key is None:
+                continue
+            lane = (record[_TOPIC], key)
+            followers = lanes[lane]
+            if not followers:
+                del lanes[lane]
+                continue
+            self._ready.append(followers.popleft())
+            if self._full and len(followers) <= self._capacity // 2:
+                self._full.discard(lane)
+        self.held -= count
+
+    def abandon(self) -> list[StoredRecord]:
+        """Drop every record that has not been taken, and return them. What is under way keeps its lane."""
+        ready = list(self._ready)
+        dropped = list(ready)
+        self._ready.clear()
+        for record in ready:
+            lane = lane_of(record)
+            if lane is not None:
+                dropped.extend(self._followers.pop(lane) or ())
+        for lane, followers in self._followers.items():
+            if followers:
+                dropped.extend(followers)
+                self._followers[lane] = None
+        self._full.clear()
+        self.held -= len(dropped)
+        return dropped

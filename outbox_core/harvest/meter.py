@@ -1,0 +1,42 @@
+"""Throughput of published records, total and per interval (the `MeterRead` event)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from outbox_core.events import MeterStats
+
+
+class Meter:
+    """Counts records and now and then says how fast they go.
+
+    Args:
+        interval_seconds: shortest time between two readings.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(self, interval_seconds: float, clock: Callable[[], float]) -> None:
+        self._interval = interval_seconds
+        self._clock = clock
+        self._started = self._interval_started = clock()
+        self._total = self._in_interval = 0
+
+    def add(self, count: int) -> MeterStats | None:
+        """Count records; return a reading when one is due. Nothing is due while nothing is published."""
+        self._total += count
+        self._in_interval += count
+        now = self._clock()
+        elapsed = now - self._interval_started
+        if elapsed < self._interval or not elapsed:
+            return None
+        total_elapsed = now - self._started
+        stats = MeterStats(
+            interval_seconds=elapsed,
+            total_seconds=total_elapsed,
+            interval_count=self._in_interval,
+            total_count=self._total,
+            interval_rate=self._in_interval / elapsed,
+            total_rate=self._total / total_elapsed,
+        )
+        self._interval_started, self._in_interval = now, 0
+        return stats

@@ -1,0 +1,43 @@
+"""Logs trouble once when it begins and once when it ends, however often it is retried in between."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+
+class Outage:
+    """The state of one thing that can be away: the database, or delivery to Kafka.
+
+    Args:
+        what: what is away, as the log shall name it.
+        log: where to say so.
+    """
+
+    def __init__(self, what: str, log: logging.Logger) -> None:
+        self._what = what
+        self._log = log
+        self._began_at: float | None = None
+        self._reason = ""
+
+    def began(self, error: object) -> None:
+        """It failed; says so if it worked before."""
+        if self._began_at is None:
+            self._began_at = time.monotonic()
+            self._reason = str(error)
+            self._log.warning("%s: %s; retrying", self._what, error)
+
+    def ended(self) -> None:
+        """It worked; says so if it failed before."""
+        if self._began_at is not None:
+            self._log.warning("%s: back after %.1f s", self._what, time.monotonic() - self._began_at)
+            self._began_at = None
+
+    @property
+    def lasted_seconds(self) -> float:
+        """How long it has been away, 0.0 if it is not."""
+        return 0.0 if self._began_at is None else time.monotonic() - self._began_at
+
+    def describe(self) -> str:
+        """What has been away for how long, and why."""
+        return f"{self._what}: away for {self.lasted_seconds:.0f} s ({self._reason})"

@@ -1,0 +1,121 @@
+"""Sends records through one Kafka producer and collects what became of them.
+
+Delivery reports arrive on the thread that calls `poll`, which is the thread that sends: nothing here is shared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from outbox_core.kafka import KafkaError, KafkaException, Producer
+from outbox_core.ports import StoredRecord
+
+
+class Failure(NamedTuple):
+    """A record that was not delivered, as far as the producer knows."""
+
+    record: StoredRecord
+    error: KafkaError
+
+
+class Publisher:
+    """One producer and the records in flight through it.
+
+    Args:
+        make_producer: makes a new producer; called again after a fatal error.
+        id_header: name of the header that carries the record's identity; '' for none.
+        outbox_name: identity of the outbox, written before the record's id.
+
+    Attributes:
+        in_flight: records sent whose delivery report has not arrived.
+        delivered: records acknowledged since it was last emptied by `take_delivered`.
+        failed: records that failed since the list was last emptied by `take_failed`.
+        send_times: when the records delivered since the last `take_send_times` were sent, with how many of each.
+    """
+
+    def __init__(self, make_producer: Callable[[], Producer], *, id_header: str, outbox_name: str) -> None:
+        self._make_producer = make_producer
+        self._producer: Producer | None = None
+        self._id_header = id_header
+        self._id_prefix = outbox_name.encode() + b":"
+        self._fatal = False
+        self.in_flight = 0
+        self.delivered: list[StoredRecord] = []
+        self.failed: list[Failure] = []
+        self.send_times: Counter[float] = Counter()
+
+    def send(self, record: StoredRecord, sent_at: float) -> bool:
+        """Hand a record to the producer. False if its queue is full: poll and try again.
+
+        A record that the producer refuses is a failed one, like one that the broker refuses.
+        """
+        identity, topic, key, value, header_keys, header_values, partition = record[:7]
+        headers: list[tuple[str, Any]] = (
+            list(zip(header_keys, header_values or (), strict=False)) if header_keys else []
+        )
+        if self._id_header:
+            headers.append((self._id_header, b"%b%d" % (self._id_prefix, identity)))
+        if self._producer is None:
+            self._producer = self._make_producer()
+        try:
+            self._producer.produce(
+                topic, value, key, partition, on_delivery=partial(self._report, record, sent_at), headers=headers
+            )
+        except BufferError:
+            return False
+        except KafkaException as error:
+            self.failed.append(Failure(record, error.args[0]))
+            return True
+        self.in_flight += 1
+        return True
+
+    def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, _message: object) -> None:
+        self.in_flight -= 1
+        if error is None:
+            self.delivered.append(record)
+            self.send_times[sent_at] += 1
+        else:
+            self._fatal = self._fatal or error.fatal()
+            self.failed.append(Failure(record, error))
+
+    def poll(self, timeout_seconds: float) -> None:
+        """Serve delivery reports; wait up to the timeout for the first."""
+        if self._producer is not None:
+            self._producer.poll(timeout_seconds)
+
+    def push(self, timeout_seconds: float) -> None:
+        """Serve delivery reports, and put on the wire at once what still lingers in the producer's queue.
+
+        Returns when everything is delivered, at the latest after the timeout.
+        """
+        if self._producer is not None:
+            self._producer.flush(timeout_seconds)
+
+    def take_delivered(self) -> list[StoredRecord]:
+        """The records delivered since the last call."""
+        delivered, self.delivered = self.delivered, []
+        return delivered
+
+    def take_failed(self) -> list[Failure]:
+        """The records that failed since the last call."""
+        failed, self.failed = self.failed, []
+        return failed
+
+    def take_send_times(self) -> Counter[float]:
+        """When the records delivered since the last call were sent: send time -> number of records."""
+        send_times, self.send_times = self.send_times, Counter()
+        return send_times
+
+    def drop_unsent(self) -> None:
+        """Fail at once what the producer has queued and not yet put on the wire."""
+        if self._producer is not None:
+            self._producer.purge(in_queue=True, in_flight=False, blocking=False)
+
+    def renew_if_broken(self) -> None:
+        """After a fatal error the producer accepts nothing more; make a new one. Only with nothing in flight."""
+        if self._fatal:
+            self._producer = None
+            self._fatal = False

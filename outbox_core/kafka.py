@@ -1,0 +1,225 @@
+"""The only importer of confluent_kafka: client factories, connection checks and topic administration.
+
+Settings are librdkafka's own, passed through untouched; a wrong one is reported by the name the user wrote.
+librdkafka's log lines go to the logger `outbox_core.kafka` at DEBUG: it repeats itself at every connection attempt,
+and what matters to an operator is logged once per change of state by the parts that use the clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import (
+    OFFSET_END,
+    TIMESTAMP_NOT_AVAILABLE,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, LeaderTopicError
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin._metadata import ClusterMetadata
+
+__all__ = [
+    "OFFSET_END",
+    "TIMESTAMP_NOT_AVAILABLE",
+    "Consumer",
+    "KafkaConfig",
+    "KafkaError",
+    "KafkaException",
+    "Message",
+    "Producer",
+    "TopicPartition",
+    "check_connection",
+    "ensure_leader_topic",
+    "make_admin",
+    "make_consumer",
+    "make_producer",
+]
+
+KafkaConfig = Mapping[str, Any]
+
+_CONNECT_TIMEOUT_SECONDS = 10.0
+_ATTEMPT_SECONDS = 1.0
+_APPEAR_INTERVAL_SECONDS = 0.05
+_LEADER_TOPIC_SETTINGS = {
+    # Only the last claim and the heartbeats of the last seconds are ever read.
+    "cleanup.policy": "delete",
+    "retention.ms": "3600000",
+    "segment.ms": "3600000",
+}
+
+_client_log = logging.getLogger(__name__)
+
+
+class _DebugLogger(logging.LoggerAdapter[logging.Logger]):
+    """Lowers every librdkafka log line to DEBUG."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        del level
+        super().log(logging.DEBUG, msg, *args, **kwargs)
+
+
+def make_producer(config: KafkaConfig) -> Producer:
+    """A producer from librdkafka settings. Raises InvalidConfig for a setting librdkafka refuses."""
+    producer: Producer = _make(Producer, config)
+    return producer
+
+
+def make_consumer(config: KafkaConfig) -> Consumer:
+    """A consumer from librdkafka settings. Raises InvalidConfig for a setting librdkafka refuses."""
+    consumer: Consumer = _make(Consumer, config)
+    return consumer
+
+
+def make_admin(config: KafkaConfig) -> AdminClient:
+    """An admin client from librdkafka settings. Raises InvalidConfig for a setting librdkafka refuses."""
+    admin: AdminClient = _make(AdminClient, config)
+    return admin
+
+
+def _make(client: Any, config: KafkaConfig) -> Any:
+    settings = dict(config)
+    settings.setdefault("logger", _DebugLogger(_client_log, {}))
+    settings.setdefault("error_cb", _ignore_client_error)
+    try:
+        return client(settings)
+    except KafkaException as error:
+        raise InvalidConfig(f"Kafka settings: {error.args[0].str()}") from None
+    except (TypeError, ValueError) as error:
+        raise InvalidConfig(f"Kafka settings: {error}") from None
+
+
+def _ignore_client_error(error: KafkaError) -> None:
+    """Client-wide errors are informational: librdkafka recovers, and each caller sees its own failures."""
+    _client_log.debug("librdkafka: %s", error)
+
+
+class _Inquiry:
+    """An admin client with a deadline, which knows what librdkafka complained of while it waited.
+
+    Args:
+        config: librdkafka settings.
+        timeout_seconds: For everything that is asked, together.
+    """
+
+    def __init__(self, config: KafkaConfig, timeout_seconds: float) -> None:
+        self._servers = config.get("bootstrap.servers", "(bootstrap.servers is not set)")
+        self._complaint = ""
+        self._is_hopeless = False
+        self._deadline = time.monotonic() + timeout_seconds
+        self.admin = make_admin({**config, "error_cb": self._note})
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline, a little more than none at least."""
+        return max(0.1, self._deadline - time.monotonic())
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self._deadline
+
+    def metadata(self, topic: str | None = None) -> ClusterMetadata:
+        """What the cluster tells of one topic, or of all: asking for one may create it.
+
+        Raises:
+            KafkaUnavailable: naming the bootstrap servers and what librdkafka said last.
+        """
+        arguments = () if topic is None else (topic,)
+        while True:
+            try:
+                return self.admin.list_topics(*arguments, timeout=min(_ATTEMPT_SECONDS, self.remaining))
+            except KafkaException as error:
+                self.admin.poll(0)
+                if self._is_hopeless or self.is_late:
+                    raise self._unavailable(error) from None
+
+    def partitions(self, topic: str) -> int:
+        """Number of partitions of a topic, 0 if it is not there."""
+        found = self.metadata().topics.get(topic)
+        return len(found.partitions) if found is not None and found.error is None else 0
+
+    def _note(self, error: KafkaError) -> None:
+        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
+            self._complaint = error.str()
+        if error.code() == KafkaError._AUTHENTICATION:  # noqa: SLF001
+            self._is_hopeless = True  # a wrong password does not become right by waiting
+
+    def _unavailable(self, error: KafkaException) -> KafkaUnavailable:
+        reason = self._complaint or error.args[0].str()
+        return KafkaUnavailable(f"cannot reach Kafka at bootstrap.servers={self._servers}: {reason}")
+
+
+def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:
+    """See whether the cluster answers.
+
+    Raises:
+        KafkaUnavailable: naming the bootstrap servers and what librdkafka said last.
+    """
+    _Inquiry(config, timeout_seconds).metadata()
+
+
+def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:
+    """Make the leader topic with one partition if it is missing; return its number of partitions.
+
+    A broker that cannot create topics on request (librdkafka's mock cluster) is asked for it by name, which makes it
+    appear there.
+
+    Raises:
+        LeaderTopicError: if it is missing and cannot be made, or cannot be described.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    inquiry = _Inquiry(config, timeout_seconds)
+    partitions = inquiry.partitions(topic)
+    if partitions == 0:
+        _create_leader_topic(inquiry, topic)
+        partitions = _partitions_once_there(inquiry, topic)
+    return partitions
+
+
+def _create_leader_topic(inquiry: _Inquiry, topic: str) -> None:
+    new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=_LEADER_TOPIC_SETTINGS)
+    answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
+    try:
+        answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
+    except KafkaException as error:
+        cause: KafkaError = error.args[0]
+        if cause.code() not in {KafkaError.TOPIC_ALREADY_EXISTS, KafkaError._UNSUPPORTED_FEATURE}:  # noqa: SLF001
+            raise _cannot_make(topic, cause.str()) from None
+    except FutureTimeoutError:
+        raise _cannot_make(topic, "no answer") from None
+
+
+def _cannot_make(topic: str, reason: str) -> LeaderTopicError:
+    return LeaderTopicError(
+        f"leader topic {topic!r} does not exist and cannot be made: {reason}; "
+        "create it with one partition, or grant CREATE on it"
+    )
+
+
+def _partitions_once_there(inquiry: _Inquiry, topic: str) -> int:
+    """Ask for the topic by name until all brokers' metadata have caught up with its creation."""
+    while True:
+        found = inquiry.metadata(topic).topics[topic]
+        if found.error is None and found.partitions:
+            return len(found.partitions)
+        reason = found.error.str() if found.error is not None else "it has no partitions"
+        is_new = found.error is None or found.error.code() in {
+            KafkaError.LEADER_NOT_AVAILABLE,
+            KafkaError.UNKNOWN_TOPIC_OR_PART,
+        }
+        if not is_new or inquiry.is_late:
+            raise LeaderTopicError(f"leader topic {topic!r} cannot be used: {reason}; grant DESCRIBE, READ and WRITE")
+        time.sleep(_APPEAR_INTERVAL_SECONDS)

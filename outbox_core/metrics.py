@@ -1,0 +1,312 @@
+"""What a harvester counts and measures, for Prometheus, and whether it is well, for a load balancer or Kubernetes.
+
+`HarvestMetrics` holds plain numbers that are turned into Prometheus' families only when somebody asks. The harvester
+reports batches, not records: `publish_latency(seconds, count)` counts thousands of records that were sent together in
+one call. Every call takes one short lock, so any thread may call; each costs about a microsecond.
+
+All families have one label, `outbox`, and may share a registry: several harvesters in one process give one family with
+several outboxes.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from bisect import bisect_left
+from dataclasses import dataclass
+from http import HTTPStatus
+from itertools import accumulate
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary, ref
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from outbox_core.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+    from prometheus_client import Metric
+
+    from outbox_core.ports import Backlog
+
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Upper bounds in seconds, the same for all three histograms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether a harvester does its work, leading or standing by.
+
+    Attributes:
+        ok: whether all is well.
+        leader: whether it leads.
+        detail: in words; the reason if all is not well.
+    """
+
+    ok: bool
+    leader: bool
+    detail: str = ""
+
+
+class WeightedHistogram:
+    """Counts of observations by upper bound; one call observes any number of equal values."""
+
+    def __init__(self, bounds: Iterable[float] = LATENCY_BUCKETS) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Count `count` observations of `value`: O(log of the number of buckets)."""
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def add_to(self, family: HistogramMetricFamily, label: str) -> None:
+        """Write it into a family, cumulated as Prometheus wants it."""
+        names = [*(repr(bound) for bound in self._bounds), "+Inf"]
+        family.add_metric([label], list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+
+
+class HarvestMetrics:
+    """The numbers of one harvester.
+
+    Args:
+        registry: where they can be read; a new one by default, so that embedding never clashes.
+        outbox_name: the label; the harvester sets it to the outbox's identity if it is empty.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None = None, outbox_name: str = "") -> None:
+        self.registry = registry if registry is not None else CollectorRegistry()
+        self.outbox_name = outbox_name
+        self._lock = threading.Lock()
+        self._published = 0
+        self._errors = 0
+        self._in_flight = 0
+        self._leader = False
+        self._backlog: Backlog | None = None
+        self._publish_latency = WeightedHistogram()
+        self._mark_duration = WeightedHistogram()
+        self._purge_duration = WeightedHistogram()
+        _register(self)
+
+    def published(self, count: int) -> None:
+        """So many records were acknowledged by Kafka."""
+        with self._lock:
+            self._published += count
+
+    def publish_error(self, count: int = 1) -> None:
+        """So many records were refused by Kafka, or not acknowledged in time."""
+        with self._lock:
+            self._errors += count
+
+    def in_flight(self, count: int) -> None:
+        """So many records are marked and not yet purged."""
+        self._in_flight = count
+
+    def leading(self, leader: bool) -> None:
+        """Whether this harvester leads."""
+        self._leader = leader
+
+    def backlog(self, backlog: Backlog | None) -> None:
+        """How much waits; None when this harvester does not know (any more), so that no stale number is shown."""
+        self._backlog = backlog
+
+    def publish_latency(self, seconds: float, count: int = 1) -> None:
+        """So many records took this long from `produce()` to their acknowledgement."""
+        with self._lock:
+            self._publish_latency.observe(seconds, count)
+
+    def mark_took(self, seconds: float) -> None:
+        """One mark statement took this long."""
+        with self._lock:
+            self._mark_duration.observe(seconds)
+
+    def purge_took(self, seconds: float) -> None:
+        """One purge statement took this long."""
+        with self._lock:
+            self._purge_duration.observe(seconds)
+
+    def add_to(self, families: _Families) -> None:
+        """Write a consistent copy of the numbers into the families."""
+        name, backlog = self.outbox_name, self._backlog
+        with self._lock:
+            families.published.add_metric([name], self._published)
+            families.errors.add_metric([name], self._errors)
+            families.in_flight.add_metric([name], self._in_flight)
+            families.leader.add_metric([name], float(self._leader))
+            self._publish_latency.add_to(families.publish_latency, name)
+            self._mark_duration.add_to(families.mark_duration, name)
+            self._purge_duration.add_to(families.purge_duration, name)
+        if backlog is not None:
+            families.pending.add_metric([name], backlog.pending)
+            families.oldest_age.add_metric([name], backlog.oldest_age_seconds)
+
+
+class _Families:
+    """What Prometheus sees, made anew for every scrape."""
+
+    def __init__(self) -> None:
+        by = ["outbox"]
+        self.published = CounterMetricFamily("outbox_records_published", "Records acknowledged by Kafka.", labels=by)
+        self.errors = CounterMetricFamily(
+            "outbox_publish_errors", "Records that Kafka refused or did not acknowledge in time.", labels=by
+        )
+        self.in_flight = GaugeMetricFamily("outbox_in_flight_records", "Records marked and not yet purged.", labels=by)
+        self.pending = GaugeMetricFamily("outbox_pending_records", "Records in the outbox table.", labels=by)
+        self.oldest_age = GaugeMetricFamily(
+            "outbox_oldest_pending_age_seconds", "Age of the first record in the outbox table.", labels=by
+        )
+        self.leader = GaugeMetricFamily("outbox_leader", "1 where this harvester leads, else 0.", labels=by)
+        self.publish_latency = HistogramMetricFamily(
+            "outbox_publish_latency_seconds", "Time from sending a record to its acknowledgement.", labels=by
+        )
+        self.mark_duration = HistogramMetricFamily(
+            "outbox_mark_duration_seconds", "Duration of the statements that mark records.", labels=by
+        )
+        self.purge_duration = HistogramMetricFamily(
+            "outbox_purge_duration_seconds", "Duration of the statements that delete published records.", labels=by
+        )
+
+
+class _OutboxCollector(Collector):
+    """One for each registry, since a family may appear only once in what a registry shows.
+
+    Numbers vanish with the harvester they belong to; of two with the same label the newer one is shown.
+    """
+
+    def __init__(self) -> None:
+        self._sources: list[ref[HarvestMetrics]] = []
+
+    def add(self, source: HarvestMetrics) -> None:
+        self._sources = [*(known for known in self._sources if known() is not None), ref(source)]
+
+    def collect(self) -> Iterator[Metric]:
+        families = _Families()
+        alive = (source() for source in self._sources)
+        for source in {source.outbox_name: source for source in alive if source is not None}.values():
+            source.add_to(families)
+        yield from vars(families).values()
+
+
+_collectors: WeakKeyDictionary[CollectorRegistry, _OutboxCollector] = WeakKeyDictionary()
+_collectors_lock = threading.Lock()
+
+
+def _register(metrics: HarvestMetrics) -> None:
+    with _collectors_lock:
+        collector = _collectors.get(metrics.registry)
+        if collector is None:
+            collector = _collectors[metrics.registry] = _OutboxCollector()
+            metrics.registry.register(collector)
+        collector.add(metrics)
+
+
+class MetricsServer:
+    """Serves `/metrics` and `/healthz` from a thread of its own until closed.
+
+    `/healthz` answers 200 with `{"status": "ok", "leader": ..., "detail": ...}` while `health()` says ok, whether the
+    harvester leads or stands by, else 503 with the reason.
+
+    Args:
+        host: the address to listen on.
+        port: the port; 0 for any free one, see `port`.
+        registry: what `/metrics` shows.
+        health: asked at every `/healthz`.
+
+    Raises:
+        InvalidConfig: if it cannot listen there.
+    """
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Callable[[], Health]) -> None:
+        self._metrics_app = make_wsgi_app(registry)
+        self._health = health
+        server_class = _IPv6Server if ":" in host else _Server
+        try:
+            self._server = make_server(host, port, self._app, server_class, _QuietHandler)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise InvalidConfig(f"metrics_port: cannot listen on port {port} of {host}: {reason}") from None
+        self._thread = threading.Thread(target=self._server.serve_forever, name="outbox-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port it listens on."""
+        return self._server.server_port
+
+    def close(self) -> None:
+        """Stop serving and free the port. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _app(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        path = environ.get("PATH_INFO", "/")
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return _text(start_response, HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n")
+        if path == "/metrics":
+            answer: Iterable[bytes] = self._metrics_app(environ, start_response)
+            return answer
+        if path == "/healthz":
+            return self._answer_health(start_response)
+        return _text(start_response, HTTPStatus.NOT_FOUND, "see /metrics and /healthz\n")
+
+    def _answer_health(self, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            health = self._health()
+        except Exception as error:
+            health = Health(ok=False, leader=False, detail=f"cannot tell: {type(error).__name__}")
+        status = HTTPStatus.OK if health.ok else HTTPStatus.SERVICE_UNAVAILABLE
+        shown = {"status": "ok" if health.ok else "failing", "leader": health.leader, "detail": health.detail}
+        return _text(start_response, status, json.dumps(shown) + "\n", "application/json")
+
+
+def _text(
+    start_response: StartResponse, status: HTTPStatus, body: str, content_type: str = "text/plain; charset=utf-8"
+) -> Iterable[bytes]:
+    content = body.encode()
+    headers = [("Content-Type", content_type), ("Content-Length", str(len(content)))]
+    start_response(f"{status.value} {status.phrase}", headers)
+    return [content]
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per request: a scraper that hangs does not make `/healthz` hang."""
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+
+    def server_bind(self) -> None:
+        """Bind, without the look-up of the own name that may wait for a DNS server."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+
+class _IPv6Server(_Server):
+    address_family = socket.AF_INET6
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """Logs no requests, and gives up on a client that sends none."""
+
+    timeout = 10.0
+
+    def log_message(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: scrapes come every few seconds."""

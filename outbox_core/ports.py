@@ -1,0 +1,132 @@
+"""The seam between the harvester and the world, on one screen.
+
+A harvester needs a place that holds records (`OutboxStore`) and somebody who says whether it may publish them
+(`LeaderElector`). Both can be replaced; every implementation must pass its suite in tests/contract/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+from uuid import UUID
+
+from outbox_core.events import EventHandler
+
+LaneKey = tuple[str, str]
+"""(topic, key): the unit of order. A record without a key belongs to none."""
+
+
+class StoredRecord(NamedTuple):
+    """A row of the outbox as the harvester sees it.
+
+    Stores may return plain tuples that begin like this: it is a hot path, and the harvester reads them by position.
+
+    Attributes:
+        id: the row's id.
+        topic: Kafka topic.
+        key: Kafka key, or None.
+        value: Kafka value; None is a tombstone. Text is sent as UTF-8.
+        header_keys: names of the headers, or None for none.
+        header_values: their values, parallel to `header_keys`.
+        partition: explicit partition; -1 lets the partitioner decide.
+    """
+
+    id: int
+    topic: str
+    key: str | None
+    value: bytes | str | None
+    header_keys: list[str] | None
+    header_values: list[bytes | str | None] | None
+    partition: int
+
+
+class MarkedBatch(NamedTuple):
+    """What a mark did.
+
+    Attributes:
+        selected: how many rows it chose.
+        records: the rows it marked, by ascending id. Fewer than `selected` means that another leader is at work on
+            the same rows: nothing of this batch may be published.
+    """
+
+    selected: int
+    records: Sequence[StoredRecord]
+
+
+class Backlog(NamedTuple):
+    """How much waits in the outbox.
+
+    Attributes:
+        pending: number of rows; exact up to a bound, estimated from statistics beyond it.
+        oldest_age_seconds: age of the row with the lowest id, 0.0 if there is none.
+    """
+
+    pending: int
+    oldest_age_seconds: float
+
+
+class OutboxStore(Protocol):
+    """One connection to the database that holds an outbox table. Used by one thread at a time.
+
+    Every method is one short transaction of its own, raises `StoreUnavailable` when the database is away (and
+    reconnects on the next call), and `OutboxTableError` when the table is not as it should be.
+    """
+
+    def check(self) -> str:
+        """Look at the table; return the outbox's identity, `<database>.<schema>.<table>`."""
+
+    def mark(self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = ()) -> MarkedBatch:
+        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes, and return them."""
+
+    def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
+        """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
+
+    def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
+        """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
+
+    def is_empty(self) -> bool:
+        """Whether no row is visible."""
+
+    def backlog(self) -> Backlog:
+        """Count what waits, for metrics."""
+
+    def close(self) -> None:
+        """Close the connection. The store can be used again: it reconnects."""
+
+
+class Leadership(Protocol):
+    """A lease on leadership; see `outbox_core.election.leadership`."""
+
+    @property
+    def leader_id(self) -> UUID:
+        """ID of this leadership, fresh at every `LeaderAcquired`."""
+
+    @property
+    def term(self) -> int:
+        """Number of the claim it rests on."""
+
+    @property
+    def deadline(self) -> float:
+        """When it ends unless renewed, on the clock `outbox_core.election.leadership.now`."""
+
+
+class LeaderElector(Protocol):
+    """Says who may publish. Runs on a thread of its own."""
+
+    @property
+    def leadership(self) -> Leadership | None:
+        """The current lease, or None. May already have expired: compare its deadline with now."""
+
+    def start(self) -> None:
+        """Begin to contend. Raises if that can never work (topic, rights, settings)."""
+
+    def stop(self) -> None:
+        """Hand leadership back (`LeaderRevoked`, if held) and leave the group. Idempotent."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the elector against its will, or None."""
+
+
+StoreFactory = Callable[[], OutboxStore]
+ElectorFactory = Callable[[EventHandler], LeaderElector]

@@ -1,0 +1,159 @@
+"""The record that an application stashes: a frozen value, validated when it is made.
+
+What can be checked without knowing the table is checked here, so that a bad record fails where it is written and not
+in the harvester, hours later and far away. What depends on the table (column lengths, text or binary columns) is
+checked by `outbox_core.schema.TableLayout.row` when the record is stashed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any, NamedTuple
+from uuid import UUID
+
+from outbox_core.errors import InvalidRecord
+
+MAX_TOPIC_LENGTH = 249
+_MAX_PARTITION = 2**31 - 1
+_LEGAL_TOPIC = re.compile(r"[a-zA-Z0-9._-]+\Z")
+
+
+class Header(NamedTuple):
+    """One Kafka record header: a name, and a value that may be bytes, text (stored as UTF-8) or None."""
+
+    key: str
+    value: bytes | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxRecord:
+    """A Kafka message to be written with the caller's transaction.
+
+    Attributes:
+        topic: name of the Kafka topic: 1 to 249 of the characters a-z A-Z 0-9 . _ -
+        key: decides the partition and the order: records of one topic and key are published in the order of their
+            stashing. `str`, UTF-8 `bytes`, `int` and `UUID` are kept as text. None: no key, no order.
+        value: `bytes` as they are, `str` as UTF-8, None is a tombstone, anything else becomes JSON
+            (`datetime`, `date`, `time`, `UUID` and `Decimal` as strings).
+        headers: a mapping or an iterable of (name, value) pairs; a name may occur more than once. Text values are
+            sent as UTF-8.
+        partition: explicit partition, or None to let the partitioner choose by key.
+
+    Raises:
+        InvalidRecord: naming the field that is wrong.
+    """
+
+    topic: str
+    key: str | bytes | int | UUID | None = None
+    value: Any = None
+    headers: Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]] = ()
+    partition: int | None = None
+
+    def __post_init__(self) -> None:
+        """Validate, and bring every field to the form in which it is stored."""
+        _check_topic(self.topic)
+        object.__setattr__(self, "key", _key(self.key))
+        object.__setattr__(self, "value", _value(self.value))
+        object.__setattr__(self, "headers", _headers(self.headers))
+        _check_partition(self.partition)
+
+
+def _check_topic(topic: object) -> None:
+    if not isinstance(topic, str) or not topic:
+        raise InvalidRecord(f"topic: a record needs the name of a Kafka topic, got {topic!r}")
+    if len(topic) > MAX_TOPIC_LENGTH or topic in {".", ".."} or not _LEGAL_TOPIC.match(topic):
+        raise InvalidRecord(
+            f"topic: {topic[:300]!r} is not a legal Kafka topic name "
+            f"(1 to {MAX_TOPIC_LENGTH} of a-z A-Z 0-9 . _ - and neither '.' nor '..')"
+        )
+
+
+def _check_partition(partition: object) -> None:
+    if partition is None:
+        return
+    if not isinstance(partition, int) or isinstance(partition, bool) or not 0 <= partition <= _MAX_PARTITION:
+        raise InvalidRecord(f"partition: expected a whole number from 0 to {_MAX_PARTITION} or None, got {partition!r}")
+
+
+def _key(key: object) -> str | None:
+    if key is None:
+        return None
+    if isinstance(key, bytes):
+        try:
+            key = key.decode()
+        except UnicodeDecodeError:
+            raise InvalidRecord("key: bytes that are not UTF-8 do not fit the text column kafka_key") from None
+    if isinstance(key, UUID):
+        return str(key)
+    if isinstance(key, int) and not isinstance(key, bool):
+        return int.__repr__(key)  # an enum's own text would be its name
+    if not isinstance(key, str):
+        raise InvalidRecord(f"key: expected str, bytes, int, UUID or None, got {type(key).__name__}")
+    return _text(key, "key")
+
+
+def _value(value: object) -> bytes | str | None:
+    if value is None or isinstance(value, bytes):
+        return value
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    if isinstance(value, str):
+        _check_encodable(value, "value")
+        return value
+    try:
+        text = json.dumps(value, default=_json_default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRecord(f"value: cannot be written as JSON ({error}); pass bytes or str instead") from error
+    _check_encodable(text, "value")
+    return text
+
+
+def _json_default(value: object) -> str:
+    if isinstance(value, datetime | date | time):
+        return value.isoformat()
+    if isinstance(value, UUID | Decimal):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
+
+
+def _headers(headers: object) -> tuple[Header, ...]:
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise InvalidRecord(f"headers: expected a mapping or (name, value) pairs, got {type(headers).__name__}")
+    return tuple(_header(position, pair) for position, pair in enumerate(pairs))
+
+
+def _header(position: int, pair: object) -> Header:
+    where = f"headers[{position}]"
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise InvalidRecord(f"{where}: expected a (name, value) pair, got {pair!r:.200}")
+    key, value = pair
+    if not isinstance(key, str):
+        raise InvalidRecord(f"{where}: the name must be str, got {type(key).__name__}")
+    if isinstance(value, bytearray | memoryview):
+        value = bytes(value)
+    if isinstance(value, str):
+        _check_encodable(value, where)
+    elif value is not None and not isinstance(value, bytes):
+        raise InvalidRecord(f"{where}: the value of {key!r} must be bytes, str or None, got {type(value).__name__}")
+    return Header(_text(key, where), value)
+
+
+def _text(text: str, where: str) -> str:
+    """Text for a Postgres text column: encodable, and without NUL, which such a column cannot hold."""
+    _check_encodable(text, where)
+    if "\0" in text:
+        raise InvalidRecord(f"{where}: contains a NUL character, which a text column cannot hold")
+    return text
+
+
+def _check_encodable(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRecord(f"{where}: cannot be encoded as UTF-8 ({error.reason} at {error.start})") from None

@@ -1,0 +1,212 @@
+"""The outbox table: its name, its layouts, and the SQL that makes it.
+
+Two layouts are supported. Both have the columns of goharvest's outbox table (seed 001):
+
+- **binary** (our default): `kafka_value` is `bytea` and `kafka_header_values` is `bytea[]`, so that Avro and Protobuf
+  payloads fit; `kafka_partition` may name a partition; the key may be NULL; nothing limits the length of key and value.
+- **text**: goharvest's own table, written by programs in any language; text columns with a maximum length.
+
+The harvester looks at the table to see which one it has; the stash functions ask the adapter's table object.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from outbox_core.errors import InvalidConfig, InvalidRecord
+from outbox_core.record import Header, OutboxRecord
+
+COLUMNS = (
+    "create_time",
+    "kafka_topic",
+    "kafka_key",
+    "kafka_value",
+    "kafka_header_keys",
+    "kafka_header_values",
+    "kafka_partition",
+)
+"""The columns that a stash writes, in order. A table of the text layout lacks the last."""
+
+REQUIRED_COLUMNS = ("id", *COLUMNS[:-1], "leader_id")
+"""The columns without which a table is no outbox."""
+
+STORAGE_PARAMETERS = {
+    # A mark rewrites the row; half-empty pages let the new version stay on its page (HOT), without index work.
+    "fillfactor": "50",
+    # Every row is inserted, updated and deleted within seconds: vacuum by count, not by a share of the table, and
+    # without pauses, or the head of the index fills with dead entries.
+    "autovacuum_vacuum_scale_factor": "0",
+    "autovacuum_vacuum_threshold": "10000",
+    "autovacuum_vacuum_insert_scale_factor": "0",
+    "autovacuum_vacuum_insert_threshold": "100000",
+    "autovacuum_vacuum_cost_delay": "0",
+    "autovacuum_analyze_scale_factor": "0",
+    "autovacuum_analyze_threshold": "100000",
+}
+"""Storage parameters of the table, the same by every schema route, with the reasons beside them."""
+
+_IDENTIFIER = re.compile(r"[A-Za-z_\x80-\uffff][\w$]*\Z")
+_MAX_IDENTIFIER_BYTES = 63
+
+
+@dataclass(frozen=True, slots=True)
+class TableName:
+    """A table's name, with or without its schema.
+
+    Unquoted names mean what they mean in the rest of the library: exactly what is written, upper case included.
+    """
+
+    table: str
+    schema: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> TableName:
+        """Read `outbox` or `billing.outbox`; either part may be in double quotes.
+
+        Raises:
+            InvalidConfig: if the text is not a table name.
+        """
+        parts = re.findall(r'"((?:[^"]|"")+)"|([^."]+)', text)
+        rebuilt = ".".join(f'"{quoted}"' if quoted else plain for quoted, plain in parts)
+        names = [quoted.replace('""', '"') if quoted else plain for quoted, plain in parts]
+        plain_is_legal = all(quoted or _IDENTIFIER.match(plain) for quoted, plain in parts)
+        if rebuilt != text or not 1 <= len(names) <= 2 or not plain_is_legal:
+            raise InvalidConfig(f"{text!r} is not a table name; write `table` or `schema.table`")
+        for name in names:
+            if len(name.encode()) > _MAX_IDENTIFIER_BYTES or "\0" in name:
+                raise InvalidConfig(f"{name!r} is longer than the {_MAX_IDENTIFIER_BYTES} bytes of an identifier")
+        return cls(names[-1], names[0] if len(names) == 2 else None)
+
+    @property
+    def quoted(self) -> str:
+        """The name as it is written into SQL."""
+        return f"{_quote(self.schema)}.{_quote(self.table)}" if self.schema else _quote(self.table)
+
+    def __str__(self) -> str:
+        return f"{self.schema}.{self.table}" if self.schema else self.table
+
+
+def _quote(identifier: str) -> str:
+    return '"' + identifier.replace('"', '""') + '"'
+
+
+Row = tuple[str, str | None, bytes | str | None, list[str], list[bytes | str | None], int | None]
+"""Values of COLUMNS without create_time (the database's clock writes it), for one record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLayout:
+    """What the columns of an outbox table can hold.
+
+    Attributes:
+        values: whether `kafka_value` and `kafka_header_values` are `binary` (bytea) or `text` columns.
+        has_partition: whether there is a `kafka_partition` column.
+        key_required: whether `kafka_key` is NOT NULL.
+        key_length: longest key in characters, or None for no limit.
+        value_length: longest value in characters (text layout), or None for no limit.
+    """
+
+    values: Literal["binary", "text"] = "binary"
+    has_partition: bool = True
+    key_required: bool = False
+    key_length: int | None = None
+    value_length: int | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that a stash writes with values of `row`, in its order (a row may have one element more)."""
+        return COLUMNS[1:] if self.has_partition else COLUMNS[1:-1]
+
+    def row(self, record: OutboxRecord) -> Row:
+        """The record as column values for this table.
+
+        Raises:
+            InvalidRecord: if the record does not fit, naming field and column. No SQL has been sent by then.
+        """
+        if not isinstance(record, OutboxRecord):
+            raise InvalidRecord(f"expected an OutboxRecord, got {type(record).__name__}")
+        if record.partition is not None and not self.has_partition:
+            raise InvalidRecord("partition: this outbox table has no kafka_partition column")
+        headers: tuple[Header, ...] = record.headers  # type: ignore[assignment]
+        keys = [header.key for header in headers]
+        values: list[bytes | str | None]
+        value: bytes | str | None
+        if self.values == "binary":
+            values = [_as_bytes(header.value) for header in headers]
+            value = _as_bytes(record.value)
+        else:
+            values = [_as_text(header.value, f"headers: the value of {header.key!r}") for header in headers]
+            value = _as_text(record.value, "value")
+            self._check_length(value, self.value_length, "value", "kafka_value")
+        return record.topic, self._key(record.key), value, keys, values, record.partition  # type: ignore[arg-type]
+
+    def _key(self, key: str | None) -> str | None:
+        if key is None and self.key_required:
+            raise InvalidRecord("key: this outbox table's kafka_key column is NOT NULL, so every record needs a key")
+        self._check_length(key, self.key_length, "key", "kafka_key")
+        return key
+
+    @staticmethod
+    def _check_length(text: bytes | str | None, limit: int | None, field: str, column: str) -> None:
+        if text is not None and limit is not None and len(text) > limit:
+            raise InvalidRecord(f"{field}: {len(text)} characters do not fit the column {column} of {limit}")
+
+
+BINARY_LAYOUT = TableLayout()
+"""The layout that our own schema routes make."""
+
+TEXT_LAYOUT = TableLayout(values="text", has_partition=False, key_required=True, key_length=100, value_length=10_000)
+"""The layout of goharvest's own table, with the lengths its documentation shows."""
+
+
+def _as_bytes(value: bytes | str | None) -> bytes | None:
+    return value.encode() if isinstance(value, str) else value
+
+
+def _as_text(value: bytes | str | None, where: str) -> str | None:
+    if isinstance(value, bytes):
+        raise InvalidRecord(f"{where}: bytes do not fit a text column; use the binary layout, or pass str")
+    if value is not None and "\0" in value:
+        raise InvalidRecord(f"{where}: contains a NUL character, which a text column cannot hold")
+    return value
+
+
+_BINARY_TABLE = """\
+CREATE TABLE {table} (
+    id                  bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY,
+    create_time         timestamp with time zone NOT NULL DEFAULT now(),
+    kafka_topic         varchar(249) NOT NULL,
+    kafka_key           text,
+    kafka_value         bytea,
+    kafka_header_keys   text[] NOT NULL DEFAULT '{{}}',
+    kafka_header_values bytea[] NOT NULL DEFAULT '{{}}',
+    kafka_partition     integer,
+    leader_id           uuid
+) WITH (
+{parameters}
+);
+"""
+
+_TEXT_TABLE = """\
+CREATE TABLE {table} (
+    id                  bigserial PRIMARY KEY,
+    create_time         timestamp with time zone NOT NULL,
+    kafka_topic         varchar(249) NOT NULL,
+    kafka_key           varchar(100) NOT NULL,  -- pick your own maximum key size
+    kafka_value         varchar(10000),         -- pick your own maximum value size
+    kafka_header_keys   text[] NOT NULL,
+    kafka_header_values text[] NOT NULL,
+    leader_id           uuid
+) WITH (
+{parameters}
+);
+"""
+
+
+def create_table_sql(name: TableName, layout: Literal["binary", "text"] = "binary") -> str:
+    """The PostgreSQL DDL of an outbox table, one statement, ending in a newline."""
+    template = _BINARY_TABLE if layout == "binary" else _TEXT_TABLE
+    parameters = ",\n".join(f"    {key} = {value}" for key, value in STORAGE_PARAMETERS.items())
+    return template.format(table=name.quoted, parameters=parameters)

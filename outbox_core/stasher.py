@@ -1,0 +1,187 @@
+"""Stashing on a bare DB-API connection: one INSERT in the caller's transaction.
+
+    connection.execute("UPDATE orders SET state = 'paid' WHERE id = %s", [order_id])
+    Stasher().stash(connection, OutboxRecord(topic="orders", key=order_id, value={"state": "paid"}))
+    connection.commit()
+
+Works with psycopg 3, psycopg2 and every other PostgreSQL driver of paramstyle `format`. A `Stasher` never begins,
+commits or rolls back. Two things are certain before any of its SQL is sent: the connection is in a transaction or will
+begin one (else `TransactionRequired`), and every record fits the table (else `InvalidRecord`).
+
+Stash last, after the statements that lock rows: ids are drawn in the order of stashing, and only a lock that is already
+held makes that the order in which transactions on the same data commit.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from outbox_core.errors import OutboxError, TransactionRequired
+from outbox_core.record import OutboxRecord
+from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
+
+_PIPELINE_BUSY = 1
+_IN_TRANSACTION = (2, 3)
+"""libpq's PQTRANS_INTRANS and PQTRANS_INERROR; PQTRANS_ACTIVE says nothing before the pipeline is drained."""
+
+
+class Connection(Protocol):
+    """What is used of a DB-API connection."""
+
+    def cursor(self) -> Any:
+        """Make a cursor."""
+
+
+class Stasher:
+    """Writes records into one outbox table. Immutable; may be shared between threads, each with its own connection.
+
+    Args:
+        table: name of the outbox table, `outbox` or `billing.outbox`.
+        layout: what the table's columns hold; `TEXT_LAYOUT` for a table as goharvest makes it.
+
+    Attributes:
+        table: the parsed name of the table.
+        layout: what its columns hold.
+        insert_sql: the statement that is sent, with a `%s` for every element of `row(record)`.
+
+    Raises:
+        InvalidConfig: if `table` is not a table name.
+    """
+
+    __slots__ = ("insert_sql", "layout", "table")
+
+    def __init__(self, table: str | TableName = "outbox", layout: TableLayout = BINARY_LAYOUT) -> None:
+        self.table = TableName.parse(table) if isinstance(table, str) else table
+        self.layout = layout
+        self.insert_sql = insert_sql(self.table, layout)
+
+    def __repr__(self) -> str:
+        return f"Stasher({str(self.table)!r})"
+
+    def stash(self, connection: Connection, record: OutboxRecord) -> None:
+        """Write one record in the connection's transaction.
+
+        Raises:
+            InvalidRecord: if the record does not fit the table; nothing was sent.
+            TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
+        """
+        row = self.row(record)
+        require_transaction(connection)
+        with closing(connection.cursor()) as cursor:
+            cursor.execute(self.insert_sql, row)
+
+    def stash_many(self, connection: Connection, records: Iterable[OutboxRecord]) -> None:
+        """Write records in their order, in one batch: psycopg 3 sends them without waiting for each answer.
+
+        Raises:
+            InvalidRecord: if any record does not fit the table; nothing was sent.
+            TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
+        """
+        rows = [self.row(record) for record in records]
+        require_transaction(connection)
+        if rows:
+            with closing(connection.cursor()) as cursor:
+                cursor.executemany(self.insert_sql, rows)
+
+    def prepare(self, connection: Connection) -> PreparedStasher:
+        """A stasher bound to this connection, for many records that come one at a time.
+
+        Raises:
+            TransactionRequired: if the connection is in autocommit mode and outside a transaction.
+        """
+        return PreparedStasher(self, connection)
+
+    def row(self, record: OutboxRecord) -> tuple[object, ...]:
+        """The parameters of `insert_sql` for one record.
+
+        Raises:
+            InvalidRecord: if the record does not fit the table.
+        """
+        return self.layout.row(record)[: len(self.layout.columns)]
+
+
+class PreparedStasher:
+    """Stashes records one at a time over one cursor; made by `Stasher.prepare`, closed at the end of its `with` block.
+
+    On psycopg 3 the server parses the INSERT once. Used by one thread, like the connection.
+    """
+
+    __slots__ = ("_connection", "_cursor", "_options", "_stasher")
+
+    def __init__(self, stasher: Stasher, connection: Connection) -> None:
+        require_transaction(connection)
+        self._stasher = stasher
+        self._connection = connection
+        self._cursor = connection.cursor()
+        # Only psycopg 3 has this attribute, and the argument to prepare on first use instead of the fifth.
+        self._options = {"prepare": True} if hasattr(connection, "prepare_threshold") else {}
+
+    def stash(self, record: OutboxRecord) -> None:
+        """Write one record in the connection's transaction.
+
+        Raises:
+            InvalidRecord: if the record does not fit the table; nothing was sent.
+            TransactionRequired: if the connection is by now outside a transaction in autocommit mode.
+        """
+        row = self._stasher.row(record)
+        require_transaction(self._connection)
+        self._cursor.execute(self._stasher.insert_sql, row, **self._options)
+
+    def close(self) -> None:
+        """Close the cursor; the transaction stays as it is."""
+        self._cursor.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def insert_sql(table: TableName, layout: TableLayout) -> str:
+    """The INSERT of a stash with `%s` placeholders, for the columns of `layout` in the order of its rows.
+
+    The database's clock writes create_time, also where the column has no default. Arrays are cast, because an empty
+    array or one of only NULLs has no type of its own.
+    """
+    array = "bytea[]" if layout.values == "binary" else "text[]"
+    casts = {"kafka_header_keys": "::text[]", "kafka_header_values": f"::{array}"}
+    columns = layout.columns
+    placeholders = ", ".join(f"%s{casts.get(column, '')}" for column in columns)
+    escaped_name = table.quoted.replace("%", "%%")
+    return f"INSERT INTO {escaped_name} (create_time, {', '.join(columns)}) VALUES (now(), {placeholders})"
+
+
+def require_transaction(connection: object) -> None:
+    """Refuse a connection on which a statement would commit by itself.
+
+    Raises:
+        TransactionRequired: if the connection is in autocommit mode and not inside an explicit transaction.
+        OutboxError: if the connection is asynchronous.
+    """
+    driver_connection = getattr(connection, "driver_connection", None) or connection  # of an SQLAlchemy pool
+    if inspect.iscoroutinefunction(getattr(driver_connection, "commit", None)):
+        raise OutboxError(
+            f"{type(driver_connection).__module__}.{type(driver_connection).__name__} is asynchronous, and Stasher "
+            "works on synchronous connections; outbox_sqlalchemy has `astash`"
+        )
+    if getattr(driver_connection, "autocommit", False) is True and not _in_explicit_transaction(driver_connection):
+        raise TransactionRequired(
+            "the connection is in autocommit mode and outside a transaction, so the record would not be atomic with "
+            "your data; begin a transaction first, or turn autocommit off"
+        )
+
+
+def _in_explicit_transaction(connection: Any) -> bool:
+    """Whether a BEGIN has been sent on an autocommit connection, as far as the driver tells (psycopg does)."""
+    info = getattr(connection, "info", None)
+    if getattr(info, "transaction_status", None) == _PIPELINE_BUSY and hasattr(connection, "pipeline"):
+        with connection.pipeline():  # entering a nested pipeline waits for what was sent so far
+            pass
+    return getattr(info, "transaction_status", None) in _IN_TRANSACTION

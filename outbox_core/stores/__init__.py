@@ -1,0 +1,1 @@
+"""Outbox stores: one module for each database."""

@@ -1,0 +1,267 @@
+"""Every statement that harvesting sends to PostgreSQL, once, together; and the connection that sends them.
+
+Each method is one statement on an autocommit connection, so each is one transaction. The connection belongs to one
+thread at a time. `synchronous_commit` is on whatever the database's default: a purge that vanished in a crash would
+come back as a repeat.
+
+Why the mark looks as it does. The rows are found by walking the primary key from its beginning, and updated by their
+physical address (`ctid`), which saves a second walk: with a half-empty page (fillfactor 50) the new version stays on
+the same page and no index is touched. Address and row part company when another transaction updates the row in
+between: then the update silently skips it. The mark therefore returns how many rows it *selected* beside those it
+updated; see `MarkedBatch`. It never uses SKIP LOCKED, which would skip a row that is just being marked by another
+leader and return it later, out of order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from operator import itemgetter
+from typing import Any, NoReturn
+from uuid import UUID
+
+import psycopg
+
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
+from outbox_core.ports import Backlog, LaneKey, MarkedBatch
+from outbox_core.schema import REQUIRED_COLUMNS, TableName
+
+_log = logging.getLogger(__name__)
+
+_SESSION = """
+SELECT set_config('synchronous_commit', 'on', false),
+       -- The head of the table is found through its primary key, always. Statistics of a table that is empty one
+       -- minute and holds a million rows the next would have the planner sort the whole table instead.
+       set_config('enable_seqscan', 'off', false),
+       set_config('enable_bitmapscan', 'off', false),
+       set_config('enable_sort', 'off', false),
+       set_config('jit', 'off', false)
+"""
+
+_INSPECT = """
+SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
+       current_database(), n.nspname, c.relname, pg_is_in_recovery(),
+       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'UPDATE')
+           AND has_table_privilege(c.oid, 'DELETE'),
+       (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
+        WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
+       (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
+        JOIN pg_attribute AS a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attname = 'id'
+        WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid)
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.oid = to_regclass(%s)
+"""
+
+_MARK = """
+WITH head AS MATERIALIZED (
+    SELECT array_agg({locator}) AS rows, count(*) AS selected
+    FROM (
+        SELECT {locator} FROM {table}
+        WHERE leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
+        ORDER BY id
+        LIMIT %(limit)s
+    ) AS earliest
+)
+UPDATE {table} SET leader_id = %(leader_id)s
+WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
+RETURNING id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+          NULLIF(kafka_header_values, '{{}}'), {partition}, (SELECT selected FROM head)
+"""
+
+# The lanes are a handful of hot or failing keys. The record's own columns are compared as one text, which Postgres
+# looks up in a hash table; the separator cannot occur in a topic.
+_EXCLUSION = "AND (kafka_key IS NULL OR kafka_topic || '/' || kafka_key <> ALL (%(excluded)s::text[]))"
+
+_PURGE = "DELETE FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+
+_RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+
+_IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
+
+# Counting millions of rows takes seconds; beyond the bound the planner's statistics are good enough for a gauge.
+_BACKLOG = """
+SELECT CASE WHEN counted < {bound} THEN counted
+            ELSE greatest(counted, (SELECT reltuples::bigint FROM pg_class WHERE oid = to_regclass(%(name)s)))
+       END,
+       coalesce((SELECT extract(epoch FROM clock_timestamp() - create_time)::float8
+                 FROM {table} ORDER BY id LIMIT 1), 0)
+FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS some) AS bounded
+"""
+
+_BACKLOG_COUNT_BOUND = 100_000
+
+_CONNECTION_DEFAULTS = {
+    # Without these a database that vanishes behind a firewall is noticed after two hours.
+    "connect_timeout": "10",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "10000",
+}
+
+_TEXT_TYPES = {"text", "character varying", "character"}
+_id_of = itemgetter(0)
+_SELECTED = 7
+
+
+class PostgresStore:
+    """An outbox table in PostgreSQL; implements `outbox_core.ports.OutboxStore`.
+
+    Args:
+        data_source: libpq connection string or URL.
+        table: name of the outbox table.
+        application_name: shown in pg_stat_activity.
+    """
+
+    def __init__(self, data_source: str, table: str = "outbox", *, application_name: str = "kafka-outbox") -> None:
+        self._data_source = data_source
+        self._name = TableName.parse(table)
+        self._application_name = application_name
+        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._mark = self._mark_excluding = ""
+        self._purge = self._format(_PURGE)
+        self._reset = self._format(_RESET)
+        self._empty = self._format(_IS_EMPTY)
+        self._backlog = self._format(_BACKLOG, bound=_BACKLOG_COUNT_BOUND)
+
+    def check(self) -> str:
+        """Look at the table, prepare for its layout, and return `<database>.<schema>.<table>`.
+
+        Raises:
+            OutboxTableError: if the table is missing, is no outbox, or must not be harvested from here.
+            StoreUnavailable: if the database does not answer.
+        """
+        rows = self._query(_INSPECT, (self._name.quoted,))
+        if not rows:
+            raise OutboxTableError(
+                f"outbox table {self._name} does not exist; make it with `outbox schema --table {self._name}`, "
+                "with Alembic or with `manage.py migrate`, or name the right one as outbox_table"
+            )
+        kind, has_family, database, schema, table, in_recovery, may_harvest, columns, cache = rows[0]
+        if kind not in {"r", "p"}:
+            raise OutboxTableError(f"{self._name} is not a table, so it cannot be harvested")
+        if in_recovery:
+            raise OutboxTableError(f"{self._name} is on a standby server; data_source must name the primary")
+        self._check_columns(columns)
+        if not may_harvest:
+            raise OutboxTableError(f"missing rights on {self._name}: harvesting needs SELECT, UPDATE and DELETE")
+        if cache is not None and cache > 1:
+            _log.warning(
+                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
+                "transactions in different sessions; ALTER SEQUENCE ... CACHE 1",
+                self._name,
+                cache,
+            )
+        self._prepare_marks(columns, by_address=kind == "r" and not has_family)
+        return f"{database}.{schema}.{table}"
+
+    def mark(self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = ()) -> MarkedBatch:
+        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes, and return them."""
+        if not self._mark:
+            self.check()
+        parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit}
+        if excluding:
+            parameters["excluded"] = [f"{topic}/{key}" for topic, key in excluding]
+            rows = self._query(self._mark_excluding, parameters)
+        else:
+            rows = self._query(self._mark, parameters)
+        if not rows:
+            return MarkedBatch(0, ())
+        rows.sort(key=_id_of)
+        return MarkedBatch(rows[0][_SELECTED], rows)  # type: ignore[arg-type]
+
+    def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
+        """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
+        return self._change(self._purge, leader_id, ids)
+
+    def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
+        """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
+        return self._change(self._reset, leader_id, ids)
+
+    def is_empty(self) -> bool:
+        """Whether no row is visible."""
+        return bool(self._query(self._empty)[0][0])
+
+    def backlog(self) -> Backlog:
+        """Count what waits: exactly up to 100,000 rows, by the planner's statistics beyond."""
+        pending, age = self._query(self._backlog, {"name": self._name.quoted})[0]
+        return Backlog(int(pending), max(0.0, age))
+
+    def close(self) -> None:
+        """Close the connection. The next call opens another one."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _format(self, statement: str, **parts: object) -> str:
+        return statement.format(table=self._name.quoted, **parts)
+
+    def _check_columns(self, columns: dict[str, str]) -> None:
+        missing = [column for column in REQUIRED_COLUMNS if column not in columns]
+        if missing:
+            raise OutboxTableError(f"table {self._name} is no outbox: it lacks the column(s) {', '.join(missing)}")
+        values, headers = columns["kafka_value"], columns["kafka_header_values"].removesuffix("[]")
+        wrong = [
+            f"{column} is {columns[column]}, expected {expected}"
+            for column, expected, right in (
+                ("id", "bigint", columns["id"] in {"bigint", "integer"}),
+                ("leader_id", "uuid", columns["leader_id"] == "uuid"),
+                ("kafka_value", "bytea or text", values in _TEXT_TYPES | {"bytea"}),
+                ("kafka_header_values", "bytea[] or text[]", headers in _TEXT_TYPES | {"bytea"}),
+            )
+            if not right
+        ]
+        if wrong:
+            raise OutboxTableError(f"table {self._name} is no outbox: {'; '.join(wrong)}")
+
+    def _prepare_marks(self, columns: dict[str, str], *, by_address: bool) -> None:
+        """Choose the mark for this table. Addresses are unique within one physical table only."""
+        parts = {
+            "locator": "ctid" if by_address else "id",
+            "locator_type": "tid" if by_address else "bigint",
+            "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
+        }
+        self._mark = self._format(_MARK, exclusion="", **parts)
+        self._mark_excluding = self._format(_MARK, exclusion=_EXCLUSION, **parts)
+
+    def _change(self, statement: str, leader_id: UUID, ids: Sequence[int]) -> int:
+        # One text parameter: psycopg would adapt a list element by element.
+        return self._execute(statement, {"leader_id": leader_id, "ids": f"{{{','.join(map(str, ids))}}}"}).rowcount
+
+    def _query(self, statement: str, parameters: Any = None) -> list[tuple[Any, ...]]:
+        return self._execute(statement, parameters).fetchall()
+
+    def _execute(self, statement: str, parameters: Any) -> psycopg.Cursor[tuple[Any, ...]]:
+        if self._connection is None or self._connection.closed:
+            self._connection = self._connect()
+        try:
+            return self._connection.execute(statement, parameters, prepare=True, binary=True)
+        except psycopg.Error as error:
+            self._raise(error)
+
+    def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
+        try:
+            given = psycopg.conninfo.conninfo_to_dict(self._data_source)
+        except psycopg.ProgrammingError:
+            raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+        settings: dict[str, Any] = {"application_name": self._application_name, **_CONNECTION_DEFAULTS, **given}
+        try:
+            connection = psycopg.connect(**settings, autocommit=True)
+            connection.execute(_SESSION)
+        except psycopg.Error as error:
+            raise StoreUnavailable(f"cannot connect to the database of data_source: {_one_line(error)}") from None
+        return connection
+
+    def _raise(self, error: psycopg.Error) -> NoReturn:
+        """Translate, and give up the connection: after an error its state is not worth a guess."""
+        self.close()
+        message = _one_line(error)
+        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+            raise StoreUnavailable(message, in_doubt=True) from error
+        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+            raise OutboxTableError(f"missing rights on {self._name}: {message}") from error
+        raise OutboxTableError(f"outbox table {self._name}: {message}") from error
+
+
+def _one_line(error: psycopg.Error) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())

@@ -1,0 +1,148 @@
+"""The outbox in Django's admin: to look at, not to change.
+
+The table may hold millions of rows and is busy, so the list reads one page by primary key: it does not fetch values
+(Postgres tells their size), and counts no further than a bound.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin
+from django.contrib.admin.views.main import ChangeList
+from django.core.paginator import Paginator
+from django.db import models
+from django.utils.html import format_html, format_html_join
+
+from outbox_django.models import Outbox
+
+if TYPE_CHECKING:
+    from django.http import HttpRequest
+
+    OutboxAdminBase = admin.ModelAdmin[Outbox]
+    PaginatorBase = Paginator[Outbox]
+else:
+    OutboxAdminBase = admin.ModelAdmin
+    PaginatorBase = Paginator
+
+_COUNT_BOUND = 10_000
+_SHOWN_CHARACTERS = 20_000
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+class BoundedPaginator(PaginatorBase):
+    """Counts up to 10,000 rows; the pages after those can be reached by searching."""
+
+    @cached_property
+    def count(self) -> int:
+        """Number of rows, or the bound if there are more."""
+        rows = self.object_list
+        return rows.order_by()[:_COUNT_BOUND].count() if isinstance(rows, models.QuerySet) else len(rows)
+
+
+class OutboxChangeList(ChangeList):
+    """A page of records without what can be large."""
+
+    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> models.QuerySet[Any]:
+        """The page's rows, values and headers left where they are."""
+        rows = super().get_queryset(request, exclude_parameters)
+        return rows.defer("kafka_value", "kafka_header_keys", "kafka_header_values")
+
+
+@admin.register(Outbox)
+class OutboxAdmin(OutboxAdminBase):
+    """Records that wait to be published, the next one first."""
+
+    list_display = ("id", "kafka_topic", "kafka_key", "create_time", "leader_id", "size")
+    search_fields = ("kafka_topic__startswith", "kafka_key__startswith")
+    search_help_text = "Beginning of a topic or of a key"
+    list_filter = (("leader_id", admin.EmptyFieldListFilter),)
+    ordering = ("id",)
+    sortable_by = ("id",)
+    paginator = BoundedPaginator
+    show_full_result_count = False
+    show_facets = admin.ShowFacets.NEVER
+    list_per_page = 50
+    list_max_show_all = 0
+    actions = None
+    fields = readonly_fields = (
+        "id",
+        "create_time",
+        "kafka_topic",
+        "kafka_key",
+        "kafka_partition",
+        "leader_id",
+        "shown_headers",
+        "size",
+        "shown_value",
+    )
+
+    def get_queryset(self, request: HttpRequest) -> models.QuerySet[Outbox]:
+        """Rows with the sizes of their values."""
+        size = models.Func("kafka_value", function="octet_length", output_field=models.IntegerField())
+        return super().get_queryset(request).annotate(octets=size)
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        """The list that leaves values out."""
+        del request, kwargs
+        return OutboxChangeList
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Nobody: a record belongs to a transaction."""
+        del request
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Outbox | None = None) -> bool:
+        """Nobody: what was committed is what is published."""
+        del request, obj
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Outbox | None = None) -> bool:
+        """Nobody: a deleted record is a lost message."""
+        del request, obj
+        return False
+
+    @admin.display(description="size (bytes)")
+    def size(self, record: Outbox) -> int | str:
+        """Bytes of the value."""
+        octets: int | None = getattr(record, "octets", None)
+        return "tombstone" if octets is None else octets
+
+    @admin.display(description="headers")
+    def shown_headers(self, record: Outbox) -> str:
+        """One header a line."""
+        lines = ((header.key, as_text(header.value)) for header in record.headers)
+        return format_html_join("", "<div><b>{}</b>: {}</div>", lines) or "-"
+
+    @admin.display(description="value")
+    def shown_value(self, record: Outbox) -> str:
+        """The value as JSON, text or hexadecimal digits, whichever it is."""
+        text = _indented(as_text(record.kafka_value))
+        cut = "" if len(text) <= _SHOWN_CHARACTERS else f"\n... {len(text) - _SHOWN_CHARACTERS} more characters"
+        return format_html('<pre style="white-space: pre-wrap">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut)
+
+
+def as_text(value: Any) -> str:
+    """A value for people: text if it is UTF-8, hexadecimal digits if not."""
+    if value is None:
+        return "NULL (tombstone)"
+    if isinstance(value, str):
+        return value
+    octets = bytes(value)
+    try:
+        text = octets.decode()
+    except UnicodeDecodeError:
+        return f"0x{octets.hex(' ')}"
+    return f"0x{octets.hex(' ')}" if _CONTROL_CHARACTERS.search(text) else text
+
+
+def _indented(text: str) -> str:
+    if not text.startswith(("{", "[")):
+        return text
+    try:
+        return json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+    except ValueError:
+        return text

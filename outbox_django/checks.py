@@ -1,0 +1,187 @@
+"""System checks: what is wrong with the OUTBOX setting, its database and its table, before it matters.
+
+`manage.py check` looks at the settings alone. `manage.py check --database default` (and `migrate`) also looks at the
+table. A missing table is a warning, for `migrate`, which makes it, runs the same check first.
+
+    E001  OUTBOX is not a dict                     E005  the database is not PostgreSQL
+    E002  unknown key                              E006  the harvester refuses its settings
+    E003  wrong value                              E007  the table is no outbox, or has the other layout
+    E004  unknown database alias                   W001  the table is missing
+                                                   W002  the ids' sequence caches: order is not kept
+                                                   W003  a column that only the model needs is missing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from django.apps import apps
+from django.apps.config import AppConfig
+from django.conf import settings
+from django.core.checks import CheckMessage, Error
+from django.core.checks import Warning as CheckWarning
+from django.db import connections, router
+from django.utils.connection import ConnectionDoesNotExist
+
+from outbox_core.errors import OutboxError
+from outbox_core.schema import REQUIRED_COLUMNS
+from outbox_django.settings import OutboxSettings, Problem, find_problems, outbox_settings
+from outbox_django.stashing import stash_alias
+
+_Apps = Sequence[AppConfig] | None
+
+_COLUMNS = """
+SELECT attname, format_type(atttypid, NULL) FROM pg_attribute
+WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+"""
+
+_SEQUENCE = """
+SELECT seqrelid::regclass::text, seqcache FROM pg_sequence
+WHERE seqrelid = pg_get_serial_sequence(%s, 'id')::regclass
+"""
+
+
+def check_settings(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
+    """E001 to E003: the OUTBOX dict by itself."""
+    del app_configs
+    return [_settings_error(problem) for problem in find_problems(getattr(settings, "OUTBOX", {}))]
+
+
+def _settings_error(problem: Problem) -> Error:
+    if problem.key is None:
+        number = "E001"
+    elif problem.hint:
+        number = "E002"
+    else:
+        number = "E003"
+    return Error(problem.message, hint=problem.hint, id=f"outbox_django.{number}")
+
+
+def check_databases(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
+    """E004 and E005: the database that `stash` writes to. Connects to nothing."""
+    del app_configs
+    if _readable_settings() is None:
+        return []
+    alias = stash_alias()
+    try:
+        vendor = connections[alias].vendor
+    except ConnectionDoesNotExist:
+        return [
+            Error(
+                f"OUTBOX['DATABASE'] is {alias!r}, which is no alias of DATABASES.",
+                hint=f"The aliases are {', '.join(map(repr, connections))}.",
+                id="outbox_django.E004",
+            )
+        ]
+    if vendor == "postgresql":
+        return []
+    return [
+        Error(
+            f"The outbox is in database {alias!r}, which is {vendor}; it needs PostgreSQL.",
+            hint="Name a PostgreSQL database's alias in OUTBOX['DATABASE'], or route the model outbox_django.Outbox.",
+            id="outbox_django.E005",
+        )
+    ]
+
+
+def check_harvester(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
+    """E006: the harvester's settings, where it is installed and OUTBOX says something about Kafka."""
+    del app_configs
+    current = _readable_settings()
+    if current is None or not current.kafka or not _harvester_is_installed() or check_databases():
+        return []
+    from outbox_django.harvesting import harvest_config
+
+    try:
+        harvest_config(current, stash_alias())
+    except OutboxError as error:
+        return [Error(f"The harvester refuses its settings: {error}", id="outbox_django.E006")]
+    return []
+
+
+def _harvester_is_installed() -> bool:
+    return all(find_spec(name) is not None for name in ("pydantic", "psycopg"))
+
+
+def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
+    """E007, W001 to W003: the table, on each of `databases` where it belongs."""
+    del app_configs
+    current = _readable_settings()
+    if current is None:
+        return []
+    model = apps.get_model("outbox_django", "Outbox")
+    found: list[CheckMessage] = []
+    for alias in databases or ():
+        if connections[alias].vendor == "postgresql" and router.allow_migrate_model(alias, model):
+            found += _check_table(current, alias)
+    return found
+
+
+def _check_table(current: OutboxSettings, alias: str) -> list[CheckMessage]:
+    table = _look_at(alias, current.table.quoted)
+    where = f"{current.table} in database {alias!r}"
+    if not table.columns:
+        if alias != stash_alias():
+            return []
+        return [CheckWarning(f"There is no table {where}.", hint="Run `manage.py migrate`.", id="outbox_django.W001")]
+    needed = dict.fromkeys((*REQUIRED_COLUMNS, *current.table_layout.columns))
+    missing = [column for column in needed if column not in table.columns]
+    if missing:
+        return [Error(f"{where} is no outbox: it lacks {', '.join(missing)}.", id="outbox_django.E007")]
+    return [*_check_layout(current, table, where), *_check_sequence(table, where)]
+
+
+def _check_layout(current: OutboxSettings, table: _Table, where: str) -> Iterator[CheckMessage]:
+    layout = "binary" if table.columns["kafka_value"] == "bytea" else "text"
+    if layout != current.layout:
+        yield Error(
+            f"{where} has the {layout} layout, and OUTBOX['LAYOUT'] is {current.layout!r}.",
+            hint=f"Set OUTBOX['LAYOUT'] to {layout!r}.",
+            id="outbox_django.E007",
+        )
+    if "kafka_partition" not in table.columns:
+        yield CheckWarning(
+            f"{where} has no column kafka_partition: stash works without it, the model and its admin do not.",
+            hint=f"ALTER TABLE {current.table.quoted} ADD COLUMN kafka_partition integer; writers that name their "
+            "columns, goharvest's included, are not affected.",
+            id="outbox_django.W003",
+        )
+
+
+def _check_sequence(table: _Table, where: str) -> Iterator[CheckMessage]:
+    if table.sequence_cache > 1:
+        yield CheckWarning(
+            f"The sequence of {where} has CACHE {table.sequence_cache}: ids are not drawn in order, so records of "
+            "different sessions can be published in the wrong order.",
+            hint=f"ALTER SEQUENCE {table.sequence} CACHE 1;",
+            id="outbox_django.W002",
+        )
+
+
+class _Table(NamedTuple):
+    """What the catalog says: type by column (none: no such table), and how many ids a session draws at a time."""
+
+    columns: dict[str, str]
+    sequence: str = ""
+    sequence_cache: int = 1
+
+
+def _look_at(alias: str, table: str) -> _Table:
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_COLUMNS, [table])
+        columns: dict[str, str] = dict(cursor.fetchall())
+        if "id" not in columns:
+            return _Table(columns)
+        cursor.execute(_SEQUENCE, [table])
+        sequence = cursor.fetchone()
+    return _Table(columns, *sequence) if sequence else _Table(columns)
+
+
+def _readable_settings() -> OutboxSettings | None:
+    """The settings; None if `check_settings` has something to say about them."""
+    try:
+        return outbox_settings()
+    except OutboxError:
+        return None

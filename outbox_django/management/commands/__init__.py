@@ -1,0 +1,1 @@
+"""Django finds the commands below by this path."""

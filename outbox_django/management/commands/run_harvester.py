@@ -1,0 +1,50 @@
+"""`manage.py run_harvester`: the harvester of `outbox harvest`, configured by the Django settings."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_harvest_arguments, configure_logging, overrides_from, run
+from outbox_core.errors import OutboxError
+from outbox_django.settings import outbox_settings
+from outbox_django.stashing import stash_alias
+
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+
+
+class Command(BaseCommand):
+    """A door onto `outbox_core.cli.harvest`; it never opens a connection of Django's."""
+
+    help = (
+        "Publish the outbox's records to Kafka, in order, until stopped: the first SIGTERM or SIGINT drains, a second "
+        "one exits. DATABASES and OUTBOX say what and how; options win over them."
+    )
+    # What is wrong is said in one line. The checks would also load every URL and template of the project.
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Django's alias of the database, and the options of `outbox harvest`."""
+        parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
+        add_harvest_arguments(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Harvest. Exit codes as of `outbox harvest`: 2 if it could not start, 1 if an error ended it."""
+        del args
+        if not logging.getLogger("outbox_core").hasHandlers():
+            configure_logging(_LEVELS[min(options["verbosity"], 2)])
+        try:
+            from outbox_django.harvesting import harvest_config
+
+            config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
+        except OutboxError as error:
+            raise CommandError(str(error), returncode=EXIT_NOT_STARTED) from None
+        except ModuleNotFoundError as error:
+            message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
+            raise CommandError(message, returncode=EXIT_NOT_STARTED) from error
+        exit_code = run(config, drain=options["drain"])
+        if exit_code:
+            sys.exit(exit_code)

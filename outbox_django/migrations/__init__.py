@@ -1,0 +1,1 @@
+"""The schema of the outbox; the same table as `outbox schema` prints."""

@@ -1,0 +1,199 @@
+"""The `OUTBOX` setting: one dict in the Django settings, read as a frozen, typed value.
+
+It is read each time it is asked for, so `override_settings` works; reading it takes microseconds. What is wrong with it
+is reported by the system checks, all at once; `outbox_settings` raises for the first of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from django.conf import settings
+
+from outbox_core.errors import InvalidConfig
+from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName
+
+DEFAULT_TABLE = "outbox"
+_DEFAULT_TABLE_NAME = TableName(DEFAULT_TABLE)
+
+KafkaValue = str | int | float | bool | Callable[..., Any]
+Limit = timedelta | str | int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutboxSettings:
+    """What the `OUTBOX` dict says. Its keys are the names below in upper case.
+
+    What is None or empty is left to the harvester's own defaults (`outbox_core.config.HarvestConfig`).
+
+    Attributes:
+        database: alias of the database that has the outbox; None asks the database routers.
+        table: name of the outbox table, `table` or `schema.table`. Read once, when Django starts.
+        layout: `binary` for the table that our migration makes, `text` for an existing table of goharvest's layout.
+        kafka: librdkafka settings for every client of the harvester.
+        producer_kafka: librdkafka settings for its producer only.
+        leader_topic: topic through which harvesters elect their leader.
+        leader_group_id: consumer group through which they do.
+        name: name of this harvester in logs and metrics.
+        outbox_name: name of this outbox in the ID header; topics may be fed by several outboxes.
+        id_header: name of the record header that tells repeats from new records; "" leaves it out.
+        limits: fields of `outbox_core.config.Limits`: durations as `timedelta` or text such as "5s", counts as int.
+        metrics_host: address on which metrics are served.
+        metrics_port: port on which metrics are served; None serves none.
+    """
+
+    database: str | None = None
+    table: TableName = _DEFAULT_TABLE_NAME
+    layout: Literal["binary", "text"] = "binary"
+    kafka: Mapping[str, KafkaValue] = field(default_factory=dict)
+    producer_kafka: Mapping[str, KafkaValue] = field(default_factory=dict)
+    leader_topic: str | None = None
+    leader_group_id: str | None = None
+    name: str | None = None
+    outbox_name: str | None = None
+    id_header: str | None = None
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    metrics_host: str | None = None
+    metrics_port: int | None = None
+
+    @property
+    def table_layout(self) -> TableLayout:
+        """What the table's columns can hold."""
+        return BINARY_LAYOUT if self.layout == "binary" else TEXT_LAYOUT
+
+
+class Problem(NamedTuple):
+    """Something wrong with the setting: which key (None: the setting as a whole), what, and what to do instead."""
+
+    key: str | None
+    message: str
+    hint: str | None = None
+
+
+def outbox_settings() -> OutboxSettings:
+    """The current `OUTBOX` setting; all defaults if there is none.
+
+    Raises:
+        InvalidConfig: naming the first key that is unknown or has a wrong value.
+    """
+    raw = getattr(settings, "OUTBOX", {})
+    for problem in find_problems(raw):
+        raise InvalidConfig(problem.message)
+    return OutboxSettings(**{key.lower(): _READERS[key](value) for key, value in raw.items()})
+
+
+def model_table() -> str:
+    """The table as Django's `db_table`, for the model and its migration.
+
+    A wrong setting gives the default, so that Django starts and the system checks can report it.
+    """
+    raw = getattr(settings, "OUTBOX", {})
+    try:
+        return as_db_table(_table(raw.get("TABLE", DEFAULT_TABLE)))
+    except (AttributeError, InvalidConfig):
+        return DEFAULT_TABLE
+
+
+def as_db_table(name: TableName) -> str:
+    """The name for `Meta.db_table`. Django takes one that is in quotes as it is, which is how a schema gets through."""
+    return name.quoted if name.schema else name.table
+
+
+def find_problems(raw: object) -> Iterator[Problem]:
+    """Everything that is wrong with an `OUTBOX` dict taken by itself."""
+    if not isinstance(raw, Mapping):
+        yield Problem(None, f"OUTBOX must be a dict, got {type(raw).__name__}")
+        return
+    for key, value in raw.items():
+        if key not in _READERS:
+            yield _unknown_key(key)
+            continue
+        try:
+            _READERS[key](value)
+        except InvalidConfig as error:
+            yield Problem(key, f"OUTBOX[{key!r}]: {error}")
+
+
+def _unknown_key(key: object) -> Problem:
+    nearest = difflib.get_close_matches(str(key).upper(), _READERS, n=1)
+    hint = f"Did you mean {nearest[0]!r}?" if nearest else f"The keys are {', '.join(_READERS)}."
+    return Problem(str(key), f"OUTBOX[{key!r}] is no setting. {hint}", hint)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise InvalidConfig(f"expected a non-empty str, got {value!r}")
+    return value
+
+
+def _text_or_empty(value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidConfig(f"expected a str, got {value!r}")
+    return value
+
+
+def _table(value: object) -> TableName:
+    return TableName.parse(_text(value))
+
+
+def _layout(value: object) -> Literal["binary", "text"]:
+    if value not in ("binary", "text"):
+        raise InvalidConfig(f"expected 'binary' or 'text', got {value!r}")
+    return "binary" if value == "binary" else "text"
+
+
+def _port(value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 65535:
+        raise InvalidConfig(f"expected a port number from 0 to 65535 or None, got {value!r}")
+    return value
+
+
+def _kafka(value: object) -> Mapping[str, KafkaValue]:
+    entries = _named(value, "librdkafka setting")
+    for name, entry in entries.items():
+        # The value is not shown: it may be a password. Callables are librdkafka's callbacks, such as `oauth_cb`.
+        if not isinstance(entry, str | int | float) and not callable(entry):
+            raise InvalidConfig(f"{name!r}: expected a str, number or bool, got {type(entry).__name__}")
+    return entries
+
+
+def _limits(value: object) -> Mapping[str, Limit]:
+    entries = _named(value, "limit")
+    for name, entry in entries.items():
+        if not isinstance(entry, timedelta | str | int) or isinstance(entry, bool):
+            raise InvalidConfig(f"{name!r}: expected a timedelta, a duration like '5s' or a count, got {entry!r}")
+    return entries
+
+
+def _named(value: object, what: str) -> Mapping[str, Any]:
+    """A read-only copy of a dict whose keys are names."""
+    if not isinstance(value, Mapping):
+        raise InvalidConfig(f"expected a dict, got {type(value).__name__}")
+    for name in value:
+        if not isinstance(name, str) or not name:
+            raise InvalidConfig(f"the name of a {what} must be a str, got {name!r}")
+    return MappingProxyType(dict(value))
+
+
+_READERS: dict[str, Callable[[object], Any]] = {
+    "DATABASE": _text,
+    "TABLE": _table,
+    "LAYOUT": _layout,
+    "KAFKA": _kafka,
+    "PRODUCER_KAFKA": _kafka,
+    "LEADER_TOPIC": _text,
+    "LEADER_GROUP_ID": _text,
+    "NAME": _text,
+    "OUTBOX_NAME": _text,
+    "ID_HEADER": _text_or_empty,
+    "LIMITS": _limits,
+    "METRICS_HOST": _text,
+    "METRICS_PORT": _port,
+}

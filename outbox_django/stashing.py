@@ -1,0 +1,120 @@
+"""Stashing records in a Django transaction.
+
+    with transaction.atomic():
+        order.save()
+        stash(OutboxRecord(topic="orders", key=order.pk, value={"total": 42}))
+
+The database is, in this order: the `using` of the call, the `using` of the `OutboxTable`, `OUTBOX["DATABASE"]`, or what
+the routers answer to `db_for_write(Outbox)`. There the record is written over Django's own connection, so it shares the
+fate of everything else in the surrounding `atomic` block or savepoint, and shows in query logs and `assertNumQueries`.
+
+Stash last, after the statements that lock rows: ids are drawn in the order of stashing, and only a lock that is already
+held makes that the order in which transactions on the same data commit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from django.apps import apps
+from django.db import connections, router
+from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.connection import ConnectionDoesNotExist
+
+from outbox_core.errors import InvalidConfig, TransactionRequired
+from outbox_core.record import OutboxRecord
+from outbox_core.schema import BINARY_LAYOUT, TableLayout
+from outbox_core.stasher import Stasher
+from outbox_django.settings import outbox_settings
+
+
+class OutboxTable:
+    """One of several outbox tables of a project: `OutboxTable("billing_outbox", using="billing").stash(record)`.
+
+    Immutable, and may be made at module level: nothing is looked up before a record is stashed.
+
+    Args:
+        name: name of the table, `table` or `schema.table`.
+        using: alias of the database that has it, unless a call names another.
+        layout: what its columns hold; `outbox_core.schema.TEXT_LAYOUT` for a table as goharvest makes it.
+
+    Raises:
+        InvalidConfig: if `name` is not a table name.
+    """
+
+    __slots__ = ("_stasher", "_using")
+
+    def __init__(self, name: str, *, using: str | None = None, layout: TableLayout = BINARY_LAYOUT) -> None:
+        self._stasher = Stasher(name, layout)
+        self._using = using
+
+    def __repr__(self) -> str:
+        return f"OutboxTable({self._stasher!r}, using={self._using!r})"
+
+    def stash(self, record: OutboxRecord, *, using: str | None = None) -> None:
+        """Write one record in the current transaction; arguments and errors as of `outbox_django.stash`."""
+        self._stasher.stash(_connection_in_transaction(using or self._using), record)
+
+    def stash_many(self, records: Iterable[OutboxRecord], *, using: str | None = None) -> None:
+        """Write records in their order, in one batch; arguments and errors as of `outbox_django.stash_many`."""
+        self._stasher.stash_many(_connection_in_transaction(using or self._using), records)
+
+
+def stash(record: OutboxRecord, *, using: str | None = None) -> None:
+    """Write a record to the outbox in the current transaction; it is published if and only if that commits.
+
+    Args:
+        record: what to publish.
+        using: alias of the database whose transaction it belongs to; without it see the module's docstring.
+
+    Raises:
+        TransactionRequired: if that database is in autocommit mode and outside an `atomic` block; nothing was written.
+        InvalidRecord: if the record does not fit the table; nothing was sent to the database.
+        InvalidConfig: if the alias does not exist or is no PostgreSQL database, or the OUTBOX setting is wrong.
+        django.db.Error: what Django raises for a failed statement, for example if the table is missing.
+    """
+    _configured_table().stash(record, using=using)
+
+
+def stash_many(records: Iterable[OutboxRecord], *, using: str | None = None) -> None:
+    """Write records in their order, in one batch: all of them, or none when any of them does not fit.
+
+    Arguments and errors as of `stash`.
+    """
+    _configured_table().stash_many(records, using=using)
+
+
+def stash_alias() -> str:
+    """Alias of the database that `stash` writes to unless told otherwise."""
+    return outbox_settings().database or router.db_for_write(apps.get_model("outbox_django", "Outbox"))
+
+
+def _configured_table() -> OutboxTable:
+    current = outbox_settings()
+    return _table(current.table.quoted, current.table_layout)
+
+
+@lru_cache(maxsize=16)
+def _table(name: str, layout: TableLayout) -> OutboxTable:
+    return OutboxTable(name, layout=layout)
+
+
+def _connection_in_transaction(using: str | None) -> BaseDatabaseWrapper:
+    """The alias's connection, seen to be in a transaction (or with autocommit off, when one begins by itself)."""
+    alias = using or stash_alias()
+    try:
+        connection = connections[alias]
+    except ConnectionDoesNotExist:
+        raise InvalidConfig(
+            f"database alias {alias!r} is not in DATABASES; it has {', '.join(map(repr, connections))}"
+        ) from None
+    if connection.vendor != "postgresql":
+        raise InvalidConfig(f"database {alias!r} is {connection.vendor}; the outbox needs PostgreSQL")
+    if not connection.in_atomic_block and connection.get_autocommit():
+        raise TransactionRequired(
+            f"stash on database {alias!r} outside a transaction: the record would not be atomic with your data. "
+            f"Put both inside `with transaction.atomic({'' if alias == 'default' else f'using={alias!r}'}):`, or set "
+            "ATOMIC_REQUESTS"
+        )
+    return connection

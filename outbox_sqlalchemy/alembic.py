@@ -1,0 +1,116 @@
+"""The outbox's schema as Alembic revisions, for a host application's chain or for an environment of its own.
+
+In one revision of the host's own chain:
+
+    from outbox_sqlalchemy.alembic import outbox_0001
+
+    upgrade, downgrade = outbox_0001()          # or outbox_0001("billing.outbox")
+
+Every revision here is frozen: it makes the same table for ever, whatever later versions of the library would make. A
+later version that needs more adds `outbox_0002`, and its changelog says so.
+
+Applications without Alembic use the environment in `migrations/`: by its `alembic.ini` from a checkout, by
+`alembic.command.upgrade(alembic_config(dsn), "head")` from an installed package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import sqlalchemy as sa
+from alembic import op
+from alembic.config import Config
+from sqlalchemy.dialects import postgresql
+
+from outbox_core.errors import OutboxError
+from outbox_core.schema import TableName
+
+
+class Revision(NamedTuple):
+    """The two functions of an Alembic revision."""
+
+    upgrade: Callable[[], None]
+    downgrade: Callable[[], None]
+
+
+def outbox_0001(table: str | None = None) -> Revision:
+    """The outbox table, as of version 0.1.
+
+    Args:
+        table: `outbox` or `billing.outbox` (the schema must exist). By default what the environment was told, `outbox`
+            if it was told nothing.
+
+    Raises:
+        InvalidConfig: if `table` is not a table name.
+    """
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        name = named or _table_of_environment()
+        op.create_table(
+            name.table,
+            sa.Column("id", sa.BigInteger(), sa.Identity(always=False), primary_key=True),
+            sa.Column("create_time", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+            sa.Column("kafka_topic", sa.String(249), nullable=False),
+            sa.Column("kafka_key", sa.Text()),
+            sa.Column("kafka_value", postgresql.BYTEA()),
+            sa.Column("kafka_header_keys", postgresql.ARRAY(sa.Text()), server_default=sa.text("'{}'"), nullable=False),
+            sa.Column(
+                "kafka_header_values",
+                postgresql.ARRAY(postgresql.BYTEA()),
+                server_default=sa.text("'{}'"),
+                nullable=False,
+            ),
+            sa.Column("kafka_partition", sa.Integer()),
+            sa.Column("leader_id", sa.Uuid()),
+            schema=name.schema,
+            postgresql_with={
+                "fillfactor": "50",
+                "autovacuum_vacuum_scale_factor": "0",
+                "autovacuum_vacuum_threshold": "10000",
+                "autovacuum_vacuum_insert_scale_factor": "0",
+                "autovacuum_vacuum_insert_threshold": "100000",
+                "autovacuum_vacuum_cost_delay": "0",
+                "autovacuum_analyze_scale_factor": "0",
+                "autovacuum_analyze_threshold": "100000",
+            },
+        )
+
+    def downgrade() -> None:
+        name = named or _table_of_environment()
+        op.drop_table(name.table, schema=name.schema)
+
+    return Revision(upgrade, downgrade)
+
+
+def _table_of_environment() -> TableName:
+    """The table that an `env.py` passed to `context.configure(outbox_table=...)`."""
+    return TableName.parse(op.get_context().opts.get("outbox_table") or "outbox")
+
+
+def alembic_config(dsn: str | None = None, table: str = "outbox") -> Config:
+    """A configuration for `alembic.command` that runs the outbox's own environment.
+
+    Args:
+        dsn: the database, as `sqlalchemy_url` takes it; by default the environment variable OUTBOX_POSTGRES_DSN.
+        table: name of the outbox table. Each outbox has a version table of its own beside it.
+    """
+    config = Config()
+    config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
+    config.attributes.update(outbox_dsn=dsn, outbox_table=table)
+    return config
+
+
+def migrations_folder() -> Path:
+    """Where the Alembic environment is: inside an installed package, beside the packages in a checkout.
+
+    Raises:
+        OutboxError: if the installation carries none.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "migrations", package.parent / "migrations"):
+        if (folder / "env.py").is_file():
+            return folder
+    raise OutboxError(f"no Alembic environment beside {package}; the package is not installed completely")

@@ -1,0 +1,165 @@
+"""Stashing through SQLAlchemy: the logic once for connections, with thin shells for sessions and for asyncio.
+
+Every way in ends in `Connection.execute` on the connection that the caller's transaction uses, so the record is
+committed, rolled back, or rolled back to a savepoint with the caller's data. What a session still has to flush is
+flushed first (unless its autoflush is off), as before a query: the row locks of the transaction are then taken before
+the record's id is drawn, which is what keeps messages in the order of the changes they tell about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from sqlalchemy import Connection, MetaData, Table, func, insert, inspect
+from sqlalchemy.exc import UnboundExecutionError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Mapper, Session, scoped_session
+
+from outbox_core.errors import OutboxError, TransactionRequired
+from outbox_core.record import OutboxRecord
+from outbox_core.schema import BINARY_LAYOUT, TableLayout
+from outbox_sqlalchemy.table import layout_of, make_outbox_table
+
+SyncSession = Session | scoped_session[Any] | Connection
+AnyAsyncSession = AsyncSession | async_scoped_session[Any] | AsyncConnection
+
+
+class WrongSession(OutboxError, TypeError):
+    """What was passed is no session or connection, or one of the other kind (asynchronous or not)."""
+
+
+class Outbox:
+    """One outbox table of an application. Immutable: shared freely between threads, tasks and sessions.
+
+    Args:
+        table: a name (`outbox`, `billing.outbox`), a `Table` (made by `make_outbox_table`, or reflected), or a mapped
+            class. With a `Table` or class, a session with several binds finds the database as it does for any other.
+        layout: what the columns hold; only for a table given by name, whose default is the binary layout.
+
+    Attributes:
+        table: the `Table` that is written to.
+        layout: what its columns hold.
+
+    Raises:
+        InvalidConfig: if a name is not a table name.
+        OutboxTableError: if a `Table` or class is no outbox.
+    """
+
+    __slots__ = ("_insert", "_keys", "_mapper", "layout", "table")
+
+    def __init__(self, table: str | Table | type[Any] = "outbox", *, layout: TableLayout | None = None) -> None:
+        self._mapper: Mapper[Any] | None = None
+        if isinstance(table, str):
+            table = make_outbox_table(MetaData(), table, layout=layout or BINARY_LAYOUT)
+        elif layout is not None:
+            raise WrongSession("layout: belongs to a table given by name; a Table or mapped class says it itself")
+        elif not isinstance(table, Table):
+            table, self._mapper = _mapped(table)
+        self.table: Table = table
+        self.layout = layout_of(table)
+        keys = {column.name: column.key for column in table.columns}
+        self._keys = [keys[name] for name in self.layout.columns]
+        # The database's clock, also where the column has no default; `inline`, for nobody asks for the id.
+        self._insert = insert(table).values({keys["create_time"]: func.now()}).inline()
+
+    def __repr__(self) -> str:
+        return f"Outbox({self.table.fullname!r})"
+
+    def stash(self, session: SyncSession, record: OutboxRecord) -> None:
+        """Write one record in the transaction of a session or connection.
+
+        Raises:
+            InvalidRecord: if the record does not fit the table; no SQL was sent.
+            TransactionRequired: if the connection commits by itself (AUTOCOMMIT); no SQL was sent.
+            WrongSession: if `session` is neither a synchronous session nor a connection.
+        """
+        parameters = self._parameters(record)
+        self._connection(session).execute(self._insert, parameters)
+
+    def stash_many(self, session: SyncSession, records: Iterable[OutboxRecord]) -> None:
+        """Write records in their order, in one `executemany`.
+
+        Raises:
+            InvalidRecord: if any record does not fit the table; no SQL was sent.
+            TransactionRequired: if the connection commits by itself (AUTOCOMMIT); no SQL was sent.
+            WrongSession: if `session` is neither a synchronous session nor a connection.
+        """
+        parameters = [self._parameters(record) for record in records]
+        connection = self._connection(session)
+        if parameters:
+            connection.execute(self._insert, parameters)
+
+    async def astash(self, session: AnyAsyncSession, record: OutboxRecord) -> None:
+        """`stash` for an asynchronous session or connection."""
+        await _asynchronous(session).run_sync(self.stash, record)
+
+    async def astash_many(self, session: AnyAsyncSession, records: Iterable[OutboxRecord]) -> None:
+        """`stash_many` for an asynchronous session or connection."""
+        await _asynchronous(session).run_sync(self.stash_many, records)
+
+    def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
+        return dict(zip(self._keys, self.layout.row(record), strict=False))
+
+    def _connection(self, session: SyncSession) -> Connection:
+        """The connection of the caller's transaction, for this table."""
+        if isinstance(session, scoped_session):
+            session = session()
+        if isinstance(session, Session):
+            _flush(session)
+            connection = self._bound(session)
+        elif isinstance(session, Connection):
+            connection = session
+        elif isinstance(session, AsyncSession | async_scoped_session | AsyncConnection):
+            raise WrongSession(f"{type(session).__name__} is asynchronous: use `await astash(...)` or `astash_many`")
+        else:
+            raise WrongSession(f"expected a Session, scoped_session or Connection, got {type(session).__name__}")
+        _require_transaction(connection)
+        return connection
+
+    def _bound(self, session: Session) -> Connection:
+        # The statement, not only the table: sessions that route by kind of statement send an INSERT to the primary.
+        arguments: dict[str, Any] = {"clause": self._insert}
+        if self._mapper is not None:
+            arguments["mapper"] = self._mapper
+        try:
+            return session.connection(bind_arguments=arguments)
+        except UnboundExecutionError as error:
+            raise WrongSession(
+                f"the session has no database for the table {self.table.fullname!r}; give it a `bind`, or name the "
+                "very Table or mapped class of the session's `binds`: Outbox(table)"
+            ) from error
+
+
+def _mapped(model: object) -> tuple[Table, Mapper[Any]]:
+    mapper = inspect(model, raiseerr=False)
+    if not isinstance(mapper, Mapper) or not isinstance(mapper.local_table, Table):
+        raise WrongSession(f"expected a table's name, a Table or a mapped class, got {model!r}")
+    return mapper.local_table, mapper
+
+
+def _asynchronous(session: object) -> AsyncSession | AsyncConnection:
+    if isinstance(session, async_scoped_session):
+        session = session()
+    if isinstance(session, AsyncSession | AsyncConnection):
+        return session
+    if isinstance(session, Session | scoped_session | Connection):
+        raise WrongSession(f"{type(session).__name__} is synchronous: use `stash(...)` or `stash_many`")
+    raise WrongSession(
+        f"expected an AsyncSession, async_scoped_session or AsyncConnection, got {type(session).__name__}"
+    )
+
+
+def _flush(session: Session) -> None:
+    """Flush as a query would; not while a flush is under way, whose event handlers may stash."""
+    if session.autoflush and not session._flushing:  # noqa: SLF001  SQLAlchemy's autoflush asks the same
+        session.flush()
+
+
+def _require_transaction(connection: Connection) -> None:
+    # The driver's own setting, whatever set it: the engine, an execution option, or an argument to connect().
+    if getattr(connection.connection.dbapi_connection, "autocommit", False) is True:
+        raise TransactionRequired(
+            "the connection is in AUTOCOMMIT, so the record would not be atomic with your data; stash on a connection "
+            "or session with another isolation level"
+        )

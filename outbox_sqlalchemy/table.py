@@ -1,0 +1,159 @@
+"""The outbox table as SQLAlchemy sees it: made, mapped, or recognised.
+
+What is made here equals `outbox_core.schema.create_table_sql`, column by column and with the storage parameters; a test
+compares the catalogs. The PostgreSQL dialect's own types are used on purpose: Alembic renders them with their module,
+while it renders the element of a generic `ARRAY(LargeBinary())` without one, in a migration that does not run.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+from uuid import UUID
+
+from sqlalchemy import ARRAY as GENERIC_ARRAY
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    Identity,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    Uuid,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, BYTEA
+from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.types import TypeEngine
+
+from outbox_core.errors import OutboxTableError
+from outbox_core.record import MAX_TOPIC_LENGTH
+from outbox_core.schema import BINARY_LAYOUT, REQUIRED_COLUMNS, STORAGE_PARAMETERS, TableLayout, TableName
+
+_NOW = "now()"
+_EMPTY_ARRAY = "'{}'"
+
+
+def make_outbox_table(
+    metadata: MetaData, name: str = "outbox", schema: str | None = None, *, layout: TableLayout = BINARY_LAYOUT
+) -> Table:
+    """Add an outbox table to `metadata`, for `create_all` and Alembic's autogenerate to find.
+
+    Args:
+        metadata: usually the application's own, `Base.metadata`.
+        name: `outbox`, or with its schema `billing.outbox`.
+        schema: the schema, if it is not in `name`.
+        layout: what the columns hold; `TEXT_LAYOUT` for a table as goharvest makes it.
+
+    Raises:
+        InvalidConfig: if `name` is not a table name.
+    """
+    parsed = TableName(name, schema) if schema is not None else TableName.parse(name)
+    return Table(
+        parsed.table,
+        metadata,
+        *(_binary_columns(layout) if layout.values == "binary" else _text_columns(layout)),
+        schema=parsed.schema,
+        postgresql_with=dict(STORAGE_PARAMETERS),
+    )
+
+
+def _binary_columns(layout: TableLayout) -> list[Column[Any]]:
+    return [
+        Column("id", BigInteger, Identity(always=False), primary_key=True),
+        Column("create_time", DateTime(timezone=True), nullable=False, server_default=text(_NOW)),
+        Column("kafka_topic", String(MAX_TOPIC_LENGTH), nullable=False),
+        Column("kafka_key", _characters(layout.key_length), nullable=not layout.key_required),
+        Column("kafka_value", BYTEA),
+        Column("kafka_header_keys", ARRAY(Text), nullable=False, server_default=text(_EMPTY_ARRAY)),
+        Column("kafka_header_values", ARRAY(BYTEA), nullable=False, server_default=text(_EMPTY_ARRAY)),
+        *_partition_column(layout),
+        Column("leader_id", Uuid),
+    ]
+
+
+def _text_columns(layout: TableLayout) -> list[Column[Any]]:
+    return [
+        Column("id", BigInteger, primary_key=True),
+        Column("create_time", DateTime(timezone=True), nullable=False),
+        Column("kafka_topic", String(MAX_TOPIC_LENGTH), nullable=False),
+        Column("kafka_key", _characters(layout.key_length), nullable=not layout.key_required),
+        Column("kafka_value", _characters(layout.value_length)),
+        Column("kafka_header_keys", ARRAY(Text), nullable=False),
+        Column("kafka_header_values", ARRAY(Text), nullable=False),
+        *_partition_column(layout),
+        Column("leader_id", Uuid),
+    ]
+
+
+def _partition_column(layout: TableLayout) -> list[Column[Any]]:
+    return [Column("kafka_partition", Integer)] if layout.has_partition else []
+
+
+def _characters(length: int | None) -> String:
+    return Text() if length is None else String(length)
+
+
+class OutboxMixin:
+    """The columns of an outbox table for a declarative model.
+
+        class Outbox(OutboxMixin, Base):
+            __tablename__ = "outbox"
+
+    With a schema: `__table_args__ = {**OutboxMixin.__table_args__, "schema": "billing"}`. Write to it by
+    `outbox_sqlalchemy.Outbox(model)`, which checks each record; the harvester removes the rows.
+    """
+
+    __table_args__: Any = {"postgresql_with": dict(STORAGE_PARAMETERS)}  # noqa: RUF012  SQLAlchemy's own protocol
+
+    id: Mapped[int] = mapped_column(BigInteger, Identity(always=False), primary_key=True)
+    create_time: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=text(_NOW))
+    kafka_topic: Mapped[str] = mapped_column(String(MAX_TOPIC_LENGTH))
+    kafka_key: Mapped[str | None] = mapped_column(Text)
+    kafka_value: Mapped[bytes | None] = mapped_column(BYTEA)
+    kafka_header_keys: Mapped[list[str]] = mapped_column(ARRAY(Text), server_default=text(_EMPTY_ARRAY))
+    kafka_header_values: Mapped[list[bytes | None]] = mapped_column(ARRAY(BYTEA), server_default=text(_EMPTY_ARRAY))
+    kafka_partition: Mapped[int | None] = mapped_column(Integer)
+    leader_id: Mapped[UUID | None] = mapped_column(Uuid)
+
+
+def layout_of(table: Table) -> TableLayout:
+    """What the columns of a table can hold, made here or reflected.
+
+    Raises:
+        OutboxTableError: if it is no outbox table, naming the column.
+    """
+    columns = {column.name: column for column in table.columns}
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
+    if missing:
+        raise OutboxTableError(f"table {table.fullname!r} is no outbox: it has no column {', '.join(missing)}")
+    values = _kind(table, "kafka_value", columns["kafka_value"].type)
+    headers = columns["kafka_header_values"].type
+    item_type = headers.item_type if isinstance(headers, GENERIC_ARRAY) else headers
+    if not isinstance(headers, GENERIC_ARRAY) or _kind(table, "kafka_header_values", item_type) != values:
+        expected = "bytea[]" if values == "binary" else "text[]"
+        raise OutboxTableError(
+            f"table {table.fullname!r} is no outbox: beside its kafka_value, kafka_header_values has to be {expected}, "
+            f"not {headers!r}"
+        )
+    return TableLayout(
+        values=values,
+        has_partition="kafka_partition" in columns,
+        key_required=not columns["kafka_key"].nullable,
+        key_length=getattr(columns["kafka_key"].type, "length", None),
+        value_length=getattr(columns["kafka_value"].type, "length", None) if values == "text" else None,
+    )
+
+
+def _kind(table: Table, column: str, kind: TypeEngine[Any]) -> Literal["binary", "text"]:
+    if isinstance(kind, LargeBinary):
+        return "binary"
+    if isinstance(kind, String):
+        return "text"
+    raise OutboxTableError(
+        f"table {table.fullname!r} is no outbox: {column} has to hold bytea or text (or varchar), not {kind!r}"
+    )

@@ -1,0 +1,17 @@
+"""Every test may ask for the services of `tests.services`."""
+
+import os
+import subprocess
+
+from devstack.jars import KAFKA_VERSION
+from devstack.postgres import wheel_binaries
+from devstack.stack import FORCE_EMBEDDED
+
+pytest_plugins = ["tests.services"]
+
+
+def pytest_report_header():
+    """Say which Postgres and which Kafka the tests are for."""
+    postgres = subprocess.check_output([wheel_binaries() / "postgres", "--version"], text=True).strip()
+    embedded = os.environ.get(FORCE_EMBEDDED) == "1"
+    return f"services: {postgres}; Kafka {'embedded broker' if embedded else KAFKA_VERSION}"

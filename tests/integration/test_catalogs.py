@@ -1,0 +1,186 @@
+"""Plain SQL, SQLAlchemy, Alembic and Django make the same table, as PostgreSQL's catalogs see it."""
+
+import os
+import subprocess
+import sys
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+from sqlalchemy import MetaData, create_engine
+from sqlalchemy.orm import DeclarativeBase
+
+from outbox_core.schema import STORAGE_PARAMETERS, TEXT_LAYOUT, TableName, create_table_sql
+from outbox_sqlalchemy import OutboxMixin, make_outbox_table, sqlalchemy_url
+from outbox_sqlalchemy.alembic import migrations_folder
+
+_QUERIES = {
+    "relation": """
+        SELECT relkind, relpersistence, relhastriggers, relrowsecurity, relreplident, relispartition, relhassubclass,
+               (SELECT array_agg(option ORDER BY option) FROM unnest(reloptions) AS option) AS options,
+               (SELECT spcname FROM pg_tablespace WHERE oid = reltablespace) AS tablespace,
+               (SELECT amname FROM pg_am WHERE oid = relam) AS access_method
+          FROM pg_class WHERE oid = %(oid)s""",
+    "columns": """
+        SELECT attname, format_type(atttypid, atttypmod) AS type, attnotnull, attidentity, attgenerated, attstorage,
+               attcompression, attndims > 0 AS is_array, attstattarget, attcollation::regcollation::text AS collation,
+               regexp_replace(pg_get_expr(adbin, adrelid), 'nextval.*', 'nextval') AS "default"
+          FROM pg_attribute LEFT JOIN pg_attrdef ON adrelid = attrelid AND adnum = attnum
+         WHERE attrelid = %(oid)s AND attnum > 0 ORDER BY attnum""",
+    "constraints": """
+        SELECT contype, condeferrable, condeferred, convalidated, conkey, pg_get_constraintdef(oid) AS definition
+          FROM pg_constraint WHERE conrelid = %(oid)s ORDER BY contype, conkey""",
+    "indexes": """
+        SELECT indisunique, indisprimary, indisvalid, indkey::text, indoption::text, indclass::text, reloptions,
+               (SELECT amname FROM pg_am WHERE oid = relam) AS access_method,
+               pg_get_expr(indpred, indrelid) AS predicate, pg_get_expr(indexprs, indrelid) AS expressions
+          FROM pg_index JOIN pg_class ON pg_class.oid = indexrelid
+         WHERE indrelid = %(oid)s ORDER BY indkey::text""",
+    "sequences": """
+        SELECT seqtypid::regtype::text AS type, seqstart, seqincrement, seqmax, seqmin, seqcache, seqcycle, deptype,
+               refobjsubid AS column, relpersistence
+          FROM pg_sequence JOIN pg_class ON pg_class.oid = seqrelid
+          JOIN pg_depend ON classid = 'pg_class'::regclass AND objid = seqrelid AND refobjid = %(oid)s
+         ORDER BY refobjsubid""",
+    "triggers": "SELECT tgtype, pg_get_triggerdef(oid) AS definition FROM pg_trigger WHERE tgrelid = %(oid)s",
+    "policies": "SELECT polcmd FROM pg_policy WHERE polrelid = %(oid)s",
+    "rules": "SELECT pg_get_ruledef(oid) AS definition FROM pg_rewrite WHERE ev_class = %(oid)s",
+    "comments": """
+        SELECT objsubid, description FROM pg_description
+         WHERE classoid = 'pg_class'::regclass AND objoid = %(oid)s ORDER BY objsubid""",
+}
+
+
+def catalog(database: str, table: str = "outbox") -> dict[str, list[dict[str, object]]]:
+    """All that the catalogs say of a table, but for the names of what belongs to it."""
+    with psycopg.connect(database, row_factory=dict_row) as connection:
+        oid = connection.execute("SELECT %s::regclass::oid AS oid", [TableName.parse(table).quoted]).fetchone()
+        return {part: connection.execute(query, oid).fetchall() for part, query in _QUERIES.items()}
+
+
+def by_sql(database: str) -> None:
+    """Make the table by the statement of `outbox schema`."""
+    with psycopg.connect(database) as connection:
+        connection.execute(create_table_sql(TableName("outbox")))
+
+
+def by_sqlalchemy_table(database: str) -> None:
+    """Make the table by `create_all`, from a Table of an application's metadata."""
+    _create_all(database, lambda metadata: make_outbox_table(metadata))
+
+
+def by_sqlalchemy_model(database: str) -> None:
+    """Make the table by `create_all`, from a mapped class."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Outbox(OutboxMixin, Base):
+        __tablename__ = "outbox"
+
+    _create_all(database, lambda metadata: Outbox.__table__.to_metadata(metadata))
+
+
+def by_alembic(database: str) -> None:
+    """Make the table by `alembic upgrade head` in the checkout."""
+    subprocess.run(
+        [sys.executable, "-m", "alembic", "upgrade", "head"],
+        cwd=migrations_folder().parent,
+        env={**os.environ, "OUTBOX_POSTGRES_DSN": database},
+        check=True,
+        capture_output=True,
+    )
+
+
+_DJANGO_MIGRATE = """
+import sys
+import django
+from django.conf import settings
+from django.core.management import call_command
+from psycopg.conninfo import conninfo_to_dict
+
+given = conninfo_to_dict(sys.argv[1])
+settings.DATABASES["default"].update(
+    NAME=given["dbname"], USER=given["user"], HOST=given["host"], PORT=given["port"], PASSWORD=""
+)
+django.setup()
+call_command("migrate", "outbox_django", verbosity=0)
+"""
+
+
+def by_django(database: str) -> None:
+    """Make the table by `manage.py migrate outbox_django`."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _DJANGO_MIGRATE, database],
+        cwd=migrations_folder().parent,
+        env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.django_settings"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def _create_all(database: str, add_table) -> None:
+    metadata = MetaData()
+    add_table(metadata)
+    engine = create_engine(sqlalchemy_url(database))
+    metadata.create_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def reference(postgres):
+    """The catalog of the table that plain SQL makes."""
+    name = f"reference_{os.getpid()}"
+    database = postgres.create_database(name)
+    by_sql(database)
+    yield catalog(database)
+    postgres.drop_database(name)
+
+
+@pytest.mark.parametrize("make", [by_sqlalchemy_table, by_sqlalchemy_model, by_alembic, by_django])
+def test_same_catalog(make, reference, database):
+    """Every schema route makes the table that plain SQL makes, up to the names of constraints and sequences."""
+    make(database)
+    made = catalog(database)
+    for part in _QUERIES:
+        assert made[part] == reference[part], part
+
+
+def test_the_reference_is_what_the_design_asks_for(reference):
+    """The comparison looks at something: identity, defaults, types with their lengths, storage parameters."""
+    columns = {column["attname"]: column for column in reference["columns"]}
+    assert columns["id"]["attidentity"] == "d"
+    assert columns["kafka_topic"]["type"] == "character varying(249)"
+    assert columns["create_time"]["default"] == "now()"
+    assert columns["kafka_header_values"]["default"] == "'{}'::bytea[]"
+    assert reference["relation"][0]["options"] == sorted(f"{key}={value}" for key, value in STORAGE_PARAMETERS.items())
+    assert [(s["seqcache"], s["seqincrement"], s["deptype"]) for s in reference["sequences"]] == [(1, 1, "i")]
+    assert [index["indisprimary"] for index in reference["indexes"]] == [True]
+
+
+def test_comparison_sees_a_difference(reference, database):
+    """A table that differs in one detail does not pass for the same."""
+    by_sql(database)
+    details = {
+        "relation": "ALTER TABLE outbox SET (fillfactor = 90)",
+        "columns": "ALTER TABLE outbox ALTER kafka_header_keys DROP DEFAULT",
+        "constraints": "ALTER TABLE outbox ADD CHECK (kafka_partition >= 0)",
+        "indexes": "CREATE INDEX ON outbox (leader_id)",
+        "sequences": "ALTER TABLE outbox ALTER id SET CACHE 20",
+    }
+    with psycopg.connect(database) as connection:
+        for statement in details.values():
+            connection.execute(statement)
+    made = catalog(database)
+    assert {part for part in _QUERIES if made[part] != reference[part]} == set(details)
+
+
+def test_text_layout_by_sqlalchemy(database, postgres):
+    """The text layout, too, is the same by plain SQL and by `make_outbox_table`."""
+    with psycopg.connect(database) as connection:
+        connection.execute(create_table_sql(TableName("outbox"), "text"))
+        connection.execute("CREATE SCHEMA other")
+    _create_all(database, lambda metadata: make_outbox_table(metadata, "other.outbox", layout=TEXT_LAYOUT))
+    assert catalog(database, "other.outbox") == catalog(database, "outbox")

@@ -1,0 +1,206 @@
+"""Fixtures for a real Postgres and a Kafka broker, as a pytest plugin.
+
+Services start when the first test asks for them and stop at the end of the session, also on Ctrl-C or SIGTERM. With
+`OUTBOX_DEVSTACK_DIR` naming a stack that `python -m devstack up` started, that one is used and left running.
+
+A test marked `real_broker` fails in CI (environment variable CI) when no real broker can be had, and is skipped with
+the reason elsewhere; all others then run on the embedded broker. Tests that kill services use `private_stack` or
+`own_stack`, never the shared one.
+"""
+
+import os
+import signal
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from devstack.stack import DevStack
+
+_NEED_KAFKA = {"kafka", "private_stack", "own_stack"}
+_PROBLEM = pytest.StashKey[str | None]()
+_SHARED = pytest.StashKey[DevStack]()
+_CHOICES = pytest.StashKey[list[str]]()
+_EMBEDDED_PARTITIONS = 4
+
+
+def pytest_configure(config):
+    """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    config.stash[_CHOICES] = []
+
+
+def pytest_collection_finish(session):
+    """Fetch Kafka's jars before the first test, whose timeout a first download would exceed."""
+    config = session.config
+    if config.option.collectonly or not any(_needs_kafka(item) for item in session.items):
+        return
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        config.stash[_PROBLEM] = _shared_stack(config).real_broker_problem()
+
+
+def pytest_runtest_setup(item):
+    """Hold tests that need the real broker to it."""
+    problem = item.config.stash.get(_PROBLEM, None)
+    if problem is None or item.get_closest_marker("real_broker") is None:
+        return
+    if os.environ.get("CI"):
+        pytest.fail(f"needs a real Kafka broker: {problem}", pytrace=False)
+    pytest.skip(f"needs a real Kafka broker: {problem}")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Say which broker the tests ran on."""
+    for line in dict.fromkeys(config.stash[_CHOICES]):
+        terminalreporter.write_line(line)
+
+
+def pytest_unconfigure(config):
+    """Stop the shared stack, unless it was running before us."""
+    shared = config.stash.get(_SHARED, None)
+    if shared is not None and not os.environ.get("OUTBOX_DEVSTACK_DIR"):
+        shared.stop()
+
+
+@pytest.fixture(scope="session")
+def stack(pytestconfig):
+    """The shared stack; `postgres` and `kafka` start its halves."""
+    return _shared_stack(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def postgres(stack):
+    """The shared Postgres server, running. Never stop it."""
+    stack.start_postgres()
+    return stack.postgres
+
+
+@pytest.fixture(scope="session")
+def kafka(stack):
+    """The shared broker, running; embedded if no real one can be had. Never stop it."""
+    stack.start_kafka()
+    return stack.kafka
+
+
+@pytest.fixture
+def kafka_bootstrap(kafka):
+    """Address of the shared broker."""
+    return kafka.bootstrap
+
+
+@pytest.fixture
+def database(postgres):
+    """URL of a fresh database, dropped afterwards whatever sessions are left in it."""
+    yield from _fresh_database(postgres)
+
+
+@pytest.fixture(scope="module")
+def _module_stack(pytestconfig):
+    with_both = DevStack(report=_reporter(pytestconfig))
+    yield with_both
+    with_both.stop()
+
+
+@pytest.fixture
+def private_stack(_module_stack):
+    """A stack of this module's own, both services running at the start of each test, to be killed at will."""
+    _module_stack.start()
+    return _module_stack
+
+
+@pytest.fixture
+def private_database(private_stack):
+    """URL of a fresh database in the module's own Postgres; its server may be dead at the end of the test."""
+    fresh = _fresh_database(private_stack.postgres)
+    yield next(fresh)
+    private_stack.start_postgres()
+    next(fresh, None)
+
+
+@pytest.fixture
+def own_stack(pytestconfig):
+    """A factory for started stacks of this test's own: `own_stack(embedded=None, directory=None)`."""
+    made = []
+
+    def make(*, embedded: bool | None = None, directory: Path | None = None) -> DevStack:
+        stack = DevStack(directory, embedded, report=_reporter(pytestconfig))
+        made.append(stack)
+        stack.start()
+        return stack
+
+    yield make
+    for stack in made:
+        stack.stop()
+
+
+@pytest.fixture
+def topic_name():
+    """A factory for topic names (or group names) that no other test uses: `topic_name("orders")`."""
+
+    def make(prefix: str = "test") -> str:
+        return f"{prefix}-{uuid.uuid4().hex[:12]}"
+
+    return make
+
+
+@pytest.fixture
+def make_topic(request, topic_name):
+    """A factory for topics: `make_topic(partitions=4, config={...}, name=None, bootstrap=None)` returns the name.
+
+    On the shared broker unless `bootstrap` names another. The embedded broker knows only topics of 4 partitions
+    without settings; a test that asks it for others is skipped.
+    """
+
+    def make(partitions=_EMBEDDED_PARTITIONS, *, config=None, name=None, bootstrap=None) -> str:
+        topic = name or topic_name()
+        address = bootstrap or request.getfixturevalue("kafka_bootstrap")
+        if bootstrap is None and request.getfixturevalue("kafka").is_embedded:
+            _make_embedded_topic(address, topic, partitions, config)
+            return topic
+        admin = AdminClient({"bootstrap.servers": address})
+        asked = NewTopic(topic, num_partitions=partitions, replication_factor=1, config=config or {})
+        admin.create_topics([asked], operation_timeout=10)[topic].result(timeout=15)
+        return topic
+
+    return make
+
+
+def _needs_kafka(item):
+    return bool(_NEED_KAFKA & set(item.fixturenames)) or item.get_closest_marker("real_broker") is not None
+
+
+def _make_embedded_topic(bootstrap, topic, partitions, config):
+    if partitions != _EMBEDDED_PARTITIONS or config:
+        pytest.skip(f"the embedded broker makes only plain topics of {_EMBEDDED_PARTITIONS} partitions")
+    Producer({"bootstrap.servers": bootstrap}).list_topics(topic, timeout=10)
+
+
+def _shared_stack(config) -> DevStack:
+    stack = config.stash.get(_SHARED, None)
+    if stack is None:
+        directory = os.environ.get("OUTBOX_DEVSTACK_DIR")
+        stack = config.stash[_SHARED] = DevStack(directory or None, report=_reporter(config))
+        if directory and not stack.is_running:
+            pytest.exit(f"OUTBOX_DEVSTACK_DIR={directory}: nothing runs there; python -m devstack up --dir {directory}")
+    return stack
+
+
+def _reporter(config):
+    """Show downloads as they happen, and keep the choice of broker for the summary."""
+
+    def report(step: str) -> None:
+        if step.startswith("Kafka: "):
+            config.stash[_CHOICES].append(step)
+        elif not step.startswith("starting"):
+            sys.stderr.write(f"{step}\n")
+
+    return report
+
+
+def _fresh_database(server):
+    name = f"test_{uuid.uuid4().hex[:12]}"
+    yield server.create_database(name)
+    server.drop_database(name)

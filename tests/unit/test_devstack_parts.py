@@ -1,0 +1,217 @@
+"""The parts of the devstack that need no service."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+import pytest
+
+from devstack import jars, java
+from devstack.errors import BrokerUnavailableError, DevstackError
+from devstack.ports import free_ports, is_free
+from devstack.processes import ServiceProcess, run_watched
+from devstack.proxy import TcpProxy
+from devstack.truststore import java_trust_options
+
+
+@pytest.fixture
+def echo_port():
+    """Port of a server that sends back whatever it gets."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def echo(connection):
+            with connection, suppress(ConnectionError):
+                while data := connection.recv(1000):
+                    connection.sendall(data)
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=echo, args=[connection], daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def _say_hello(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+        connection.sendall(b"hello")
+        return connection.recv(100)
+
+
+@pytest.fixture
+def proxy(echo_port):
+    """A proxy before the echo server."""
+    with TcpProxy("127.0.0.1", echo_port) as running:
+        yield running
+
+
+@pytest.fixture
+def client(proxy):
+    """A connection through the proxy that has been used once."""
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=0.3) as connection:
+        connection.sendall(b"hello")
+        assert connection.recv(100) == b"hello"
+        yield connection
+
+
+def test_cut_holds_bytes_until_restored(proxy, client):
+    """A cut connection stays open and silent; restoring it delivers what was sent meanwhile."""
+    proxy.cut()
+    client.sendall(b"held")
+    with pytest.raises(TimeoutError):
+        client.recv(100)
+    proxy.restore()
+    assert client.recv(100) == b"held"
+
+
+def test_cut_can_drop_bytes(proxy, client):
+    """With drop, what was sent during the cut never arrives."""
+    proxy.cut(drop=True)
+    client.sendall(b"lost")
+    with pytest.raises(TimeoutError):
+        client.recv(100)
+    proxy.restore()
+    client.sendall(b"later")
+    assert client.recv(100) == b"later"
+
+
+def test_cut_accepts_new_connections_and_keeps_them_waiting(proxy):
+    """A black hole is not a refusal: a new connection is established and answered after the cut."""
+    proxy.cut()
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=0.3) as late:
+        late.sendall(b"anyone?")
+        with pytest.raises(TimeoutError):
+            late.recv(100)
+        proxy.restore()
+        assert late.recv(100) == b"anyone?"
+
+
+def test_reset_breaks_connections_and_resume_accepts_again(proxy, client):
+    """Reset ends connections with RST and refuses new ones; after resume a new one works."""
+    proxy.reset()
+    with pytest.raises(ConnectionResetError):
+        client.recv(100)
+    with pytest.raises(ConnectionError):
+        _say_hello(proxy.port)
+    proxy.resume()
+    assert _say_hello(proxy.port) == b"hello"
+
+
+def test_end_of_a_connection_passes_through(client):
+    """When the client has said all, the server sees the end and the client gets the server's."""
+    client.shutdown(socket.SHUT_WR)
+    assert client.recv(100) == b""
+
+
+def test_free_ports_are_different_and_below_the_ephemeral_range():
+    """Services get ports that outgoing connections never take."""
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert max(ports) < 32_768
+
+
+def test_a_port_in_use_is_not_free(echo_port):
+    """A listening port is never handed out."""
+    assert not is_free(echo_port)
+
+
+def test_a_recycled_pid_is_not_killed(tmp_path):
+    """A pid file that names a stranger's process is stale: the process is neither reported nor killed."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as stranger:
+        try:
+            (tmp_path / "pid").write_text(str(stranger.pid))
+            service = ServiceProcess(tmp_path / "pid", "a mark that is not on its command line")
+            assert service.pid is None
+            service.kill()
+            service.terminate()
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+
+
+def test_a_process_is_found_again_and_ended(tmp_path):
+    """Another object, as in another process, finds a started process by its pid file and ends it."""
+    code = "import time; time.sleep(60)"
+    ServiceProcess(tmp_path / "pid", str(tmp_path)).spawn(
+        [sys.executable, "-c", code, tmp_path], log=tmp_path / "log", env=os.environ
+    )
+    found = ServiceProcess(tmp_path / "pid", str(tmp_path))
+    assert found.pid is not None
+    found.terminate()
+    assert found.pid is None
+
+
+def test_a_silent_command_is_given_up(tmp_path):
+    """A resolver that hangs without a word is stopped after the idle timeout."""
+    script = "import time; time.sleep(60)"
+    with pytest.raises(DevstackError, match=r"^Tool said nothing for 1 s"):
+        run_watched(
+            "Tool", [sys.executable, "-c", script], log=tmp_path / "log", on_line=lambda _: None, idle_timeout=1
+        )
+
+
+def test_a_failing_command_says_why(tmp_path):
+    """The error of a command that fails is one line with its exit code, the telling line of its log, and the log."""
+    script = "print('starting'); print('ERROR: no such host'); print('bye'); raise SystemExit(3)"
+    with pytest.raises(DevstackError, match=r"^Tool failed with exit code 3: ERROR: no such host \(see .*log\)$"):
+        run_watched("Tool", [sys.executable, "-c", script], log=tmp_path / "log", on_line=lambda _: None)
+
+
+def test_too_old_java_is_named(monkeypatch, tmp_path):
+    """Java 11 alone is no Java for Kafka 4; the error says what was found."""
+    old = tmp_path / "bin" / "java"
+    old.parent.mkdir()
+    old.write_text("#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(BrokerUnavailableError, match="version 11"):
+        java.find_java()
+
+
+def test_cached_jars_need_no_resolver(monkeypatch, tmp_path):
+    """Once resolved, the jars are used as they are: no Maven, no Java, no network."""
+    monkeypatch.setenv("OUTBOX_DEVSTACK_CACHE", str(tmp_path))
+    monkeypatch.setattr(jars, "run_watched", None)
+    (tmp_path / f"kafka-{jars.KAFKA_VERSION}").mkdir()
+    assert jars.kafka_jars(tmp_path / "no-java", print) == tmp_path / f"kafka-{jars.KAFKA_VERSION}"
+
+
+def test_a_failed_resolution_leaves_no_jars_behind(monkeypatch, tmp_path):
+    """When every resolver fails, the error names each failure and the cache holds nothing half done."""
+
+    def fail(name, *_, **__):
+        raise DevstackError(f"{name} has no network")
+
+    monkeypatch.setenv("OUTBOX_DEVSTACK_CACHE", str(tmp_path))
+    monkeypatch.setattr(jars, "run_watched", fail)
+    monkeypatch.setattr(jars.shutil, "which", lambda _: "/opt/mvn")
+    with pytest.raises(BrokerUnavailableError, match=r"Maven has no network; then .* has no network"):
+        jars.kafka_jars(tmp_path / "java", lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_truststore_is_readable_by_java(tmp_path):
+    """Java's own keytool lists the machine's authorities in the truststore."""
+    options = java_trust_options(tmp_path)
+    if not options:
+        pytest.skip("this machine has no CA bundle")
+    keytool = java.find_java().with_name("keytool")
+    if not keytool.exists():
+        pytest.skip("this Java has no keytool")
+    listed = subprocess.run(
+        [keytool, "-list", "-keystore", tmp_path / "truststore.p12", "-storepass", "changeit"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert listed.stdout.count("trustedCertEntry") > 10
