@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds, the same for all three histograms."""
 
+_CLOSE_CHECK_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Health:
@@ -107,7 +109,7 @@ class HarvestMetrics:
             self._errors += count
 
     def in_flight(self, count: int) -> None:
-        """So many records are marked and not yet purged."""
+        """So many records were sent and are not yet acknowledged."""
         self._in_flight = count
 
     def leading(self, leader: bool) -> None:
@@ -158,7 +160,9 @@ class _Families:
         self.errors = CounterMetricFamily(
             "outbox_publish_errors", "Records that Kafka refused or did not acknowledge in time.", labels=by
         )
-        self.in_flight = GaugeMetricFamily("outbox_in_flight_records", "Records marked and not yet purged.", labels=by)
+        self.in_flight = GaugeMetricFamily(
+            "outbox_in_flight_records", "Records sent and not yet acknowledged.", labels=by
+        )
         self.pending = GaugeMetricFamily("outbox_pending_records", "Records in the outbox table.", labels=by)
         self.oldest_age = GaugeMetricFamily(
             "outbox_oldest_pending_age_seconds", "Age of the first record in the outbox table.", labels=by
@@ -233,7 +237,9 @@ class MetricsServer:
         except OSError as error:
             reason = error.strerror or str(error)
             raise InvalidConfig(f"metrics_port: cannot listen on port {port} of {host}: {reason}") from None
-        self._thread = threading.Thread(target=self._server.serve_forever, name="outbox-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSE_CHECK_SECONDS,), name="outbox-metrics", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -91,7 +91,10 @@ def _key(key: object) -> str | None:
     if isinstance(key, UUID):
         return str(key)
     if isinstance(key, int) and not isinstance(key, bool):
-        return int.__repr__(key)  # an enum's own text would be its name
+        try:
+            return int.__repr__(key)  # an enum's own text would be its name
+        except ValueError as error:
+            raise InvalidRecord(f"key: {error}") from None
     if not isinstance(key, str):
         raise InvalidRecord(f"key: expected str, bytes, int, UUID or None, got {type(key).__name__}")
     return _text(key, "key")

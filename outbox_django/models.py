@@ -41,4 +41,10 @@ class Outbox(models.Model):
     @property
     def headers(self) -> tuple[Header, ...]:
         """The record's headers, in order."""
-        return tuple(map(Header, self.kafka_header_keys, self.kafka_header_values))
+        pairs = zip(self.kafka_header_keys, self.kafka_header_values, strict=True)
+        return tuple(Header(key, _as_bytes(value)) for key, value in pairs)
+
+
+def _as_bytes(value: memoryview | bytes | str | None) -> bytes | str | None:
+    """The value as psycopg 3 gives it; psycopg2 gives memory views."""
+    return bytes(value) if isinstance(value, memoryview) else value

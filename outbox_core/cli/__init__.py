@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = options.command(options)
         sys.stdout.flush()
     except OutboxError as error:
-        return harvest.fail(error)
+        return harvest.fail(str(error))
     except BrokenPipeError:  # `outbox schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE

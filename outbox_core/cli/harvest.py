@@ -99,14 +99,20 @@ def run(config: HarvestConfig, *, drain: bool = False) -> int:
             harvester.start()
             return _wait_for_end(harvester)
     except OutboxError as error:
-        return fail(error)
+        return fail(_shown(error))
 
 
-def fail(error: BaseException, code: int = EXIT_NOT_STARTED) -> int:
+def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
     """Write one line about an error to stderr; return the exit code."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    sys.stderr.write(f"outbox: error: {text}\n")
+    sys.stderr.write(f"outbox: error: {' '.join(message.split())}\n")
     return code
+
+
+def _shown(error: Exception) -> str:
+    """The text of an error, without the secrets that a driver may have put into it."""
+    from outbox_core.config import redact
+
+    return redact(str(error)) or type(error).__name__
 
 
 def configure_logging(level: int) -> None:
@@ -163,10 +169,10 @@ def _wait_for_end(harvester: Harvester) -> int:
     try:
         harvester.join()
     except OutboxError as error:
-        return fail(error, EXIT_ENDED_BY_ERROR)
+        return fail(_shown(error), EXIT_ENDED_BY_ERROR)
     except Exception as error:
         _log.exception("the harvester was ended by an unexpected error")
-        return fail(error, EXIT_ENDED_BY_ERROR)
+        return fail(_shown(error), EXIT_ENDED_BY_ERROR)
     return 0
 
 

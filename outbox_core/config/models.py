@@ -64,10 +64,11 @@ class Limits(Settings):
     """Bounds on time and memory. Durations are `timedelta`, or text like `100ms`, `5s`, `1m30s`.
 
     Attributes:
-        min_poll_interval: the shortest time between two polls of Kafka by the election.
+        min_poll_interval: the shortest time between two of the leader's heartbeats, unless fewer than five would fit
+            into `heartbeat_timeout`.
         heartbeat_timeout: how long leadership lasts without an own heartbeat coming back.
         mark_backoff: the pause of the mark loop when the table had nothing new.
-        io_error_backoff: the first pause after the database or Kafka failed.
+        io_error_backoff: the pause after a statement failed.
         max_in_flight_records: how many records may be marked and not yet purged, in memory.
         mark_query_records: how many records one statement marks at most.
         lane_capacity: how many records of one key may wait in memory for their turn.
@@ -102,8 +103,6 @@ class Limits(Settings):
                 self.__dict__[name] = min(getattr(self, name), self.max_in_flight_records)
         if self.mark_query_records > self.max_in_flight_records:
             raise ValueError("markQueryRecords must not be more than maxInFlightRecords")
-        if self.min_poll_interval * 2 > self.heartbeat_timeout:
-            raise ValueError("minPollInterval must not be more than half of heartbeatTimeout")
         return self
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -146,7 +145,9 @@ class HarvestConfig(Settings):
         InvalidConfig: naming every setting that is wrong.
     """
 
-    base_kafka_config: dict[str, Any] = Field(default_factory=dict, validation_alias="baseKafkaConfig")
+    base_kafka_config: dict[str, Any] = Field(
+        default_factory=dict, validation_alias="baseKafkaConfig", validate_default=True
+    )
     producer_kafka_config: dict[str, Any] = Field(default_factory=dict, validation_alias="producerKafkaConfig")
     leader_topic: str | None = Field(default=None, validation_alias="leaderTopic")
     leader_group_id: _Name | None = Field(default=None, validation_alias="leaderGroupID")

@@ -62,9 +62,14 @@ class Connection:
         except KafkaException:
             self._probe_at = now() + _PROBE_INTERVAL_SECONDS
         else:
-            self._is_lost = False
-            self._complaint = ""
+            self.well()
+
+    def well(self) -> None:
+        """Take note that the cluster answers."""
+        if self._is_lost:
             logger.info("%s: Kafka is back", self._name)
+        self._is_lost = False
+        self._complaint = ""
 
 
 def refuse_if_permanent(error: KafkaError, config: NeliConfig) -> None:

@@ -50,7 +50,7 @@ class Harvester:
     Args:
         config: settings.
         on_event: called with every `outbox_core.events.Event`; see there what it may do.
-        metrics: where to count; by default a fresh `HarvestMetrics` with a registry of its own.
+        metrics: where to count. Without it nobody will look, and the backlog is not counted.
         drain: end by itself once the table is empty, whoever emptied it.
         store_factory: makes the stores, one for each thread that needs one; by default PostgreSQL.
         elector_factory: makes the elector from an event handler; by default NELI through Kafka.
@@ -109,11 +109,11 @@ class Harvester:
 
     def stop(self) -> None:
         """Ask for a graceful end: finish what is in flight, clear marks, hand leadership over. See `join`."""
-        self._stopping.set()
+        with self._term_changed:
+            self._stopping.set()
+            if self._term is not None:
+                self._term.stop()
         self._wake.set()
-        term = self._term
-        if term is not None:
-            term.stop()
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most `timeout` seconds; return whether it has come.
@@ -259,15 +259,16 @@ class Harvester:
             kafka=self._kafka,
         )
         observer = BacklogObserver(self._make_store(), self, limits.min_metrics_interval.total_seconds())
-        observer.start()
+        if self._metrics is not None:
+            observer.start()
         try:
             self._harvest_whenever_leading(elector, surroundings)
         except BaseException as error:
             self._failure = error
         finally:
             self._stopping.set()
-            elector.stop()
             observer.stop()
+            elector.stop()
             surroundings.marker.close()
             surroundings.purger.close()
             self._ended.set()

@@ -206,6 +206,7 @@ class PostgresStore:
             for column, expected, right in (
                 ("id", "bigint", columns["id"] in {"bigint", "integer"}),
                 ("leader_id", "uuid", columns["leader_id"] == "uuid"),
+                ("kafka_key", "text", columns["kafka_key"] in _TEXT_TYPES),
                 ("kafka_value", "bytea or text", values in _TEXT_TYPES | {"bytea"}),
                 ("kafka_header_values", "bytea[] or text[]", headers in _TEXT_TYPES | {"bytea"}),
             )

@@ -5,7 +5,7 @@ the tests. What was written is read back over a connection of its own.
 """
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol
 
 import psycopg
@@ -17,15 +17,15 @@ from outbox_core.record import OutboxRecord
 from outbox_core.schema import TableName, create_table_sql
 
 EVERY_BYTE = bytes(range(256))
-AWKWARD = "'{\"a\"},NULL\\n\\\\ %s %(x)s :y \u00e9\u4e2d\U0001f600\u202e"
+AWKWARD = '\'{"a"},NULL\\n\\\\ %s %(x)s :y \u00e9\u4e2d\U0001f600\u202e'
 
 
 class Writer(Protocol):
     """An open transaction (or an autocommit connection) of the framework."""
 
-    def stash(self, record: OutboxRecord) -> None: ...  # noqa: D102
+    def stash(self, record: OutboxRecord) -> None: ...
 
-    def stash_many(self, records: Iterable[OutboxRecord]) -> None: ...  # noqa: D102
+    def stash_many(self, records: Iterable[OutboxRecord]) -> None: ...
 
     def savepoint(self) -> AbstractContextManager[object]:
         """Released at the end of the block, rolled back when an exception leaves it."""
@@ -46,6 +46,14 @@ class Adapter(Protocol):
 
 class _Undo(Exception):
     """Leaves a block that is to be rolled back."""
+
+
+@contextmanager
+def _undone(block: AbstractContextManager[Writer]):
+    """A transaction or savepoint that is left by an exception."""
+    with suppress(_Undo), block as writer:
+        yield writer
+        raise _Undo
 
 
 def stashed(database: str, table: str = "outbox"):
@@ -88,11 +96,10 @@ class StashContract:
 
     def test_rollback(self, adapter, outbox_database):
         """A rolled-back transaction leaves neither its records nor its data."""
-        with pytest.raises(_Undo), adapter.transaction() as writer:
+        with _undone(adapter.transaction()) as writer:
             writer.execute("INSERT INTO business VALUES (1)")
             writer.stash(OutboxRecord("orders", "k", b"v"))
             writer.stash_many([OutboxRecord("orders", "l", b"v")])
-            raise _Undo
         assert _keys(outbox_database) == []
         assert _value_count(outbox_database) == 0
 
@@ -109,20 +116,18 @@ class StashContract:
         """Rolling back to a savepoint discards what was stashed after it, and nothing else."""
         with adapter.transaction() as writer:
             writer.stash(OutboxRecord("orders", "before"))
-            with pytest.raises(_Undo), writer.savepoint():
+            with _undone(writer.savepoint()):
                 writer.stash(OutboxRecord("orders", "discarded"))
                 writer.stash_many([OutboxRecord("orders", "discarded too")])
-                raise _Undo
             writer.stash(OutboxRecord("orders", "after"))
         assert _keys(outbox_database) == ["before", "after"]
 
     def test_savepoint_released(self, adapter, outbox_database):
         """What is stashed in nested savepoints is committed with the transaction around them."""
-        with adapter.transaction() as writer:
+        with adapter.transaction() as writer, writer.savepoint():
+            writer.stash(OutboxRecord("orders", "outer"))
             with writer.savepoint():
-                writer.stash(OutboxRecord("orders", "outer"))
-                with writer.savepoint():
-                    writer.stash(OutboxRecord("orders", "inner"))
+                writer.stash(OutboxRecord("orders", "inner"))
         assert _keys(outbox_database) == ["outer", "inner"]
 
     def test_autocommit_is_refused(self, adapter, outbox_database):

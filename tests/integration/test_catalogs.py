@@ -66,7 +66,7 @@ def by_sql(database: str) -> None:
 
 def by_sqlalchemy_table(database: str) -> None:
     """Make the table by `create_all`, from a Table of an application's metadata."""
-    _create_all(database, lambda metadata: make_outbox_table(metadata))
+    _create_all(database, make_outbox_table)
 
 
 def by_sqlalchemy_model(database: str) -> None:
@@ -78,7 +78,7 @@ def by_sqlalchemy_model(database: str) -> None:
     class Outbox(OutboxMixin, Base):
         __tablename__ = "outbox"
 
-    _create_all(database, lambda metadata: Outbox.__table__.to_metadata(metadata))
+    _create_all(database, Outbox.__table__.to_metadata)
 
 
 def by_alembic(database: str) -> None:
@@ -177,7 +177,7 @@ def test_comparison_sees_a_difference(reference, database):
     assert {part for part in _QUERIES if made[part] != reference[part]} == set(details)
 
 
-def test_text_layout_by_sqlalchemy(database, postgres):
+def test_text_layout_by_sqlalchemy(database):
     """The text layout, too, is the same by plain SQL and by `make_outbox_table`."""
     with psycopg.connect(database) as connection:
         connection.execute(create_table_sql(TableName("outbox"), "text"))

@@ -240,7 +240,7 @@ def test_stash_and_drain(database, kafka_bootstrap, make_topic):
     for arguments in (["migrate", "--verbosity=0"], ["stash", topic], ["run_harvester", "--drain"]):
         ran = _manage(database, kafka_bootstrap, *arguments)
         assert ran.returncode == 0, ran.stderr
-    messages = read_topic(kafka_bootstrap, topic, 500)
+    messages = read_topic(kafka_bootstrap, topic, count=500)
     by_key = {}
     for message in messages:
         by_key.setdefault(message.key, []).append(message.value)

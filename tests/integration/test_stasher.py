@@ -190,7 +190,7 @@ def test_ten_thousand_records(database, connection):
 def test_several_outboxes(database, connection):
     """A stasher writes to its own table: in a schema, and with a name that needs quoting and escaping."""
     connection.execute('CREATE SCHEMA "bi.lling"')
-    names = ['"bi.lling".outbox', 'Audit', '"100% ""of"" it"']
+    names = ['"bi.lling".outbox', "Audit", '"100% ""of"" it"']
     for name in names:
         connection.execute(create_table_sql(TableName.parse(name)))
         Stasher(name).stash(connection, OutboxRecord("orders", name))

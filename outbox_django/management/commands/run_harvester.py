@@ -34,11 +34,11 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Harvest. Exit codes as of `outbox harvest`: 2 if it could not start, 1 if an error ended it."""
         del args
-        if not logging.getLogger("outbox_core").hasHandlers():
-            configure_logging(_LEVELS[min(options["verbosity"], 2)])
         try:
             from outbox_django.harvesting import harvest_config
 
+            if not logging.getLogger("outbox_core").hasHandlers():
+                configure_logging(_LEVELS[min(options["verbosity"], 2)])
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
         except OutboxError as error:
             raise CommandError(str(error), returncode=EXIT_NOT_STARTED) from None

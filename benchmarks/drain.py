@@ -1,0 +1,75 @@
+"""One harvester process that drains a filled outbox and prints what it took, as JSON.
+
+    python -m benchmarks.drain DSN BOOTSTRAP ROWS [limit=value ...]
+
+The clock runs from `LeaderAcquired` to the empty table. Memory is the resident set, sampled every 100 ms.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from outbox_core.config import HarvestConfig
+from outbox_core.events import Event, LeaderAcquired, MeterRead
+from outbox_core.harvest import Harvester
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class _Memory(threading.Thread):
+    """Samples the resident set."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: list[float] = []
+
+    def run(self) -> None:
+        while True:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            self.samples.append(pages * _PAGE / 2**20)
+            time.sleep(0.1)
+
+
+def main() -> None:
+    dsn, bootstrap, rows, *limits = sys.argv[1:]
+    began = [0.0]
+    interval_rates: list[float] = []
+
+    def on_event(event: Event) -> None:
+        if isinstance(event, LeaderAcquired):
+            began[0] = time.perf_counter()
+        elif isinstance(event, MeterRead):
+            interval_rates.append(round(event.stats.interval_rate))
+
+    config = HarvestConfig(
+        data_source=dsn,
+        base_kafka_config={"bootstrap.servers": bootstrap},
+        limits={"min_metrics_interval": "1s", **{name: int(value) for name, value in (pair.split("=") for pair in limits)}},
+    )
+    memory = _Memory()
+    memory.start()
+    harvester = Harvester(config, on_event, drain=True)
+    harvester.start()
+    harvester.join()
+    seconds = time.perf_counter() - began[0]
+    half = len(memory.samples) // 2
+    json.dump(
+        {
+            "rate": int(rows) / seconds,
+            "seconds": seconds,
+            "cpu_seconds": time.process_time(),
+            "rss_mib": max(memory.samples),
+            "rss_growth_mib": max(memory.samples[half:]) - max(memory.samples[: half + 1]),
+            "interval_rates": interval_rates,
+        },
+        sys.stdout,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What every benchmark needs: services, filled tables, harvesters as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from devstack.stack import DevStack
+from outbox_core.schema import TableName, create_table_sql
+
+ROOT = Path(__file__).resolve().parent.parent
+VALUE_BYTES = 100
+
+
+@dataclass(frozen=True)
+class Services:
+    """A database and a broker for one benchmark."""
+
+    dsn: str
+    bootstrap: str
+
+
+@contextmanager
+def services() -> Iterator[Services]:
+    """A real Postgres and a real broker, started for this run and stopped after it."""
+    with DevStack(embedded=False) as stack:
+        dsn = stack.postgres.create_database("bench")
+        yield Services(dsn, stack.kafka.bootstrap)
+
+
+def fill(dsn: str, topic: str, *, rows: int, keys: int, table: str = "outbox") -> None:
+    """A fresh outbox table with `rows` records of ~100 bytes over `keys` keys, settled on disk."""
+    name = TableName.parse(table)
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute(f"DROP TABLE IF EXISTS {name.quoted}")
+        connection.execute(create_table_sql(name))
+        connection.execute(
+            f"INSERT INTO {name.quoted} (kafka_topic, kafka_key, kafka_value) "
+            "SELECT %s, 'key-' || (random() * %s)::int, convert_to(repeat('x', %s), 'UTF8') "
+            "FROM generate_series(1, %s)",
+            (topic, keys - 1, VALUE_BYTES, rows),
+        )
+        connection.execute(f"VACUUM ANALYZE {name.quoted}")
+        connection.execute("CHECKPOINT")
+
+
+def fresh_topic(prefix: str) -> str:
+    """A topic name that no run has used."""
+    return f"{prefix}-{time.time_ns()}"
+
+
+def harvest(services: Services, *, rows: int, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Drain the table with one harvester process; return what it measured (see `benchmarks.drain`)."""
+    command = [sys.executable, "-m", "benchmarks.drain", services.dsn, services.bootstrap, str(rows), *options]
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    measured: dict[str, Any] = json.loads(done.stdout)
+    return measured
+
+
+def machine() -> str:
+    """One line about the machine, for the record."""
+    model = "unknown CPU"
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0] if names else model
+    load = os.getloadavg()[0]
+    return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}, load {load:.1f} at the start"

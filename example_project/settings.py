@@ -1,0 +1,41 @@
+"""The shop's Django settings.
+
+The environment says where the services are, in the variables that `python -m devstack up` prints:
+
+    SHOP_DATABASE_DSN        the shop's database; else OUTBOX_POSTGRES_DSN
+    OUTBOX_KAFKA_BOOTSTRAP   the Kafka cluster
+"""
+
+import os
+
+from psycopg.conninfo import conninfo_to_dict
+
+_DSN = os.environ.get("SHOP_DATABASE_DSN") or os.environ.get(
+    "OUTBOX_POSTGRES_DSN", "postgresql://postgres@127.0.0.1:5432/shop"
+)
+_SERVER = conninfo_to_dict(_DSN)
+
+DATABASES = {
+    "default": {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": _SERVER.get("dbname", ""),
+        "USER": _SERVER.get("user", ""),
+        "PASSWORD": _SERVER.get("password", ""),
+        "HOST": _SERVER.get("host", ""),
+        "PORT": _SERVER.get("port", ""),
+    }
+}
+
+# All that the outbox needs: the application, and where its harvester finds Kafka.
+INSTALLED_APPS = ["outbox_django", "example_project.shop"]
+OUTBOX = {"KAFKA": {"bootstrap.servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092")}}
+
+SECRET_KEY = os.environ.get("SHOP_SECRET_KEY", "an example's, and no secret")
+DEBUG = os.environ.get("SHOP_DEBUG") == "1"
+ALLOWED_HOSTS = os.environ.get("SHOP_HOSTS", "localhost,127.0.0.1").split(",")
+ROOT_URLCONF = "example_project.urls"
+MIDDLEWARE = ["django.middleware.common.CommonMiddleware"]
+TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
+USE_TZ = True
+TIME_ZONE = "UTC"
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"

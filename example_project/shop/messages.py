@@ -1,0 +1,41 @@
+"""What the shop tells the world: one Kafka record for each row of its histories.
+
+The headers carry the row's own id and its number within the key, so that a consumer can check that it got everything,
+in order, without opening values.
+"""
+
+from example_project.shop.models import Order, OrderEvent, StockMovement
+from outbox_django import OutboxRecord
+
+ORDERS = "shop.orders"
+STOCK = "shop.stock"
+
+
+def order_placed(event: OrderEvent, order: Order) -> OutboxRecord:
+    """The whole order, lines included."""
+    lines = [
+        {"product": line.product_id, "quantity": line.quantity, "price_cents": line.price_cents}
+        for line in order.lines.all()
+    ]
+    value = {"order": order.pk, "customer": order.customer, "total_cents": order.total_cents, "lines": lines}
+    return OutboxRecord(topic=ORDERS, key=order.pk, value=value, headers=_headers("order-placed", event))
+
+
+def order_cancelled(event: OrderEvent) -> OutboxRecord:
+    """A tombstone: on a compacted topic the order disappears."""
+    return OutboxRecord(topic=ORDERS, key=event.order_id, value=None, headers=_headers("order-cancelled", event))
+
+
+def stock_moved(movement: StockMovement) -> OutboxRecord:
+    """How many there are now, and why."""
+    value = {
+        "product": movement.product_id,
+        "order": movement.order_id,
+        "quantity": movement.quantity,
+        "stock": movement.stock_after,
+    }
+    return OutboxRecord(topic=STOCK, key=movement.product_id, value=value, headers=_headers("stock-moved", movement))
+
+
+def _headers(event: str, row: OrderEvent | StockMovement) -> dict[str, str]:
+    return {"event": event, "event-id": str(row.pk), "number": str(row.number)}

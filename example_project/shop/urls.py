@@ -1,0 +1,11 @@
+"""The shop's pages."""
+
+from django.urls import path
+
+from example_project.shop import views
+
+urlpatterns = [
+    path("", views.front_page, name="front-page"),
+    path("orders/", views.orders, name="orders"),
+    path("orders/<int:order_id>/", views.order, name="order"),
+]

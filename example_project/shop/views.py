@@ -1,0 +1,75 @@
+"""The shop over HTTP: a page to look at, and orders as JSON.
+
+GET    /              products and the latest orders
+POST   /orders/       {"customer": "Ada", "basket": {"1": 2}} -> 201, 400, 404 (no such product), 409 (out of stock)
+DELETE /orders/<id>/  cancel -> 204, 404
+"""
+
+from __future__ import annotations
+
+import json
+
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.shortcuts import render
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_GET, require_http_methods, require_POST
+
+from example_project.shop.models import Order, Product
+from example_project.shop.ordering import NotPlaced, OutOfStock, UnknownProduct, cancel_order, place_order
+
+_LATEST = 20
+_MOST_OF_A_PRODUCT = 1_000
+_LONGEST_NAME = 80
+
+
+@require_GET
+def front_page(request: HttpRequest) -> HttpResponse:
+    """What there is, and what was ordered last."""
+    latest = Order.objects.prefetch_related("lines__product").order_by("-pk")[:_LATEST]
+    return render(request, "shop/front_page.html", {"products": Product.objects.order_by("name"), "orders": latest})
+
+
+@csrf_exempt  # programs place orders here; no browser's session is used
+@require_POST
+def orders(request: HttpRequest) -> JsonResponse:
+    """Place an order."""
+    try:
+        customer, basket = _read_order(request.body)
+        placed = place_order(customer, basket)
+    except ValueError as error:
+        return _problem(400, error)
+    except UnknownProduct as error:
+        return _problem(404, error)
+    except OutOfStock as error:
+        return _problem(409, error)
+    return JsonResponse({"order": placed.pk, "total_cents": placed.total_cents}, status=201)
+
+
+@csrf_exempt
+@require_http_methods(["DELETE"])
+def order(request: HttpRequest, order_id: int) -> HttpResponse:
+    """Cancel an order."""
+    del request
+    try:
+        cancel_order(order_id)
+    except NotPlaced as error:
+        return _problem(404, error)
+    return HttpResponse(status=204)
+
+
+def _read_order(body: bytes) -> tuple[str, dict[int, int]]:
+    """Customer and basket; ValueError says what is wrong with them."""
+    match json.loads(body):
+        case {"customer": str(customer), "basket": dict(basket)} if basket and 0 < len(customer) <= _LONGEST_NAME:
+            return customer, {int(product): _quantity(quantity) for product, quantity in basket.items()}
+    raise ValueError('expected {"customer": "a name", "basket": {"product id": quantity, ...}}')
+
+
+def _quantity(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_OF_A_PRODUCT:
+        raise ValueError(f"a quantity is a whole number from 1 to {_MOST_OF_A_PRODUCT}, not {value!r}")
+    return value
+
+
+def _problem(status: int, error: Exception) -> JsonResponse:
+    return JsonResponse({"error": str(error)}, status=status)

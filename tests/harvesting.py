@@ -1,0 +1,271 @@
+"""Running harvesters inside a test: outbox tables, rows, electors and producers that misbehave, and what they did."""
+
+import random
+import threading
+import time
+from collections import defaultdict
+from contextlib import contextmanager
+from itertools import groupby
+from uuid import UUID, uuid4
+
+import psycopg
+from confluent_kafka import KafkaError, KafkaException, Producer
+from psycopg.rows import namedtuple_row
+
+from outbox_core.config import HarvestConfig, Limits
+from outbox_core.election import Leadership
+from outbox_core.events import LeaderAcquired, LeaderRefreshed, LeaderRevoked
+from outbox_core.harvest import Harvester
+from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableName, create_table_sql
+from outbox_core.stasher import Stasher
+from tests.kafka_reader import read_topic
+
+ID_HEADER = "outbox-id"
+GENEROUS_SECONDS = 60.0
+"""Longer than anything takes here on a machine that does seven other things."""
+
+
+class AlwaysLeader:
+    """An elector that says yes, to as many as ask; an `ElectorFactory`."""
+
+    failure = None
+
+    def __init__(self, on_event):
+        self._on_event = on_event
+        self.leadership = None
+
+    def start(self):
+        self.acquire()
+
+    def acquire(self):
+        """Lead from now on, for ever."""
+        lease = Leadership(uuid4(), 0, float("inf"))
+        self.leadership = lease
+        self._on_event(LeaderAcquired(lease.leader_id, lease.term))
+
+    def revoke(self):
+        """Hand over as NELI does: the lease lasts until the handler has returned."""
+        if self.leadership is not None:
+            self._on_event(LeaderRevoked(self.leadership.leader_id))
+            self.leadership = None
+
+    def stop(self):
+        self.revoke()
+
+
+class RecordingHarvester(Harvester):
+    """Keeps its events in `events`; the elector it made, if it is an `AlwaysLeader`, in `elector`."""
+
+    def __init__(self, config, on_event=None, **options):
+        self.events = []
+        self.elector = None
+        make_elector = options.pop("elector_factory", AlwaysLeader)
+
+        def note(event):
+            self.events.append(event)
+            if on_event is not None:
+                on_event(event)
+
+        def make(handler):
+            self.elector = make_elector(handler)
+            return self.elector
+
+        super().__init__(config, note, elector_factory=make if make_elector is not None else None, **options)
+
+    @property
+    def leader_ids(self) -> list[UUID]:
+        """Every leader ID it ever had, in order."""
+        return [event.leader_id for event in self.events if isinstance(event, LeaderAcquired | LeaderRefreshed)]
+
+    def kinds(self, *, without=()) -> list[str]:
+        """The names of its events, in order."""
+        return [type(event).__name__ for event in self.events if not isinstance(event, without)]
+
+
+class FaultyProducer:
+    """A producer of which some calls are refused, and some reports say failure although the record arrived.
+
+    Args:
+        settings: of the real producer.
+        refused: share of `produce` calls that raise.
+        misreported: share of deliveries that are reported as failed.
+        seed: makes the choice repeatable.
+
+    Attributes:
+        faults: how many calls and reports were interfered with.
+        longest_queue: most records that were ever between `produce` and the end of their report.
+    """
+
+    def __init__(self, settings, *, refused=0.0, misreported=0.0, seed=0):
+        self._producer = Producer(settings)
+        self._random = random.Random(seed)
+        self._refused = refused
+        self._misreported = misreported
+        self.faults = 0
+        self.longest_queue = 0
+
+    def produce(self, topic, value, key, partition, *, on_delivery, headers):
+        if self._random.random() < self._refused:
+            self.faults += 1
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT, "injected refusal"))
+        report = on_delivery
+        if self._random.random() < self._misreported:
+            self.faults += 1
+
+            def report(_error, message):
+                on_delivery(KafkaError(KafkaError.REQUEST_TIMED_OUT, "injected report"), message)
+
+        self._producer.produce(topic, value, key, partition, on_delivery=report, headers=headers)
+        self.longest_queue = max(self.longest_queue, len(self._producer))
+
+    def __getattr__(self, name):
+        return getattr(self._producer, name)
+
+
+class Scene:
+    """A database with one outbox, a broker, and the harvesters of one test.
+
+    Args:
+        database: URL of the database.
+        bootstrap: address of the broker.
+        table: name of the outbox; made unless `layout` is None.
+        layout: "binary", "text" or None.
+    """
+
+    def __init__(self, database, bootstrap, *, table="outbox", layout="binary"):
+        self.database = database
+        self.bootstrap = bootstrap
+        self.table = TableName.parse(table)
+        self.stasher = Stasher(self.table, TEXT_LAYOUT if layout == "text" else BINARY_LAYOUT)
+        self.harvesters = []
+        if layout is not None:
+            self.execute(create_table_sql(self.table, layout))
+
+    # -- the table
+
+    def connect(self, **options):
+        """A connection outside autocommit."""
+        return psycopg.connect(self.database, **options)
+
+    def execute(self, statement, parameters=None):
+        """Run one statement in a transaction of its own; rows as named tuples, if it has any."""
+        with psycopg.connect(self.database, autocommit=True, row_factory=namedtuple_row) as connection:
+            cursor = connection.execute(statement, parameters)
+            return cursor.fetchall() if cursor.description else []
+
+    def stash(self, *records):
+        """Write records in one transaction."""
+        with self.connect() as connection:
+            self.stasher.stash_many(connection, records)
+
+    def fill(self, topic, count, *, keys=100, prefix="k"):
+        """Write rows the fast way: the value is the row's number, keys take turns; `keys=None` for none."""
+        key = "NULL" if keys is None else f"'{prefix}' || n %% {keys}"
+        self.execute(
+            f"INSERT INTO {self.table.quoted} (create_time, kafka_topic, kafka_key, kafka_value, kafka_header_keys,"
+            f" kafka_header_values) SELECT now(), %s, {key}, n::text::{self._value_type()}, '{{}}', '{{}}'"
+            " FROM generate_series(1, %s) AS n",
+            [topic, count],
+        )
+
+    def _value_type(self):
+        return "text" if self.stasher.layout is TEXT_LAYOUT else "bytea"
+
+    def rows(self):
+        """All rows by ascending id."""
+        return self.execute(f"SELECT * FROM {self.table.quoted} ORDER BY id")
+
+    def count(self, condition="true"):
+        """Number of rows that fulfil the condition."""
+        return self.execute(f"SELECT count(*) FROM {self.table.quoted} WHERE {condition}")[0].count
+
+    # -- harvesters
+
+    def config(self, *, name="harvester", limits=None, **settings):
+        """Settings of a harvester of this outbox."""
+        defaults = {
+            "data_source": self.database,
+            "outbox_table": self.table.quoted,
+            "base_kafka_config": {"bootstrap.servers": self.bootstrap},
+            "name": name,
+            "limits": Limits(**(limits or {})),
+        }
+        return HarvestConfig(**(defaults | settings))
+
+    def harvester(self, *, on_event=None, name="harvester", limits=None, config=None, **options):
+        """A harvester that always leads unless `elector_factory=None` asks for NELI; not started."""
+        made = RecordingHarvester(
+            self.config(name=name, limits=limits, **(config or {})), on_event=on_event, **options
+        )
+        self.harvesters.append(made)
+        return made
+
+    @contextmanager
+    def running(self, **options):
+        """A harvester that runs within the context and ends well."""
+        harvester = self.harvester(**options)
+        harvester.start()
+        yield harvester
+        harvester.stop()
+        assert harvester.join(GENEROUS_SECONDS), "the harvester did not stop"
+
+    def drain(self, **options):
+        """Harvest until the table is empty."""
+        harvester = self.harvester(drain=True, **options)
+        harvester.start()
+        assert harvester.join(GENEROUS_SECONDS), f"not drained: {self.count()} rows are left"
+        return harvester
+
+    def read(self, topic, **options):
+        """What is in a topic."""
+        return read_topic(self.bootstrap, topic, **options)
+
+    def close(self):
+        """Stop whatever still runs."""
+        started = [harvester for harvester in self.harvesters if harvester._thread is not None]
+        for harvester in started:
+            harvester.stop()
+        for harvester in started:
+            harvester._ended.wait(GENEROUS_SECONDS)
+
+
+def wait_until(condition, what, timeout=GENEROUS_SECONDS):
+    """Wait until a condition holds, and return its value."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout:g} s in vain: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def identity_of(message):
+    """The row's id in a message's id header."""
+    return int(dict(message.headers)[ID_HEADER].rpartition(b":")[2])
+
+
+def by_key(messages):
+    """Values by key, in the order of each partition; a key is in one partition."""
+    values = defaultdict(list)
+    for message in messages:
+        values[message.key].append(message.value)
+    return dict(values)
+
+
+def assert_only_adjacent_repeats(messages, count):
+    """Rows 1 to `count` are all there; those of a key are in order, but that one may follow itself.
+
+    Without such a repeat a reader that drops what it has just seen would get each record once, in order.
+    """
+    of_key = defaultdict(list)
+    for message in messages:
+        of_key[message.topic, message.key].append(identity_of(message))
+    for key, identities in of_key.items():
+        once = [identity for identity, _ in groupby(identities)]
+        assert once == sorted(set(once)), f"{key}: reversed or repeated later: {identities}"
+    assert {identity for identities in of_key.values() for identity in identities} == set(range(1, count + 1))
+
+
+def harvest_threads():
+    """Names of the threads of this process that belong to a harvester or its elector."""
+    names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
+    return sorted(name for name in names if name.startswith(("outbox-", "neli-")))

@@ -1,0 +1,258 @@
+"""What goes wrong on the way to Kafka, or between two leaders, loses nothing and keeps the order."""
+
+import itertools
+import logging
+from contextlib import ExitStack
+
+import psycopg
+import pytest
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from outbox_core.errors import OutboxTableError
+from outbox_core.events import LeaderRevoked, MeterRead
+from outbox_core.record import OutboxRecord
+from tests.harvesting import (
+    GENEROUS_SECONDS,
+    FaultyProducer,
+    Scene,
+    assert_only_adjacent_repeats,
+    by_key,
+    wait_until,
+)
+
+QUICK = {"io_error_backoff": "20ms"}
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """A fresh outbox of the binary layout."""
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+def test_delivery_errors(scene, make_topic):
+    """With 2% of sends refused and 2% of reports wrong nothing is lost, and only a record's direct repeat is added."""
+    topic = make_topic()
+    scene.fill(topic, 2000, keys=40)
+    seeds = itertools.count()
+    producers = []
+
+    def make_producer():
+        settings = scene.config().producer_settings()
+        producers.append(FaultyProducer(settings, refused=0.02, misreported=0.02, seed=next(seeds)))
+        return producers[-1]
+
+    harvester = scene.drain(elector_factory=None, limits=QUICK, producer_factory=make_producer)
+    messages = scene.read(topic)
+    assert_only_adjacent_repeats(messages, 2000)
+    assert sum(producer.faults for producer in producers) > 20
+    assert len(messages) > 2000
+    assert len(set(harvester.leader_ids)) == len(harvester.leader_ids) > 10
+
+
+def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
+    """While a record that Kafka refuses is retried with growing pauses, other keys flow; its own key waits in order."""
+    topic = make_topic()
+    scene.stash(OutboxRecord(topic, "large", b"x" * 1_100_000), OutboxRecord(topic, "large", b"behind"))
+    scene.fill(topic, 500, keys=20)
+    attempts = []
+
+    class Watching(FaultyProducer):
+        def produce(self, topic, value, *rest, **options):
+            if len(value) > 1_000_000:
+                attempts.append(1)
+            super().produce(topic, value, *rest, **options)
+
+    harvester = scene.harvester(
+        limits=QUICK, producer_factory=lambda: Watching(harvester.config.producer_settings())
+    )
+    harvester.start()
+    assert len(scene.read(topic, count=500)) == 500
+    wait_until(lambda: scene.count() == 2, "all other rows are gone")
+    wait_until(lambda: len(attempts) >= 6, "it is tried again")
+    scene.stash(OutboxRecord(topic, "later", b"flows"))
+    assert len(scene.read(topic, count=501)) == 501
+    # 2, 4, 8, ... ms, up to 200 ms: a retry at every mark would have been hundreds by now.
+    assert len(attempts) < 100
+    scene.execute("UPDATE outbox SET kafka_value = 'small' WHERE length(kafka_value) > 1000000")
+    messages = scene.read(topic, count=503)
+    harvester.stop()
+    harvester.join()
+    assert by_key(messages)[b"large"] == [b"small", b"behind"]
+    assert scene.count() == 0
+
+
+def test_record_that_no_producer_takes_does_not_end_the_harvester(scene, make_topic, topic_name):
+    """Rows from writers that check nothing (impossible topics and partitions) are failures, not the end of it all."""
+    topic = make_topic()
+    scene.stash(OutboxRecord(topic, "a", b"1", partition=1_000_000))
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_partition) VALUES ('not a topic!', 'a', NULL),"
+        " ('', 'a', NULL), (%s, 'b', -5)",
+        [topic],
+    )
+    scene.stash(OutboxRecord(topic, "fine", b"2"))
+    with scene.running(limits=QUICK):
+        assert [message.value for message in scene.read(topic, count=1)] == [b"2"]
+        wait_until(lambda: scene.count() == 4, "the good row is gone")
+
+
+def test_full_producer_queue(scene, make_topic):
+    """A producer that takes only five records at a time gets the others later."""
+    topic = make_topic()
+    scene.fill(topic, 1000, keys=None)
+    settings = scene.config().producer_settings() | {"queue.buffering.max.messages": 5}
+    producer = FaultyProducer(settings)
+    harvester = scene.drain(producer_factory=lambda: producer)
+    assert sorted(int(message.value) for message in scene.read(topic)) == list(range(1, 1001))
+    assert producer.longest_queue <= 5
+    assert harvester.kinds(without=MeterRead) == ["LeaderAcquired", "LeaderRevoked"]
+
+
+def test_fatal_producer_error(scene, make_topic):
+    """A producer that has failed for good is replaced, and what it held is sent by its successor."""
+    topic = make_topic()
+    scene.fill(topic, 300, keys=10)
+    producers = []
+
+    class Dying(FaultyProducer):
+        """Behaves as librdkafka's does after a fatal error: `poll` tells once, `produce` refuses from then on."""
+
+        told = False
+
+        def produce(self, *record, **options):
+            if self.told:
+                raise KafkaException(KafkaError(KafkaError._FATAL, "Unable to produce message"))
+            super().produce(*record, **options)
+
+        def poll(self, timeout):
+            if len(producers) == 1 and not self.told:
+                self.told = True
+                self._producer.purge()
+                raise KafkaException(KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "dead", True))  # noqa: FBT003
+            return self._producer.poll(timeout)
+
+        flush = poll
+
+    def make_producer():
+        producers.append(Dying(scene.config().producer_settings()))
+        return producers[-1]
+
+    scene.drain(limits=QUICK, producer_factory=make_producer)
+    assert len(producers) == 2
+    assert_only_adjacent_repeats(scene.read(topic), 300)
+
+
+_AUDIT = [
+    """CREATE TABLE audit (id bigint, operation text, before uuid, after uuid, actor text)""",
+    """CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+         INSERT INTO audit VALUES (OLD.id, TG_OP, OLD.leader_id, CASE TG_OP WHEN 'UPDATE' THEN NEW.leader_id END,
+                                   current_setting('application_name'));
+         RETURN NULL; END $$""",
+    "CREATE TRIGGER audit AFTER UPDATE OR DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION audit()",
+]
+
+
+def test_two_leaders_never_touch_each_others_rows(scene, make_topic):
+    """Two harvesters that both believe to lead repeat records, but neither purges nor resets what the other marked."""
+    topic = make_topic()
+    for statement in _AUDIT:
+        scene.execute(statement)
+    scene.fill(topic, 1500, keys=30)
+    limits = QUICK | {"mark_query_records": 20, "max_in_flight_records": 40}
+
+    def make_producer():
+        return FaultyProducer(scene.config().producer_settings(), refused=0.01)
+
+    rivals = [
+        scene.harvester(name=name, limits=limits, drain=True, producer_factory=make_producer) for name in ("a", "b")
+    ]
+    for rival in rivals:
+        rival.start()
+    for rival in rivals:
+        assert rival.join(GENEROUS_SECONDS)
+    owner = {leader_id: rival.config.name for rival in rivals for leader_id in rival.leader_ids}
+    audit = scene.execute("SELECT *, substr(actor, length('kafka-outbox ') + 1) AS name FROM audit")
+    assert {row.name for row in audit} == {"a", "b"}
+    contested = [row for row in audit if row.before is not None and row.after is not None]
+    assert any(owner[row.before] != owner[row.after] for row in contested), "they never met"
+    for row in audit:
+        if row.after is None:  # a purge or a reset
+            assert owner.get(row.before) == row.name, row
+        else:
+            assert owner[row.after] == row.name, row
+    assert {int(message.value) for message in scene.read(topic)} == set(range(1, 1501))
+
+
+def test_lost_marks_are_marked_again(scene, make_topic):
+    """Rows whose marks a stranger clears in the middle are published again, not deleted unseen and not forgotten."""
+    topic = make_topic()
+    scene.execute(
+        """CREATE FUNCTION steal() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+             IF OLD.leader_id IS NULL AND random() < 0.05 THEN NEW.leader_id := gen_random_uuid(); END IF;
+             RETURN NEW; END $$"""
+    )
+    scene.execute("CREATE TRIGGER steal BEFORE UPDATE ON outbox FOR EACH ROW EXECUTE FUNCTION steal()")
+    scene.fill(topic, 300, keys=10)
+    harvester = scene.drain(limits=QUICK)
+    assert len(harvester.leader_ids) > 1
+    assert_only_adjacent_repeats(scene.read(topic), 300)
+
+
+def test_connections_that_die_lose_nothing(scene, make_topic, caplog):
+    """Harvesting goes on over new connections when the database ends the old ones in the middle of everything."""
+    topic = make_topic()
+    scene.fill(topic, 1500, keys=10)
+    with caplog.at_level(logging.WARNING), ExitStack() as stack:
+        admin = stack.enter_context(psycopg.connect(scene.database, autocommit=True))
+        harvester = scene.harvester(limits=QUICK | {"mark_query_records": 50}, drain=True)
+        harvester.start()
+        for remaining in (1300, 1000, 600, 200):
+            wait_until(lambda remaining=remaining: scene.count() < remaining, "it goes on")
+            admin.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE application_name LIKE 'kafka-outbox%' AND datname = current_database()"
+            )
+        assert harvester.join(GENEROUS_SECONDS)
+    assert_only_adjacent_repeats(scene.read(topic), 1500)
+    told = [record.message for record in caplog.records if record.message.startswith("database")]
+    assert sum("retrying" in message for message in told) == sum("back after" in message for message in told) >= 1
+
+
+def test_crash_settles_what_is_in_flight_before_the_hand_over(scene, make_topic):
+    """A harvester ended by an error, too, hands leadership over only once nothing of it is on its way to Kafka."""
+    topic = make_topic()
+    scene.fill(topic, 10, keys=None)
+    queued = []
+
+    class Slow(FaultyProducer):
+        def flush(self, timeout):
+            return self._producer.poll(timeout)  # lets records linger
+
+    producer = Slow(scene.config().producer_settings() | {"linger.ms": 1000})
+
+    def on_event(event):
+        if isinstance(event, LeaderRevoked):
+            queued.append(len(producer))
+
+    harvester = scene.harvester(on_event=on_event, producer_factory=lambda: producer)
+    harvester.start()
+    wait_until(lambda: len(producer) == 10, "records are in flight")
+    scene.execute("DROP TABLE outbox")
+    with pytest.raises(OutboxTableError):
+        harvester.join(GENEROUS_SECONDS)
+    assert queued == [0]
+
+
+def test_wrong_producer_setting_is_told_at_the_start(scene):
+    """A librdkafka property for the publishing producer that is wrong is refused by `start`, not at the first record."""
+    harvester = scene.harvester(config={"producer_kafka_config": {"compression.type": "squeeze"}})
+    with pytest.raises(Exception, match="squeeze|compression"):
+        harvester.start()
+    assert harvester._thread is None
+
+
+def test_real_producer_settings():
+    """The settings that the fixtures pass on make a producer."""
+    assert Producer({"bootstrap.servers": "localhost:1"}) is not None

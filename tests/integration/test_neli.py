@@ -1,0 +1,577 @@
+"""NELI on a broker: who leads, when not, and how fast that changes.
+
+Most leases here last 1 s and sessions 1.7 s, which the test broker allows, so that a failure need not be awaited long.
+"""
+
+import functools
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from datetime import timedelta
+
+import pytest
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import (
+    AclBinding,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
+
+from devstack.embedded import EmbeddedBroker
+from devstack.kafka import KafkaBroker
+from outbox_core.election import Neli, NeliConfig, now
+from outbox_core.errors import GroupRefused, InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError
+from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
+from outbox_core.kafka import check_connection, ensure_leader_topic
+from tests.kafka_reader import read_topic
+
+LEASE = 1.0
+pytestmark = pytest.mark.real_broker
+
+
+def until(condition, timeout=15.0, what=None):
+    """Wait until `condition()` is true; return its value."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what or "it did not happen in time"
+        time.sleep(0.002)
+    return value
+
+
+class Contender(Neli):
+    """An elector that keeps its events with the time they came."""
+
+    def __init__(self, config, on_event=None):
+        super().__init__(config, self.keep)
+        self.events = []
+        self.inner = on_event
+
+    def keep(self, event):
+        self.events.append((now(), event))
+        if self.inner is not None:
+            self.inner(event)
+
+    def times(self, kind):
+        return [at for at, event in self.events if isinstance(event, kind)]
+
+    def kinds(self):
+        return [type(event) for _, event in self.events]
+
+
+@pytest.fixture
+def contend(kafka_bootstrap, topic_name):
+    """A factory for started contenders of one group, stopped afterwards."""
+    group = topic_name("leaders")
+    made = []
+
+    def make(*, start=True, kafka=None, on_event=None, bootstrap=None, **settings):
+        timing = {"session.timeout.ms": 1700} if "heartbeat_timeout" not in settings else {}
+        settings = {"group_id": group, "heartbeat_timeout": timedelta(seconds=LEASE), "name": f"c{len(made)}"} | settings
+        servers = {"bootstrap.servers": bootstrap or kafka_bootstrap}
+        contender = Contender(NeliConfig(kafka=servers | timing | (kafka or {}), **settings), on_event)
+        made.append(contender)
+        if start:
+            contender.start()
+        return contender
+
+    yield make
+    stoppers = [threading.Thread(target=contender.stop) for contender in made]
+    for stopper in stoppers:
+        stopper.start()
+    for stopper in stoppers:
+        stopper.join()
+
+
+@pytest.fixture
+def proxy(kafka):
+    """A way to the broker that can be cut."""
+    with kafka.proxied(1) as way:
+        yield way
+
+
+def leads(contender):
+    until(lambda: contender.is_leader, what=f"never led; {contender.events}, {contender.failure}")
+    return contender
+
+
+def leads_undisturbed(contender, seconds):
+    """Watch for some seconds that the contender leads under one leader ID."""
+    leader_id = contender.leadership.leader_id
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert contender.is_leader
+        assert contender.leadership.leader_id == leader_id
+        time.sleep(0.01)
+
+
+def test_one_leader_of_eight(contend):
+    """Of eight contenders one leads, at any time, also while leaders stop one after the other."""
+    contenders = [contend() for _ in range(8)]
+    for remaining in range(8, 5, -1):
+        assert len(contenders) == remaining
+        leader = until(lambda: next((c for c in contenders if c.is_leader), None))
+        end = time.monotonic() + 1.2
+        while time.monotonic() < end:
+            assert [c for c in contenders if c.is_leader] == [leader]
+            time.sleep(0.005)
+        leader.stop()
+        contenders.remove(leader)
+
+
+def test_joining_standbys_do_not_move_leadership(contend):
+    """A leader keeps leading under the same ID while others join and leave."""
+    leader = leads(contend())
+    standbys = []
+    for _ in range(3):
+        standbys.append(contend())
+        leads_undisturbed(leader, 0.5)
+    for standby in standbys:
+        standby.stop()
+        leads_undisturbed(leader, 0.3)
+    assert leader.kinds() == [LeaderAcquired]
+
+
+def test_cut_off_leader_is_fenced_before_a_successor(contend, proxy, topic_name):
+    """A leader cut off at any moment between two group heartbeats stops before a successor is elected.
+
+    Six groups with the slowest group heartbeat allowed, whose leaders joined at different times: one cut meets each at
+    another moment of its 500 ms.
+    """
+    slowest = {"heartbeat.interval.ms": 500, "session.timeout.ms": 2000}
+    groups = [topic_name("cut") for _ in range(6)]
+    leaders = []
+    for group in groups:
+        leaders.append(leads(contend(group_id=group, kafka=slowest, bootstrap=proxy.bootstrap)))
+        time.sleep(0.583)  # a sixth of 500 ms further on the beat
+    standbys = [contend(group_id=group, kafka=slowest) for group in groups]
+    time.sleep(1.0)
+    assert [standby.events for standby in standbys] == [[]] * len(groups)
+    proxy.cut()
+    cut_at = now()
+    for leader, standby in zip(leaders, standbys, strict=True):
+        leads(standby)
+        assert not leader.is_leader
+        [fenced] = leader.times(LeaderFenced)
+        [elected] = standby.times(LeaderAcquired)
+        print(f"fenced {fenced - cut_at:.3f} s and succeeded {elected - cut_at:.3f} s after the cut")  # noqa: T201
+        assert fenced - cut_at < LEASE + 0.2
+        assert fenced < elected
+    proxy.restore()
+    time.sleep(1.0)
+    for leader, standby in zip(leaders, standbys, strict=True):
+        assert standby.is_leader
+        assert leader.kinds() == [LeaderAcquired, LeaderFenced]
+
+
+def test_a_leader_that_is_back_in_time_leads_again(contend, proxy):
+    """Cut off for longer than the lease but not the session, the owner is fenced once and leads again as another."""
+    leader = leads(contend(bootstrap=proxy.bootstrap, kafka={"session.timeout.ms": 10_000}))
+    proxy.cut()
+    until(lambda: leader.times(LeaderFenced))
+    time.sleep(0.5)
+    proxy.restore()
+    leads(leader)
+    assert leader.kinds() == [LeaderAcquired, LeaderFenced, LeaderAcquired]
+    first, _, second = [event for _, event in leader.events]
+    assert first.leader_id != second.leader_id
+    assert first.term == second.term
+
+
+def test_a_lost_broker_is_logged_once(contend, proxy, caplog):
+    """A broker that refuses connections is one warning, its return one line, and leadership resumes by itself."""
+    caplog.set_level(logging.INFO, logger="outbox_core.election")
+    leader = leads(contend(bootstrap=proxy.bootstrap))
+    proxy.reset()
+    until(lambda: leader.times(LeaderFenced))
+    time.sleep(2.0)
+    proxy.resume()
+    until(lambda: leader.is_leader and "is back" in caplog.text)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([line for line in messages if "no Kafka broker" in line]) == 1
+    assert len([line for line in messages if "is back" in line]) == 1
+
+
+def test_wide_leader_topic_warns(contend, make_topic, caplog):
+    """A leader topic with four partitions is warned about, and one of four contenders leads all the same."""
+    topic = make_topic(4)
+    contenders = [contend(topic=topic) for _ in range(4)]
+    assert [record.levelname for record in caplog.records if "4 partitions" in record.getMessage()] == ["WARNING"] * 4
+    until(lambda: any(c.is_leader for c in contenders))
+    end = time.monotonic() + 2.0
+    led = 0
+    while time.monotonic() < end:
+        leaders = sum(c.is_leader for c in contenders)
+        assert leaders <= 1
+        led += leaders
+        time.sleep(0.005)
+    assert led > 0
+    assert sum(c.is_leader for c in contenders) == 1
+
+
+def test_role_chooses_the_partition(contend, make_topic, kafka_bootstrap):
+    """Role 5 of a topic of four partitions is partition 1."""
+    topic = make_topic(4)
+    leads(contend(topic=topic, role=5))
+    assert {message.partition for message in read_topic(kafka_bootstrap, topic)} == {1}
+
+
+def test_leader_topic_is_made_narrow(contend, kafka_bootstrap):
+    """The leader topic appears with one partition, although the broker's default is four."""
+    leader = leads(contend())
+    topic = f"{leader._config.group_id}.neli"
+    assert ensure_leader_topic({"bootstrap.servers": kafka_bootstrap}, topic) == 1
+
+
+def test_foreign_messages_are_ignored_but_a_higher_claim(contend, kafka_bootstrap):
+    """Garbage, foreign and lower signals leave a leader alone; a higher claim deposes it until that rival is silent."""
+    leader = leads(contend())
+    first = leader.leadership
+    producer = Producer({"bootstrap.servers": kafka_bootstrap, "linger.ms": 0})
+    topic = leader._config.topic
+
+    def say(value):
+        producer.produce(topic, value if isinstance(value, bytes) else json.dumps(value).encode(), partition=0)
+        assert producer.flush(5) == 0
+
+    rival = str(uuid.uuid4())
+    beat = {"type": "heartbeat", "id": rival, "sequence": 1, "name": "stranger"}
+    for value in (b"", b"\xff\x00garbage", b"[]", {"type": "claim"}, beat | {"claim": first.term - 1}):
+        say(value)
+    for value in (beat | {"claim": first.term}, beat | {"claim": first.term + 1}, beat | {"claim": 10**12}):
+        say(value)
+    leads_undisturbed(leader, 0.5)
+
+    say({"type": "claim", "id": rival, "name": "rival"})
+    deposed = until(lambda: leader.times(LeaderFenced))[0]
+    assert not leader.is_leader
+    claim = read_topic(kafka_bootstrap, topic)[-1].offset
+    for number in range(6):
+        say(beat | {"claim": claim, "sequence": number})
+        time.sleep(LEASE / 4)
+        assert not leader.is_leader
+    silent_since = now()
+    leads(leader)
+    assert leader.times(LeaderAcquired)[-1] >= silent_since + LEASE - LEASE / 4 - 0.1
+    assert leader.leadership.term > claim
+    assert leader.leadership.leader_id != first.leader_id
+    assert deposed < silent_since
+
+
+def test_nobody_leads_by_others_heartbeats(contend, proxy, kafka_bootstrap):
+    """Cut off from writing what comes back, a leader is fenced although the topic is busy with others' heartbeats."""
+    leader = leads(contend())
+    leader._pulse._producer = Producer({"bootstrap.servers": proxy.bootstrap})
+    proxy.cut()
+    busy = Producer({"bootstrap.servers": kafka_bootstrap, "linger.ms": 0})
+    beat = {"type": "heartbeat", "id": str(uuid.uuid4()), "sequence": 1, "name": "x", "claim": leader.leadership.term}
+    until(lambda: busy.produce(leader._config.topic, json.dumps(beat), partition=0) or not leader.is_leader, timeout=3)
+    until(lambda: leader.kinds() == [LeaderAcquired, LeaderFenced])
+    busy.purge()
+
+
+def test_blocked_task_neither_keeps_nor_loses_leadership(contend, proxy):
+    """While the background task is blocked the lease is renewed all the same, and ends on time when cut off."""
+    blocked, go_on = threading.Event(), threading.Event()
+
+    def task():
+        blocked.set()
+        go_on.wait(20)
+
+    leader = contend(bootstrap=proxy.bootstrap).background(task)
+    assert blocked.wait(10)
+    leads_undisturbed(leader, 1.5 * LEASE)
+    proxy.cut()
+    until(lambda: not leader.is_leader, timeout=LEASE + 0.1)
+    until(lambda: leader.times(LeaderFenced), timeout=0.2)
+    go_on.set()
+    proxy.restore()
+
+
+def test_lease_ends_while_the_handler_blocks(contend):
+    """An elector whose handler blocks stops leading at the deadline by itself, and says so once it can."""
+    release = threading.Event()
+    seen = []
+
+    def block_once(event):
+        if isinstance(event, LeaderAcquired) and not seen:
+            seen.append(event)
+            release.wait(20)
+
+    leader = leads(contend(on_event=block_once, kafka={"session.timeout.ms": 6000}))
+    deadline = leader.leadership.deadline
+    until(lambda: not leader.is_leader)
+    assert deadline <= now() < deadline + 0.1
+    assert leader.kinds() == [LeaderAcquired]
+    release.set()
+    leads(leader)
+    assert leader.kinds() == [LeaderAcquired, LeaderFenced, LeaderAcquired]
+    assert leader.leadership.leader_id != seen[0].leader_id
+
+
+def test_stop_hands_over_at_once(contend):
+    """After a stop a successor leads in a fraction of a second."""
+    current = leads(contend())
+    took = []
+    for _ in range(3):
+        successor = contend()
+        time.sleep(1.6)  # librdkafka joins at most once a second
+        asked = time.monotonic()
+        current.stop()
+        leads(successor)
+        took.append(time.monotonic() - asked)
+        current = successor
+    print("hand-over took", [f"{seconds * 1000:.0f} ms" for seconds in took])  # noqa: T201
+    assert min(took) < 0.4
+    assert max(took) < 1.5
+
+
+def test_revoked_handler_is_the_barrier(contend):
+    """Nobody is elected while LeaderRevoked's handler works; the lease can be read there and ends truthfully."""
+    readings = []
+
+    def drain(event):
+        if isinstance(event, LeaderRevoked):
+            readings.append((leader.is_leader, leader.leadership.leader_id == event.leader_id))
+            time.sleep(1.5 * LEASE)
+            readings.append((leader.is_leader, successor.is_leader))
+            drained.append(now())
+
+    drained = []
+    leader = leads(contend(on_event=drain))
+    successor = contend()
+    time.sleep(0.5)
+    leader.stop()
+    assert readings == [(True, True), (False, False)]
+    assert leader.leadership is None
+    leads(successor)
+    assert drained[0] < successor.times(LeaderAcquired)[0]
+    assert leader.kinds() == [LeaderAcquired, LeaderRevoked]
+
+
+def test_rebalance_hands_over(contend, make_topic):
+    """A partition taken away by a rebalance is a LeaderRevoked, with the same barrier."""
+    topic = make_topic(2)
+    drained = {}
+
+    def drain(event):
+        if isinstance(event, LeaderRevoked):
+            time.sleep(0.3)
+            drained[event.leader_id] = now()
+
+    contenders = [leads(contend(topic=topic, on_event=drain, role=role)) for role in (0,)]
+    contenders.append(contend(topic=topic, on_event=drain, role=0))
+    time.sleep(2.0)
+    until(lambda: sum(c.is_leader for c in contenders) == 1)
+    for contender in contenders:
+        assert LeaderFenced not in contender.kinds()
+        for at in contender.times(LeaderAcquired)[1:]:
+            assert any(end < at for end in drained.values())
+
+
+def test_task_runs_only_while_leading(contend):
+    """A background task is called by the leader alone, again and again, and a hand-over waits for the present call."""
+    calls = []
+
+    def work(name):
+        calls.append((name, "begin"))
+        time.sleep(0.05)
+        calls.append((name, "end"))
+
+    first = contend()
+    leads(first.background(functools.partial(work, "first")))
+    second = contend().background(functools.partial(work, "second"))
+    until(lambda: len(calls) > 6)
+    first.stop()
+    until(lambda: ("second", "end") in calls)
+    names = [name for name, _ in calls]
+    assert names == sorted(names)
+    assert all(calls[i][1] == "begin" and calls[i + 1][1] == "end" for i in range(0, names.count("first"), 2))
+    second.stop()
+    second.join(5)
+
+
+def test_failing_task_hands_over(contend):
+    """What a task raises ends its elector: leadership is handed over and `join` raises it."""
+
+    def fail():
+        raise ZeroDivisionError
+
+    failing = contend().background(fail)
+    with pytest.raises(ZeroDivisionError):
+        failing.join(10)
+    assert isinstance(failing.failure, ZeroDivisionError)
+    assert failing.kinds() == [LeaderAcquired, LeaderRevoked]
+    leads(contend())
+
+
+def test_stop_from_inside(contend):
+    """A task may stop its own elector."""
+    elector = contend(start=False)
+    elector.background(elector.stop).join(10)
+    assert elector.kinds() == [LeaderAcquired, LeaderRevoked]
+    with pytest.raises(OutboxError):
+        elector.start()
+
+
+def test_stop_does_not_wait_for_an_absent_broker(contend, proxy):
+    """A stop ends within some seconds although nothing answers any more."""
+    leader = leads(contend(bootstrap=proxy.bootstrap))
+    proxy.cut()
+    asked = time.monotonic()
+    leader.stop()
+    took = time.monotonic() - asked
+    print(f"stop without a broker took {took:.1f} s")  # noqa: T201
+    assert took < 9
+    assert not leader._thread.is_alive()
+    assert leader.kinds() == [LeaderAcquired, LeaderRevoked]
+
+
+def test_unreachable_broker(contend, monkeypatch):
+    """No broker at the address is KafkaUnavailable from `start`, naming the address."""
+    quick = functools.partial(ensure_leader_topic, timeout_seconds=1.0)
+    monkeypatch.setattr("outbox_core.election.neli.ensure_leader_topic", quick)
+    elector = contend(start=False, bootstrap="127.0.0.1:9")
+    with pytest.raises(KafkaUnavailable, match=r"127\.0\.0\.1:9"):
+        elector.start()
+    with pytest.raises(KafkaUnavailable, match="refused"):
+        check_connection({"bootstrap.servers": "127.0.0.1:9"}, timeout_seconds=1.0)
+
+
+def test_unknown_setting(contend):
+    """A setting that librdkafka does not know is InvalidConfig from `start`, naming it."""
+    with pytest.raises(InvalidConfig, match=r"no\.such\.setting"):
+        contend(kafka={"no.such.setting": "1"})
+
+
+def test_illegal_leader_topic(kafka_bootstrap):
+    """A leader topic that the broker refuses to make is a LeaderTopicError with the broker's reason."""
+    with pytest.raises(LeaderTopicError, match="cannot be made"):
+        ensure_leader_topic({"bootstrap.servers": kafka_bootstrap}, "no spaces")
+
+
+def test_group_with_other_assignors(contend, topic_name, kafka_bootstrap):
+    """A group whose members have other assignors, as goharvest's do, ends the elector with GroupRefused."""
+    group = topic_name("go")
+    member = Consumer(
+        {"bootstrap.servers": kafka_bootstrap, "group.id": group, "partition.assignment.strategy": "range"}
+    )
+    ensure_leader_topic({"bootstrap.servers": kafka_bootstrap}, f"{group}.neli")
+    member.subscribe([f"{group}.neli"])
+    until(lambda: member.poll(0.1) or member.assignment())
+    try:
+        refused = contend(group_id=group)
+        with pytest.raises(GroupRefused, match=group):
+            refused.join(10)
+        assert isinstance(refused.failure, GroupRefused)
+        refused.stop()
+    finally:
+        member.close()
+
+
+def test_session_beyond_the_brokers_bounds(contend):
+    """A session timeout that the broker refuses ends the elector with the name of the setting."""
+    with pytest.raises(InvalidConfig, match=r"session\.timeout\.ms"):
+        contend(heartbeat_timeout=timedelta(minutes=31)).join(10)
+
+
+@pytest.fixture(scope="module")
+def strict_broker(tmp_path_factory):
+    """A broker that forbids everybody what is named `denied-*`, and making topics."""
+    broker = KafkaBroker(
+        tmp_path_factory.mktemp("strict"),
+        extra_properties={
+            "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+            "allow.everyone.if.no.acl.found": "true",
+        },
+    )
+    broker.start()
+    admin = AdminClient({"bootstrap.servers": broker.bootstrap})
+    for topic in ("denied-writing.neli", "group-topic"):
+        assert ensure_leader_topic({"bootstrap.servers": broker.bootstrap}, topic) == 1
+
+    def rule(kind, name, pattern, operation, permission=AclPermissionType.DENY):
+        return AclBinding(kind, name, pattern, "User:*", "*", operation, permission)
+
+    literal, prefixed = ResourcePatternType.LITERAL, ResourcePatternType.PREFIXED
+    cluster = functools.partial(rule, ResourceType.BROKER, "kafka-cluster", literal)
+    rules = [
+        rule(ResourceType.TOPIC, "denied-writing", prefixed, AclOperation.WRITE),
+        rule(ResourceType.TOPIC, "denied-writing", prefixed, AclOperation.READ, AclPermissionType.ALLOW),
+        rule(ResourceType.TOPIC, "denied-making", prefixed, AclOperation.CREATE),
+        rule(ResourceType.GROUP, "denied-group", prefixed, AclOperation.READ),
+        cluster(AclOperation.ALL, AclPermissionType.ALLOW),
+        cluster(AclOperation.CREATE),
+    ]
+    for future in admin.create_acls(rules).values():
+        future.result(10)
+    yield broker
+    broker.stop()
+
+
+def test_missing_rights(contend, strict_broker):
+    """Each missing right is an error that names the topic or the group and the right."""
+    there = functools.partial(contend, bootstrap=strict_broker.bootstrap)
+    with pytest.raises(LeaderTopicError, match=r"denied-making\.neli.*grant CREATE"):
+        until(lambda: there(group_id="denied-making"))
+    with pytest.raises(GroupRefused, match="denied-group.*grant READ"):
+        there(group_id="denied-group", topic="group-topic").join(10)
+    with pytest.raises(LeaderTopicError, match=r"denied-writing\.neli.*WRITE"):
+        there(group_id="denied-writing").join(10)
+
+
+def test_embedded_broker(contend, tmp_path):
+    """On librdkafka's mock cluster the topic appears, one of two leads, and the other follows."""
+    broker = EmbeddedBroker(tmp_path)
+    broker.start()
+    try:
+        there = functools.partial(contend, bootstrap=broker.bootstrap, heartbeat_timeout=timedelta(seconds=5))
+        first, second = there(), there()
+        leader = until(lambda: next((c for c in (first, second) if c.is_leader), None))
+        leader.stop()
+        leads(second if leader is first else first)
+        first.stop()
+        second.stop()
+    finally:
+        broker.stop()
+
+
+CONTENDER = """
+import sys
+from outbox_core.election import Neli, NeliConfig
+Neli(NeliConfig(kafka={"bootstrap.servers": sys.argv[1]}, group_id=sys.argv[2]), lambda event: print(event, flush=True)
+     ).background(lambda: __import__("time").sleep(0.01)).join()
+"""
+
+
+def test_killed_leader(contend, kafka_bootstrap):
+    """With default times a process killed with SIGKILL is succeeded in less than 7 s."""
+    standby = contend(start=False, heartbeat_timeout=timedelta(seconds=5))
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONTENDER, kafka_bootstrap, standby._config.group_id],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": "."},
+    )
+    try:
+        assert "LeaderAcquired" in process.stdout.readline()
+        standby.start()
+        time.sleep(1.0)
+        assert not standby.is_leader
+        process.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        leads(standby)
+        took = time.monotonic() - killed
+        print(f"fail-over took {took:.2f} s")  # noqa: T201
+        assert took < 7
+    finally:
+        process.kill()
+        process.wait()
