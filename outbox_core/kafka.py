@@ -60,6 +60,8 @@ _LEADER_TOPIC_SETTINGS = {
     "segment.ms": "3600000",
 }
 
+_NOTICE = 5  # of syslog's levels
+
 _client_log = logging.getLogger(__name__)
 
 
@@ -93,6 +95,8 @@ def _make(client: Any, config: KafkaConfig) -> Any:
     settings = dict(config)
     settings.setdefault("logger", _DebugLogger(_client_log, {}))
     settings.setdefault("error_cb", _ignore_client_error)
+    if client is AdminClient:
+        settings.setdefault("log_level", _NOTICE)  # below, it writes a line to stderr when it is closed
     try:
         return client(settings)
     except KafkaException as error:
@@ -151,6 +155,11 @@ class _Inquiry:
         found = self.metadata().topics.get(topic)
         return len(found.partitions) if found is not None and found.error is None else 0
 
+    def can_create(self) -> bool:
+        """Whether a broker takes requests to create topics: the mock cluster names a controller that is not there."""
+        cluster = self.metadata()
+        return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
+
     def _note(self, error: KafkaError) -> None:
         if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
             self._complaint = error.str()
@@ -184,7 +193,8 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
     inquiry = _Inquiry(config, timeout_seconds)
     partitions = inquiry.partitions(topic)
     if partitions == 0:
-        _create_leader_topic(inquiry, topic)
+        if inquiry.can_create():
+            _create_leader_topic(inquiry, topic)
         partitions = _partitions_once_there(inquiry, topic)
     return partitions
 

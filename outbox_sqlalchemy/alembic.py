@@ -26,6 +26,7 @@ from sqlalchemy.dialects import postgresql
 
 from outbox_core.errors import OutboxError
 from outbox_core.schema import TableName
+from outbox_sqlalchemy.table import storage_options
 
 
 class Revision(NamedTuple):
@@ -66,16 +67,18 @@ def outbox_0001(table: str | None = None) -> Revision:
             sa.Column("kafka_partition", sa.Integer()),
             sa.Column("leader_id", sa.Uuid()),
             schema=name.schema,
-            postgresql_with={
-                "fillfactor": "50",
-                "autovacuum_vacuum_scale_factor": "0",
-                "autovacuum_vacuum_threshold": "10000",
-                "autovacuum_vacuum_insert_scale_factor": "0",
-                "autovacuum_vacuum_insert_threshold": "100000",
-                "autovacuum_vacuum_cost_delay": "0",
-                "autovacuum_analyze_scale_factor": "0",
-                "autovacuum_analyze_threshold": "100000",
-            },
+            **storage_options(
+                {
+                    "fillfactor": "50",
+                    "autovacuum_vacuum_scale_factor": "0",
+                    "autovacuum_vacuum_threshold": "10000",
+                    "autovacuum_vacuum_insert_scale_factor": "0",
+                    "autovacuum_vacuum_insert_threshold": "100000",
+                    "autovacuum_vacuum_cost_delay": "0",
+                    "autovacuum_analyze_scale_factor": "0",
+                    "autovacuum_analyze_threshold": "100000",
+                }
+            ),
         )
 
     def downgrade() -> None:

@@ -7,6 +7,7 @@ while it renders the element of a generic `ARRAY(LargeBinary())` without one, in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
 from uuid import UUID
@@ -27,12 +28,25 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY, BYTEA
+from sqlalchemy.dialects.postgresql.base import PGDialect
 from sqlalchemy.orm import Mapped, mapped_column
 from sqlalchemy.types import TypeEngine
 
 from outbox_core.errors import OutboxTableError
 from outbox_core.record import MAX_TOPIC_LENGTH
 from outbox_core.schema import BINARY_LAYOUT, REQUIRED_COLUMNS, STORAGE_PARAMETERS, TableLayout, TableName
+
+
+
+def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of a `Table` or of `op.create_table` that give it PostgreSQL storage parameters.
+
+    SQLAlchemy 2.0 has none, but writes the access method (`heap` is PostgreSQL's) as it is given, where WITH may follow.
+    """
+    if "with" in dict(PGDialect.construct_arguments or ())[Table]:
+        return {"postgresql_with": dict(parameters)}
+    return {"postgresql_using": f"heap WITH ({', '.join(f'{key} = {value}' for key, value in parameters.items())})"}
+
 
 _NOW = "now()"
 _EMPTY_ARRAY = "'{}'"
@@ -58,7 +72,7 @@ def make_outbox_table(
         metadata,
         *(_binary_columns(layout) if layout.values == "binary" else _text_columns(layout)),
         schema=parsed.schema,
-        postgresql_with=dict(STORAGE_PARAMETERS),
+        **storage_options(STORAGE_PARAMETERS),
     )
 
 
@@ -108,7 +122,7 @@ class OutboxMixin:
     `outbox_sqlalchemy.Outbox(model)`, which checks each record; the harvester removes the rows.
     """
 
-    __table_args__: Any = {"postgresql_with": dict(STORAGE_PARAMETERS)}  # noqa: RUF012  SQLAlchemy's own protocol
+    __table_args__: Any = storage_options(STORAGE_PARAMETERS)  # noqa: RUF012  SQLAlchemy's own protocol
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=False), primary_key=True)
     create_time: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=text(_NOW))

@@ -118,6 +118,9 @@ class FaultyProducer:
         self._producer.produce(topic, value, key, partition, on_delivery=report, headers=headers)
         self.longest_queue = max(self.longest_queue, len(self._producer))
 
+    def __len__(self):
+        return len(self._producer)
+
     def __getattr__(self, name):
         return getattr(self._producer, name)
 

@@ -78,8 +78,8 @@ SHOP = Application(
     migrate=(*_MANAGE, "migrate", "--verbosity=0"),
     harvest=(*_MANAGE, "run_harvester"),
     load=(*_MANAGE, "place_orders"),
-    # Ten orders of two lines, one of them cancelled.
-    batch=Batch(transactions=10, records=33),
+    # Ten orders of four lines, one of them cancelled.
+    batch=Batch(transactions=10, records=55),
 )
 
 PAYMENTS = Application(

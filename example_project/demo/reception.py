@@ -106,8 +106,9 @@ class Reception:
             self._take()
 
     def _take(self) -> None:
+        messages = self._consumer.consume(_BATCH, timeout=0.2)
         at = time.monotonic()
-        for message in self._consumer.consume(_BATCH, timeout=0.2):
+        for message in messages:
             if message.error() is not None:
                 if message.error().retriable():
                     continue

@@ -22,7 +22,7 @@ from example_project.shop.ordering import cancel_order, place_order
 
 _PRODUCTS = 200
 _STOCK = 1_000_000
-_LINES = 2
+_LINES = 4
 _CANCEL_EVERY = 10
 
 

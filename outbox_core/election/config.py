@@ -26,6 +26,7 @@ _SHORTEST_HEARTBEAT_TIMEOUT = timedelta(seconds=0.5)
 _GROUP_HEARTBEAT = timedelta(milliseconds=200)
 _LONGEST_GROUP_HEARTBEAT = timedelta(milliseconds=500)
 _MAX_POLL_INTERVAL = timedelta(minutes=5)
+_LONGEST_SOCKET_TIMEOUT_MS = 300_000  # librdkafka's
 _LONGEST_TOPIC_NAME = 249
 
 _ONLY_VALUE = {
@@ -111,7 +112,7 @@ class NeliConfig:
         """What the group member is made with."""
         poll_interval = self._milliseconds("max.poll.interval.ms", max(_MAX_POLL_INTERVAL, self.session_timeout))
         defaults = {
-            "socket.timeout.ms": max(1000, _ms(self.heartbeat_timeout)),
+            "socket.timeout.ms": self._socket_timeout,
             "reconnect.backoff.max.ms": 1000,
             "fetch.error.backoff.ms": 100,
         }
@@ -135,16 +136,21 @@ class NeliConfig:
     def producer_settings(self) -> dict[str, Any]:
         """What heartbeats are written with: at once, once, or not at all, as the next one follows soon."""
         timeout = _ms(self.heartbeat_timeout)
-        defaults = {"socket.timeout.ms": max(1000, timeout), "reconnect.backoff.max.ms": 1000}
+        defaults = {"socket.timeout.ms": self._socket_timeout, "reconnect.backoff.max.ms": 1000}
         owned = {
             "acks": "all",
             "linger.ms": 0,
             "retries": 0,
             "enable.idempotence": False,
             "message.timeout.ms": timeout,
-            "request.timeout.ms": timeout,
+            "request.timeout.ms": self._socket_timeout,
         }
         return defaults | self._kafka_without(_PRODUCER_OWN | _GROUP_ONLY) | owned
+
+    @property
+    def _socket_timeout(self) -> int:
+        """Milliseconds after which a connection that does not answer is made anew: as soon as the lease is gone."""
+        return min(max(1000, _ms(self.heartbeat_timeout)), _LONGEST_SOCKET_TIMEOUT_MS)
 
     @property
     def _shortest_session(self) -> timedelta:

@@ -10,6 +10,8 @@ statements run elsewhere, on the two threads that own a store each.
 - **Mark.** One statement claims the earliest rows that do not carry our leader ID, from the head of the table, and
   returns them. A later commit with a lower id is found by the next mark, because no mark begins at an offset. Rows
   that a dead leader marked are found like any other: there is no recovery branch.
+  A mark that returns a row we already hold shows that another leader has marked it in between: force remark, as the
+  row would otherwise be published a second time after its followers.
 - **Send.** At most one record of a key is under way (`lanes`). The lease is looked at immediately before each send,
   and must have at least `delivery_timeout` left: the producer gives up on a record before the lease it was sent under
   can end, so a successor never meets the sends of its predecessor.
@@ -154,6 +156,14 @@ class AtLeastOnce:
 
     def run(self) -> None:
         """Harvest until the leadership ends, `stop` is called or, when draining, the table is empty."""
+        try:
+            self._harvest()
+            self._finish()
+        except BaseException:
+            self._with.publisher.settle()  # whoever leads next must not meet our sends
+            raise
+
+    def _harvest(self) -> None:
         while not self._over():
             self._with.wake.clear()
             self._collect_mark()
@@ -167,7 +177,6 @@ class AtLeastOnce:
             self._start_settling()
             self._wait(self._patience() if sent_all else 0.0)
             self._collect_reports()
-        self._finish()
 
     def _over(self) -> bool:
         return self._stopping or self.drained or not self._leads()
@@ -215,7 +224,7 @@ class AtLeastOnce:
             return
         self._with.database.ended()
         self._schedule_mark(len(batch.records), took)
-        if self._remark or batch.selected != len(batch.records):
+        if self._remark or batch.selected != len(batch.records) or self._lanes.holds_any(batch.records):
             self._to_reset.extend(record[_ID] for record in batch.records)
             self._force_remark()
         elif batch.records:

@@ -38,12 +38,12 @@ class BacklogObserver:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._harvester.metrics.backlog(self._ask() if self._harvester.is_leader else Backlog(0, 0.0))
+            self._harvester.metrics.backlog(self._ask() if self._harvester.is_leader else None)
             self._stopping.wait(self._interval)
         self._store.close()
 
-    def _ask(self) -> Backlog:
+    def _ask(self) -> Backlog | None:
         try:
             return self._store.backlog()
         except OutboxError:
-            return Backlog(0, 0.0)  # the harvest thread reports what is wrong with the database
+            return None  # not 0, which would be good news; the harvest thread reports what is wrong with the database

@@ -101,10 +101,12 @@ class Harvester:
             raise RuntimeError("a harvester is started once")
         identity = self._identify()
         check_connection(self.config.base_kafka_config)
-        self.metrics = self._metrics or HarvestMetrics(outbox_name=identity)
+        self.metrics = self._metrics or HarvestMetrics()
+        self.metrics.outbox_name = self.metrics.outbox_name or identity
         self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
+        parts = self._surroundings(self._elector, identity), self._backlog_observer()
         self._elector.start()
-        self._thread = threading.Thread(target=self._run, args=(self._elector, identity), name="outbox-harvest")
+        self._thread = threading.Thread(target=self._run, args=parts, name="outbox-harvest")
         self._thread.start()
 
     def stop(self) -> None:
@@ -198,6 +200,26 @@ class Harvester:
             self._on_leadership,
         )
 
+    def _surroundings(self, elector: LeaderElector, identity: str) -> Surroundings:
+        config = self.config
+        return Surroundings(
+            elector=elector,
+            publisher=Publisher(
+                self._make_producer, id_header=config.id_header, outbox_name=config.outbox_name or identity
+            ),
+            marker=StoreThread(self._make_store(), "outbox-mark", self._wake.set),
+            purger=StoreThread(self._make_store(), "outbox-purge", self._wake.set),
+            metrics=self.metrics,
+            meter=Meter(config.limits.min_metrics_interval.total_seconds(), now),
+            emit=self._emit,
+            wake=self._wake,
+            database=self._database,
+            kafka=self._kafka,
+        )
+
+    def _backlog_observer(self) -> BacklogObserver:
+        return BacklogObserver(self._make_store(), self, self.config.limits.min_metrics_interval.total_seconds())
+
     def _timing(self) -> Timing:
         limits = self.config.limits
         return Timing(
@@ -240,45 +262,28 @@ class Harvester:
 
     # -- the harvest thread
 
-    def _run(self, elector: LeaderElector, identity: str) -> None:
-        limits = self.config.limits
-        surroundings = Surroundings(
-            elector=elector,
-            publisher=Publisher(
-                self._make_producer,
-                id_header=self.config.id_header,
-                outbox_name=self.config.outbox_name or identity,
-            ),
-            marker=StoreThread(self._make_store(), "outbox-mark", self._wake.set),
-            purger=StoreThread(self._make_store(), "outbox-purge", self._wake.set),
-            metrics=self.metrics,
-            meter=Meter(limits.min_metrics_interval.total_seconds(), now),
-            emit=self._emit,
-            wake=self._wake,
-            database=self._database,
-            kafka=self._kafka,
-        )
-        observer = BacklogObserver(self._make_store(), self, limits.min_metrics_interval.total_seconds())
+    def _run(self, surroundings: Surroundings, observer: BacklogObserver) -> None:
         if self._metrics is not None:
             observer.start()
         try:
-            self._harvest_whenever_leading(elector, surroundings)
+            self._harvest_whenever_leading(surroundings)
         except BaseException as error:
             self._failure = error
         finally:
             self._stopping.set()
             observer.stop()
-            elector.stop()
+            surroundings.elector.stop()
             surroundings.marker.close()
             surroundings.purger.close()
             self._ended.set()
 
-    def _harvest_whenever_leading(self, elector: LeaderElector, surroundings: Surroundings) -> None:
+    def _harvest_whenever_leading(self, surroundings: Surroundings) -> None:
+        elector = surroundings.elector
         standby = _StandbyDrain(surroundings) if self._drain else None
         while not self._stopping.is_set():
             if elector.failure is not None:
                 raise elector.failure
-            term = self._begin_term(elector, surroundings)
+            term = self._begin_term(surroundings)
             if term is None:
                 if standby is not None and standby.table_is_empty():
                     return
@@ -294,8 +299,8 @@ class Harvester:
             if term.drained:
                 return
 
-    def _begin_term(self, elector: LeaderElector, surroundings: Surroundings) -> AtLeastOnce | None:
-        leadership = elector.leadership
+    def _begin_term(self, surroundings: Surroundings) -> AtLeastOnce | None:
+        leadership = surroundings.elector.leadership
         if leadership is None or now() >= leadership.deadline:
             return None
         with self._term_changed:

@@ -22,13 +22,15 @@ The structure is pure and belongs to one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Final
 
 from outbox_core.ports import LaneKey, StoredRecord
 
 _TOPIC: Final = 1
 _KEY: Final = 2
+_id_of = itemgetter(0)
 
 
 def lane_of(record: StoredRecord) -> LaneKey | None:
@@ -50,7 +52,12 @@ class Lanes:
         self._followers: dict[LaneKey, deque[StoredRecord] | None] = {}  # a key is here while its lane is in use
         self._ready: deque[StoredRecord] = deque()
         self._full: set[LaneKey] = set()
-        self.held = 0
+        self._held: set[int] = set()
+
+    @property
+    def held(self) -> int:
+        """How many records were admitted and neither purged nor abandoned."""
+        return len(self._held)
 
     @property
     def full(self) -> frozenset[LaneKey]:
@@ -62,9 +69,13 @@ class Lanes:
         """Whether `take` would return anything."""
         return bool(self._ready)
 
+    def holds_any(self, records: Sequence[StoredRecord]) -> bool:
+        """Whether any of these records is held already."""
+        return not self._held.isdisjoint(map(_id_of, records))
+
     def admit(self, records: Sequence[StoredRecord]) -> None:
         """Take in marked records, by ascending id."""
-        self.held += len(records)
+        self._held.update(map(_id_of, records))
         lanes = self._followers
         ready = self._ready.append
         for record in records:
@@ -97,12 +108,11 @@ class Lanes:
         """Return records that were taken and not sent, in the order in which they were taken."""
         self._ready.extendleft(reversed(records))
 
-    def purged(self, records: Iterable[StoredRecord]) -> None:
+    def purged(self, records: Sequence[StoredRecord]) -> None:
         """The purge of these records is committed: the next record of each key becomes ready."""
         lanes = self._followers
-        count = 0
+        self._held.difference_update(map(_id_of, records))
         for record in records:
-            count += 1
             key = record[_KEY]
             if key is None:
                 continue
@@ -114,7 +124,6 @@ class Lanes:
             self._ready.append(followers.popleft())
             if self._full and len(followers) <= self._capacity // 2:
                 self._full.discard(lane)
-        self.held -= count
 
     def abandon(self) -> list[StoredRecord]:
         """Drop every record that has not been taken, and return them. What is under way keeps its lane."""
@@ -130,5 +139,5 @@ class Lanes:
                 dropped.extend(followers)
                 self._followers[lane] = None
         self._full.clear()
-        self.held -= len(dropped)
+        self._held.difference_update(map(_id_of, dropped))
         return dropped

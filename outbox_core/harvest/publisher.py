@@ -5,6 +5,7 @@ Delivery reports arrive on the thread that calls `poll`, which is the thread tha
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,10 @@ from typing import Any, NamedTuple
 
 from outbox_core.kafka import KafkaError, KafkaException, Producer
 from outbox_core.ports import StoredRecord
+
+_log = logging.getLogger(__name__)
+
+_SETTLE_POLL_SECONDS = 0.1
 
 
 class Failure(NamedTuple):
@@ -25,7 +30,7 @@ class Publisher:
     """One producer and the records in flight through it.
 
     Args:
-        make_producer: makes a new producer; called again after a fatal error.
+        make_producer: makes a producer; called at once, and again after a fatal error.
         id_header: name of the header that carries the record's identity; '' for none.
         outbox_name: identity of the outbox, written before the record's id.
 
@@ -38,7 +43,7 @@ class Publisher:
 
     def __init__(self, make_producer: Callable[[], Producer], *, id_header: str, outbox_name: str) -> None:
         self._make_producer = make_producer
-        self._producer: Producer | None = None
+        self._producer = make_producer()
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
         self._fatal = False
@@ -58,8 +63,6 @@ class Publisher:
         )
         if self._id_header:
             headers.append((self._id_header, b"%b%d" % (self._id_prefix, identity)))
-        if self._producer is None:
-            self._producer = self._make_producer()
         try:
             self._producer.produce(
                 topic, value, key, partition, on_delivery=partial(self._report, record, sent_at), headers=headers
@@ -67,7 +70,7 @@ class Publisher:
         except BufferError:
             return False
         except KafkaException as error:
-            self.failed.append(Failure(record, error.args[0]))
+            self._note_failure(record, error.args[0])
             return True
         self.in_flight += 1
         return True
@@ -78,21 +81,38 @@ class Publisher:
             self.delivered.append(record)
             self.send_times[sent_at] += 1
         else:
-            self._fatal = self._fatal or error.fatal()
-            self.failed.append(Failure(record, error))
+            self._note_failure(record, error)
+
+    def _note_failure(self, record: StoredRecord, error: KafkaError) -> None:
+        self._fatal = self._fatal or error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001  its public name
+        self.failed.append(Failure(record, error))
 
     def poll(self, timeout_seconds: float) -> None:
         """Serve delivery reports; wait up to the timeout for the first."""
-        if self._producer is not None:
-            self._producer.poll(timeout_seconds)
+        self._serve(self._producer.poll, timeout_seconds)
 
     def push(self, timeout_seconds: float) -> None:
         """Serve delivery reports, and put on the wire at once what still lingers in the producer's queue.
 
         Returns when everything is delivered, at the latest after the timeout.
         """
-        if self._producer is not None:
-            self._producer.flush(timeout_seconds)
+        self._serve(self._producer.flush, timeout_seconds)
+
+    def settle(self) -> None:
+        """Wait until nothing is in flight any more: at most `delivery.timeout.ms`."""
+        self.drop_unsent()
+        while self.in_flight:
+            self.poll(_SETTLE_POLL_SECONDS)
+
+    def _serve(self, call: Callable[[float], int], timeout_seconds: float) -> None:
+        try:
+            call(timeout_seconds)
+        except KafkaException as error:
+            # A fatal error is raised here, once; the reports of what it cost follow at the next call.
+            if not error.args[0].fatal():
+                raise
+            self._fatal = True
+            _log.warning("the producer has failed for good and is replaced: %s", error.args[0].str())
 
     def take_delivered(self) -> list[StoredRecord]:
         """The records delivered since the last call."""
@@ -111,11 +131,10 @@ class Publisher:
 
     def drop_unsent(self) -> None:
         """Fail at once what the producer has queued and not yet put on the wire."""
-        if self._producer is not None:
-            self._producer.purge(in_queue=True, in_flight=False, blocking=False)
+        self._producer.purge(in_queue=True, in_flight=False, blocking=False)
 
     def renew_if_broken(self) -> None:
         """After a fatal error the producer accepts nothing more; make a new one. Only with nothing in flight."""
         if self._fatal:
-            self._producer = None
+            self._producer = self._make_producer()
             self._fatal = False

@@ -85,7 +85,7 @@ SELECT CASE WHEN counted < {bound} THEN counted
        END,
        coalesce((SELECT extract(epoch FROM clock_timestamp() - create_time)::float8
                  FROM {table} ORDER BY id LIMIT 1), 0)
-FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS some) AS bounded
+FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS head) AS bounded
 """
 
 _BACKLOG_COUNT_BOUND = 100_000

@@ -60,7 +60,8 @@ class HarvesterProcess:
         return self._end(signal.SIGKILL, -signal.SIGKILL)
 
     def terminate(self) -> float:
-        """SIGTERM, and wait for its good end; returns when it was asked."""
+        """SIGTERM, once it listens to that, and wait for its good end; returns when it was asked."""
+        assert wait_until(self._catches_sigterm, timeout=_PATIENCE), f"{self.name} does not start: {self.output()}"
         return self._end(signal.SIGTERM, 0)
 
     def pause(self) -> None:
@@ -105,6 +106,11 @@ class HarvesterProcess:
     def count(self, event: str) -> int:
         """How often it noted that."""
         return sum(entry["event"] == event for entry in self.journal())
+
+    def _catches_sigterm(self) -> bool:
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        caught = int(re.search(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[1], base=16)
+        return bool(caught >> (signal.SIGTERM - 1) & 1)
 
     def _end(self, number: signal.Signals, code: int) -> float:
         asked_at = now()
@@ -219,7 +225,10 @@ def _command(settings: Settings) -> list[str]:
 
 
 def _read_log(text: str) -> list[dict[str, Any]]:
-    """The leadership events in the log of `outbox harvest`; a lease, not being told, is taken to last."""
+    """The leadership events in the log of `outbox harvest`.
+
+    Of leases and first records it says nothing: a lease is taken to last, and a first record to arrive at once.
+    """
     journal: list[dict[str, Any]] = []
     behind = time.time() - now()
     leading = ""
@@ -232,6 +241,7 @@ def _read_log(text: str) -> list[dict[str, Any]]:
             if event == "LeaderAcquired":
                 leading = found[1]
                 journal.append({"at": at, "event": event, "leader_id": leading, "deadline": float("inf")})
+                journal.append({"at": at, "event": "delivered"})
             else:
                 journal.append({"at": at, "event": event, "leader_id": found[1] or leading})
     return journal

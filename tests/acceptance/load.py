@@ -98,6 +98,12 @@ class Load:
         """Number of rows in the outbox."""
         return self._count("true")
 
+    def harvested(self) -> int:
+        """Number of records that were committed and have left the outbox."""
+        with psycopg.connect(self._dsn) as connection:
+            query = f"SELECT (SELECT count(*) FROM {self._ledger}) - (SELECT count(*) FROM {self._table})"
+            return connection.execute(query).fetchone()[0]
+
     def marked_by(self, leader_ids: list[str]) -> int:
         """Number of rows in the outbox that carry one of these marks."""
         return self._count("leader_id = ANY (%s::uuid[])", leader_ids)

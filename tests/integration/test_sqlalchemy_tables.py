@@ -17,7 +17,9 @@ from sqlalchemy import (
     create_engine,
     select,
 )
+from sqlalchemy.dialects import postgresql
 from sqlalchemy.orm import DeclarativeBase, Session
+from sqlalchemy.schema import CreateTable
 
 import outbox_sqlalchemy as outbox
 from outbox_core.schema import STORAGE_PARAMETERS
@@ -64,7 +66,8 @@ def test_model_with_schema_keeps_the_storage_parameters():
     """A model that adds a schema keeps what a queue table needs."""
     table = BillingOutboxModel.__table__
     assert table.fullname == "billing.outbox"
-    assert table.dialect_options["postgresql"]["with"] == STORAGE_PARAMETERS
+    ddl = str(CreateTable(table).compile(dialect=postgresql.dialect()))
+    assert all(f"{key} = {value}" in ddl for key, value in STORAGE_PARAMETERS.items())
     assert outbox.Outbox(BillingOutboxModel).table is table
 
 

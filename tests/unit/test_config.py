@@ -256,6 +256,7 @@ def test_written_durations_are_read_back(text):
         (r"password=a\ b dbname=x", {"password": "a b", "dbname": "x"}),
         (r"password='it\'s' dbname=x", {"password": "it's", "dbname": "x"}),
         ("password='dbname=y' dbname=x", {"password": "dbname=y", "dbname": "x"}),
+        ("password= a=b dbname=x", {"password": "a=b", "dbname": "x"}),
         ("password= geheim dbname=x", {"password": "geheim", "dbname": "x"}),
         ("host = h dbname = x password =", {"host": "h", "dbname": "x"}),
         ("password='' dbname=x", {"dbname": "x"}),

@@ -157,6 +157,7 @@ def test_foreign_messages_do_not_renew():
     owner = leading()
     lease = owner.tenure.leadership
     own = owner.log.signals[1]
+    assert owner.tenure.next_signal(0.9).sequence == 2  # gets lost
     for signal in [
         None,
         Heartbeat(own.claim, uuid4(), 2),
@@ -308,8 +309,10 @@ def test_attention_is_wanted_in_time():
 
 
 class Contention(RuleBasedStateMachine):
-    """Any number of owners at once (more than Kafka would allow), each reading one log at its own pace, with lost
-    writes, pauses and strangers. `time` is the one true clock."""
+    """More owners at once than Kafka would allow, each reading one log at its own pace.
+
+    Writes get lost, owners pause, strangers write too. `time` is the one true clock.
+    """
 
     def __init__(self):
         super().__init__()

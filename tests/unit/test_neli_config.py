@@ -14,6 +14,7 @@ KAFKA = {"bootstrap.servers": "localhost:9092"}
 
 
 def config(kafka=None, **settings):
+    """A configuration with some settings changed."""
     return NeliConfig(**({"kafka": KAFKA | (kafka or {}), "group_id": "billing"} | settings))
 
 

@@ -1,0 +1,121 @@
+"""The shop through Django's client: `python example_project/manage.py test example_project.shop`.
+
+Real transactions that commit (`TransactionTestCase`), for they are what this is about.
+"""
+# ruff: noqa: PT009  Django's own test runner runs unittest's assertions
+
+import json
+from io import StringIO
+from unittest.mock import patch
+
+from django.core.management import call_command
+from django.db import DatabaseError
+from django.http import HttpResponse
+from django.test import TransactionTestCase
+
+from example_project.shop.models import Order, OrderEvent, OrderLine, Product, StockMovement
+from outbox_django.models import Outbox
+
+
+class ShopTests(TransactionTestCase):
+    """Orders and what they stash."""
+
+    def setUp(self) -> None:
+        """Two products."""
+        self.pen = Product.objects.create(name="Pen", price_cents=150, stock=10)
+        self.ink = Product.objects.create(name="Ink", price_cents=700, stock=1)
+
+    def order(self, basket: dict[int, object], customer: str = "Zoë") -> HttpResponse:
+        """Place an order over HTTP."""
+        return self.client.post(
+            "/orders/", {"customer": customer, "basket": basket}, content_type="application/json", headers=_LOCAL
+        )
+
+    def written(self) -> list[int]:
+        """How many rows each table has that an order writes."""
+        return [model.objects.count() for model in (Order, OrderLine, OrderEvent, StockMovement, Outbox)]
+
+    def test_an_order_is_placed_with_its_messages(self) -> None:
+        """An order over HTTP writes the order, takes stock, and stashes one record for each step of both."""
+        answer = self.order({self.pen.pk: 3, self.ink.pk: 1})
+
+        self.assertEqual((answer.status_code, answer.json()["total_cents"]), (201, 1150))
+        number = answer.json()["order"]
+        self.pen.refresh_from_db()
+        self.assertEqual((self.pen.stock, self.pen.movements_count), (7, 1))
+        order, *stock = Outbox.objects.order_by("id")
+        self.assertEqual((order.kafka_topic, order.kafka_key), ("shop.orders", str(number)))
+        self.assertEqual(json.loads(bytes(order.kafka_value))["customer"], "Zoë")
+        self.assertEqual(
+            [(row.kafka_topic, row.kafka_key) for row in stock],
+            [("shop.stock", str(self.pen.pk)), ("shop.stock", str(self.ink.pk))],
+        )
+        self.assertEqual(json.loads(bytes(stock[0].kafka_value))["stock"], 7)
+        events = {str(event.pk) for event in (*OrderEvent.objects.all(), *StockMovement.objects.all())}
+        self.assertEqual({_header(row, "event-id") for row in (order, *stock)}, events)
+
+    def test_an_order_that_cannot_be_leaves_nothing(self) -> None:
+        """Too little stock, an unknown product and bad JSON are refused; neither data nor records are written."""
+        for basket, status in (
+            ({self.pen.pk: 1, self.ink.pk: 2}, 409),
+            ({self.pen.pk: 1, 999: 1}, 404),
+            ({self.pen.pk: 0}, 400),
+            ({self.pen.pk: "many"}, 400),
+            ({}, 400),
+        ):
+            with self.subTest(basket=basket):
+                self.assertEqual(self.order(basket).status_code, status)
+                self.assertEqual(self.written(), [0] * 5)
+        self.assertEqual(self.client.post("/orders/", "{", "application/json", headers=_LOCAL).status_code, 400)
+
+    def test_an_order_that_fails_after_its_stash_leaves_nothing(self) -> None:
+        """What goes wrong after the stash rolls the records back, together with the order."""
+        self.client.raise_request_exception = False
+        stash_many = "example_project.shop.ordering.outbox.stash_many"
+        from outbox_django import stash_many as real
+
+        def stash_and_fail(records: object) -> None:
+            real(records)  # type: ignore[arg-type]
+            raise DatabaseError("the connection broke")
+
+        with patch(stash_many, stash_and_fail), self.assertLogs("django.request", "ERROR"):
+            self.assertEqual(self.order({self.pen.pk: 1}).status_code, 500)
+        self.assertEqual(self.written(), [0] * 5)
+
+    def test_a_cancelled_order_becomes_a_tombstone(self) -> None:
+        """Cancelling puts the products back, stashes a tombstone under the order's key, and works once."""
+        number = self.order({self.pen.pk: 3}).json()["order"]
+        statuses = [self.client.delete(f"/orders/{number}/", headers=_LOCAL).status_code for _ in range(2)]
+
+        self.assertEqual(statuses, [204, 404])
+        self.pen.refresh_from_db()
+        self.assertEqual((self.pen.stock, self.pen.movements_count), (10, 2))
+        placed, cancelled = Outbox.objects.filter(kafka_topic="shop.orders").order_by("id")
+        self.assertEqual(placed.kafka_key, cancelled.kafka_key)
+        self.assertIsNone(cancelled.kafka_value)
+        self.assertEqual([_header(row, "number") for row in (placed, cancelled)], ["1", "2"])
+
+    def test_the_front_page_shows_products_and_orders(self) -> None:
+        """The page lists what there is and what was ordered, escaped."""
+        self.order({self.pen.pk: 3}, customer="<Zoë>")
+        page = self.client.get("/", headers=_LOCAL).content.decode()
+        for text in ("Pen", "Ink", "&lt;Zoë&gt;", "3 &times; Pen"):
+            self.assertIn(text, page)
+
+    def test_place_orders_counts_what_it_did(self) -> None:
+        """The command places exactly so many orders; what it rolled back is neither in the data nor in the outbox."""
+        Product.objects.all().delete()
+        output = StringIO()
+        call_command("place_orders", "--count=20", "--concurrency=3", "--rollback-share=0.5", stdout=output)
+
+        tally = json.loads(output.getvalue())
+        self.assertEqual((tally["placed"], tally["cancelled"]), (20, 2))
+        self.assertGreater(tally["rolled_back"]["shop.orders"], 0)
+        self.assertEqual(self.written(), [20, 80, 22, 88, 110])
+
+
+_LOCAL = {"host": "localhost"}
+
+
+def _header(row: Outbox, name: str) -> str:
+    return bytes(row.kafka_header_values[row.kafka_header_keys.index(name)]).decode()

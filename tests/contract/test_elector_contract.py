@@ -1,0 +1,180 @@
+"""What every LeaderElector must do, whatever decides.
+
+A suite derives from `ElectorContract`, gives in the fixture `elector_factory` a way to make electors that contend with
+nobody else, and inherits the tests.
+"""
+
+import threading
+import time
+from contextlib import suppress
+from uuid import uuid4
+
+import pytest
+
+from outbox_core.election import Leadership, Neli, NeliConfig, now
+from outbox_core.events import LeaderAcquired, LeaderRevoked
+
+
+class AlwaysLeader:
+    """An elector that always says yes: for tests of harvesters, and to make two of them lead at once."""
+
+    def __init__(self, on_event, lease_seconds=5.0):
+        self._on_event = on_event
+        self._lease_seconds = lease_seconds
+        self._leader_id = None
+        self.failure = None
+
+    @property
+    def leadership(self):
+        if self._leader_id is None:
+            return None
+        return Leadership(self._leader_id, 0, now() + self._lease_seconds)
+
+    def start(self):
+        if self._leader_id is None:
+            self._leader_id = uuid4()
+            self._tell(LeaderAcquired(self._leader_id, 0))
+
+    def stop(self):
+        if self._leader_id is not None:
+            self._tell(LeaderRevoked(self._leader_id))
+            self._leader_id = None
+
+    def _tell(self, event):
+        with suppress(Exception):  # a handler's failure is not ours
+            self._on_event(event)
+
+
+class ElectorContract:
+    @pytest.fixture
+    def elector_factory(self):
+        """A function that makes an elector which tells its events to the handler it is given."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def start(self, elector_factory):
+        """A function that makes and starts an elector, and waits until it leads; stopped afterwards."""
+        started = []
+
+        def make(on_event):
+            elector = elector_factory(on_event)
+            started.append(elector)
+            elector.start()
+            deadline = time.monotonic() + 20
+            while elector.leadership is None:
+                assert time.monotonic() < deadline, f"never led: {elector.failure}"
+                time.sleep(0.005)
+            return elector
+
+        yield make
+        for elector in started:
+            elector.stop()
+
+    def test_nothing_before_the_start(self, elector_factory):
+        """An elector that was not started leads nothing and has not failed; stopping it does nothing."""
+        events = []
+        elector = elector_factory(events.append)
+        assert elector.leadership is None
+        assert elector.failure is None
+        elector.stop()
+        assert events == []
+
+    def test_acquired_with_a_running_lease(self, start):
+        """LeaderAcquired carries the ID and the term of the lease, which still runs."""
+        told = threading.Event()
+        seen = []
+
+        def on_event(event):
+            if isinstance(event, LeaderAcquired):
+                seen.append(event)
+                told.set()
+
+        elector = start(on_event)
+        assert told.wait(5)
+        [event] = seen
+        lease = elector.leadership
+        assert (lease.leader_id, lease.term) == (event.leader_id, event.term)
+        assert lease.deadline > now()
+
+    def test_lease_goes_on(self, start):
+        """The lease is renewed without anybody's doing, under the same leader ID."""
+        elector = start(lambda _: None)
+        first = elector.leadership
+        deadline = time.monotonic() + 10
+        while elector.leadership.deadline <= first.deadline:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert elector.leadership.leader_id == first.leader_id
+
+    def test_stop_revokes_once(self, start):
+        """A stop tells LeaderRevoked once, with the lease still readable in the handler and gone afterwards."""
+        events = []
+        readable = []
+
+        def on_event(event):
+            events.append(event)
+            if isinstance(event, LeaderRevoked):
+                readable.append(elector.leadership.leader_id)
+
+        elector = start(on_event)
+        leader_id = elector.leadership.leader_id
+        elector.stop()
+        elector.stop()
+        assert [type(event) for event in events] == [LeaderAcquired, LeaderRevoked]
+        assert {event.leader_id for event in events} == {leader_id}
+        assert readable == [leader_id]
+        assert elector.leadership is None
+        assert elector.failure is None
+
+    def test_stop_waits_for_the_handler(self, start):
+        """`stop` returns only after LeaderRevoked's handler has."""
+        done = []
+
+        def drain(event):
+            if isinstance(event, LeaderRevoked):
+                time.sleep(0.3)
+                done.append(event)
+
+        start(drain).stop()
+        assert len(done) == 1
+
+    def test_handlers_may_fail(self, start):
+        """What a handler raises neither ends the elector nor hides later events."""
+        events = []
+
+        def fail(event):
+            events.append(event)
+            raise ZeroDivisionError
+
+        elector = start(fail)
+        elector.stop()
+        assert [type(event) for event in events] == [LeaderAcquired, LeaderRevoked]
+        assert elector.failure is None
+
+    def test_leader_ids_are_never_used_again(self, start):
+        """Each LeaderAcquired brings a new leader ID."""
+        ids = set()
+        for _ in range(2):
+            elector = start(lambda _: None)
+            ids.add(elector.leadership.leader_id)
+            elector.stop()
+        assert len(ids) == 2
+
+
+class TestAlwaysLeader(ElectorContract):
+    @pytest.fixture
+    def elector_factory(self):
+        """Electors that ask nobody."""
+        return AlwaysLeader
+
+
+class TestNeli(ElectorContract):
+    @pytest.fixture
+    def elector_factory(self, kafka_bootstrap, topic_name):
+        """Electors of one group on the shared broker."""
+        group = topic_name("contract")
+
+        def make(on_event):
+            return Neli(NeliConfig(kafka={"bootstrap.servers": kafka_bootstrap}, group_id=group), on_event)
+
+        return make

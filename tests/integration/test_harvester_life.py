@@ -1,0 +1,460 @@
+"""How a harvester starts, leads, hands over, drains and stops, and what it tells meanwhile."""
+
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from devstack.ports import free_port
+from outbox_core.election import Leadership, now
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxTableError, StoreUnavailable
+from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
+from outbox_core.harvest import harvester as harvester_module
+from outbox_core.metrics import HarvestMetrics
+from outbox_core.record import OutboxRecord
+from outbox_core.schema import TableName, create_table_sql
+from outbox_core.stores.postgres import PostgresStore
+from tests.harvesting import (
+    GENEROUS_SECONDS,
+    AlwaysLeader,
+    FaultyProducer,
+    Scene,
+    by_key,
+    harvest_threads,
+    wait_until,
+)
+
+QUICK = {"io_error_backoff": "20ms"}
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """A fresh outbox of the binary layout."""
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+class _Lingering(FaultyProducer):
+    """Keeps every record in flight for a while, whatever the harvester pushes."""
+
+    def __init__(self, settings, seconds=0.5):
+        super().__init__(settings | {"linger.ms": int(seconds * 1000)})
+
+    def flush(self, timeout):
+        return self._producer.poll(timeout)
+
+
+# -- events
+
+
+def test_events_in_order(scene, make_topic):
+    """Acquired begins, Refreshed follows each failure, Revoked ends; every leader ID is new and marks carry the last."""
+    topic = make_topic()
+    scene.fill(topic, 300, keys=10)
+    settings = scene.config().producer_settings()
+    producer = FaultyProducer(settings, refused=0.02)
+    harvester = scene.harvester(
+        limits=QUICK | {"min_metrics_interval": "1ms"}, producer_factory=lambda: producer
+    )
+    harvester.start()
+    wait_until(lambda: scene.count() == 0, "the outbox is empty")
+    assert harvester.is_leader
+    assert harvester.leader_id == harvester.leader_ids[-1]
+    harvester.elector.revoke()
+    assert not harvester.is_leader
+    assert harvester.leader_id is None
+    harvester.elector.acquire()
+    wait_until(lambda: harvester.leader_id == harvester.leader_ids[-1], "it leads again")
+    harvester.stop()
+    harvester.join()
+    first, *refreshed, revoked, second, last = harvester.kinds(without=MeterRead)
+    assert (first, revoked, second, last) == ("LeaderAcquired", "LeaderRevoked", "LeaderAcquired", "LeaderRevoked")
+    assert set(refreshed) == {"LeaderRefreshed"}
+    assert len(set(harvester.leader_ids)) == len(harvester.leader_ids)
+    revocations = [event.leader_id for event in harvester.events if isinstance(event, LeaderRevoked)]
+    acquisitions = [event.leader_id for event in harvester.events if isinstance(event, LeaderAcquired)]
+    assert revocations == acquisitions
+    readings = [event.stats.total_count for event in harvester.events if isinstance(event, MeterRead)]
+    assert readings == sorted(readings)
+    assert readings[-1] <= 300
+
+
+def test_handler_that_raises_is_harmless(scene, make_topic):
+    """An event handler's exceptions neither stop the harvester nor keep later events from it."""
+    topic = make_topic()
+    scene.fill(topic, 50)
+
+    def on_event(event):
+        raise RuntimeError(type(event).__name__)
+
+    harvester = scene.drain(on_event=on_event, elector_factory=None, limits={"min_metrics_interval": "1ms"})
+    assert harvester.kinds(without=MeterRead) == ["LeaderAcquired", "LeaderRevoked"]
+    assert len(scene.read(topic)) == 50
+
+
+def test_nothing_is_harvested_before_the_handler_of_acquired_returns(scene, make_topic):
+    """The application may set up what only a leader does before the first record is marked."""
+    topic = make_topic()
+    scene.fill(topic, 5)
+    marked = []
+
+    def on_event(event):
+        if isinstance(event, LeaderAcquired):
+            time.sleep(0.5)
+            marked.append(scene.count("leader_id IS NOT NULL") + 5 - scene.count())
+
+    scene.drain(on_event=on_event, elector_factory=None)
+    assert marked == [0]
+
+
+def test_revoked_waits_for_what_is_in_flight(scene, make_topic):
+    """The handler of LeaderRevoked runs once nothing is in flight and no row is marked: the successor may begin."""
+    topic = make_topic()
+    scene.fill(topic, 20, keys=10)
+    producer = _Lingering(scene.config().producer_settings())
+    found = []
+
+    def on_event(event):
+        if isinstance(event, LeaderRevoked):
+            found.append((len(producer), scene.count("leader_id IS NOT NULL"), scene.count()))
+
+    harvester = scene.harvester(on_event=on_event, producer_factory=lambda: producer)
+    harvester.start()
+    wait_until(lambda: len(producer) == 10, "the first record of each key is in flight")
+    harvester.elector.revoke()
+    assert found == [(0, 0, 10)]
+    assert len(scene.read(topic)) == 10
+
+
+def test_hand_over_between_two(scene, make_topic):
+    """A standby takes over once the leader has handed back, and goes on where that one ended."""
+    topic = make_topic()
+    scene.fill(topic, 3000, keys=1)
+    order = []
+
+    def note(name, event):
+        if not isinstance(event, MeterRead):
+            order.append((name, type(event).__name__))
+
+    first = scene.harvester(name="first", elector_factory=None, on_event=partial(note, "first"))
+    first.start()
+    wait_until(lambda: scene.count() < 3000, "the first one publishes")
+    second = scene.harvester(name="second", elector_factory=None, on_event=partial(note, "second"))
+    second.start()
+    first.stop()
+    first.join()
+    left = scene.count()
+    assert left > 0
+    wait_until(lambda: scene.count() < left, "the second one publishes")
+    second.stop()
+    second.join()
+    values = by_key(scene.read(topic))[b"k0"]
+    assert values == [b"%d" % n for n in range(1, len(values) + 1)]
+    assert order == [
+        ("first", "LeaderAcquired"),
+        ("first", "LeaderRevoked"),
+        ("second", "LeaderAcquired"),
+        ("second", "LeaderRevoked"),
+    ]
+
+
+class _ShortLease(AlwaysLeader):
+    """Leads for a moment, and never notices that it is over."""
+
+    seconds = 0.0
+
+    def acquire(self):
+        lease = Leadership(uuid4(), 0, now() + self.seconds)
+        self.leadership = lease
+        self._on_event(LeaderAcquired(lease.leader_id, lease.term))
+
+    def revoke(self):
+        if self.leadership is not None:
+            self._on_event(LeaderFenced(self.leadership.leader_id, "test"))
+            self.leadership = None
+
+
+def test_nothing_is_sent_near_the_end_of_a_lease(scene, make_topic):
+    """A record is not sent when its delivery could outlast the lease, though nobody has said that the lease is over."""
+    topic = make_topic()
+    scene.fill(topic, 5000, keys=1)
+    sent_at = []
+
+    class Clocked(FaultyProducer):
+        def produce(self, *record, **options):
+            super().produce(*record, **options)
+            sent_at.append(now())
+
+    config = scene.config(limits={"heartbeat_timeout": "2s"})
+    patience = config.delivery_timeout.total_seconds()
+    elector = type("Elector", (_ShortLease,), {"seconds": patience + 0.7})
+    harvester = scene.harvester(
+        limits={"heartbeat_timeout": "2s"},
+        elector_factory=elector,
+        producer_factory=lambda: Clocked(config.producer_settings()),
+    )
+    harvester.start()
+    deadline = harvester.elector.leadership.deadline
+    wait_until(lambda: now() > deadline, "the lease is over")
+    wait_until(lambda: harvester.leader_id is None, "the term is over")
+    assert sent_at
+    # The clock is read once more after the send: allow for a thread that did not run in between.
+    assert max(sent_at) < deadline - patience + 0.3
+    assert scene.count("leader_id IS NOT NULL") == 0
+    assert scene.count() > 0
+
+
+# -- stop and drain
+
+
+def test_stop_leaves_no_marks(scene, make_topic):
+    """A graceful stop with thousands of rows waiting behind one key gives them all back, at once."""
+    topic = make_topic()
+    scene.fill(topic, 20_000, keys=1)
+    harvester = scene.harvester(limits={"lane_capacity": 5000})
+    harvester.start()
+    wait_until(lambda: scene.count("leader_id IS NOT NULL") >= 5000, "thousands are marked")
+    harvester.stop()
+    assert harvester.join(GENEROUS_SECONDS)
+    left = scene.count()
+    assert left > 10_000
+    assert scene.count("leader_id IS NOT NULL") == 0
+    values = by_key(scene.read(topic))[b"k0"]
+    assert len(values) == 20_000 - left
+
+
+def test_stop_in_the_moment_a_term_begins(scene, monkeypatch):
+    """A stop is not lost when leadership begins at the same instant."""
+    harvester = scene.harvester()
+    stopping = threading.Thread(target=harvester.stop)
+    timing = harvester._timing
+
+    def stop_meanwhile():
+        stopping.start()
+        stopping.join(0.3)
+        return timing()
+
+    monkeypatch.setattr(harvester, "_timing", stop_meanwhile)
+    harvester.start()
+    assert harvester.join(GENEROUS_SECONDS)
+    stopping.join()
+
+
+def test_stop_leaves_no_threads(scene, make_topic):
+    """After `join` nothing of a harvester or its elector runs on."""
+    scene.fill(make_topic(), 10)
+    scene.drain(elector_factory=None, metrics=HarvestMetrics())
+    wait_until(lambda: not harvest_threads(), "all threads have ended")
+
+
+def test_a_harvester_is_started_once(scene):
+    """A second start is refused; a context manager stops and joins."""
+    harvester = scene.harvester()
+    with harvester:
+        assert not harvester.join(0)
+    assert harvester.join(0)
+    assert not harvester.health().ok
+    with pytest.raises(RuntimeError):
+        harvester.start()
+
+
+def test_drain_ends_when_the_table_is_empty(scene, make_topic):
+    """Drain mode harvests all there is, also what no mark returns at first, and ends by itself."""
+    topic = make_topic()
+    scene.drain(elector_factory=None)
+    scene.fill(topic, 3000, keys=3)
+    scene.drain(limits={"lane_capacity": 10, "mark_query_records": 100})
+    assert scene.count() == 0
+    assert len(scene.read(topic)) == 3000
+
+
+def test_drain_waits_for_keys_that_rest(scene, make_topic):
+    """Drain mode does not take a table for empty while keys that failed are left out of the marks."""
+    topic = make_topic()
+    scene.fill(topic, 40, keys=4)
+    failures = []
+
+    class Failing(FaultyProducer):
+        def produce(self, topic, value, key, *rest, **options):
+            self._refused = 1.0 if key == "k1" and len(failures) < 4 else 0.0
+            if self._refused:
+                failures.append(value)
+            super().produce(topic, value, key, *rest, **options)
+
+    producer = Failing(scene.config().producer_settings())
+    scene.drain(limits={"io_error_backoff": "500ms"}, producer_factory=lambda: producer)
+    assert len(failures) == 4
+    assert by_key(scene.read(topic)) == {
+        b"k%d" % key: [b"%d" % n for n in range(1, 41) if n % 4 == key] for key in range(4)
+    }
+
+
+def test_standby_drains_too(scene, make_topic):
+    """A draining standby ends once the leader has emptied the table, without ever leading."""
+    topic = make_topic()
+    leader = scene.harvester(name="leader", elector_factory=None)
+    leader.start()
+    wait_until(lambda: leader.is_leader, "it leads")
+    with scene.connect() as open_transaction:
+        scene.fill(topic, 2000, keys=1)
+        standby = scene.harvester(name="standby", elector_factory=None, drain=True)
+        standby.start()
+        scene.stasher.stash(open_transaction, OutboxRecord(topic, "not visible", b"yet"))
+        assert standby.join(GENEROUS_SECONDS)
+        assert standby.kinds() == []
+        assert scene.count() == 0
+    leader.stop()
+    leader.join()
+
+
+# -- start-up errors
+
+_UNFIT = {
+    "missing": ([], "does not exist"),
+    "no outbox": (["CREATE TABLE outbox (id bigint, kafka_topic text)"], "lacks the column.*leader_id"),
+    "other types": (
+        [create_table_sql(TableName("outbox")).replace("kafka_value         bytea", "kafka_value json")],
+        "kafka_value is json",
+    ),
+    "a view": ([create_table_sql(TableName("real")), "CREATE VIEW outbox AS SELECT * FROM real"], "is not a table"),
+}
+
+
+@pytest.mark.parametrize("case", _UNFIT)
+def test_table_that_is_no_outbox(database, kafka_bootstrap, case):
+    """A missing or unfit table is refused by `start` in one line that names it; nothing keeps running."""
+    statements, told = _UNFIT[case]
+    scene = Scene(database, kafka_bootstrap, layout=None)
+    for statement in statements:
+        scene.execute(statement)
+    harvester = scene.harvester(elector_factory=None)
+    with pytest.raises(OutboxTableError, match=told) as raised:
+        harvester.start()
+    assert "outbox" in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not harvest_threads()
+
+
+def test_missing_rights(scene, topic_name):
+    """A role that may not delete is refused by `start`, naming the rights that are needed."""
+    role = topic_name("role")
+    scene.execute(f'CREATE ROLE "{role}" LOGIN')
+    try:
+        scene.execute(f'GRANT SELECT, UPDATE, INSERT ON outbox TO "{role}"')
+        dsn = psycopg.conninfo.make_conninfo(scene.database, user=role)
+        harvester = scene.harvester(config={"data_source": dsn})
+        with pytest.raises(OutboxTableError, match="missing rights on outbox.*DELETE"):
+            harvester.start()
+        assert not harvest_threads()
+        scene.execute(f'GRANT DELETE ON outbox TO "{role}"')
+        scene.drain(config={"data_source": dsn})
+    finally:
+        scene.execute(f'DROP OWNED BY "{role}"')
+        scene.execute(f'DROP ROLE "{role}"')
+
+
+def test_services_that_do_not_answer(scene, monkeypatch):
+    """A database or a cluster that cannot be reached is told by `start`, and nothing keeps running."""
+    quickly = partial(harvester_module.check_connection, timeout_seconds=1.5)
+    monkeypatch.setattr(harvester_module, "check_connection", quickly)
+    nowhere = f"127.0.0.1:{free_port()}"
+    harvester = scene.harvester(config={"base_kafka_config": {"bootstrap.servers": nowhere}})
+    with pytest.raises(KafkaUnavailable, match=nowhere):
+        harvester.start()
+    dsn = psycopg.conninfo.make_conninfo(scene.database, port=free_port(), password="secret word")
+    harvester = scene.harvester(config={"data_source": dsn})
+    with pytest.raises(StoreUnavailable, match="data_source") as raised:
+        harvester.start()
+    assert "secret" not in str(raised.value)
+    assert not harvest_threads()
+
+
+@pytest.mark.parametrize("where", ["base_kafka_config", "producer_kafka_config"])
+def test_wrong_kafka_property(scene, where):
+    """A librdkafka property that is wrong, the publishing producer's too, is refused by `start` by its name."""
+    wrong = {"partitioner": "squeeze"} if where == "producer_kafka_config" else {"ssl.ca.lokation": "x"}
+    settings = {"bootstrap.servers": scene.bootstrap} if where == "base_kafka_config" else {}
+    harvester = scene.harvester(config={where: settings | wrong}, elector_factory=None)
+    with pytest.raises(InvalidConfig, match=next(iter(wrong))):
+        harvester.start()
+    assert not harvest_threads()
+
+
+def test_store_that_fails_later_does_not_hang(scene):
+    """Whatever goes wrong after `start`, `join` raises it."""
+    stores = []
+
+    def make_store():
+        stores.append(1)
+        if len(stores) > 1:
+            raise RuntimeError("no more connections")
+        return PostgresStore(scene.database)
+
+    harvester = scene.harvester(store_factory=make_store)
+    with pytest.raises(RuntimeError, match="no more connections"):
+        harvester.start()
+        harvester.join(GENEROUS_SECONDS)
+
+
+# -- metrics
+
+
+def _samples(harvester):
+    """The values of the only outbox in the registry, by name, with the label that they carry."""
+    return {
+        sample.name: sample.value
+        for family in harvester.metrics.registry.collect()
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+
+
+def test_metrics_after_a_run(scene, make_topic):
+    """Counters and histograms tell what was published and what failed, under the outbox's name."""
+    scene.fill(make_topic(), 500, keys=20)
+    producer = FaultyProducer(scene.config().producer_settings(), refused=0.02)
+    led = []
+
+    def on_event(event):
+        if isinstance(event, LeaderAcquired | LeaderRefreshed):
+            led.append(_samples(harvester)["outbox_leader"])
+
+    harvester = scene.harvester(
+        on_event=on_event, limits=QUICK, metrics=HarvestMetrics(), drain=True, producer_factory=lambda: producer
+    )
+    harvester.start()
+    assert harvester.join(GENEROUS_SECONDS)
+    samples = _samples(harvester)
+    assert samples["outbox_records_published_total"] == 500
+    assert samples["outbox_publish_errors_total"] == producer.faults > 0
+    assert samples["outbox_publish_latency_seconds_count"] == 500
+    assert samples["outbox_publish_latency_seconds_sum"] > 0
+    assert samples["outbox_mark_duration_seconds_count"] > producer.faults // 20
+    assert samples["outbox_purge_duration_seconds_count"] > 0
+    assert samples["outbox_in_flight_records"] == 0
+    assert set(led) == {1.0}
+    assert samples["outbox_leader"] == 0
+    name = scene.execute("SELECT current_database() AS name")[0].name
+    labels = {sample.labels["outbox"] for family in harvester.metrics.registry.collect() for sample in family.samples}
+    assert labels == {f"{name}.public.outbox"}
+
+
+def test_metrics_of_a_backlog(scene, make_topic):
+    """While records cannot be published, their number and the age of the first are shown by who leads, by nobody else."""
+    scene.fill(make_topic(), 30, keys=3)
+    scene.execute("UPDATE outbox SET create_time = now() - interval '1 hour'")
+    producer = FaultyProducer(scene.config().producer_settings(), refused=1.0)
+    limits = QUICK | {"min_metrics_interval": timedelta(milliseconds=50)}
+    with scene.running(limits=limits, metrics=HarvestMetrics(), producer_factory=lambda: producer) as harvester:
+        wait_until(lambda: _samples(harvester).get("outbox_pending_records") == 30, "the backlog is counted")
+        samples = _samples(harvester)
+        assert 3600 <= samples["outbox_oldest_pending_age_seconds"] < 3600 + GENEROUS_SECONDS
+        assert samples["outbox_records_published_total"] == 0
+        assert samples["outbox_publish_errors_total"] > 0
+        harvester.elector.revoke()
+        wait_until(lambda: "outbox_pending_records" not in _samples(harvester), "a standby shows no backlog")
