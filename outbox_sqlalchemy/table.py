@@ -37,7 +37,6 @@ from outbox_core.record import MAX_TOPIC_LENGTH
 from outbox_core.schema import BINARY_LAYOUT, REQUIRED_COLUMNS, STORAGE_PARAMETERS, TableLayout, TableName
 
 
-
 def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
     """The arguments of a `Table` or of `op.create_table` that give it PostgreSQL storage parameters.
 

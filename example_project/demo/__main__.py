@@ -30,16 +30,19 @@ def main() -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _interrupt)
     log_directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-demo-"))
+    wants_logs = False
     try:
         results = run(options, screen, log_directory)
     except (DemoError, DevstackError, OSError) as error:
+        wants_logs = isinstance(error, DemoError)
         sys.stderr.write(f"demo: error: {error}\n")
         return _EXIT_CANNOT_RUN
     except KeyboardInterrupt:
-        shutil.rmtree(log_directory)
         screen.say("interrupted; everything is stopped")
         return _EXIT_INTERRUPTED
-    shutil.rmtree(log_directory)
+    finally:
+        if not wants_logs:
+            shutil.rmtree(log_directory, ignore_errors=True)
     screen.show(results)
     return _conclude(results, screen)
 

@@ -81,7 +81,7 @@ class Limits(Settings):
     mark_backoff: _Pause = Field(default=timedelta(milliseconds=10), validation_alias="markBackoff")
     io_error_backoff: _Pause = Field(default=timedelta(milliseconds=500), validation_alias="ioErrorBackoff")
     max_in_flight_records: _Count = Field(default=20_000, validation_alias="maxInFlightRecords")
-    mark_query_records: _Count = Field(default=2_500, validation_alias="markQueryRecords")
+    mark_query_records: _Count = Field(default=5_000, validation_alias="markQueryRecords")
     lane_capacity: _Count = Field(default=1_000, validation_alias="laneCapacity")
     min_metrics_interval: _Pause = Field(default=timedelta(seconds=5), validation_alias="minMetricsInterval")
     drain_timeout: _Pause = Field(default=timedelta(seconds=10), validation_alias="drainTimeout")

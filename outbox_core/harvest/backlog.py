@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
-from outbox_core.errors import OutboxError
+from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.harvest.outage import Outage
 from outbox_core.ports import Backlog, OutboxStore
 
 if TYPE_CHECKING:
     from outbox_core.harvest.harvester import Harvester
+
+_log = logging.getLogger(__name__)
 
 
 class BacklogObserver:
@@ -26,6 +30,7 @@ class BacklogObserver:
         self._harvester = harvester
         self._interval = interval_seconds
         self._stopping = threading.Event()
+        self._trouble = Outage("counting the backlog", _log)
         self._thread = threading.Thread(target=self._run, name="outbox-backlog", daemon=True)
 
     def start(self) -> None:
@@ -43,7 +48,13 @@ class BacklogObserver:
         self._store.close()
 
     def _ask(self) -> Backlog | None:
+        """The backlog, or None if it cannot be told: 0 would be good news."""
         try:
-            return self._store.backlog()
-        except OutboxError:
-            return None  # not 0, which would be good news; the harvest thread reports what is wrong with the database
+            backlog = self._store.backlog()
+        except StoreUnavailable:
+            return None  # the harvest thread says so
+        except OutboxTableError as error:
+            self._trouble.began(error)
+            return None
+        self._trouble.ended()
+        return backlog

@@ -26,6 +26,19 @@ class Failure(NamedTuple):
     error: KafkaError
 
 
+def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> list[tuple[str, Any]]:
+    """The record's own headers, and the one that tells repeats apart: `<outbox name>:<id>`.
+
+    Raises:
+        ValueError: if there are not as many header values as names.
+    """
+    keys, values = record[4], record[5]
+    headers: list[tuple[str, Any]] = list(zip(keys or (), values or (), strict=True)) if keys or values else []
+    if id_header:
+        headers.append((id_header, b"%b%d" % (id_prefix, record[0])))
+    return headers
+
+
 class Publisher:
     """One producer and the records in flight through it.
 
@@ -57,13 +70,9 @@ class Publisher:
 
         A record that the producer refuses is a failed one, like one that the broker refuses.
         """
-        identity, topic, key, value, header_keys, header_values, partition = record[:7]
-        headers: list[tuple[str, Any]] = (
-            list(zip(header_keys, header_values or (), strict=False)) if header_keys else []
-        )
-        if self._id_header:
-            headers.append((self._id_header, b"%b%d" % (self._id_prefix, identity)))
+        _, topic, key, value, _, _, partition = record[:7]
         try:
+            headers = message_headers(record, self._id_header, self._id_prefix)
             self._producer.produce(
                 topic, value, key, partition, on_delivery=partial(self._report, record, sent_at), headers=headers
             )
@@ -71,6 +80,9 @@ class Publisher:
             return False
         except KafkaException as error:
             self._note_failure(record, error.args[0])
+            return True
+        except (TypeError, ValueError, OverflowError) as error:  # a row that is no message, written by hand
+            self._note_failure(record, KafkaError(KafkaError._INVALID_ARG, str(error)))  # noqa: SLF001
             return True
         self.in_flight += 1
         return True

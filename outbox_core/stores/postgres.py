@@ -194,7 +194,7 @@ class PostgresStore:
             connection.close()
 
     def _format(self, statement: str, **parts: object) -> str:
-        return statement.format(table=self._name.quoted, **parts)
+        return statement.format(table=self._name.quoted.replace("%", "%%"), **parts)
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]
@@ -229,7 +229,7 @@ class PostgresStore:
         # One text parameter: psycopg would adapt a list element by element.
         return self._execute(statement, {"leader_id": leader_id, "ids": f"{{{','.join(map(str, ids))}}}"}).rowcount
 
-    def _query(self, statement: str, parameters: Any = None) -> list[tuple[Any, ...]]:
+    def _query(self, statement: str, parameters: Any = ()) -> list[tuple[Any, ...]]:
         return self._execute(statement, parameters).fetchall()
 
     def _execute(self, statement: str, parameters: Any) -> psycopg.Cursor[tuple[Any, ...]]:

@@ -101,7 +101,7 @@ def test_stopped_leaders(make_site, database, kafka_bootstrap, say):
     sites[1].load.slow_down_purges(0.02)
 
     def stop_repeatedly(site):
-        site.start(harvesters=2)
+        site.start(harvesters=3)  # there is always one that waits, while another joins
         hand_overs = []
         for _ in range(_HAND_OVERS):
             victim = site.fleet.leader()

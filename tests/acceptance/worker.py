@@ -201,6 +201,7 @@ class WatchedProducer:
 def main() -> None:
     """Harvest until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("outbox_core.election").setLevel(logging.DEBUG)
     Worker(Settings.from_json(sys.argv[1])).run()
 
 

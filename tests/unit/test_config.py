@@ -113,7 +113,7 @@ def test_smaller_in_flight_limit_takes_the_default_mark_limit_down():
     """A file that sets only maxInFlightRecords stays valid."""
     limits = Limits(max_in_flight_records=1000)
     assert limits.mark_query_records == 1000
-    assert Limits().mark_query_records == 2500
+    assert Limits().mark_query_records == 5000
 
 
 def test_limits_that_contradict_each_other_are_refused():

@@ -1,0 +1,182 @@
+"""The wheel, installed into clean environments away from the checkout."""
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+from outbox_core.schema import TableName, create_table_sql
+from tests.harvesting import Scene
+
+CHECKOUT = Path(__file__).parents[2]
+ALEMBIC_ENVIRONMENT = """
+from alembic import context
+from sqlalchemy import create_engine
+with create_engine(context.config.get_main_option("sqlalchemy.url")).begin() as connection:
+    context.configure(connection=connection)
+    context.run_migrations()
+"""
+
+
+class _Environment:
+    """A virtual environment; commands run in a folder of its own and see nothing of the checkout."""
+
+    def __init__(self, path, what):
+        venv.create(path, with_pip=True)
+        self.folder = path / "elsewhere"
+        self.folder.mkdir()
+        self._bin = path / "bin"
+        self.run("python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", what, check=True)
+
+    def run(self, program, *arguments, check=False, **variables):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OUTBOX_"))}
+        done = subprocess.run(
+            [self._bin / program, *arguments],
+            cwd=self.folder,
+            env=kept | variables,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def python(self, code, **variables):
+        return self.run("python", "-c", code, check=True, **variables).stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The built wheel."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = folder.glob("kafka_outbox-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def base(wheel, tmp_path_factory):
+    """An environment with the base install only."""
+    return _Environment(tmp_path_factory.mktemp("base"), str(wheel))
+
+
+@pytest.fixture(scope="module")
+def complete(wheel, tmp_path_factory):
+    """An environment with the harvester and both adapters."""
+    return _Environment(tmp_path_factory.mktemp("complete"), f"{wheel}[harvester,sqlalchemy,django]")
+
+
+def test_contents(wheel):
+    """The wheel holds the packages and the migrations, marks itself as typed, and nothing of tests or devstack."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata_name,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = Parser().parsestr(archive.read(metadata_name).decode())
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "outbox_core",
+        "outbox_sqlalchemy",
+        "outbox_django",
+    }
+    assert "outbox_sqlalchemy/migrations/versions/0001_outbox.py" in names
+    assert "outbox_django/migrations/0001_initial.py" in names
+    assert "outbox_core/py.typed" in names
+    required = metadata.get_all("Requires-Dist")
+    assert all("extra ==" in requirement for requirement in required), required
+    assert {"harvester", "sqlalchemy", "django"} <= set(metadata.get_all("Provides-Extra"))
+
+
+def test_base_install_stashes(base):
+    """The base install has no dependencies and is enough to make and stash records."""
+    listed = base.run("python", "-m", "pip", "list", "--format=freeze", check=True).stdout
+    assert {line.partition("==")[0] for line in listed.split()} - {"pip", "setuptools"} == {"kafka-outbox"}
+    told = base.python(
+        "import sys, outbox_core.record; from outbox_core import OutboxRecord, Stasher\n"
+        "print(Stasher('a.b').row(OutboxRecord('t', 1, {'x': 1})), 'site-packages' in outbox_core.__file__)\n"
+        "print([name for name in ('confluent_kafka', 'psycopg', 'pydantic') if name in sys.modules])"
+    )
+    assert told.splitlines() == ["('t', '1', '{\"x\":1}', [], [], None) True", "[]"] or "True\n[]" in told
+
+
+def test_base_install_prints_the_schema(base):
+    """`outbox schema` needs nothing else."""
+    done = base.run("outbox", "schema", "--dialect", "postgresql", "--table", "billing.outbox", check=True)
+    assert done.stdout == create_table_sql(TableName.parse("billing.outbox"))
+    assert base.run("python", "-m", "outbox_core", "schema", check=True).stdout == create_table_sql(TableName("outbox"))
+
+
+def test_base_install_does_not_harvest(base):
+    """`outbox harvest` names the extra that it needs, in one line."""
+    done = base.run("outbox", "harvest")
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert "kafka-outbox[harvester]" in line
+    assert done.stdout == ""
+
+
+def test_alembic_migrations_are_found(complete, database):
+    """A host application's own Alembic environment runs the outbox's revision from the installed package."""
+    url = database.replace("postgresql://", "postgresql+psycopg://")
+    host = complete.folder / "host"
+    (host / "versions").mkdir(parents=True)
+    (host / "env.py").write_text(ALEMBIC_ENVIRONMENT)
+    (complete.folder / "alembic.ini").write_text(
+        "[alembic]\nscript_location = host\npath_separator = os\n"
+        f"version_locations = host/versions:{{0}}\nsqlalchemy.url = {url}\n".format(
+            complete.python(
+                "import outbox_sqlalchemy, pathlib\n"
+                "print(pathlib.Path(outbox_sqlalchemy.__file__).parent / 'migrations' / 'versions')"
+            ).strip()
+        )
+    )
+    complete.run("alembic", "upgrade", "heads", check=True)
+    scene = Scene(database, "", layout=None)
+    assert scene.count() == 0
+    complete.run("alembic", "downgrade", "base", check=True)
+    assert scene.execute("SELECT to_regclass('outbox') AS found")[0].found is None
+
+
+def test_shipped_alembic_environment_runs(complete, database):
+    """The Alembic environment that the wheel carries migrates a database by itself."""
+    url = database.replace("postgresql://", "postgresql+psycopg://")
+    location = complete.python(
+        "import outbox_sqlalchemy, pathlib; print(pathlib.Path(outbox_sqlalchemy.__file__).parent / 'migrations')"
+    ).strip()
+    (complete.folder / "shipped.ini").write_text(f"[alembic]\nscript_location = {location}\nsqlalchemy.url = {url}\n")
+    complete.run("alembic", "-c", "shipped.ini", "upgrade", "head", check=True)
+    assert Scene(database, "", layout=None).count() == 0
+
+
+def test_django_app_is_found(complete):
+    """Django finds the app, its migration and its command in the installed package."""
+    told = complete.python(
+        "import django; from django.conf import settings\n"
+        "settings.configure(INSTALLED_APPS=['outbox_django'], USE_TZ=True, DATABASES={'default': "
+        "{'ENGINE': 'django.db.backends.postgresql', 'NAME': 'none'}})\n"
+        "django.setup()\n"
+        "from django.core.management import call_command, get_commands\n"
+        "from django.db.migrations.loader import MigrationLoader\n"
+        "print(sorted(name for app, name in MigrationLoader(None).disk_migrations if app == 'outbox_django'))\n"
+        "print(get_commands()['run_harvester'])\n"
+    )
+    assert told.splitlines() == ["['0001_initial']", "outbox_django"]
+
+
+def test_installed_harvester_drains(complete, database, kafka_bootstrap, make_topic):
+    """`outbox harvest --drain` from the installed package publishes what there is and ends."""
+    topic = make_topic()
+    scene = Scene(database, kafka_bootstrap)
+    arguments = ("harvest", "--drain", "--dsn", database, "--bootstrap-servers", kafka_bootstrap)
+    complete.run("outbox", *arguments, check=True)
+    scene.fill(topic, 20)
+    complete.run("python", "-m", "outbox_core", *arguments, check=True)
+    assert scene.count() == 0
+    assert len(scene.read(topic)) == 20
