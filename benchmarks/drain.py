@@ -49,7 +49,10 @@ def main() -> None:
     config = HarvestConfig(
         data_source=dsn,
         base_kafka_config={"bootstrap.servers": bootstrap},
-        limits={"min_metrics_interval": "1s", **{name: int(value) for name, value in (pair.split("=") for pair in limits)}},
+        limits={
+            "min_metrics_interval": "1s",
+            **{name: int(value) for name, value in (pair.split("=") for pair in limits)},
+        },
     )
     memory = _Memory()
     memory.start()

@@ -28,6 +28,7 @@ from outbox_core.kafka import make_producer
 from outbox_core.stores.postgres import PostgresStore
 
 _BATCH = 5_000
+_COLUMNS = ("keys", "records", "mark + delete /s", "produce /s", "limit /s", "harvester /s", "of limit", "RSS MiB")
 _PRODUCER = {"enable.idempotence": True, "linger.ms": 5, "queue.buffering.max.messages": 200_000}
 
 
@@ -98,7 +99,12 @@ def one_round(services: Services, rows: int, keys: int) -> dict[str, float]:
         measured["limit"] = lockstep(services, fresh_topic("raw"), rows, keys)
     fill(services.dsn, topic, rows=rows, keys=keys)
     harvested = harvest(services, rows=rows)
-    return {**measured, "harvester": harvested["rate"], "rss": harvested["rss_mib"], "growth": harvested["rss_growth_mib"]}
+    return {
+        **measured,
+        "harvester": harvested["rate"],
+        "rss": harvested["rss_mib"],
+        "growth": harvested["rss_growth_mib"],
+    }
 
 
 def main() -> None:
@@ -109,7 +115,7 @@ def main() -> None:
     console = Console()
     console.print(machine())
     table = Table(title=f"at least once, {VALUE_BYTES}-byte values, median of {options.rounds} rounds")
-    for column in ("keys", "records", "mark + delete /s", "produce /s", "limit /s", "harvester /s", "of limit", "RSS MiB"):
+    for column in _COLUMNS:
         table.add_column(column, justify="right")
     with services() as running:
         one_round(running, 20_000, 10_000)  # warms broker and database

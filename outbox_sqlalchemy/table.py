@@ -36,17 +36,6 @@ from outbox_core.errors import OutboxTableError
 from outbox_core.record import MAX_TOPIC_LENGTH
 from outbox_core.schema import BINARY_LAYOUT, REQUIRED_COLUMNS, STORAGE_PARAMETERS, TableLayout, TableName
 
-
-def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of a `Table` or of `op.create_table` that give it PostgreSQL storage parameters.
-
-    SQLAlchemy 2.0 has none, but writes the access method (`heap` is PostgreSQL's) as it is given, where WITH may follow.
-    """
-    if "with" in dict(PGDialect.construct_arguments or ())[Table]:
-        return {"postgresql_with": dict(parameters)}
-    return {"postgresql_using": f"heap WITH ({', '.join(f'{key} = {value}' for key, value in parameters.items())})"}
-
-
 _NOW = "now()"
 _EMPTY_ARRAY = "'{}'"
 
@@ -73,6 +62,17 @@ def make_outbox_table(
         schema=parsed.schema,
         **storage_options(STORAGE_PARAMETERS),
     )
+
+
+def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """The arguments of a `Table` or of `op.create_table` that give it PostgreSQL storage parameters.
+
+    SQLAlchemy 2.0 has no such argument, but writes the access method (PostgreSQL's is `heap`) as it is given, and WITH
+    may follow that.
+    """
+    if "with" in dict(PGDialect.construct_arguments or ())[Table]:
+        return {"postgresql_with": dict(parameters)}
+    return {"postgresql_using": f"heap WITH ({', '.join(f'{key} = {value}' for key, value in parameters.items())})"}
 
 
 def _binary_columns(layout: TableLayout) -> list[Column[Any]]:
@@ -121,7 +121,7 @@ class OutboxMixin:
     `outbox_sqlalchemy.Outbox(model)`, which checks each record; the harvester removes the rows.
     """
 
-    __table_args__: Any = storage_options(STORAGE_PARAMETERS)  # noqa: RUF012  SQLAlchemy's own protocol
+    __table_args__: Any = storage_options(STORAGE_PARAMETERS)
 
     id: Mapped[int] = mapped_column(BigInteger, Identity(always=False), primary_key=True)
     create_time: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=text(_NOW))

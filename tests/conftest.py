@@ -3,9 +3,13 @@
 import os
 import subprocess
 
+import pytest
+
 from devstack.jars import KAFKA_VERSION
 from devstack.postgres import wheel_binaries
 from devstack.stack import FORCE_EMBEDDED
+
+pytest.register_assert_rewrite("tests.contract")
 
 pytest_plugins = ["tests.services"]
 

@@ -197,9 +197,7 @@ class Scene:
 
     def harvester(self, *, on_event=None, name="harvester", limits=None, config=None, **options):
         """A harvester that always leads unless `elector_factory=None` asks for NELI; not started."""
-        made = RecordingHarvester(
-            self.config(name=name, limits=limits, **(config or {})), on_event=on_event, **options
-        )
+        made = RecordingHarvester(self.config(name=name, limits=limits, **(config or {})), on_event=on_event, **options)
         self.harvesters.append(made)
         return made
 

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+import psycopg
+from confluent_kafka import KafkaException
+
 from devstack.errors import DevstackError
 from example_project.demo.children import DemoError
 from example_project.demo.run import Options, run
@@ -33,7 +36,7 @@ def main() -> int:
     wants_logs = False
     try:
         results = run(options, screen, log_directory)
-    except (DemoError, DevstackError, OSError) as error:
+    except (DemoError, DevstackError, psycopg.Error, KafkaException, OSError) as error:
         wants_logs = isinstance(error, DemoError)
         sys.stderr.write(f"demo: error: {error}\n")
         return _EXIT_CANNOT_RUN

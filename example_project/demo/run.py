@@ -79,7 +79,10 @@ class Outbox:
     @property
     def rolled_back(self) -> dict[str, int]:
         """Records of transactions that rolled back, by topic, as the application counted them."""
-        counts: dict[str, int] = json.loads(self.load.output)["rolled_back"]
+        output = self.load.output
+        if not output:
+            raise DemoError(f"the transactions of {self.application.name} did not end in time")
+        counts: dict[str, int] = json.loads(output)["rolled_back"]
         return counts
 
 

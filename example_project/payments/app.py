@@ -52,11 +52,18 @@ async def payments(request: Request) -> JSONResponse:
 def _read_payment(body: bytes) -> tuple[int, int, int]:
     """Payer, payee and amount; ValueError says what is wrong with them."""
     match json.loads(body):
-        case {"payer": int(payer), "payee": int(payee), "amount_cents": int(amount)} if (
-            payer != payee and 0 < amount <= _LARGEST_AMOUNT and max(abs(payer), abs(payee)) <= _LARGEST_ID
+        case {"payer": payer, "payee": payee, "amount_cents": amount} if (
+            payer != payee
+            and _is_number_below(_LARGEST_ID, payer)
+            and _is_number_below(_LARGEST_ID, payee)
+            and _is_number_below(_LARGEST_AMOUNT, amount)
         ):
             return payer, payee, amount
     raise ValueError('expected {"payer": account, "payee": another account, "amount_cents": more than 0}')
+
+
+def _is_number_below(limit: int, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < limit
 
 
 def _problem(status: int, error: Exception) -> JSONResponse:

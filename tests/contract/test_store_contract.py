@@ -18,10 +18,7 @@ _STORES = {
     "postgres text": [create_table_sql(TableName("outbox"), "text")],
     "postgres partitioned": [
         _PARTITIONED,
-        *(
-            f"CREATE TABLE outbox_{n} PARTITION OF outbox FOR VALUES WITH (MODULUS 3, REMAINDER {n})"
-            for n in range(3)
-        ),
+        *(f"CREATE TABLE outbox_{n} PARTITION OF outbox FOR VALUES WITH (MODULUS 3, REMAINDER {n})" for n in range(3)),
     ],
 }
 OURS, THEIRS = uuid4(), uuid4()
@@ -213,6 +210,15 @@ def test_backlog(scene, store):
     assert store.backlog().oldest_age_seconds == 0.0
 
 
+def _sessions(scene):
+    """States of the stores' sessions."""
+    rows = scene.execute(
+        "SELECT state FROM pg_stat_activity"
+        " WHERE datname = current_database() AND application_name LIKE 'kafka-outbox%'"
+    )
+    return [row.state for row in rows]
+
+
 def _end_sessions(scene):
     scene.execute(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
@@ -246,7 +252,9 @@ def test_connection_lost_in_the_middle(scene, store):
         other.execute("LOCK TABLE outbox")
         marking = threading.Thread(target=mark)
         marking.start()
-        waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        )
         wait_until(lambda: scene.execute(waiting)[0].count == 1, "the mark waits")
         _end_sessions(scene)
     marking.join()
@@ -276,8 +284,7 @@ def test_close_and_use_again(scene, store):
     store.mark(OURS, 10)
     store.close()
     store.close()
-    sessions = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'kafka-outbox%' AND datname = current_database()"
-    wait_until(lambda: scene.execute(sessions)[0].count == 0, "the session has ended")
+    wait_until(lambda: not _sessions(scene), "the session has ended")
     assert store.purge(OURS, [1]) == 1
 
 
@@ -286,5 +293,4 @@ def test_each_call_is_committed(scene, store):
     put(scene, ("t", "k"))
     store.mark(OURS, 10)
     assert marks(scene) == {1: OURS}
-    states = "SELECT DISTINCT state FROM pg_stat_activity WHERE application_name LIKE 'kafka-outbox%' AND datname = current_database()"
-    assert [row.state for row in scene.execute(states)] == ["idle"]
+    assert _sessions(scene) == ["idle"]

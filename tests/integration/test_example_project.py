@@ -92,9 +92,11 @@ def test_a_payment_that_cannot_be_leaves_nothing(payments_database):
         {"payer": 1, "payee": 3, "amount_cents": 1},
         {"payer": 1, "payee": 1, "amount_cents": 1},
         {"payer": 1, "payee": 2, "amount_cents": -1},
+        {"payer": 1, "payee": 2, "amount_cents": True},
         {"payer": 1, "payee": 2},
+        ["not", "a", "payment"],
     )
-    assert [status for status, _ in answers] == [409, 404, 400, 400, 400]
+    assert [status for status, _ in answers] == [409, 404, 400, 400, 400, 400, 400]
     assert _rows(payments_database) == [0, 0, 0]
 
 

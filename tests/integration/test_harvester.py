@@ -72,8 +72,7 @@ class _Application(threading.Thread):
             with connection.transaction():
                 for key in keys:
                     self._count_up(connection, key)
-                if self._random.random() < 0.2:
-                    raise _Undo
+                self._undo_if(self._random.random() < 0.2)
         except _Undo:
             pass
 
@@ -85,10 +84,14 @@ class _Application(threading.Thread):
                     "UPDATE business SET version = version + 1 WHERE key = %s RETURNING version", [key]
                 ).fetchone()
                 self._scene.stasher.stash(connection, OutboxRecord(self._topic, key, str(version)))
-                if undo:
-                    raise _Undo
+                self._undo_if(undo)
         except _Undo:
             pass
+
+    @staticmethod
+    def _undo_if(undo):
+        if undo:
+            raise _Undo
 
 
 def test_concurrent_transactions_arrive_all_once_in_order(scene, make_topic):
@@ -157,7 +160,7 @@ def test_everything_arrives_byte_for_byte(scene, make_topic):
 
 
 def test_explicit_partitions_are_kept(scene, make_topic):
-    """A record with a partition goes there, also against its key's hash; the others go where Kafka's clients put them."""
+    """A record with a partition goes there, also against its key's hash; others by their key."""
     topic = make_topic()
     scene.stash(
         *(OutboxRecord(topic, "key", f"to {partition}", partition=partition) for partition in (3, 0, 2, 1)),
@@ -192,7 +195,7 @@ def test_id_header_has_the_names_that_are_configured(scene, make_topic):
 
 
 def test_table_and_insert_of_seed_001(database, kafka_bootstrap, make_topic):
-    """goharvest's own table, written with the plain INSERT of its documentation, is harvested as it is."""
+    """Goharvest's own table, written with the plain INSERT of its documentation, is harvested as it is."""
     topic = make_topic()
     scene = Scene(database, kafka_bootstrap, layout=None)
     scene.execute(SEED_001_TABLE)

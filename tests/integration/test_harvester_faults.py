@@ -64,9 +64,7 @@ def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
                 attempts.append(1)
             super().produce(topic, value, *rest, **options)
 
-    harvester = scene.harvester(
-        limits=QUICK, producer_factory=lambda: Watching(harvester.config.producer_settings())
-    )
+    harvester = scene.harvester(limits=QUICK, producer_factory=lambda: Watching(harvester.config.producer_settings()))
     harvester.start()
     assert len(scene.read(topic, count=500)) == 500
     wait_until(lambda: scene.count() == 2, "all other rows are gone")
@@ -83,8 +81,8 @@ def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
     assert scene.count() == 0
 
 
-def test_record_that_no_producer_takes_does_not_end_the_harvester(scene, make_topic):
-    """Rows from writers that check nothing (impossible topics and partitions) are failures, not the end of it all."""
+def test_row_that_is_no_message_does_not_end_the_harvester(scene, make_topic):
+    """Rows from writers that check nothing (impossible topics, partitions, headers) are failures, not the end of it all."""
     topic = make_topic()
     scene.stash(OutboxRecord(topic, "a", b"1", partition=1_000_000))
     scene.execute(
@@ -92,10 +90,11 @@ def test_record_that_no_producer_takes_does_not_end_the_harvester(scene, make_to
         " ('', 'a', NULL), (%s, 'b', -5)",
         [topic],
     )
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key, kafka_header_keys) VALUES (%s, 'c', '{a}')", [topic])
     scene.stash(OutboxRecord(topic, "fine", b"2"))
     with scene.running(limits=QUICK):
         assert [message.value for message in scene.read(topic, count=1)] == [b"2"]
-        wait_until(lambda: scene.count() == 4, "the good row is gone")
+        wait_until(lambda: scene.count() == 5, "the good row is gone")
 
 
 def test_full_producer_queue(scene, make_topic):
@@ -130,7 +129,7 @@ def test_fatal_producer_error(scene, make_topic):
             if len(producers) == 1 and not self.told:
                 self.told = True
                 self._producer.purge()
-                raise KafkaException(KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "dead", True))  # noqa: FBT003
+                raise KafkaException(KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "dead", True))
             return self._producer.poll(timeout)
 
         flush = poll
@@ -243,4 +242,3 @@ def test_crash_settles_what_is_in_flight_before_the_hand_over(scene, make_topic)
     with pytest.raises(OutboxTableError):
         harvester.join(GENEROUS_SECONDS)
     assert queued == [0]
-

@@ -46,7 +46,7 @@ def _plan(store, statement, parameters):
 @pytest.mark.parametrize("statistics", ["empty", "full", "never"])
 @pytest.mark.parametrize("by_address", [True, False])
 def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
-    """However wrong the planner's statistics are, head and rows are found by index or address, never by scan or sort."""
+    """However wrong the planner's statistics are, rows are found by index or address, never by scan or sort."""
     scene.execute("ALTER TABLE outbox SET (autovacuum_enabled = off)")
     if statistics == "empty":
         scene.execute("ANALYZE outbox")
@@ -80,22 +80,19 @@ def test_plans_stay_when_the_table_grows_under_a_prepared_statement(scene, store
     for _ in range(10):
         store.mark(me, 100)
     scene.fill("t", 20_000)
-    plans = store._connection.execute("SELECT generic_plans, custom_plans FROM pg_prepared_statements").fetchall()
-    assert plans
     assert [record[0] for record in store.mark(me, 100).records] == list(range(1, 101))
-    scanned = store._connection.execute(
-        "SELECT pg_stat_force_next_flush(), pg_stat_clear_snapshot()"
-    ).fetchall()
-    assert scanned
-    (reads,) = store._connection.execute(
-        "SELECT seq_tup_read FROM pg_stat_user_tables WHERE relname = 'outbox'"
-    ).fetchone()
-    assert reads == 0
+    store._connection.execute("SELECT pg_stat_force_next_flush()")
+    store._connection.execute("SELECT 1")
+    (read,) = scene.execute("SELECT seq_tup_read, idx_tup_fetch FROM pg_stat_user_tables WHERE relname = 'outbox'")
+    assert read.seq_tup_read == 0
+    assert 0 < read.idx_tup_fetch < 5000
 
 
 def test_sessions_of_the_store(scene, store):
     """Sessions wait for their commits to be durable whatever the database's default is, and can be told apart."""
-    scene.execute("DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET synchronous_commit = off', current_database()); END $$")
+    scene.execute(
+        "DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET synchronous_commit = off', current_database()); END $$"
+    )
     store.close()
     store = PostgresStore(scene.database, application_name="kafka-outbox test")
     store.is_empty()

@@ -14,6 +14,7 @@ KEYS = [None, "a", "b", "c"]
 
 
 def record(identity, key, topic="t"):
+    """A row as a mark returns it."""
     return (identity, topic, key, b"", None, None, -1)
 
 

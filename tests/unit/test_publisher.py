@@ -44,7 +44,7 @@ class _Producer:
             self.report(KafkaError(KafkaError._PURGE_QUEUE))
 
 
-def _record(identity=1, key="k", value=b"v", header_keys=None, header_values=None, partition=-1):
+def _record(identity=1, key="k", value=b"v", *, header_keys=None, header_values=None, partition=-1):
     return (identity, "t", key, value, header_keys, header_values, partition, 99)
 
 
@@ -67,7 +67,7 @@ def publisher(producers):
 
 def test_what_is_sent(publisher, producers):
     """Topic, key, value, partition and headers go out as they are, the id header last."""
-    publisher.send(_record(7, None, None, ["a", "a"], [b"1", None], 3), 0.0)
+    publisher.send(_record(7, None, None, header_keys=["a", "a"], header_values=[b"1", None], partition=3), 0.0)
     publisher.send(_record(2**62, "k", "text"), 0.0)
     assert producers[0].calls == [
         ("t", None, None, 3, [("a", b"1"), ("a", None), ("outbox-id", "b\u00f6x:7".encode())]),
@@ -110,6 +110,19 @@ def test_refused_record_is_a_failed_one(publisher, producers):
     assert publisher.take_failed() == [(_record(5), error)]
 
 
+@pytest.mark.parametrize(
+    "fields", [{"header_keys": ["a", "b"], "header_values": [b"1"]}, {"header_values": [b"1"]}], ids=str
+)
+def test_row_that_is_no_message(publisher, producers, fields):
+    """A row whose headers do not pair up fails like a refused record, and is not sent without them."""
+    assert publisher.send(_record(3, **fields), 0.0)
+    ((failed, error),) = publisher.take_failed()
+    assert failed[0] == 3
+    assert error.code() == KafkaError._INVALID_ARG
+    assert publisher.in_flight == 0
+    assert not producers[0].calls
+
+
 def test_full_queue(publisher, producers):
     """A record that the producer has no room for is not sent and not failed."""
     producers[0].raises = BufferError()
@@ -122,7 +135,7 @@ def test_fatal_error_replaces_the_producer(publisher, producers, told_by, caplog
     """However a fatal error shows, it is not raised, and the producer is replaced once nothing is in flight."""
     publisher.send(_record(1), 0.0)
     if told_by == "poll":
-        fatal = KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "lost its place", True)  # noqa: FBT003
+        fatal = KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "lost its place", True)
         producers[0].raises_on_poll = KafkaException(fatal)
         publisher.poll(0)
         assert "lost its place" in caplog.text
@@ -132,7 +145,7 @@ def test_fatal_error_replaces_the_producer(publisher, producers, told_by, caplog
         publisher.send(_record(2), 0.0)
         producers[0].report(KafkaError(KafkaError._PURGE_QUEUE))
     else:
-        producers[0].report(KafkaError(KafkaError.INVALID_PRODUCER_EPOCH, "", True))  # noqa: FBT003
+        producers[0].report(KafkaError(KafkaError.INVALID_PRODUCER_EPOCH, "", True))
     publisher.push(0)
     assert publisher.in_flight == 0
     publisher.renew_if_broken()
