@@ -36,6 +36,7 @@ class _Memory(threading.Thread):
 
 
 def main() -> None:
+    """Drain and print."""
     dsn, bootstrap, rows, *limits = sys.argv[1:]
     began = [0.0]
     interval_rates: list[float] = []

@@ -71,6 +71,7 @@ class Writer(threading.Thread):
         self.stopping = threading.Event()
 
     def run(self) -> None:
+        """Write until it is asked to stop."""
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             while not self.stopping.wait(_COMMIT_EVERY_SECONDS):
                 connection.execute(
@@ -123,6 +124,7 @@ def gap(at: Services, number: signal.Signals) -> float:
 
 
 def main() -> None:
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()

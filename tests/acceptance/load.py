@@ -76,16 +76,17 @@ class Load:
             while count > 0:
                 count -= self._stash(connection, generator, lanes=30, each=3)
 
-    def slow_down_purges(self, seconds: float) -> None:
-        """Let every DELETE on the outbox take longer, so that faults often come between acknowledgement and purge."""
+    def slow_down(self, statement: str, seconds: float) -> None:
+        """Let every UPDATE (mark, reset) or DELETE (purge) on the outbox take longer, so that faults often meet one."""
+        name = f"{self._table}_slow_{statement.lower()}"
         with psycopg.connect(self._dsn) as connection:
             connection.execute(
-                f"CREATE FUNCTION {self._table}_rest() RETURNS trigger LANGUAGE plpgsql AS "
+                f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS "
                 f"'BEGIN PERFORM pg_sleep({seconds}); RETURN NULL; END'"
             )
             connection.execute(
-                f"CREATE TRIGGER rest BEFORE DELETE ON {self._table} "
-                f"FOR EACH STATEMENT EXECUTE FUNCTION {self._table}_rest()"
+                f"CREATE TRIGGER {name} BEFORE {statement} ON {self._table} "
+                f"FOR EACH STATEMENT EXECUTE FUNCTION {name}()"
             )
 
     def committed(self) -> list[Item]:

@@ -23,6 +23,7 @@ class Site:
         table: the outbox table, made here.
         load: settings of `Load`.
         command: whether the harvesters are `outbox harvest`.
+        via: the database as the harvesters reach it, if not by `dsn`.
         worker: settings of `worker.Settings`.
     """
 
@@ -36,12 +37,13 @@ class Site:
         table: str = "outbox",
         load: dict[str, Any] | None = None,
         command: bool = False,
+        via: str | None = None,
         **worker: Any,
     ) -> None:
         self._bootstrap = bootstrap
         self._topics = topics
         self.load = Load(dsn, topics, table=table, **(load or {}))
-        self.fleet = Fleet(directory, command=command, dsn=dsn, bootstrap=bootstrap, table=table, **worker)
+        self.fleet = Fleet(directory, command=command, dsn=via or dsn, bootstrap=bootstrap, table=table, **worker)
 
     def start(self, harvesters: int) -> None:
         """Start load and harvesters."""

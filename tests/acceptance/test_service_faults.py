@@ -1,8 +1,11 @@
-"""Kafka and Postgres die under load, and come back. The services are this module's own."""
+"""Kafka and Postgres die under load and come back (services of this module's own), or are cut off by a proxy."""
 
+import random
 import time
 
+from devstack.ports import LOCALHOST
 from devstack.processes import wait_until
+from devstack.proxy import TcpProxy
 from outbox_core.election import now
 
 
@@ -46,3 +49,28 @@ def test_postgres_restarted(make_site, private_stack, private_database, say):
     verdict.assert_in_order()
     site.assert_one_leader()
     assert len(site.fleet.terms()) == 1
+
+
+def test_database_cut(make_site, postgres, database, kafka_bootstrap, say):
+    """The connections break while statements run, which then commit unseen: nothing stuck, lost or reversed."""
+    with TcpProxy(LOCALHOST, postgres.port) as proxy:
+        via = database.replace(f":{postgres.port}/", f":{proxy.port}/")
+        site = make_site("cut", database, kafka_bootstrap, via=via)
+        for statement in ("UPDATE", "DELETE"):
+            site.load.slow_down(statement, 0.1)
+        site.start(harvesters=2)
+        for _ in range(4):
+            site.fleet.leader()
+            site.load.burst(300)
+            time.sleep(random.uniform(0.1, 0.4))
+            proxy.cut(drop=True)
+            time.sleep(0.5)  # what runs ends, and its answer is lost
+            proxy.reset()
+            proxy.restore()
+            proxy.resume()
+            say(f"database back -> next purge: {_wait_for_progress(site):.2f} s")
+        verdict = site.settle()
+    say(str(verdict))
+    verdict.assert_in_order()
+    site.assert_one_leader()
+    assert site.fleet.count("LeaderRefreshed") > 0, "no statement was cut off"

@@ -9,7 +9,7 @@ machine share. Lines are written at once, so a process that is killed leaves a c
     stray            {lease}                        a record was sent without a valid lease
 
 What can be told to go wrong: some `produce` calls raise, some delivery reports of delivered records say that they
-failed, and the elector may say yes to everybody.
+failed, all of them come late, and the elector may say yes to everybody.
 """
 
 import json
@@ -18,7 +18,11 @@ import os
 import random
 import sys
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Self
 from uuid import uuid4
 
@@ -47,6 +51,7 @@ class Settings:
         always_leads: whether the elector says yes without asking anybody.
         refused: share of `produce` calls that raise.
         misreported: share of delivery reports that say failed although the record was delivered.
+        report_delay: seconds by which delivery reports come late.
         limits: as in `HarvestConfig.limits`.
     """
 
@@ -58,6 +63,7 @@ class Settings:
     always_leads: bool = False
     refused: float = 0.0
     misreported: float = 0.0
+    report_delay: float = 0.0
     limits: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -121,7 +127,7 @@ class Worker:
             self._config,
             self._on_event,
             elector_factory=AlwaysLeads if settings.always_leads else None,
-            producer_factory=lambda: WatchedProducer(self, make_producer(self._config.producer_settings())),
+            producer_factory=self._make_producer,
         )
         self.awaits_send = self.awaits_delivery = False
 
@@ -145,6 +151,9 @@ class Worker:
             self.harvester.join()
         self.journal.note("end")
 
+    def _make_producer(self) -> Any:
+        return WatchedProducer(self, make_producer(self._config.producer_settings()), self._settings.report_delay)
+
     def _on_event(self, event: Event) -> None:
         if isinstance(event, MeterRead):
             return
@@ -167,14 +176,31 @@ class Worker:
 
 
 class WatchedProducer:
-    """A producer that notes what is sent without a lease, and lets some records fail."""
+    """A producer that notes what is sent without a lease, lets some records fail, and may report late."""
 
-    def __init__(self, worker: Worker, producer: Any) -> None:
+    def __init__(self, worker: Worker, producer: Any, report_delay: float) -> None:
         self._worker = worker
         self._producer = producer
+        self._report_delay = report_delay
+        self._late: deque[tuple[float, Callable[[], None]]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._producer, name)
+
+    def poll(self, timeout: float) -> None:
+        self._producer.poll(0 if self._late else timeout)
+        self._report_late(timeout)
+
+    def flush(self, timeout: float) -> None:
+        self._producer.flush(timeout)
+        self._report_late(timeout)
+
+    def _report_late(self, timeout: float) -> None:
+        if self._late and self._late[0][0] > now():
+            time.sleep(min(timeout, max(0.0, self._late[0][0] - now())))
+        while self._late and self._late[0][0] <= now():
+            _, report = self._late.popleft()
+            report()
 
     def produce(self, *arguments: Any, on_delivery: Any, **more: Any) -> None:
         worker = self._worker
@@ -190,7 +216,10 @@ class WatchedProducer:
                 worker.journal.note("delivered")
             if error is None and worker.misreports:
                 error = KafkaError(KafkaError._TIMED_OUT, "injected: misreported")
-            on_delivery(error, message)
+            if self._report_delay:
+                self._late.append((now() + self._report_delay, partial(on_delivery, error, message)))
+            else:
+                on_delivery(error, message)
 
         self._producer.produce(*arguments, on_delivery=report, **more)
         if worker.awaits_send:
