@@ -198,7 +198,8 @@ class KafkaBroker:
             [
                 *(java, "-Xmx256m", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"),
                 *("-cp", classpath, "kafka.tools.StorageTool", "format", "--ignore-formatted"),
-                *("--cluster-id", cluster_id, "--config", self._properties),
+                # In one word: a cluster ID may begin with a dash.
+                *(f"--cluster-id={cluster_id}", "--config", self._properties),
             ],
             capture_output=True,
             text=True,

@@ -8,9 +8,11 @@ import psycopg
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox_core.errors import OutboxTableError
+from outbox_core.election import now
+from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import LeaderRevoked, MeterRead
 from outbox_core.record import OutboxRecord
+from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import (
     GENEROUS_SECONDS,
     FaultyProducer,
@@ -61,7 +63,7 @@ def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
     class Watching(FaultyProducer):
         def produce(self, topic, value, *rest, **options):
             if len(value) > 1_000_000:
-                attempts.append(1)
+                attempts.append(now())
             super().produce(topic, value, *rest, **options)
 
     harvester = scene.harvester(limits=QUICK, producer_factory=lambda: Watching(harvester.config.producer_settings()))
@@ -71,8 +73,8 @@ def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
     wait_until(lambda: len(attempts) >= 6, "it is tried again")
     scene.stash(OutboxRecord(topic, "later", b"flows"))
     assert len(scene.read(topic, count=501)) == 501
-    # 2, 4, 8, ... ms, up to 200 ms: a retry at every mark would have been hundreds by now.
-    assert len(attempts) < 100
+    pauses = [later - earlier for earlier, later in itertools.pairwise(attempts)]
+    assert all(pause > 0.002 * 2**number * 0.9 for number, pause in enumerate(pauses[:5])), pauses
     scene.execute("UPDATE outbox SET kafka_value = 'small' WHERE length(kafka_value) > 1000000")
     messages = scene.read(topic, count=503)
     harvester.stop()
@@ -82,7 +84,7 @@ def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
 
 
 def test_row_that_is_no_message_does_not_end_the_harvester(scene, make_topic):
-    """Rows from writers that check nothing (impossible topics, partitions, headers) are failures, not the end of it all."""
+    """Rows that nobody checked (impossible topics, partitions, headers) are failures, not the end of it all."""
     topic = make_topic()
     scene.stash(OutboxRecord(topic, "a", b"1", partition=1_000_000))
     scene.execute(
@@ -196,6 +198,35 @@ def test_lost_marks_are_marked_again(scene, make_topic):
     scene.fill(topic, 300, keys=10)
     harvester = scene.drain(limits=QUICK)
     assert len(harvester.leader_ids) > 1
+    assert_only_adjacent_repeats(scene.read(topic), 300)
+
+
+class _LostAnswers(PostgresStore):
+    """Does what it is asked, and then loses the connection before it can say so, every third time."""
+
+    calls = itertools.count(1)
+
+    def _lose(self, answer):
+        if next(self.calls) % 3 == 0:
+            self.close()
+            raise StoreUnavailable("the answer is lost", in_doubt=True)
+        return answer
+
+    def mark(self, *arguments):
+        return self._lose(super().mark(*arguments))
+
+    def purge(self, *arguments):
+        return self._lose(super().purge(*arguments))
+
+    def reset(self, *arguments):
+        return self._lose(super().reset(*arguments))
+
+
+def test_lost_answers_of_the_database(scene, make_topic):
+    """Statements that took effect although the connection died before the answer neither hide nor reverse records."""
+    topic = make_topic()
+    scene.fill(topic, 300, keys=10)
+    scene.drain(limits=QUICK | {"mark_query_records": 40}, store_factory=lambda: _LostAnswers(scene.database))
     assert_only_adjacent_repeats(scene.read(topic), 300)
 
 
