@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test demo bench clean
+.PHONY: help setup lint format test demo bench bench-failover clean
 
 help:  ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Make .venv with the packages, all extras and the development tools
 
@@ -36,6 +36,9 @@ demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that
 
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput
+
+bench-failover: $(STAMP)  ## Measure how long nothing is published when the leader dies or is stopped
+	$(BIN)/python -m benchmarks.failover
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

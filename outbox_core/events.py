@@ -60,7 +60,7 @@ class LeaderFenced:
 
 @dataclass(frozen=True, slots=True)
 class MeterStats:
-    """Throughput of published (acknowledged and purged) records.
+    """Throughput of published (acknowledged) records.
 
     Attributes:
         interval_seconds: length of the last interval.

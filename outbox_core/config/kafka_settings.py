@@ -16,6 +16,8 @@ SERVERS = ("bootstrap.servers", "metadata.broker.list")
 _ACKS = ("acks", "request.required.acks")
 _DELIVERY_TIMEOUT = ("delivery.timeout.ms", "message.timeout.ms")
 _LINGER = ("linger.ms", "queue.buffering.max.ms")
+_MAX_POLL_INTERVAL = "max.poll.interval.ms"
+_LIBRDKAFKA_MAX_POLL_INTERVAL = 300_000
 _QUEUE_LENGTH = "queue.buffering.max.messages"
 _LIBRDKAFKA_QUEUE_LENGTH = 100_000
 _TRUE = ("true", "t", "1")
@@ -73,6 +75,11 @@ def wanted_delivery_timeout(base: KafkaSettings, producer: KafkaSettings) -> tim
                 milliseconds = _milliseconds(settings[name])
                 return timedelta(milliseconds=milliseconds) if milliseconds else timedelta.max
     return None
+
+
+def max_poll_interval(settings: KafkaSettings) -> timedelta:
+    """How long a hand-over may take before the group takes the leader for dead."""
+    return timedelta(milliseconds=_milliseconds(settings.get(_MAX_POLL_INTERVAL, "")) or _LIBRDKAFKA_MAX_POLL_INTERVAL)
 
 
 def linger(settings: KafkaSettings) -> timedelta:

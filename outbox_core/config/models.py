@@ -209,6 +209,10 @@ class HarvestConfig(Settings):
             raise InvalidSettings(
                 [Problem(("producer_kafka_config", "linger.ms"), "must be less than the delivery timeout")]
             )
+        longest_drain = kafka_settings.max_poll_interval(self.base_kafka_config) * 4 / 5
+        if self.limits.drain_timeout > longest_drain:
+            why = f"must not be more than {format_duration(longest_drain)}, or the group takes the leader for dead"
+            raise InvalidSettings([Problem(("limits", "drain_timeout"), why)])
         wanted = kafka_settings.wanted_delivery_timeout(self.base_kafka_config, self.producer_kafka_config)
         if wanted is not None and wanted > self.delivery_timeout:
             _say_once(

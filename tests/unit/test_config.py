@@ -611,3 +611,12 @@ def test_yaml_errors_never_quote_the_file(write):
     with pytest.raises(InvalidConfig) as caught:
         load_file(write(f"harvest:\n  dataSource: 'password={SECRET}\n  x: y"))
     assert SECRET not in str(caught.value)
+
+
+def test_drain_that_outlasts_the_group_is_refused():
+    """A hand-over longer than max.poll.interval.ms would make the group replace the leader while it drains."""
+    assert HarvestConfig(limits={"drain_timeout": "4m"}).limits.drain_timeout == timedelta(minutes=4)
+    with pytest.raises(InvalidConfig, match="drain_timeout"):
+        HarvestConfig(limits={"drain_timeout": "5m"})
+    with pytest.raises(InvalidConfig, match="drain_timeout"):
+        HarvestConfig(base_kafka_config={"max.poll.interval.ms": 10_000})
