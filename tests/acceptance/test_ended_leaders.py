@@ -64,6 +64,8 @@ def test_paused_leaders(make_site, database, kafka_bootstrap, say):
     Bytes that were already on their way may arrive late and reverse a key; that is documented, and counted here.
     """
     sites = [make_site(f"pause{number}", database, kafka_bootstrap) for number in range(3)]
+    for site in sites:
+        site.load.slow_down("DELETE", 0.02)
 
     def pause_once(site):
         site.start(harvesters=2)
@@ -72,17 +74,19 @@ def test_paused_leaders(make_site, database, kafka_bootstrap, say):
         time.sleep(random.uniform(0, 0.2))
         paused_at = now()
         victim.pause()
+        left_marked = site.load.marked()
         site.fleet.leader(besides=victim)
         takeover = site.fleet.takeover_seconds(paused_at)
         time.sleep(max(0.0, paused_at + _PAUSE_SECONDS - now()))
         resumed_at = now()
         victim.resume()
         time.sleep(2)
-        return takeover, resumed_at, victim, site.settle()
+        return takeover, left_marked, resumed_at, victim, site.settle()
 
     results = _everywhere(pause_once, sites)
-    say(f"paused -> next delivery: {_spread([takeover for takeover, _, _, _ in results])}")
-    for site, (_, resumed_at, victim, verdict) in zip(sites, results, strict=True):
+    say(f"paused -> next delivery: {_spread([takeover for takeover, *_ in results])}")
+    assert any(left_marked for _, left_marked, *_ in results), "no pause came while a record was under way"
+    for site, (_, _, resumed_at, victim, verdict) in zip(sites, results, strict=True):
         say(f"{verdict}; {site.fleet.count('stray')} sent without a lease")
         verdict.assert_complete()
         site.assert_one_leader(strays=True)
@@ -96,7 +100,7 @@ def test_stopped_leaders(make_site, database, kafka_bootstrap, say):
     """SIGTERM under load: the next one goes on at once, nothing lost or repeated, no mark left by who has stopped."""
     sites = [
         make_site("term", database, kafka_bootstrap),
-        make_site("slow", database, kafka_bootstrap, report_delay=0.1),
+        make_site("slow", database, kafka_bootstrap, report_delay=0.05),
         make_site("command", database, kafka_bootstrap, command=True),
     ]
     sites[1].load.slow_down("DELETE", 0.02)
@@ -106,7 +110,7 @@ def test_stopped_leaders(make_site, database, kafka_bootstrap, say):
         hand_overs = []
         for _ in range(_HAND_OVERS):
             victim = site.fleet.leader()
-            site.load.burst(600)
+            site.load.burst(300)
             time.sleep(random.uniform(0, 0.2))
             asked_at = victim.terminate()
             left = site.load.marked_by(victim.leader_ids())

@@ -20,7 +20,7 @@ def test_broker_killed(make_site, private_stack, private_database, say):
     """SIGKILL of the broker, for less and for more than a session: nothing lost or reversed, one leader at a time."""
     site = make_site("broker", private_database, private_stack.kafka.bootstrap)
     site.start(harvesters=3)
-    for outage in (0, 7):
+    for outage in (0, 5):
         site.fleet.leader()
         site.load.burst(600)
         time.sleep(0.1)
@@ -53,15 +53,16 @@ def test_postgres_restarted(make_site, private_stack, private_database, say):
 
 def test_database_cut(make_site, postgres, database, kafka_bootstrap, say):
     """The connections break while statements run, which then commit unseen: nothing stuck, lost or reversed."""
+    slow = {"records_per_second": 100}
     with TcpProxy(LOCALHOST, postgres.port) as proxy:
         via = database.replace(f":{postgres.port}/", f":{proxy.port}/")
-        site = make_site("cut", database, kafka_bootstrap, via=via)
+        site = make_site("cut", database, kafka_bootstrap, via=via, load=slow)
         for statement in ("UPDATE", "DELETE"):
             site.load.slow_down(statement, 0.1)
         site.start(harvesters=2)
         for _ in range(4):
             site.fleet.leader()
-            site.load.burst(300)
+            site.load.burst(150)
             time.sleep(random.uniform(0.1, 0.4))
             proxy.cut(drop=True)
             time.sleep(0.5)  # what runs ends, and its answer is lost
