@@ -15,8 +15,12 @@ class InvalidRecord(OutboxError, ValueError):
     """A record cannot be a Kafka message, or does not fit the outbox table's columns."""
 
 
+class InvalidMessageId(OutboxError, ValueError):
+    """A source or message id cannot be kept in an inbox."""
+
+
 class TransactionRequired(OutboxError):
-    """A record was stashed outside a transaction, so it would not be atomic with the data it tells about."""
+    """A record was stashed or a message accepted outside a transaction, so it would not be atomic with the data."""
 
 
 class InvalidConfig(OutboxError, ValueError):
@@ -47,8 +51,20 @@ class LeaderTopicError(OutboxError):
     """The leader topic is missing and cannot be made, or cannot be used."""
 
 
+class TrackingTopicError(OutboxError):
+    """The tracking topic of exactly-once delivery has wrong settings or foreign content, or cannot be used."""
+
+
+class MarkedRowsFound(OutboxError):
+    """Exactly-once delivery found rows marked by an at-least-once leader, which may have been published already."""
+
+
 class GroupRefused(OutboxError):
     """The leader group has members whose assignors differ from ours; choose another `leader_group_id`."""
+
+
+class UnsafeConsumer(OutboxError):
+    """A Kafka consumer commits offsets by itself, also of records that were not handled."""
 
 
 class MissingExtra(OutboxError):

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import (
     OFFSET_END,
@@ -24,9 +24,10 @@ from confluent_kafka import (
     TopicPartition,
 )
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.cimpl import NewTopic
 
-from outbox_core.errors import InvalidConfig, KafkaUnavailable, LeaderTopicError
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError, TrackingTopicError
 
 if TYPE_CHECKING:
     from confluent_kafka.admin._metadata import ClusterMetadata
@@ -43,9 +44,11 @@ __all__ = [
     "TopicPartition",
     "check_connection",
     "ensure_leader_topic",
+    "ensure_tracking_topic",
     "make_admin",
     "make_consumer",
     "make_producer",
+    "topic_exists",
 ]
 
 KafkaConfig = Mapping[str, Any]
@@ -58,6 +61,14 @@ _LEADER_TOPIC_SETTINGS = {
     "cleanup.policy": "delete",
     "retention.ms": "3600000",
     "segment.ms": "3600000",
+}
+
+_TRACKING_TOPIC_SETTINGS = {
+    # Only the last manifest is ever read, and it must never expire. Manifests come in quickly: compact often.
+    "cleanup.policy": "compact",
+    "segment.bytes": str(16 * 2**20),
+    "segment.ms": "3600000",
+    "min.cleanable.dirty.ratio": "0.1",
 }
 
 _NOTICE = 5  # of syslog's levels
@@ -160,6 +171,22 @@ class _Inquiry:
         cluster = self.metadata()
         return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
 
+    def topic_setting(self, topic: str, name: str) -> str:
+        """One of a topic's settings.
+
+        Raises:
+            TrackingTopicError: if it may not be read.
+        """
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+        answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
+        try:
+            return str(answer.result(self.remaining + _ATTEMPT_SECONDS)[name].value)
+        except (KafkaException, FutureTimeoutError) as error:
+            reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+            raise TrackingTopicError(
+                f"cannot read the settings of tracking topic {topic!r}: {reason}; grant DESCRIBE_CONFIGS on it"
+            ) from None
+
     def _note(self, error: KafkaError) -> None:
         if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
             self._complaint = error.str()
@@ -190,36 +217,85 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
         LeaderTopicError: if it is missing and cannot be made, or cannot be described.
         KafkaUnavailable: if the cluster does not answer.
     """
+    return _ensure(_Inquiry(config, timeout_seconds), _LEADER_TOPIC, topic)
+
+
+def ensure_tracking_topic(
+    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> None:
+    """Make the tracking topic of exactly-once delivery if it is missing, and check its settings.
+
+    Raises:
+        TrackingTopicError: naming the setting that is wrong, or what keeps the topic from being made or described.
+        KafkaUnavailable: if the cluster does not answer.
+    """
     inquiry = _Inquiry(config, timeout_seconds)
+    if not inquiry.can_create():
+        raise TrackingTopicError("this Kafka cluster is a mock without transactions; exactly once needs a real broker")
+    partitions = _ensure(inquiry, _TRACKING_TOPIC, topic)
+    if partitions != 1:
+        raise TrackingTopicError(
+            f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
+        )
+    policy = inquiry.topic_setting(topic, "cleanup.policy")
+    if policy != "compact":
+        raise TrackingTopicError(
+            f"tracking topic {topic!r} has cleanup.policy={policy}, expected compact: the last manifest must not expire"
+        )
+
+
+def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
+    """Whether a topic is there, without making it appear.
+
+    Raises:
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    return _Inquiry(config, timeout_seconds).partitions(topic) > 0
+
+
+class _Kind(NamedTuple):
+    """A topic that the harvester makes for itself."""
+
+    name: str
+    settings: dict[str, str]
+    error: type[OutboxError]
+
+
+_LEADER_TOPIC = _Kind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
+_TRACKING_TOPIC = _Kind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
+
+
+def _ensure(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
+    """Make a topic of one partition if it is missing; return its number of partitions."""
     partitions = inquiry.partitions(topic)
     if partitions == 0:
         if inquiry.can_create():
-            _create_leader_topic(inquiry, topic)
-        partitions = _partitions_once_there(inquiry, topic)
+            _create(inquiry, kind, topic)
+        partitions = _partitions_once_there(inquiry, kind, topic)
     return partitions
 
 
-def _create_leader_topic(inquiry: _Inquiry, topic: str) -> None:
-    new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=_LEADER_TOPIC_SETTINGS)
+def _create(inquiry: _Inquiry, kind: _Kind, topic: str) -> None:
+    new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=kind.settings)
     answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
     try:
         answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
     except KafkaException as error:
         cause: KafkaError = error.args[0]
         if cause.code() not in {KafkaError.TOPIC_ALREADY_EXISTS, KafkaError._UNSUPPORTED_FEATURE}:  # noqa: SLF001
-            raise _cannot_make(topic, cause.str()) from None
+            raise _cannot_make(kind, topic, cause.str()) from None
     except FutureTimeoutError:
-        raise _cannot_make(topic, "no answer") from None
+        raise _cannot_make(kind, topic, "no answer") from None
 
 
-def _cannot_make(topic: str, reason: str) -> LeaderTopicError:
-    return LeaderTopicError(
-        f"leader topic {topic!r} does not exist and cannot be made: {reason}; "
+def _cannot_make(kind: _Kind, topic: str, reason: str) -> OutboxError:
+    return kind.error(
+        f"{kind.name} {topic!r} does not exist and cannot be made: {reason}; "
         "create it with one partition, or grant CREATE on it"
     )
 
 
-def _partitions_once_there(inquiry: _Inquiry, topic: str) -> int:
+def _partitions_once_there(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
     """Ask for the topic by name until all brokers' metadata have caught up with its creation."""
     while True:
         found = inquiry.metadata(topic).topics[topic]
@@ -231,5 +307,5 @@ def _partitions_once_there(inquiry: _Inquiry, topic: str) -> int:
             KafkaError.UNKNOWN_TOPIC_OR_PART,
         }
         if not is_new or inquiry.is_late:
-            raise LeaderTopicError(f"leader topic {topic!r} cannot be used: {reason}; grant DESCRIBE, READ and WRITE")
+            raise kind.error(f"{kind.name} {topic!r} cannot be used: {reason}; grant DESCRIBE, READ and WRITE")
         time.sleep(_APPEAR_INTERVAL_SECONDS)

@@ -29,6 +29,7 @@ class StoredRecord(NamedTuple):
         header_keys: names of the headers, or None for none.
         header_values: their values, parallel to `header_keys`.
         partition: explicit partition; -1 lets the partitioner decide.
+        create_time: microseconds since the Unix epoch, from a scan; 0 from a mark, which has no use for it.
     """
 
     id: int
@@ -38,6 +39,15 @@ class StoredRecord(NamedTuple):
     header_keys: list[str] | None
     header_values: list[bytes | str | None] | None
     partition: int
+    create_time: int
+
+
+class MarkedRows(NamedTuple):
+    """Rows that carry some at-least-once leader's mark."""
+
+    number: int
+    first: int
+    last: int
 
 
 class MarkedBatch(NamedTuple):
@@ -75,14 +85,30 @@ class OutboxStore(Protocol):
     def check(self) -> str:
         """Look at the table; return the outbox's identity, `<database>.<schema>.<table>`."""
 
-    def mark(self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = ()) -> MarkedBatch:
-        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes, and return them."""
+    def mark(
+        self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = (), resting: Collection[int] = ()
+    ) -> MarkedBatch:
+        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them."""
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
+
+    def scan(
+        self, limit: int, in_flight: Collection[int], excluding: Collection[LaneKey] = ()
+    ) -> Sequence[StoredRecord]:
+        """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing."""
+
+    def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete the rows of which both id and create time match, whoever marked them; return how many."""
+
+    def marked(self) -> MarkedRows:
+        """The rows near the head of the table that carry a mark."""
+
+    def clear_marks(self) -> int:
+        """Clear the marks of those rows, whosever they are; return how many."""
 
     def is_empty(self) -> bool:
         """Whether no row is visible."""

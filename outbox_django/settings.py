@@ -39,6 +39,9 @@ class OutboxSettings:
         producer_kafka: librdkafka settings for its producer only.
         leader_topic: topic through which harvesters elect their leader.
         leader_group_id: consumer group through which they do.
+        delivery: `at-least-once` or `exactly-once`.
+        transactional_id: with which exactly-once delivery publishes.
+        tracking_topic: where exactly-once delivery keeps track.
         name: name of this harvester in logs and metrics.
         outbox_name: name of this outbox in the ID header; topics may be fed by several outboxes.
         id_header: name of the record header that tells repeats from new records; "" leaves it out.
@@ -54,6 +57,9 @@ class OutboxSettings:
     producer_kafka: Mapping[str, KafkaValue] = field(default_factory=dict)
     leader_topic: str | None = None
     leader_group_id: str | None = None
+    delivery: str | None = None
+    transactional_id: str | None = None
+    tracking_topic: str | None = None
     name: str | None = None
     outbox_name: str | None = None
     id_header: str | None = None
@@ -147,6 +153,12 @@ def _layout(value: object) -> Literal["binary", "text"]:
     return "binary" if value == "binary" else "text"
 
 
+def _delivery(value: object) -> str | None:
+    if value not in (None, "at-least-once", "exactly-once"):
+        raise InvalidConfig(f"expected 'at-least-once' or 'exactly-once', got {value!r}")
+    return value
+
+
 def _port(value: object) -> int | None:
     if value is None:
         return None
@@ -190,6 +202,9 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "PRODUCER_KAFKA": _kafka,
     "LEADER_TOPIC": _text,
     "LEADER_GROUP_ID": _text,
+    "DELIVERY": _delivery,
+    "TRANSACTIONAL_ID": _text,
+    "TRACKING_TOPIC": _text,
     "NAME": _text,
     "OUTBOX_NAME": _text,
     "ID_HEADER": _text_or_empty,

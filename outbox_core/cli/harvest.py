@@ -52,6 +52,15 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", metavar="NAME", help="the outbox table, `table` or `schema.table`")
     parser.add_argument("--leader-topic", metavar="TOPIC", help="topic of the leader election")
     parser.add_argument("--leader-group-id", metavar="GROUP", help="group in which an outbox's harvesters compete")
+    parser.add_argument(
+        "--delivery", metavar="MODE", help="at-least-once (default), or exactly-once through Kafka transactions"
+    )
+    parser.add_argument(
+        "--accept-marked",
+        action="store_true",
+        default=None,
+        help="exactly once: publish rows that an at-least-once harvester left marked, which may repeat them",
+    )
     parser.add_argument("--name", help="name of this instance in logs")
     parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
     parser.add_argument("--metrics-host", metavar="HOST", help="address for them; default: 127.0.0.1")
@@ -83,7 +92,7 @@ def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_SAME_NAME = ("leader_topic", "leader_group_id", "name", "metrics_port", "metrics_host")
+_SAME_NAME = ("leader_topic", "leader_group_id", "delivery", "accept_marked", "name", "metrics_port", "metrics_host")
 
 
 def run(config: HarvestConfig, *, drain: bool = False) -> int:

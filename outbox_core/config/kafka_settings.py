@@ -51,7 +51,9 @@ def _losing_settings(settings: KafkaSettings) -> Iterator[Refusal]:
     if str(settings.get("enable.idempotence", "true")).lower() not in _TRUE:
         yield Refusal("enable.idempotence", "must be true: without it a retry can change the order of records")
     if settings.get("transactional.id"):
-        yield Refusal("transactional.id", "must not be set: records are published at least once, without transactions")
+        yield Refusal(
+            "transactional.id", "must not be set here: write delivery: exactly-once, and transactional_id if need be"
+        )
     if str(settings.get("delivery.report.only.error", "false")).lower() in _TRUE:
         yield Refusal("delivery.report.only.error", "must be false: only reported records are removed")
     for name in _DELIVERY_TIMEOUT + _LINGER:

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
@@ -73,6 +73,8 @@ class Limits(Settings):
         mark_query_records: how many records one statement marks at most.
         lane_capacity: how many records of one key may wait in memory for their turn.
         min_metrics_interval: the shortest time between two `MeterRead` events.
+        transaction_timeout: how long a transaction of exactly-once delivery may be open before Kafka aborts it; readers
+            wait that long at most when a harvester dies.
         drain_timeout: how long a graceful stop waits for the acknowledgement of what is in flight.
     """
 
@@ -84,6 +86,7 @@ class Limits(Settings):
     mark_query_records: _Count = Field(default=5_000, validation_alias="markQueryRecords")
     lane_capacity: _Count = Field(default=1_000, validation_alias="laneCapacity")
     min_metrics_interval: _Pause = Field(default=timedelta(seconds=5), validation_alias="minMetricsInterval")
+    transaction_timeout: _Lease = Field(default=timedelta(seconds=15), validation_alias="transactionTimeout")
     drain_timeout: _Pause = Field(default=timedelta(seconds=10), validation_alias="drainTimeout")
 
     @model_validator(mode="before")
@@ -117,6 +120,13 @@ class LeaderNames(NamedTuple):
     topic: str
 
 
+class TrackingNames(NamedTuple):
+    """What exactly-once delivery of one outbox is known by in Kafka."""
+
+    transactional_id: str
+    topic: str
+
+
 def _default_name() -> str:
     host = re.sub(r"[^A-Za-z0-9_-]", "_", socket.gethostname() or "localhost")
     return f"{host}_{os.getpid()}_{int(time.time())}"
@@ -134,6 +144,13 @@ class HarvestConfig(Settings):
             table.
         data_source: the outbox's database; see `outbox_core.config.data_source`.
         outbox_table: the outbox's table, `table` or `schema.table`.
+        delivery: `at-least-once`, or `exactly-once` for readers with `isolation.level=read_committed`.
+        transactional_id: of exactly-once delivery, the same for every harvester of the outbox and no other; None to
+            derive it from the outbox's identity and the leader group.
+        tracking_topic: where exactly-once delivery keeps its manifests; None for the leader group's name with
+            `.manifests` behind it.
+        accept_marked: let exactly-once delivery publish rows that an at-least-once leader left marked, although some
+            may have been published before.
         name: the name of this instance in logs, and the default `client.id`.
         outbox_name: what stands before the row's id in the id header; None for database, schema and table.
         id_header: the name of the header that tells repeats apart; empty for none.
@@ -155,6 +172,10 @@ class HarvestConfig(Settings):
         default=DEFAULT_DATA_SOURCE, validation_alias="dataSource", validate_default=True
     )
     outbox_table: _Name = Field(default="outbox", validation_alias="outboxTable")
+    delivery: Literal["at-least-once", "exactly-once"] = Field(default="at-least-once", validation_alias="delivery")
+    transactional_id: _Name | None = Field(default=None, validation_alias="transactionalID")
+    tracking_topic: str | None = Field(default=None, validation_alias="trackingTopic")
+    accept_marked: bool = Field(default=False, validation_alias="acceptMarked")
     name: _Name = Field(default_factory=_default_name, validation_alias="name")
     outbox_name: _Name | None = Field(default=None, validation_alias="outboxName")
     id_header: str = Field(default="outbox-id", validation_alias="idHeader")
@@ -192,7 +213,7 @@ class HarvestConfig(Settings):
     def _know_the_servers(cls, settings: dict[str, Any]) -> dict[str, Any]:
         return settings if any(key in settings for key in kafka_settings.SERVERS) else _DEFAULT_SERVERS | settings
 
-    @field_validator("leader_topic")
+    @field_validator("leader_topic", "tracking_topic")
     @classmethod
     def _a_topic_of_its_own(cls, topic: str | None) -> str | None:
         if topic is None:
@@ -249,6 +270,25 @@ class HarvestConfig(Settings):
         """Group and topic of the election, for an outbox of this identity (`<database>.<schema>.<table>`)."""
         group_id = self.leader_group_id or identity
         return LeaderNames(group_id, self.leader_topic or _topic_name(group_id, ".neli"))
+
+    def tracking_names(self, identity: str) -> TrackingNames:
+        """transactional.id and tracking topic of exactly-once delivery, for an outbox of this identity."""
+        group_id = self.leader_group_id or identity
+        default_id = identity if group_id == identity else f"{identity}:{group_id}"
+        return TrackingNames(
+            self.transactional_id or f"kafka-outbox:{default_id}",
+            self.tracking_topic or _topic_name(default_id.replace(":", "-"), ".manifests"),
+        )
+
+    def transactional_settings(self, transactional_id: str) -> dict[str, Any]:
+        """The librdkafka settings of the transactional producer."""
+        timeout = self.limits.transaction_timeout // timedelta(milliseconds=1)
+        return {
+            **self.producer_settings(),
+            "transactional.id": transactional_id,
+            "transaction.timeout.ms": timeout,
+            "delivery.timeout.ms": timeout * 2 // 3,
+        }
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():

@@ -33,24 +33,19 @@ starts before that, so the lanes' promise holds across leaderships of one proces
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from threading import Event as ThreadEvent
 from typing import Final
 from uuid import UUID, uuid4
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
-from outbox_core.events import Event, LeaderRefreshed, MeterRead
+from outbox_core.events import LeaderRefreshed, MeterRead
 from outbox_core.harvest.cooling import Cooling
-from outbox_core.harvest.lanes import Lanes, lane_of
-from outbox_core.harvest.meter import Meter
-from outbox_core.harvest.outage import Outage
+from outbox_core.harvest.lanes import Lanes
 from outbox_core.harvest.publisher import Failure, Publisher
-from outbox_core.harvest.store_thread import StoreThread
-from outbox_core.metrics import HarvestMetrics
-from outbox_core.ports import LaneKey, LeaderElector, MarkedBatch, OutboxStore, StoredRecord
+from outbox_core.harvest.recovery import Recovery, Transactions
+from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.ports import MarkedBatch, OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
 
@@ -65,48 +60,6 @@ _FIRST_MARK_DELAY_SECONDS = 0.001
 _EMPTY_MARK_REST = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """Limits of one term, in records and seconds (see `outbox_core.config.Limits`)."""
-
-    mark_query_records: int
-    max_in_flight_records: int
-    lane_capacity: int
-    mark_backoff: float
-    io_error_backoff: float
-    delivery_timeout: float
-    drain_timeout: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a term works with; it all outlives the term.
-
-    Attributes:
-        elector: says whether we still lead.
-        publisher: the producer and its delivery reports.
-        marker: thread that runs the marks.
-        purger: thread that runs purges and resets.
-        metrics: where to count.
-        meter: throughput.
-        emit: tells the event handler.
-        wake: set whenever there may be something to do.
-        database: says once when the database goes and comes.
-        kafka: says once when deliveries fail and succeed again.
-    """
-
-    elector: LeaderElector
-    publisher: Publisher
-    marker: StoreThread
-    purger: StoreThread
-    metrics: HarvestMetrics
-    meter: Meter
-    emit: Callable[[Event], None]
-    wake: ThreadEvent
-    database: Outage
-    kafka: Outage
-
-
 class AtLeastOnce:
     """One leadership's mark-purge/reset.
 
@@ -114,6 +67,8 @@ class AtLeastOnce:
         leader_id: the ID of the leadership; marks carry it until the first remark.
         timing: limits.
         surroundings: what to work with.
+        publisher: the producer and its delivery reports; it outlives the leadership.
+        transactions: what exactly-once delivery of this outbox published with, if there ever was any.
         drain: whether to end once the table is empty.
 
     Attributes:
@@ -121,12 +76,23 @@ class AtLeastOnce:
         drained: whether it ended because the table is empty.
     """
 
-    def __init__(self, leader_id: UUID, timing: Timing, surroundings: Surroundings, *, drain: bool = False) -> None:
+    def __init__(
+        self,
+        leader_id: UUID,
+        timing: Timing,
+        surroundings: Surroundings,
+        publisher: Publisher,
+        transactions: Transactions,
+        *,
+        drain: bool = False,
+    ) -> None:
         self.leader_id = leader_id
         self.drained = False
         self._leadership_id = leader_id
         self._timing = timing
         self._with = surroundings
+        self._publisher = publisher
+        self._transactions = transactions
         self._drain = drain
         self._stopping = False
         self._lanes = Lanes(timing.lane_capacity)
@@ -134,7 +100,7 @@ class AtLeastOnce:
         self._remark = False
         self._marking: Future[tuple[MarkedBatch, float]] | None = None
         self._mark_limit = 0
-        self._mark_excluded: frozenset[LaneKey] = frozenset()
+        self._mark_excludes = False
         self._next_mark_at = 0.0
         self._mark_delay = _FIRST_MARK_DELAY_SECONDS
         self._settling: Future[int] | None = None
@@ -147,7 +113,7 @@ class AtLeastOnce:
     @property
     def in_flight_records(self) -> int:
         """Records sent and not yet acknowledged."""
-        return self._with.publisher.in_flight
+        return self._publisher.in_flight
 
     def stop(self) -> None:
         """Ask `run` to finish what is in flight and return. From any thread."""
@@ -156,11 +122,12 @@ class AtLeastOnce:
 
     def run(self) -> None:
         """Harvest until the leadership ends, `stop` is called or, when draining, the table is empty."""
+        Recovery(self._transactions, self._over, self._timing, self._with).settle_if_tracked()
         try:
             self._harvest()
             self._finish()
         except BaseException:
-            self._with.publisher.settle()  # whoever leads next must not meet our sends
+            self._publisher.settle()  # whoever leads next must not meet our sends
             raise
 
     def _harvest(self) -> None:
@@ -198,12 +165,14 @@ class AtLeastOnce:
         if self._marking is not None or not limit or now() < self._next_mark_at:
             return
         leader_id = self.leader_id
-        excluded = self._mark_excluded = self._lanes.full | self._cooling.lanes()
+        lanes, resting = self._cooling.resting()
+        lanes |= self._lanes.full
+        self._mark_excludes = bool(lanes or resting)
         self._mark_limit = limit
 
         def mark(store: OutboxStore) -> tuple[MarkedBatch, float]:
             began = now()
-            batch = store.mark(leader_id, limit, excluded)
+            batch = store.mark(leader_id, limit, lanes, resting)
             took = now() - began
             self._with.metrics.mark_took(took)
             return batch, took
@@ -244,7 +213,7 @@ class AtLeastOnce:
             self._next_mark_at = now() + max(self._mark_delay, took * _EMPTY_MARK_REST)
 
     def _check_drained(self) -> None:
-        if not self._drain or self._mark_excluded or self._lanes.held:
+        if not self._drain or self._mark_excludes or self._lanes.held:
             return
         try:
             self.drained = self._with.marker.submit(lambda store: store.is_empty()).result()
@@ -262,7 +231,7 @@ class AtLeastOnce:
         closes_at = 0.0
         if leadership is not None and leadership.leader_id == self._leadership_id:
             closes_at = leadership.deadline - self._timing.delivery_timeout
-        send = self._with.publisher.send
+        send = self._publisher.send
         sent_at = now()
         for position, record in enumerate(batch):
             if now() >= closes_at or elector.leadership is None or not send(record, sent_at):
@@ -271,7 +240,7 @@ class AtLeastOnce:
         return not self._lanes.has_ready
 
     def _collect_reports(self) -> None:
-        publisher, metrics = self._with.publisher, self._with.metrics
+        publisher, metrics = self._publisher, self._with.metrics
         if publisher.delivered:
             self._succeed(publisher.take_delivered())
         if publisher.failed:
@@ -280,13 +249,12 @@ class AtLeastOnce:
 
     def _succeed(self, delivered: list[StoredRecord]) -> None:
         self._to_purge.extend(delivered)
-        self._with.kafka.ended()
         self._with.metrics.published(len(delivered))
         arrived = now()
-        for sent_at, count in self._with.publisher.take_send_times().items():
+        for sent_at, count in self._publisher.take_send_times().items():
             self._with.metrics.publish_latency(arrived - sent_at, count)
-        if self._cooling:
-            self._cooling.succeeded(delivered)
+        self._cooling.succeeded(delivered)
+        self._with.kafka.worked(all_of_it=not self._cooling)
         stats = self._with.meter.add(len(delivered))
         if stats is not None:
             self._with.emit(MeterRead(stats))
@@ -300,11 +268,7 @@ class AtLeastOnce:
         record, error = failures[0]
         self._with.kafka.began(f"record {record[_ID]} for topic {record[_TOPIC]}: {error.str()}")
         for record, _ in failures:
-            lane = lane_of(record)
-            if lane is None:
-                self._next_mark_at = max(self._next_mark_at, now() + self._timing.io_error_backoff)
-            else:
-                self._cooling.failed(lane)
+            self._cooling.failed(record)
 
     # -- purge and reset
 
@@ -358,14 +322,14 @@ class AtLeastOnce:
     def _refresh_when_quiet(self) -> None:
         if self._busy():
             return
-        self._with.publisher.renew_if_broken()
+        self._publisher.renew_if_broken()
         self._lanes = Lanes(self._timing.lane_capacity)
         self._remark = False
         self.leader_id = uuid4()
         self._with.emit(LeaderRefreshed(self.leader_id))
 
     def _busy(self) -> bool:
-        return bool(self._with.publisher.in_flight) or self._busy_with_database()
+        return bool(self._publisher.in_flight) or self._busy_with_database()
 
     def _busy_with_database(self) -> bool:
         return bool(self._marking or self._settling or self._to_purge or self._to_reset)
@@ -384,7 +348,7 @@ class AtLeastOnce:
 
     def _wait(self, seconds: float) -> None:
         """Wait for delivery reports, or with nothing in flight for a statement to end or a wake-up."""
-        publisher, wake = self._with.publisher, self._with.wake
+        publisher, wake = self._publisher, self._with.wake
         if not publisher.in_flight:
             publisher.poll(0)
             wake.wait(seconds)
@@ -398,14 +362,14 @@ class AtLeastOnce:
     def _finish(self) -> None:
         """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph."""
         if not self._leads():
-            self._with.publisher.drop_unsent()
+            self._publisher.drop_unsent()
         self._force_remark()
         give_up_at = now() + self._timing.drain_timeout
-        while self._with.publisher.in_flight or (self._busy_with_database() and now() < give_up_at):
+        while self._publisher.in_flight or (self._busy_with_database() and now() < give_up_at):
             self._with.wake.clear()
             self._collect_mark()
             self._collect_settled()
             self._start_settling()
             self._wait(self._patience())
             self._collect_reports()
-        self._with.publisher.renew_if_broken()
+        self._publisher.renew_if_broken()

@@ -24,13 +24,16 @@ from outbox_core.election import Neli, NeliConfig
 from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
-from outbox_core.harvest.at_least_once import AtLeastOnce, Surroundings, Timing
+from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
+from outbox_core.harvest.exactly_once import ExactlyOnce
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.publisher import Publisher
+from outbox_core.harvest.recovery import Step, Transactions
 from outbox_core.harvest.store_thread import StoreThread
-from outbox_core.kafka import Producer, check_connection, make_producer
+from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.kafka import Producer, check_connection, ensure_tracking_topic, make_producer
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
 from outbox_core.stores.postgres import PostgresStore
@@ -54,7 +57,8 @@ class Harvester:
         drain: end by itself once the table is empty, whoever emptied it.
         store_factory: makes the stores, one for each thread that needs one; by default PostgreSQL.
         elector_factory: makes the elector from an event handler; by default NELI through Kafka.
-        producer_factory: makes the Kafka producer.
+        producer_factory: makes the Kafka producer of at-least-once delivery.
+        reached: called at every step of exactly-once delivery, on the harvest thread; for tests that stop the process.
 
     It may be used as a context manager: starts on entry, stops and joins on exit.
     """
@@ -69,6 +73,7 @@ class Harvester:
         store_factory: StoreFactory | None = None,
         elector_factory: ElectorFactory | None = None,
         producer_factory: ProducerFactory | None = None,
+        reached: Callable[[Step], None] = lambda _: None,
     ) -> None:
         self.config = config
         self._user_handler = on_event
@@ -77,11 +82,12 @@ class Harvester:
         self._make_store = store_factory or self._postgres_store
         self._make_elector = elector_factory
         self._make_producer = producer_factory or (lambda: make_producer(config.producer_settings()))
+        self._reached = reached
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._term_changed = threading.Condition()
-        self._term: AtLeastOnce | None = None
+        self._term: AtLeastOnce | ExactlyOnce | None = None
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
         self._failure: BaseException | None = None
         self._elector: LeaderElector | None = None
@@ -104,7 +110,11 @@ class Harvester:
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
         self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
-        parts = self._surroundings(self._elector, identity), self._backlog_observer()
+        self._transactions_of_outbox = self._transactions(identity)
+        if self.config.delivery == "exactly-once":
+            ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
+        self._publisher_of_outbox = self._publisher(identity)
+        parts = self._surroundings(self._elector), self._backlog_observer()
         self._elector.start()
         self._thread = threading.Thread(target=self._run, args=parts, name="outbox-harvest")
         self._thread.start()
@@ -200,13 +210,35 @@ class Harvester:
             self._on_leadership,
         )
 
-    def _surroundings(self, elector: LeaderElector, identity: str) -> Surroundings:
+    def _publisher(self, identity: str) -> Publisher | None:
+        """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
+        if self.config.delivery == "exactly-once":
+            return None
+        return Publisher(
+            self._make_producer, id_header=self.config.id_header, outbox_name=self.config.outbox_name or identity
+        )
+
+    def _transactions(self, identity: str) -> Transactions:
+        config = self.config
+        transactional_id, topic = config.tracking_names(identity)
+        return Transactions(
+            kafka=config.base_kafka_config,
+            producer=config.transactional_settings(transactional_id),
+            transactional_id=transactional_id,
+            tracking_topic=topic,
+            outbox=identity,
+            outbox_name=config.outbox_name or identity,
+            id_header=config.id_header,
+            timeout=config.limits.transaction_timeout.total_seconds(),
+            heartbeat_timeout=config.limits.heartbeat_timeout.total_seconds(),
+            accept_marked=config.accept_marked,
+            reached=self._reached,
+        )
+
+    def _surroundings(self, elector: LeaderElector) -> Surroundings:
         config = self.config
         return Surroundings(
             elector=elector,
-            publisher=Publisher(
-                self._make_producer, id_header=config.id_header, outbox_name=config.outbox_name or identity
-            ),
             marker=StoreThread(self._make_store(), "outbox-mark", self._wake.set),
             purger=StoreThread(self._make_store(), "outbox-purge", self._wake.set),
             metrics=self.metrics,
@@ -299,15 +331,21 @@ class Harvester:
             if term.drained:
                 return
 
-    def _begin_term(self, surroundings: Surroundings) -> AtLeastOnce | None:
+    def _begin_term(self, surroundings: Surroundings) -> AtLeastOnce | ExactlyOnce | None:
         leadership = surroundings.elector.leadership
         if leadership is None or now() >= leadership.deadline:
             return None
         with self._term_changed:
             if self._announced != leadership.leader_id or self._stopping.is_set():
                 return None
-            self._term = AtLeastOnce(leadership.leader_id, self._timing(), surroundings, drain=self._drain)
+            self._term = self._new_term(leadership.leader_id, surroundings)
             return self._term
+
+    def _new_term(self, leader_id: UUID, surroundings: Surroundings) -> AtLeastOnce | ExactlyOnce:
+        timing, transactions = self._timing(), self._transactions_of_outbox
+        if self._publisher_of_outbox is None:
+            return ExactlyOnce(leader_id, timing, surroundings, transactions, drain=self._drain)
+        return AtLeastOnce(leader_id, timing, surroundings, self._publisher_of_outbox, transactions, drain=self._drain)
 
 
 class _StandbyDrain:

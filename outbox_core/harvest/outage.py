@@ -18,6 +18,7 @@ class Outage:
         self._what = what
         self._log = log
         self._began_at: float | None = None
+        self._worked_at = 0.0
         self._reason = ""
 
     def began(self, error: object) -> None:
@@ -33,10 +34,16 @@ class Outage:
             self._log.warning("%s: back after %.1f s", self._what, time.monotonic() - self._began_at)
             self._began_at = None
 
+    def worked(self, *, all_of_it: bool) -> None:
+        """It worked; unless all of it does, what failed before still fails, and the log hears of neither."""
+        self._worked_at = time.monotonic()
+        if all_of_it:
+            self.ended()
+
     @property
     def lasted_seconds(self) -> float:
-        """How long it has been away, 0.0 if it is not."""
-        return 0.0 if self._began_at is None else time.monotonic() - self._began_at
+        """For how long nothing of it has worked, 0.0 if it is not away."""
+        return 0.0 if self._began_at is None else time.monotonic() - max(self._began_at, self._worked_at)
 
     def describe(self) -> str:
         """What has been away for how long, and why."""

@@ -23,7 +23,7 @@ from uuid import UUID
 import psycopg
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
-from outbox_core.ports import Backlog, LaneKey, MarkedBatch
+from outbox_core.ports import Backlog, LaneKey, MarkedBatch, MarkedRows, StoredRecord
 from outbox_core.schema import REQUIRED_COLUMNS, TableName
 
 _log = logging.getLogger(__name__)
@@ -35,6 +35,8 @@ SELECT set_config('synchronous_commit', 'on', false),
        set_config('enable_seqscan', 'off', false),
        set_config('enable_bitmapscan', 'off', false),
        set_config('enable_sort', 'off', false),
+       set_config('enable_hashjoin', 'off', false),
+       set_config('enable_mergejoin', 'off', false),
        set_config('jit', 'off', false)
 """
 
@@ -65,12 +67,45 @@ WITH head AS MATERIALIZED (
 UPDATE {table} SET leader_id = %(leader_id)s
 WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
 RETURNING id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
-          NULLIF(kafka_header_values, '{{}}'), {partition}, (SELECT selected FROM head)
+          NULLIF(kafka_header_values, '{{}}'), {partition}, 0, (SELECT selected FROM head)
+"""
+
+# Exact for every timestamp, the infinite ones apart, which nobody draws twice by chance.
+_MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
+
+_SCAN = """
+SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
+FROM {table}
+WHERE {other_ids} {exclusion}
+ORDER BY id
+LIMIT %(limit)s
+"""
+
+_SETTLE = """
+DELETE FROM {table} AS stored
+USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
+WHERE stored.id = published.id AND {microseconds} = published.microseconds
+"""
+
+# Marks are made from the head, so that is where they are.
+_MARKED = """
+SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0)
+FROM (SELECT id, leader_id FROM {table} ORDER BY id LIMIT {bound}) AS head
+WHERE leader_id IS NOT NULL
+"""
+
+_CLEAR_MARKS = """
+UPDATE {table} SET leader_id = NULL
+WHERE leader_id IS NOT NULL AND id = ANY (ARRAY(SELECT id FROM {table} ORDER BY id LIMIT {bound}))
 """
 
 # The lanes are a handful of hot or failing keys. The record's own columns are compared as one text, which Postgres
 # looks up in a hash table; the separator cannot occur in a topic.
 _EXCLUSION = "AND (kafka_key IS NULL OR kafka_topic || '/' || kafka_key <> ALL (%(excluded)s::text[]))"
+
+# Ids come in runs: a multirange is searched by halves, where an array is walked.
+_OTHER_IDS = "NOT (id::bigint <@ %(ids)s::int8multirange)"
 
 _PURGE = "DELETE FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
@@ -89,6 +124,7 @@ FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS hea
 """
 
 _BACKLOG_COUNT_BOUND = 100_000
+_MARKED_ROWS_BOUND = 1_000_000
 
 _CONNECTION_DEFAULTS = {
     # Without these a database that vanishes behind a firewall is noticed after two hours.
@@ -101,7 +137,9 @@ _CONNECTION_DEFAULTS = {
 
 _TEXT_TYPES = {"text", "character varying", "character"}
 _id_of = itemgetter(0)
-_SELECTED = 7
+# A server that has become a standby is as good as away: the next connection may find the new primary.
+_PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+_SELECTED = 8
 
 
 class PostgresStore:
@@ -118,7 +156,10 @@ class PostgresStore:
         self._name = TableName.parse(table)
         self._application_name = application_name
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
-        self._mark = self._mark_excluding = ""
+        self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
+        self._settle = self._format(_SETTLE, microseconds=_MICROSECONDS)
+        self._marked = self._format(_MARKED, bound=_MARKED_ROWS_BOUND)
+        self._clear_marks = self._format(_CLEAR_MARKS, bound=_MARKED_ROWS_BOUND)
         self._purge = self._format(_PURGE)
         self._reset = self._format(_RESET)
         self._empty = self._format(_IS_EMPTY)
@@ -152,16 +193,18 @@ class PostgresStore:
                 self._name,
                 cache,
             )
-        self._prepare_marks(columns, by_address=kind == "r" and not has_family)
+        self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
 
-    def mark(self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = ()) -> MarkedBatch:
-        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes, and return them."""
+    def mark(
+        self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = (), resting: Collection[int] = ()
+    ) -> MarkedBatch:
+        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them."""
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit}
-        if excluding:
-            parameters["excluded"] = [f"{topic}/{key}" for topic, key in excluding]
+        if excluding or resting:
+            parameters |= {"excluded": _lane_names(excluding), "ids": _multirange(resting)}
             rows = self._query(self._mark_excluding, parameters)
         else:
             rows = self._query(self._mark, parameters)
@@ -177,6 +220,29 @@ class PostgresStore:
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
         return self._change(self._reset, leader_id, ids)
+
+    def scan(
+        self, limit: int, in_flight: Collection[int], excluding: Collection[LaneKey] = ()
+    ) -> Sequence[StoredRecord]:
+        """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing."""
+        if not self._scan:
+            self.check()
+        parameters: dict[str, Any] = {"limit": limit, "ids": _multirange(in_flight)}
+        if excluding:
+            return self._query(self._scan_excluding, {**parameters, "excluded": _lane_names(excluding)})  # type: ignore[return-value]
+        return self._query(self._scan, parameters)  # type: ignore[return-value]
+
+    def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete the rows of which both id and create time match, whoever marked them; return how many."""
+        return self._execute(self._settle, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
+
+    def marked(self) -> MarkedRows:
+        """The marked rows among the first million."""
+        return MarkedRows(*self._query(self._marked)[0])
+
+    def clear_marks(self) -> int:
+        """Clear the marks of those rows, whosever they are; return how many."""
+        return self._execute(self._clear_marks, ()).rowcount
 
     def is_empty(self) -> bool:
         """Whether no row is visible."""
@@ -206,6 +272,7 @@ class PostgresStore:
             for column, expected, right in (
                 ("id", "bigint", columns["id"] in {"bigint", "integer"}),
                 ("leader_id", "uuid", columns["leader_id"] == "uuid"),
+                ("kafka_topic", "text", columns["kafka_topic"] in _TEXT_TYPES),
                 ("kafka_key", "text", columns["kafka_key"] in _TEXT_TYPES),
                 ("kafka_value", "bytea or text", values in _TEXT_TYPES | {"bytea"}),
                 ("kafka_header_values", "bytea[] or text[]", headers in _TEXT_TYPES | {"bytea"}),
@@ -215,19 +282,21 @@ class PostgresStore:
         if wrong:
             raise OutboxTableError(f"table {self._name} is no outbox: {'; '.join(wrong)}")
 
-    def _prepare_marks(self, columns: dict[str, str], *, by_address: bool) -> None:
-        """Choose the mark for this table. Addresses are unique within one physical table only."""
+    def _prepare_reads(self, columns: dict[str, str], *, by_address: bool) -> None:
+        """Choose mark and scan for this table. Addresses are unique within one physical table only."""
         parts = {
             "locator": "ctid" if by_address else "id",
             "locator_type": "tid" if by_address else "bigint",
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
         }
         self._mark = self._format(_MARK, exclusion="", **parts)
-        self._mark_excluding = self._format(_MARK, exclusion=_EXCLUSION, **parts)
+        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS}", **parts)
+        parts |= {"microseconds": _MICROSECONDS, "other_ids": _OTHER_IDS}
+        self._scan = self._format(_SCAN, exclusion="", **parts)
+        self._scan_excluding = self._format(_SCAN, exclusion=_EXCLUSION, **parts)
 
     def _change(self, statement: str, leader_id: UUID, ids: Sequence[int]) -> int:
-        # One text parameter: psycopg would adapt a list element by element.
-        return self._execute(statement, {"leader_id": leader_id, "ids": f"{{{','.join(map(str, ids))}}}"}).rowcount
+        return self._execute(statement, {"leader_id": leader_id, "ids": _array(ids)}).rowcount
 
     def _query(self, statement: str, parameters: Any = ()) -> list[tuple[Any, ...]]:
         return self._execute(statement, parameters).fetchall()
@@ -248,16 +317,20 @@ class PostgresStore:
         settings: dict[str, Any] = {"application_name": self._application_name, **_CONNECTION_DEFAULTS, **given}
         try:
             connection = psycopg.connect(**settings, autocommit=True)
-            connection.execute(_SESSION)
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to the database of data_source: {_one_line(error)}") from None
+        try:
+            connection.execute(_SESSION)
+        except psycopg.Error as error:
+            connection.close()
+            raise StoreUnavailable(f"the database refused the session's settings: {_one_line(error)}") from None
         return connection
 
     def _raise(self, error: psycopg.Error) -> NoReturn:
         """Translate, and give up the connection: after an error its state is not worth a guess."""
         self.close()
         message = _one_line(error)
-        if isinstance(error, psycopg.OperationalError | psycopg.InterfaceError):
+        if isinstance(error, _PASSING):
             raise StoreUnavailable(message, in_doubt=True) from error
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             raise OutboxTableError(f"missing rights on {self._name}: {message}") from error
@@ -266,3 +339,28 @@ class PostgresStore:
 
 def _one_line(error: psycopg.Error) -> str:
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+
+
+def _array(numbers: Sequence[int]) -> str:
+    """An array as one text parameter: psycopg would adapt a list element by element."""
+    return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _lane_names(lanes: Collection[LaneKey]) -> list[str]:
+    return [f"{topic}/{key}" for topic, key in lanes]
+
+
+def _multirange(ids: Collection[int]) -> str:
+    """Exactly these ids, as a multirange literal of their runs."""
+    runs: list[str] = []
+    first = last = None
+    for identity in sorted(ids):
+        if last is not None and identity == last + 1:
+            last = identity
+            continue
+        if first is not None:
+            runs.append(f"[{first},{last}]")
+        first = last = identity
+    if first is not None:
+        runs.append(f"[{first},{last}]")
+    return f"{{{','.join(runs)}}}"

@@ -1,0 +1,155 @@
+"""The beginning of a term: settle the last transaction and delete what it published.
+
+The order matters. `init_transactions()` first: it fences the last owner of the transactional.id and waits until its
+transaction is committed or aborted. Only then is the last committed manifest read; before that it may not be the last.
+What it lists is in Kafka for certain. Only when those rows are deleted may anything be read from the table.
+
+At-least-once delivery does the same where a tracking topic exists, so that a change of mode repeats nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from outbox_core.election.leadership import now
+from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
+from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
+from outbox_core.harvest.transaction import Ended, TransactionalProducer
+from outbox_core.harvest.waiting import Waiting
+from outbox_core.kafka import topic_exists
+
+_log = logging.getLogger(__name__)
+
+
+class Step(Enum):
+    """The steps of a term between which a test may stop the process."""
+
+    AFTER_INIT = "after-init"
+    AFTER_SCAN = "after-scan"
+    AFTER_PRODUCE = "after-produce"
+    BEFORE_COMMIT = "before-commit"
+    COMMIT_SENT = "commit-sent"
+    COMMITTED = "committed"
+    BEFORE_PURGE = "before-purge"
+    AFTER_PURGE = "after-purge"
+
+
+def _nothing(_: Step) -> None:
+    """What happens at a step when nobody is testing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transactions:
+    """What exactly-once delivery needs beside its surroundings.
+
+    Attributes:
+        kafka: librdkafka settings of the cluster.
+        producer: librdkafka settings of the transactional producer.
+        transactional_id: the outbox's own, the same for every process that may harvest it.
+        tracking_topic: where the manifests are.
+        outbox: identity of the outbox, `<database>.<schema>.<table>`.
+        outbox_name: what stands before the row's id in the id header.
+        id_header: name of that header, '' for none.
+        timeout: `transaction.timeout.ms`, in seconds.
+        heartbeat_timeout: length of a lease, in seconds.
+        accept_marked: publish rows that carry an at-least-once leader's mark, although that may repeat them.
+        reached: called at every step of a term.
+    """
+
+    kafka: Mapping[str, Any]
+    producer: Mapping[str, Any]
+    transactional_id: str
+    tracking_topic: str
+    outbox: str
+    outbox_name: str
+    id_header: str
+    timeout: float
+    heartbeat_timeout: float
+    accept_marked: bool
+    reached: Callable[[Step], None] = _nothing
+
+    def new_producer(self) -> TransactionalProducer:
+        """A producer for one term."""
+        return TransactionalProducer(
+            self.producer, id_header=self.id_header, outbox_name=self.outbox_name, timeout_seconds=self.timeout + 5.0
+        )
+
+    def last_manifest(self, give_up: Callable[[], bool]) -> Manifest | None:
+        """The manifest of the last committed transaction; only valid after a producer's `init`."""
+        return last_manifest(self.kafka, self.tracking_topic, self.transactional_id, self.outbox, give_up=give_up)
+
+
+class Recovery:
+    """Settles the last term.
+
+    Args:
+        transactions: what the last term published with, and the next one will.
+        over: whether the leadership is over.
+        timing: limits.
+        surroundings: what to work with.
+    """
+
+    def __init__(
+        self, transactions: Transactions, over: Callable[[], bool], timing: Timing, surroundings: Surroundings
+    ) -> None:
+        self._transactions = transactions
+        self._over = over
+        self._timing = timing
+        self._with = surroundings
+        self._waiting = Waiting(over, timing, surroundings)
+
+    def settle(self, producer: TransactionalProducer) -> Ended | None:
+        """Fence the last owner, settle its transaction, delete what it published."""
+        ended = producer.init(self._over)
+        if ended is not None:
+            return ended
+        self._transactions.reached(Step.AFTER_INIT)
+        give_up_at = now() + 2 * self._transactions.timeout
+        try:
+            manifest = self._transactions.last_manifest(lambda: self._over() or now() > give_up_at)
+        except ManifestNotRead as error:
+            return Ended(f"cannot read the tracking topic: {error}")
+        if manifest is not None:
+            ids, create_times = manifest.ids, manifest.create_times
+            settled = self._waiting.insist(self._with.purger, lambda store: store.settle(ids, create_times))
+            if settled:
+                _log.info("purged %d rows that the last term had published", settled)
+        return None
+
+    def settle_if_tracked(self) -> None:
+        """Before at-least-once delivery: settle the last exactly-once term, if there ever was one."""
+        while not self._over():
+            try:
+                if not topic_exists(self._transactions.kafka, self._transactions.tracking_topic):
+                    return
+                ended = self.settle(self._transactions.new_producer())
+            except KafkaUnavailable as error:
+                ended = Ended(str(error))
+            if ended is None:
+                return
+            self._with.kafka.began(ended.reason)
+            self._waiting.pause(self._timing.io_error_backoff)
+
+    def refuse_marks(self) -> None:
+        """Before exactly-once delivery: see what an at-least-once leader may have left.
+
+        Raises:
+            MarkedRowsFound: if there are marked rows, and they are not accepted.
+        """
+        marked = self._waiting.insist(self._with.marker, lambda store: store.marked())
+        if marked is None or not marked.number:
+            return
+        what = f"{marked.number} rows (ids {marked.first} to {marked.last}) carry the mark of an at-least-once leader"
+        if not self._transactions.accept_marked:
+            raise MarkedRowsFound(
+                f"{what} that did not stop in good order: those that it had sent would be repeated. Let an "
+                "at-least-once harvester drain them, or accept the possible repeats with --accept-marked"
+            )
+        _log.warning("%s; those that it had sent are repeated", what)
+        self._waiting.insist(self._with.marker, lambda store: store.clear_marks())

@@ -1,0 +1,54 @@
+"""What a leadership works with: limits, threads, metrics, the event handler. It all outlives the leadership."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event as ThreadEvent
+
+from outbox_core.events import Event
+from outbox_core.harvest.meter import Meter
+from outbox_core.harvest.outage import Outage
+from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.metrics import HarvestMetrics
+from outbox_core.ports import LeaderElector
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Limits, in records and seconds (see `outbox_core.config.Limits`)."""
+
+    mark_query_records: int
+    max_in_flight_records: int
+    lane_capacity: int
+    mark_backoff: float
+    io_error_backoff: float
+    delivery_timeout: float
+    drain_timeout: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a leadership works with.
+
+    Attributes:
+        elector: says whether we still lead.
+        marker: thread that runs the marks or scans.
+        purger: thread that runs purges and resets.
+        metrics: where to count.
+        meter: throughput.
+        emit: tells the event handler.
+        wake: set whenever there may be something to do.
+        database: says once when the database goes and comes.
+        kafka: says once when deliveries fail and succeed again.
+    """
+
+    elector: LeaderElector
+    marker: StoreThread
+    purger: StoreThread
+    metrics: HarvestMetrics
+    meter: Meter
+    emit: Callable[[Event], None]
+    wake: ThreadEvent
+    database: Outage
+    kafka: Outage

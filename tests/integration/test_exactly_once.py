@@ -1,0 +1,248 @@
+"""Exactly-once delivery on a real Postgres and a real broker: crashes at every step, bad records, rivals, mode changes."""
+
+import threading
+import time
+
+import pytest
+
+from outbox_core import OutboxRecord
+from outbox_core.errors import MarkedRowsFound, TrackingTopicError
+from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.recovery import Step
+from outbox_core.kafka import NewTopic, make_admin, make_producer
+from tests.harvesting import Scene, by_key, identity_of, wait_until
+
+pytestmark = pytest.mark.real_broker
+
+EXACTLY_ONCE = {"delivery": "exactly-once"}
+QUICK = {"transaction_timeout": "2s", "mark_query_records": 500}
+
+
+class Crash(BaseException):
+    """Ends the harvest thread where it stands, as far as an exception can."""
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """One outbox with a name of its own, so that its tracking topic is fresh too."""
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+def crash_at(step, *, after=1):
+    """A hook that crashes the harvester the `after`-th time it reaches the step."""
+    times = {step: after}
+
+    def reached(at):
+        if at in times:
+            times[at] -= 1
+            if times[at] == 0:
+                raise Crash(at.value)
+
+    return reached
+
+
+def numbers(messages):
+    """Values of the messages, as numbers, by key."""
+    return {key: [int(value) for value in values] for key, values in by_key(messages).items()}
+
+
+def assert_once_and_in_order(messages, count):
+    """Rows 1 to `count` have each arrived once; those of a key in order."""
+    arrived = sorted(int(message.value) for message in messages)
+    assert arrived == list(range(1, count + 1))
+    for key, values in numbers(messages).items():
+        assert values == sorted(values), f"{key} out of order"
+
+
+def test_every_record_arrives_once_and_in_order(scene, make_topic):
+    """Thousands of rows over several transactions, with their id headers, and a table that ends up empty."""
+    topic = make_topic()
+    scene.fill(topic, 5_000, keys=7)
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK)
+    messages = scene.read(topic)
+    assert_once_and_in_order(messages, 5_000)
+    assert sorted(map(identity_of, messages)) == list(range(1, 5_001))
+    assert scene.count() == 0
+
+
+@pytest.mark.parametrize("step", list(Step), ids=lambda step: step.value)
+def test_crash_between_any_two_steps_neither_loses_nor_repeats(scene, make_topic, step):
+    """Wherever a term ends, the next one finds out what is in Kafka and goes on from there."""
+    topic = make_topic()
+    scene.fill(topic, 3_000, keys=11)
+    crashed = scene.harvester(
+        config=EXACTLY_ONCE, limits=QUICK, reached=crash_at(step, after=2 if step != Step.AFTER_INIT else 1)
+    )
+    crashed.start()
+    with pytest.raises(Crash):
+        crashed.join(60)
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK)
+    assert_once_and_in_order(scene.read(topic), 3_000)
+    assert scene.count() == 0
+
+
+def test_rows_that_come_back_under_old_ids_are_published(scene, make_topic):
+    """Ids restart after the crash: the manifest's rows are recognised by id and create time, so new rows stay."""
+    topic = make_topic()
+    scene.fill(topic, 100)
+    crashed = scene.harvester(config=EXACTLY_ONCE, limits=QUICK, reached=crash_at(Step.BEFORE_PURGE))
+    crashed.start()
+    with pytest.raises(Crash):
+        crashed.join(60)
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    scene.stash(*(OutboxRecord(topic, "new", f"{number + 1000}") for number in range(100)))
+    assert scene.rows()[0].id == 1
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK)
+    assert numbers(scene.read(topic))[b"new"] == list(range(1000, 1100))
+
+
+def test_at_least_once_after_a_crashed_exactly_once_repeats_nothing(scene, make_topic):
+    """The other mode settles the last transaction too before it publishes."""
+    topic = make_topic()
+    scene.fill(topic, 2_000, keys=5)
+    crashed = scene.harvester(config=EXACTLY_ONCE, limits=QUICK, reached=crash_at(Step.BEFORE_PURGE, after=2))
+    crashed.start()
+    with pytest.raises(Crash):
+        crashed.join(60)
+    scene.drain(limits=QUICK)
+    assert_once_and_in_order(scene.read(topic), 2_000)
+
+
+def test_marked_rows_want_to_be_accepted(scene, make_topic):
+    """Rows that an at-least-once leader left marked may be in Kafka: exactly once says so, and asks."""
+    topic = make_topic()
+    scene.fill(topic, 10)
+    scene.execute("UPDATE outbox SET leader_id = gen_random_uuid() WHERE id BETWEEN 3 AND 6")
+    refused = scene.harvester(config=EXACTLY_ONCE)
+    refused.start()
+    with pytest.raises(MarkedRowsFound, match=r"4 rows \(ids 3 to 6\).*--accept-marked"):
+        refused.join(60)
+    assert scene.count() == 10
+    scene.drain(config=EXACTLY_ONCE | {"accept_marked": True})
+    assert_once_and_in_order(scene.read(topic), 10)
+
+
+@pytest.mark.parametrize("key", ["bad", None])
+def test_record_that_kafka_refuses_does_not_stop_the_others(scene, make_topic, key):
+    """The broker's refusal aborts the transaction; the record is found by halving, and rests with its key."""
+    topic = make_topic(config={"max.message.bytes": "20000"})
+    scene.fill(topic, 1_000, keys=10)
+    scene.stash(OutboxRecord(topic, key, b"x" * 100_000), OutboxRecord(topic, "bad", "2000"))
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) "
+        "SELECT %s, 'k' || n %% 10, n::text::bytea FROM generate_series(1001, 2000) AS n",
+        [topic],
+    )
+    with scene.running(config=EXACTLY_ONCE, limits=QUICK):
+        waiting = 1 if key is None else 2
+        wait_until(lambda: scene.count() == waiting, "only the bad record, and what waits behind it, is left")
+        left = scene.rows()
+    assert [len(row.kafka_value) > 50_000 for row in left] == [True, False][:waiting]
+    messages = [message for message in scene.read(topic) if message.key != b"bad"]
+    assert_once_and_in_order(messages, 2_000)
+
+
+def test_record_that_the_client_refuses_does_not_stop_the_others(scene, make_topic):
+    """A value beyond message.max.bytes is refused before it is sent; its followers wait, the others go on."""
+    topic = make_topic()
+    scene.stash(OutboxRecord(topic, "bad", b"x" * 2_000_000), OutboxRecord(topic, "bad", "1"))
+    scene.fill(topic, 500, keys=10)
+    with scene.running(config=EXACTLY_ONCE, limits=QUICK):
+        wait_until(lambda: scene.count() == 2, "only the bad key is left")
+    assert_once_and_in_order(scene.read(topic), 500)
+
+
+def test_late_commit_with_a_lower_id_is_not_lost(scene, make_topic):
+    """No scan begins at an id: a transaction that commits late is found behind those already published."""
+    topic = make_topic()
+    with scene.connect() as late:
+        scene.stasher.stash(late, OutboxRecord(topic, "late", "1"))
+        scene.stash(*(OutboxRecord(topic, f"k{number}", str(number)) for number in range(2, 200)))
+        with scene.running(config=EXACTLY_ONCE, limits=QUICK):
+            wait_until(lambda: scene.count() == 0, "the committed rows are published")
+            late.commit()
+            wait_until(lambda: len(scene.read(topic)) == 199, "the late one follows")
+    assert_once_and_in_order(scene.read(topic), 199)
+
+
+def test_transaction_open_for_too_long_ends_the_term_only(scene, make_topic):
+    """Fenced by the coordinator with no rival in sight, the harvester begins a new term by itself."""
+    topic = make_topic()
+    scene.fill(topic, 1_000)
+    slept = threading.Event()
+
+    def sleep_once(step):
+        if step is Step.AFTER_PRODUCE and not slept.is_set():
+            slept.set()
+            time.sleep(4)  # the broker looks for expired transactions now and then
+
+    with scene.running(config=EXACTLY_ONCE, limits=QUICK, reached=sleep_once) as harvester:
+        wait_until(lambda: scene.count() == 0, "a new term finishes the work")
+        assert harvester.kinds().count("LeaderAcquired") == 1
+    assert_once_and_in_order(scene.read(topic), 1_000)
+
+
+def test_two_that_always_lead_still_publish_once(scene, make_topic):
+    """Kafka fences, the election only decides who tries: two leaders take turns and repeat nothing."""
+    topic = make_topic()
+    written, count = 0, 0
+    with (
+        scene.running(config=EXACTLY_ONCE, limits=QUICK),
+        scene.running(config=EXACTLY_ONCE, limits=QUICK, name="rival"),
+    ):
+        until = time.monotonic() + 8
+        while time.monotonic() < until:
+            scene.stash(
+                *(OutboxRecord(topic, f"k{number % 7}", str(number)) for number in range(count + 1, count + 51))
+            )
+            count += 50
+            time.sleep(0.01)
+        written = count
+        wait_until(lambda: scene.count() == 0, "both together finish the work")
+    assert_once_and_in_order(scene.read(topic), written)
+
+
+@pytest.mark.parametrize(
+    ("partitions", "policy", "complaint"), [(2, "compact", "2 partitions"), (1, "delete", "cleanup.policy=delete")]
+)
+def test_tracking_topic_with_wrong_settings_is_refused(
+    scene, kafka_bootstrap, topic_name, partitions, policy, complaint
+):
+    """A topic that would lose the manifest, or that others may write to, is named together with the setting."""
+    name = topic_name("tracking")
+    admin = make_admin({"bootstrap.servers": kafka_bootstrap})
+    admin.create_topics([NewTopic(name, partitions, config={"cleanup.policy": policy})])[name].result(20)
+    harvester = scene.harvester(config=EXACTLY_ONCE | {"tracking_topic": name})
+    with pytest.raises(TrackingTopicError, match=complaint):
+        harvester.start()
+
+
+def test_manifest_of_another_outbox_is_refused(scene, make_topic, topic_name):
+    """Sharing a tracking topic must not delete anything from the wrong table."""
+    topic, tracking = make_topic(), topic_name("tracking")
+    scene.fill(topic, 10)
+    names = EXACTLY_ONCE | {"tracking_topic": tracking, "transactional_id": tracking}
+    scene.drain(config=names)
+    scene.execute("ALTER TABLE outbox RENAME TO other")
+    other = Scene(scene.database, scene.bootstrap, table="other", layout=None)
+    other.fill(topic, 10)
+    harvester = other.harvester(config=names)
+    harvester.start()
+    with pytest.raises(TrackingTopicError, match=r"belongs to the outbox .*\.public\.outbox"):
+        harvester.join(60)
+    assert other.count() == 10
+
+
+def test_foreign_record_in_the_tracking_topic_is_refused(scene, make_topic, topic_name, kafka_bootstrap):
+    """Another transactional.id in our tracking topic could hide our manifests: that is an error, not a guess."""
+    tracking = topic_name("tracking")
+    scene.drain(config=EXACTLY_ONCE | {"tracking_topic": tracking})
+    producer = make_producer({"bootstrap.servers": kafka_bootstrap})
+    producer.produce(tracking, Manifest("elsewhere", [1], [1]).encode(), "somebody else")
+    producer.flush(10)
+    harvester = scene.harvester(config=EXACTLY_ONCE | {"tracking_topic": tracking})
+    harvester.start()
+    with pytest.raises(TrackingTopicError, match="another transactional.id"):
+        harvester.join(60)
