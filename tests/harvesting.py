@@ -103,20 +103,22 @@ class FaultyProducer:
         self._misreported = misreported
         self.faults = 0
         self.longest_queue = 0
+        self._queue = 0
 
     def produce(self, topic, value, key, partition, *, on_delivery, headers):
         if self._random.random() < self._refused:
             self.faults += 1
             raise KafkaException(KafkaError(KafkaError._TRANSPORT, "injected refusal"))
-        report = on_delivery
-        if self._random.random() < self._misreported:
-            self.faults += 1
+        misreported = self._random.random() < self._misreported
+        self.faults += misreported
 
-            def report(_error, message):
-                on_delivery(KafkaError(KafkaError.REQUEST_TIMED_OUT, "injected report"), message)
+        def report(error, message):
+            self._queue -= 1
+            on_delivery(KafkaError(KafkaError.REQUEST_TIMED_OUT, "injected report") if misreported else error, message)
 
         self._producer.produce(topic, value, key, partition, on_delivery=report, headers=headers)
-        self.longest_queue = max(self.longest_queue, len(self._producer))
+        self._queue += 1
+        self.longest_queue = max(self.longest_queue, self._queue)
 
     def __len__(self):
         return len(self._producer)

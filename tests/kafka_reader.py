@@ -43,7 +43,7 @@ def read_topic(bootstrap, topic, *, count=None, timeout=30.0, isolation="read_co
     )
     try:
         partitions = _partitions(consumer, topic, deadline if count is not None else 0)
-        ends = {n: consumer.get_watermark_offsets(TopicPartition(topic, n), timeout=timeout)[1] for n in partitions}
+        ends = _ends(bootstrap, topic, partitions, timeout)
         consumer.assign([TopicPartition(topic, n, OFFSET_BEGINNING) for n in partitions])
         return _read_to(consumer, ends, deadline) if count is None else _read_count(consumer, count, deadline)
     finally:
@@ -56,6 +56,20 @@ def _partitions(consumer, topic, deadline):
         if known or time.monotonic() > deadline:
             return list(known)
         time.sleep(0.1)
+
+
+def _ends(bootstrap, topic, partitions, timeout):
+    """The ends of the logs, open transactions included.
+
+    A commit is decided before its markers reach the partitions: a read_committed client asked for the end right after
+    one may be told an earlier offset.
+    """
+    settings = {"bootstrap.servers": bootstrap, "group.id": "kafka-reader", "isolation.level": "read_uncommitted"}
+    consumer = Consumer(settings)
+    try:
+        return {n: consumer.get_watermark_offsets(TopicPartition(topic, n), timeout=timeout)[1] for n in partitions}
+    finally:
+        consumer.close()
 
 
 def _read_count(consumer, count, deadline):

@@ -101,6 +101,7 @@ def build_producer_settings(
     if not any(key in kept for key in _LINGER):
         kept["linger.ms"] = 5
     kept.setdefault("client.id", name)
+    kept.setdefault("reconnect.backoff.max.ms", 1000)  # be back soon after the broker is
     return {
         **kept,
         "enable.idempotence": True,

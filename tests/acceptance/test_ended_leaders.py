@@ -10,7 +10,9 @@ import pytest
 
 from outbox_core.election import now
 
-_KILLS = int(os.environ.get("OUTBOX_FAULT_ROUNDS", "20"))
+pytestmark = pytest.mark.real_broker
+
+_KILLS = int(os.environ.get("OUTBOX_TEST_FAULT_ROUNDS", "20"))
 _OUTBOXES = 5
 _HAND_OVERS = 4
 _PAUSE_SECONDS = 9.0  # the session is 6 s

@@ -3,6 +3,10 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+pytestmark = pytest.mark.real_broker
+
 _LOAD_SECONDS = 5.0
 
 

@@ -3,10 +3,14 @@
 import random
 import time
 
+import pytest
+
 from devstack.ports import LOCALHOST
 from devstack.processes import wait_until
 from devstack.proxy import TcpProxy
 from outbox_core.election import now
+
+pytestmark = pytest.mark.real_broker
 
 
 def _wait_for_progress(site):

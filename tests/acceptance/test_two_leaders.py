@@ -5,6 +5,8 @@ import time
 import psycopg
 import pytest
 
+pytestmark = pytest.mark.real_broker
+
 _LOAD_SECONDS = 6.0
 
 _AUDIT = """

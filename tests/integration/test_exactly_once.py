@@ -1,4 +1,4 @@
-"""Exactly-once delivery on a real Postgres and a real broker: crashes at every step, bad records, rivals, mode changes."""
+"""Exactly-once delivery on a real Postgres and broker: crashes at every step, bad records, rivals, mode changes."""
 
 import threading
 import time
@@ -205,14 +205,14 @@ def test_two_that_always_lead_still_publish_once(scene, make_topic):
 
 
 @pytest.mark.parametrize(
-    ("partitions", "policy", "complaint"), [(2, "compact", "2 partitions"), (1, "delete", "cleanup.policy=delete")]
+    ("settings", "complaint"),
+    [((2, "compact"), "2 partitions"), ((1, "delete"), "cleanup.policy=delete")],
+    ids=["partitions", "policy"],
 )
-def test_tracking_topic_with_wrong_settings_is_refused(
-    scene, kafka_bootstrap, topic_name, partitions, policy, complaint
-):
+def test_tracking_topic_with_wrong_settings_is_refused(scene, topic_name, settings, complaint):
     """A topic that would lose the manifest, or that others may write to, is named together with the setting."""
-    name = topic_name("tracking")
-    admin = make_admin({"bootstrap.servers": kafka_bootstrap})
+    name, (partitions, policy) = topic_name("tracking"), settings
+    admin = make_admin({"bootstrap.servers": scene.bootstrap})
     admin.create_topics([NewTopic(name, partitions, config={"cleanup.policy": policy})])[name].result(20)
     harvester = scene.harvester(config=EXACTLY_ONCE | {"tracking_topic": name})
     with pytest.raises(TrackingTopicError, match=complaint):
@@ -235,7 +235,7 @@ def test_manifest_of_another_outbox_is_refused(scene, make_topic, topic_name):
     assert other.count() == 10
 
 
-def test_foreign_record_in_the_tracking_topic_is_refused(scene, make_topic, topic_name, kafka_bootstrap):
+def test_foreign_record_in_the_tracking_topic_is_refused(scene, topic_name, kafka_bootstrap):
     """Another transactional.id in our tracking topic could hide our manifests: that is an error, not a guess."""
     tracking = topic_name("tracking")
     scene.drain(config=EXACTLY_ONCE | {"tracking_topic": tracking})
@@ -244,5 +244,5 @@ def test_foreign_record_in_the_tracking_topic_is_refused(scene, make_topic, topi
     producer.flush(10)
     harvester = scene.harvester(config=EXACTLY_ONCE | {"tracking_topic": tracking})
     harvester.start()
-    with pytest.raises(TrackingTopicError, match="another transactional.id"):
+    with pytest.raises(TrackingTopicError, match=r"another transactional\.id"):
         harvester.join(60)

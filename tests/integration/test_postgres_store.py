@@ -59,10 +59,13 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
         scene.execute("ALTER TABLE child ADD PRIMARY KEY (id)")
         store.check()
     me = uuid4()
-    excluded = [f"t/k{n}" for n in range(5)]
+    excluded = {"limit": 100, "excluded": [f"t/k{n}" for n in range(5)], "ids": "{[1,3],[7,7]}"}
     statements = {
         "mark": (store._mark, {"leader_id": me, "limit": 100}),
-        "mark_excluding": (store._mark_excluding, {"leader_id": me, "limit": 100, "excluded": excluded}),
+        "mark_excluding": (store._mark_excluding, {"leader_id": me, **excluded}),
+        "scan": (store._scan, {"limit": 100, "ids": "{[1,3],[7,7]}"}),
+        "scan_excluding": (store._scan_excluding, excluded),
+        "settle": (store._settle, {"ids": "{1,2,3}", "create_times": "{1,2,3}"}),
         "purge": (store._purge, {"leader_id": me, "ids": "{1,2,3}"}),
         "reset": (store._reset, {"leader_id": me, "ids": "{1,2,3}"}),
     }
