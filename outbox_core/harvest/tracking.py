@@ -82,6 +82,7 @@ class _Reader:
             "enable.auto.offset.store": False,
             "enable.partition.eof": True,
             "auto.offset.reset": "error",
+            "fetch.wait.max.ms": 10,  # at the end of the topic nothing more comes: do not wait for it
         }
         self._consumer = make_consumer({**self._settings, "isolation.level": "read_committed"})
 
