@@ -86,8 +86,9 @@ class ExactlyOnce:
         self._with.wake.set()
 
     def over(self) -> bool:
-        """Whether nothing more is to be begun."""
-        return self._stopping or self.drained or not self.leads()
+        """Whether nothing more is to be begun. Once true it stays true, even if the lease is renewed after all."""
+        self._stopping = self._stopping or self.drained or not self.leads()
+        return self._stopping
 
     def leads(self) -> bool:
         """Whether the lease of this leadership is valid now."""

@@ -118,6 +118,8 @@ class Recovery:
         if manifest is not None:
             ids, create_times = manifest.ids, manifest.create_times
             settled = self._waiting.insist(self._with.purger, lambda store: store.settle(ids, create_times))
+            if settled is None:
+                return Ended("the leadership ended before the last term was settled")
             if settled:
                 _log.info("purged %d rows that the last term had published", settled)
         return None

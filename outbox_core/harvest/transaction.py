@@ -139,7 +139,7 @@ class TransactionalProducer:
                     except BufferError:
                         if give_up():
                             return None
-                        self._producer.poll(_QUEUE_FULL_POLL_SECONDS)
+                        self._producer.poll(_QUEUE_FULL_POLL_SECONDS)  # raises if the producer has broken
             except KafkaException as error:
                 cause: KafkaError = error.args[0]
                 if cause.fatal() or cause.code() in _BROKEN:
@@ -149,21 +149,21 @@ class TransactionalProducer:
                 refused.append(Failure(record, cause))
             except (TypeError, ValueError, OverflowError) as error:  # a row that is no message, written by hand
                 refused.append(Failure(record, KafkaError(KafkaError._INVALID_ARG, str(error))))  # noqa: SLF001
-        self._producer.poll(0)
         return refused
 
     def send_manifest(self, topic: str, value: bytes) -> Ended | None:
         """Produce the manifest into the open transaction."""
         try:
-            self._producer.produce(topic, value, self._transactional_id, 0)
+            while True:
+                try:
+                    self._producer.produce(topic, value, self._transactional_id, 0)
+                except BufferError:
+                    self._producer.poll(_QUEUE_FULL_POLL_SECONDS)
+                else:
+                    return None
         except KafkaException as error:
             cause: KafkaError = error.args[0]
-            if cause.code() != KafkaError._STATE:  # noqa: SLF001  else the commit will tell
-                return Ended(cause.str())
-        except BufferError:
-            self._producer.flush(self._timeout)
-            return self.send_manifest(topic, value)
-        return None
+            return None if cause.code() == KafkaError._STATE else Ended(cause.str())  # noqa: SLF001  the commit will tell
 
     def commit(self) -> Outcome:
         """Commit the transaction, and abort it if it must be."""
