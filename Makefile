@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test demo bench bench-failover clean
+.PHONY: help setup lint format test demo bench bench-failover bench-latency clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 
 bench-failover: $(STAMP)  ## Measure how long nothing is published when the leader dies or is stopped
 	$(BIN)/python -m benchmarks.failover
+
+bench-latency: $(STAMP)  ## Measure the time from commit to consumer
+	$(BIN)/python -m benchmarks.latency
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

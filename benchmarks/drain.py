@@ -1,6 +1,6 @@
 """One harvester process that drains a filled outbox and prints what it took, as JSON.
 
-    python -m benchmarks.drain DSN BOOTSTRAP ROWS [limit=value ...]
+    python -m benchmarks.drain DSN BOOTSTRAP ROWS DELIVERY [limit=value ...]
 
 The clock runs from `LeaderAcquired` to the empty table. Memory is the resident set, sampled every 100 ms.
 """
@@ -37,7 +37,7 @@ class _Memory(threading.Thread):
 
 def main() -> None:
     """Drain and print."""
-    dsn, bootstrap, rows, *limits = sys.argv[1:]
+    dsn, bootstrap, rows, delivery, *limits = sys.argv[1:]
     began = [0.0]
     interval_rates: list[float] = []
 
@@ -50,6 +50,7 @@ def main() -> None:
     config = HarvestConfig(
         data_source=dsn,
         base_kafka_config={"bootstrap.servers": bootstrap},
+        delivery=delivery,
         limits={
             "min_metrics_interval": "1s",
             **{name: int(value) for name, value in (pair.split("=") for pair in limits)},

@@ -60,9 +60,9 @@ def fresh_topic(prefix: str) -> str:
     return f"{prefix}-{time.time_ns()}"
 
 
-def harvest(services: Services, *, rows: int, options: tuple[str, ...] = ()) -> dict[str, Any]:
+def harvest(services: Services, delivery: str, *, rows: int) -> dict[str, Any]:
     """Drain the table with one harvester process; return what it measured (see `benchmarks.drain`)."""
-    command = [sys.executable, "-m", "benchmarks.drain", services.dsn, services.bootstrap, str(rows), *options]
+    command = [sys.executable, "-m", "benchmarks.drain", services.dsn, services.bootstrap, str(rows), delivery]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured

@@ -2,14 +2,15 @@
 
 Limits, each taken right before the harvest it stands beside:
 
-- *mark + delete*: the store's own statements in a loop on one connection, nothing published;
-- *produce*: the same records through a bare producer with a delivery callback, nothing read or deleted;
-- *lockstep*: with few keys the order of each key allows one record of it per round trip, so the limit is a bare loop
-  that produces one record for each key, waits for all acknowledgements and deletes the rows.
+- *database*: the store's own statements in a loop on one connection, nothing published: mark and purge for at least
+  once, scan and delete for exactly once;
+- *produce*: the same records through a bare producer, nothing read or deleted: with a callback for each record, or in
+  transactions of the same size;
+- *lockstep*: at least once with few keys, the order of each key allows one record of it per round trip, so the limit
+  is a bare loop that produces one record for each key, waits for all acknowledgements and deletes the rows.
 
-A harvest does mark, delete and produce for every record, with the broker and the database on the same cores. Doing one
-after the other would reach 1 / (1/a + 1/b) records/s; the table shows ours against that (`one after the other`) for
-many keys, and against the lockstep loop for few.
+A harvest does all of it for every record, with the broker and the database on the same cores. Doing one after the
+other would reach 1 / (1/a + 1/b) records/s; the table shows ours against that, or against the lockstep loop.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from outbox_core.kafka import make_producer
 from outbox_core.stores.postgres import PostgresStore
 
 _BATCH = 5_000
-_COLUMNS = ("keys", "records", "mark + delete /s", "produce /s", "limit /s", "harvester /s", "of limit", "RSS MiB")
+_FEW_KEYS = 100
+_COLUMNS = ("delivery", "keys", "records", "database", "produce", "limit", "harvester", "of limit", "RSS MiB")
 _PRODUCER = {"enable.idempotence": True, "linger.ms": 5, "queue.buffering.max.messages": 200_000}
 
 
@@ -42,6 +44,35 @@ def mark_and_delete(dsn: str, rows: int) -> float:
         store.purge(leader_id, [record[0] for record in records])
         done += len(records)
     store.close()
+    return rows / (time.perf_counter() - began)
+
+
+def scan_and_delete(dsn: str, rows: int) -> float:
+    """Records/s of the store's scan and settle alone."""
+    store, done = PostgresStore(dsn), 0
+    store.check()
+    began = time.perf_counter()
+    while done < rows:
+        records = store.scan(_BATCH, ())
+        store.settle([record[0] for record in records], [record[7] for record in records])
+        done += len(records)
+    store.close()
+    return rows / (time.perf_counter() - began)
+
+
+def produce_in_transactions(bootstrap: str, topic: str, rows: int, keys: int) -> float:
+    """Records/s of a bare transactional producer with id header."""
+    producer = make_producer({"bootstrap.servers": bootstrap, **_PRODUCER, "transactional.id": topic})
+    value = b"x" * VALUE_BYTES
+    producer.list_topics(topic)
+    producer.init_transactions(30)
+    began = time.perf_counter()
+    for start in range(0, rows, _BATCH):
+        producer.begin_transaction()
+        for number in range(start, min(rows, start + _BATCH)):
+            headers = [("outbox-id", b"bench.public.outbox:%d" % number)]
+            producer.produce(topic, value, f"key-{number % keys}", headers=headers)
+        producer.commit_transaction(30)
     return rows / (time.perf_counter() - began)
 
 
@@ -86,21 +117,24 @@ def lockstep(services: Services, topic: str, rows: int, keys: int) -> float:
         return rows / (time.perf_counter() - began)
 
 
-def one_round(services: Services, rows: int, keys: int) -> dict[str, float]:
+def one_round(services: Services, delivery: str, rows: int, keys: int) -> dict[str, float]:
     """Raw limits, then a harvest of the same size."""
     topic = fresh_topic("bench")
-    measured: dict[str, float] = {}
     fill(services.dsn, topic, rows=rows, keys=keys)
-    if keys > 1_000:
-        measured["mark + delete"] = mark_and_delete(services.dsn, rows)
-        measured["produce"] = produce(services.bootstrap, fresh_topic("raw"), rows, keys)
-        measured["limit"] = 1 / (1 / measured["mark + delete"] + 1 / measured["produce"])
+    if delivery == "at-least-once" and keys <= _FEW_KEYS:
+        measured = {"limit": lockstep(services, fresh_topic("raw"), rows, keys)}
     else:
-        measured["limit"] = lockstep(services, fresh_topic("raw"), rows, keys)
+        database, broker = (
+            (mark_and_delete, produce) if delivery == "at-least-once" else (scan_and_delete, produce_in_transactions)
+        )
+        measured = {
+            "database": database(services.dsn, rows),
+            "produce": broker(services.bootstrap, fresh_topic("raw"), rows, keys),
+        }
+        measured["limit"] = 1 / (1 / measured["database"] + 1 / measured["produce"])
     fill(services.dsn, topic, rows=rows, keys=keys)
-    harvested = harvest(services, rows=rows)
-    return {
-        **measured,
+    harvested = harvest(services, delivery, rows=rows)
+    return measured | {
         "harvester": harvested["rate"],
         "rss": harvested["rss_mib"],
         "growth": harvested["rss_growth_mib"],
@@ -113,28 +147,28 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=400_000, help="records in the rounds with 10,000 keys")
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=120)
     console.print(machine())
-    table = Table(title=f"at least once, {VALUE_BYTES}-byte values, median of {options.rounds} rounds")
+    table = Table(title=f"{VALUE_BYTES}-byte values, median of {options.rounds} rounds, records/s")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
     with services() as running:
-        one_round(running, 20_000, 10_000)  # warms broker and database
-        for keys, rows in ((10_000, options.rows), (100, options.rows // 4), (1, 2_000)):
-            rounds = [one_round(running, rows, keys) for _ in range(options.rounds)]
-            middle = {name: statistics.median(result[name] for result in rounds) for name in rounds[0]}
-            ratio = statistics.median(result["harvester"] / result["limit"] for result in rounds)
-            table.add_row(
-                f"{keys:,}",
-                f"{rows:,}",
-                *(f"{middle[name]:,.0f}" if name in middle else "" for name in ("mark + delete", "produce")),
-                f"{middle['limit']:,.0f}",
-                f"{middle['harvester']:,.0f}",
-                f"{ratio:.0%}",
-                f"{middle['rss']:.0f} ({middle['growth']:+.0f} in 2nd half)",
-            )
+        for delivery in ("at-least-once", "exactly-once"):
+            one_round(running, delivery, 20_000, 10_000)  # warms broker and database
+            few = options.rows if delivery == "exactly-once" else 2_000
+            for keys, rows in ((10_000, options.rows), (_FEW_KEYS, options.rows // 4), (1, few)):
+                rounds = [one_round(running, delivery, rows, keys) for _ in range(options.rounds)]
+                table.add_row(delivery, f"{keys:,}", f"{rows:,}", *_summary(rounds))
     console.print(table)
-    console.print("limit: one after the other with 10,000 keys, the lockstep loop with 100 and 1")
+    console.print("limit: one after the other, or the lockstep loop where database and produce are empty")
+
+
+def _summary(rounds: list[dict[str, float]]) -> list[str]:
+    """The medians, as cells of the table."""
+    middle = {name: statistics.median(result[name] for result in rounds) for name in rounds[0]}
+    ratio = statistics.median(result["harvester"] / result["limit"] for result in rounds)
+    rates = [f"{middle[name]:,.0f}" if name in middle else "" for name in ("database", "produce", "limit", "harvester")]
+    return [*rates, f"{ratio:.0%}", f"{middle['rss']:.0f} ({middle['growth']:+.0f} in 2nd half)"]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,136 @@
+"""Latency from a commit in the database to the record at a consumer (`make bench-latency`).
+
+Records are committed one by one at a steady rate; each value is the time right before its commit. A consumer of the
+same topic (read_committed) notes when it has them. For exactly-once delivery a bare loop stands beside it in the same
+run: begin, produce one record, commit, as fast as the rate asks for, through the same broker and consumer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import psycopg
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.failover import tail
+from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
+from outbox_core.kafka import Consumer, make_producer
+
+_INSERT = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) VALUES (%s, %s, %s)"
+
+
+def at_rate(rate: float, count: int, act: Callable[[int], None]) -> None:
+    """Call `act` with 0, 1, 2, ... at a steady rate; when late, at once."""
+    began = time.monotonic()
+    for number in range(count):
+        pause = began + number / rate - time.monotonic()
+        if pause > 0:
+            time.sleep(pause)
+        act(number)
+
+
+def collect(consumer: Consumer, count: int) -> list[float]:
+    """Seconds from the time in each value to its arrival."""
+    latencies: list[float] = []
+    give_up_at = time.monotonic() + 120
+    while len(latencies) < count:
+        messages = [message for message in consumer.consume(500, 0.001) if message.error() is None]
+        arrived = time.monotonic()
+        latencies.extend(arrived - float(message.value() or b"nan") for message in messages)
+        if time.monotonic() > give_up_at:
+            raise SystemExit(f"only {len(latencies)} of {count} records arrived")
+    return latencies
+
+
+def measure(at: Services, topic: str, count: int, write: Callable[[], None]) -> list[float]:
+    """Latencies in milliseconds of what `write` writes, without the first tenth."""
+    consumer = tail(at, topic)
+    writer = threading.Thread(target=write)
+    writer.start()
+    latencies = collect(consumer, count)
+    writer.join()
+    consumer.close()
+    return sorted(1000 * latency for latency in latencies[count // 10 :])
+
+
+def through_outbox(at: Services, delivery: str, rate: float, seconds: float) -> list[float]:
+    """Latencies through a harvester process of its own."""
+    topic, count = fresh_topic("latency"), int(rate * seconds)
+    fill(at.dsn, topic, rows=0, keys=1)
+    command = [sys.executable, "-m", "outbox_core", "harvest", "--dsn", at.dsn, "--bootstrap-servers", at.bootstrap]
+    harvester = subprocess.Popen([*command, "--delivery", delivery, "--log-level", "error"], cwd=ROOT)
+
+    def write() -> None:
+        with psycopg.connect(at.dsn, autocommit=True) as connection:
+            time.sleep(3)  # the harvester leads by now
+            at_rate(rate, count, lambda number: _insert(connection, topic, number))
+
+    try:
+        return measure(at, topic, count, write)
+    finally:
+        harvester.terminate()
+        harvester.wait()
+
+
+def _insert(connection: psycopg.Connection[tuple[object, ...]], topic: str, number: int) -> None:
+    connection.execute(_INSERT, (topic, str(number % 1000), repr(time.monotonic()).encode()), prepare=True)
+
+
+def bare_transactions(at: Services, rate: float, seconds: float) -> list[float]:
+    """Latencies of a bare transactional producer that takes what is due into each transaction."""
+    topic, count = fresh_topic("bare"), int(rate * seconds)
+    producer = make_producer(
+        {"bootstrap.servers": at.bootstrap, "transactional.id": topic, "linger.ms": 0, "acks": "all"}
+    )
+
+    def write() -> None:
+        producer.init_transactions(30)
+        began, sent = time.monotonic(), 0
+        while sent < count:
+            due = min(count, int((time.monotonic() - began) * rate) + 1)
+            if due == sent:
+                time.sleep(0.0005)
+                continue
+            producer.begin_transaction()
+            for number in range(sent, due):
+                producer.produce(topic, repr(began + number / rate).encode(), str(number % 1000))
+            producer.commit_transaction(30)
+            sent = due
+
+    return measure(at, topic, count, write)
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--rates", type=float, nargs="*", default=[100.0, 1000.0], help="records per second")
+    options = parser.parse_args()
+    console = Console()
+    console.print(machine())
+    table = Table(title=f"milliseconds from commit to consumer, {options.seconds:.0f} s each")
+    for column in ("records/s", "through", "p50", "p90", "p99"):
+        table.add_column(column, justify="right")
+    os.environ.pop("OUTBOX_POSTGRES_DSN", None)
+    with services() as running:
+        for rate in options.rates:
+            for name, latencies in (
+                ("at least once", through_outbox(running, "at-least-once", rate, options.seconds)),
+                ("exactly once", through_outbox(running, "exactly-once", rate, options.seconds)),
+                ("bare transactions", bare_transactions(running, rate, options.seconds)),
+            ):
+                percentiles = statistics.quantiles(latencies, n=100)
+                table.add_row(f"{rate:,.0f}", name, *(f"{percentiles[index]:.1f}" for index in (49, 89, 98)))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
