@@ -502,6 +502,7 @@ def test_producer_settings_keep_the_users_and_add_ours():
         "compression.type": "lz4",
         "linger.ms": 0,
         "client.id": "me",
+        "reconnect.backoff.max.ms": 1000,
         "acks": "all",
         "enable.idempotence": True,
         "delivery.timeout.ms": 3000,
