@@ -162,9 +162,20 @@ class _Inquiry:
                     raise self._unavailable(error) from None
 
     def partitions(self, topic: str) -> int:
-        """Number of partitions of a topic, 0 if it is not there."""
-        found = self.metadata().topics.get(topic)
-        return len(found.partitions) if found is not None and found.error is None else 0
+        """Number of partitions of a topic, 0 if it is not there, or may not be seen.
+
+        Raises:
+            KafkaUnavailable: if the cluster cannot say.
+        """
+        while True:
+            found = self.metadata().topics.get(topic)
+            if found is None or (found.error and found.error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART):
+                return 0
+            if found.error is None:
+                return len(found.partitions)
+            if self.is_late:
+                raise KafkaUnavailable(f"topic {topic!r} cannot be described: {found.error.str()}")
+            time.sleep(_APPEAR_INTERVAL_SECONDS)
 
     def can_create(self) -> bool:
         """Whether a broker takes requests to create topics: the mock cluster names a controller that is not there."""

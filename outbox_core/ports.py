@@ -105,10 +105,10 @@ class OutboxStore(Protocol):
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
 
     def marked(self) -> MarkedRows:
-        """The rows near the head of the table that carry a mark."""
+        """The rows that carry a mark, whosever it is."""
 
     def clear_marks(self) -> int:
-        """Clear the marks of those rows, whosever they are; return how many."""
+        """Clear all marks, whosever they are; return how many."""
 
     def is_empty(self) -> bool:
         """Whether no row is visible."""

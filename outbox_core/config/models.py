@@ -33,6 +33,7 @@ _WITHOUT_EFFECT = {
 }
 """goharvest's limits that have nothing to limit here; docs/configuration.md gives the reasons."""
 
+_MOST_ROWS_OF_A_MANIFEST = 50_000  # 16 bytes each, of the 1 MB that brokers take by default
 _DEFAULT_SERVERS = {"bootstrap.servers": "localhost:9092"}
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
 _INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_state")
@@ -147,8 +148,8 @@ class HarvestConfig(Settings):
         delivery: `at-least-once`, or `exactly-once` for readers with `isolation.level=read_committed`.
         transactional_id: of exactly-once delivery, the same for every harvester of the outbox and no other; None to
             derive it from the outbox's identity and the leader group.
-        tracking_topic: where exactly-once delivery keeps its manifests; None for the leader group's name with
-            `.manifests` behind it.
+        tracking_topic: where exactly-once delivery keeps its manifests; None to derive it from the outbox's identity
+            and the leader group, with `.manifests` behind it.
         accept_marked: let exactly-once delivery publish rows that an at-least-once leader left marked, although some
             may have been published before.
         name: the name of this instance in logs, and the default `client.id`.
@@ -226,6 +227,11 @@ class HarvestConfig(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
+        if self.delivery == "exactly-once" and self.limits.mark_query_records > _MOST_ROWS_OF_A_MANIFEST:
+            why = (
+                f"must not be more than {_MOST_ROWS_OF_A_MANIFEST} with exactly-once delivery: a manifest is one record"
+            )
+            raise InvalidSettings([Problem(("limits", "mark_query_records"), why)])
         if kafka_settings.linger(self._merged) >= self.delivery_timeout:
             raise InvalidSettings(
                 [Problem(("producer_kafka_config", "linger.ms"), "must be less than the delivery timeout")]
@@ -284,6 +290,8 @@ class HarvestConfig(Settings):
         """The librdkafka settings of the transactional producer."""
         timeout = self.limits.transaction_timeout // timedelta(milliseconds=1)
         return {
+            # A topic that does not exist holds up its transaction no longer than this.
+            "topic.metadata.propagation.max.ms": 5000,
             **self.producer_settings(),
             "transactional.id": transactional_id,
             "transaction.timeout.ms": timeout,

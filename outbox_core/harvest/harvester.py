@@ -113,6 +113,7 @@ class Harvester:
         self._transactions_of_outbox = self._transactions(identity)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
+            self._transactions_of_outbox.new_producer()  # a wrong setting of it is to be known now
         self._publisher_of_outbox = self._publisher(identity)
         parts = self._surroundings(self._elector), self._backlog_observer()
         self._elector.start()

@@ -16,19 +16,23 @@ from enum import Enum
 from typing import Any
 
 from outbox_core.election.leadership import now
-from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
+from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
 from outbox_core.harvest.transaction import Ended, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.kafka import topic_exists
+from outbox_core.kafka import ensure_tracking_topic, topic_exists
 
 _log = logging.getLogger(__name__)
 
 
 class Step(Enum):
-    """The steps of a term between which a test may stop the process."""
+    """The steps of a term between which a test may stop the process.
+
+    `COMMIT_SENT` is reached when the commit is about to be called, which then blocks: to stop the process while the
+    commit is under way, let another thread do it a moment later.
+    """
 
     AFTER_INIT = "after-init"
     AFTER_SCAN = "after-scan"
@@ -104,6 +108,14 @@ class Recovery:
         self._with = surroundings
         self._waiting = Waiting(over, timing, surroundings)
 
+    def check_topic(self) -> Ended | None:
+        """See that the tracking topic is what it has to be: it may have been deleted, and made anew by the broker."""
+        try:
+            ensure_tracking_topic(self._transactions.kafka, self._transactions.tracking_topic)
+        except (KafkaUnavailable, TrackingTopicError) as error:
+            return Ended(str(error))
+        return None
+
     def settle(self, producer: TransactionalProducer) -> Ended | None:
         """Fence the last owner, settle its transaction, delete what it published."""
         ended = producer.init(self._over)
@@ -130,13 +142,20 @@ class Recovery:
             try:
                 if not topic_exists(self._transactions.kafka, self._transactions.tracking_topic):
                     return
-                ended = self.settle(self._transactions.new_producer())
+                ended = self._settle_alone()
             except KafkaUnavailable as error:
                 ended = Ended(str(error))
             if ended is None:
                 return
             self._with.kafka.began(ended.reason)
             self._waiting.pause(self._timing.io_error_backoff)
+
+    def _settle_alone(self) -> Ended | None:
+        producer = self._transactions.new_producer()
+        try:
+            return self.settle(producer)
+        finally:
+            producer.discard()
 
     def refuse_marks(self) -> None:
         """Before exactly-once delivery: see what an at-least-once leader may have left.

@@ -78,12 +78,19 @@ class Term:
         Raises:
             OutboxError: if going on could repeat or lose a record.
         """
-        over = self._leadership.over
         producer = self._transactions.new_producer()
+        try:
+            return self._run(producer)
+        finally:
+            producer.discard()
+
+    def _run(self, producer: TransactionalProducer) -> Ended | None:
+        over = self._leadership.over
         recovery = Recovery(self._transactions, over, self._timing, self._with)
-        ended = recovery.settle(producer)
+        ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
             recovery.refuse_marks()
+            self._with.kafka.ended()
         while ended is None and not over():
             records = self._next_batch()
             if records:
@@ -171,6 +178,8 @@ class Term:
         if isinstance(refused, Ended):
             return refused
         self._transactions.reached(Step.AFTER_PRODUCE)
+        if refused:
+            self._with.metrics.publish_error(len(refused))
         for failure in refused or ():
             self._blame(failure.record, failure.error.str())
         if refused is None or refused or not self._leadership.leads():

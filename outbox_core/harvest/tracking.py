@@ -128,6 +128,8 @@ class _Reader:
             error = message.error()
             if error is None:
                 last = message
+            elif error.code() in _FORBIDDEN:
+                raise TrackingTopicError(f"cannot read tracking topic {self._topic!r}: {error.str()}; grant READ on it")
             elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001  confluent's public constant
                 if error.fatal() or error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
                     raise ManifestNotRead(error.str())
@@ -135,6 +137,8 @@ class _Reader:
                 return last
         raise ManifestNotRead("the end of the tracking topic was not reached in time")
 
+
+_FORBIDDEN = (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED)
 
 _PASSING = frozenset(
     {

@@ -12,6 +12,7 @@ librdkafka reports three kinds of trouble inside a transaction, and each means s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from outbox_core.ports import StoredRecord
 
 _INIT_ATTEMPT_SECONDS = 2.0
 _QUEUE_FULL_POLL_SECONDS = 0.01
+_DISCARD_POLLS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,19 @@ class TransactionalProducer:
             else:
                 return None
         return Ended("init_transactions was given up")
+
+    def discard(self) -> None:
+        """Take back whatever is still queued, before the producer is thrown away.
+
+        librdkafka 2.16 corrupts its memory when a fenced producer is destroyed with messages in it.
+        """
+        with suppress(KafkaException):
+            self._producer.purge(in_queue=True, in_flight=True)
+        for _ in range(_DISCARD_POLLS):
+            if not len(self._producer):
+                return
+            with suppress(KafkaException):  # a broken producer says so once more
+                self._producer.poll(_QUEUE_FULL_POLL_SECONDS)
 
     def begin(self) -> Ended | None:
         """Open a transaction."""

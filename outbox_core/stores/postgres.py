@@ -37,12 +37,13 @@ SELECT set_config('synchronous_commit', 'on', false),
        set_config('enable_sort', 'off', false),
        set_config('enable_hashjoin', 'off', false),
        set_config('enable_mergejoin', 'off', false),
-       set_config('jit', 'off', false)
+       set_config('jit', 'off', false),
+       pg_is_in_recovery()
 """
 
 _INSPECT = """
 SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
-       current_database(), n.nspname, c.relname, pg_is_in_recovery(),
+       current_database(), n.nspname, c.relname,
        has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'UPDATE')
            AND has_table_privilege(c.oid, 'DELETE'),
        (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
@@ -88,17 +89,12 @@ USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, mi
 WHERE stored.id = published.id AND {microseconds} = published.microseconds
 """
 
-# Marks are made from the head, so that is where they are.
+# Reads the whole table: a mark may be anywhere, behind any number of rows of keys that were left out of the marks.
 _MARKED = """
-SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0)
-FROM (SELECT id, leader_id FROM {table} ORDER BY id LIMIT {bound}) AS head
-WHERE leader_id IS NOT NULL
+SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table} WHERE leader_id IS NOT NULL
 """
 
-_CLEAR_MARKS = """
-UPDATE {table} SET leader_id = NULL
-WHERE leader_id IS NOT NULL AND id = ANY (ARRAY(SELECT id FROM {table} ORDER BY id LIMIT {bound}))
-"""
+_CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
 
 # The lanes are a handful of hot or failing keys. The record's own columns are compared as one text, which Postgres
 # looks up in a hash table; the separator cannot occur in a topic.
@@ -124,7 +120,6 @@ FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS hea
 """
 
 _BACKLOG_COUNT_BOUND = 100_000
-_MARKED_ROWS_BOUND = 1_000_000
 
 _CONNECTION_DEFAULTS = {
     # Without these a database that vanishes behind a firewall is noticed after two hours.
@@ -158,8 +153,8 @@ class PostgresStore:
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
         self._settle = self._format(_SETTLE, microseconds=_MICROSECONDS)
-        self._marked = self._format(_MARKED, bound=_MARKED_ROWS_BOUND)
-        self._clear_marks = self._format(_CLEAR_MARKS, bound=_MARKED_ROWS_BOUND)
+        self._marked = self._format(_MARKED)
+        self._clear_marks = self._format(_CLEAR_MARKS)
         self._purge = self._format(_PURGE)
         self._reset = self._format(_RESET)
         self._empty = self._format(_IS_EMPTY)
@@ -178,11 +173,9 @@ class PostgresStore:
                 f"outbox table {self._name} does not exist; make it with `outbox schema --table {self._name}`, "
                 "with Alembic or with `manage.py migrate`, or name the right one as outbox_table"
             )
-        kind, has_family, database, schema, table, in_recovery, may_harvest, columns, cache = rows[0]
+        kind, has_family, database, schema, table, may_harvest, columns, cache = rows[0]
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self._name} is not a table, so it cannot be harvested")
-        if in_recovery:
-            raise OutboxTableError(f"{self._name} is on a standby server; data_source must name the primary")
         self._check_columns(columns)
         if not may_harvest:
             raise OutboxTableError(f"missing rights on {self._name}: harvesting needs SELECT, UPDATE and DELETE")
@@ -237,11 +230,11 @@ class PostgresStore:
         return self._execute(self._settle, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
 
     def marked(self) -> MarkedRows:
-        """The marked rows among the first million."""
+        """The rows that carry a mark."""
         return MarkedRows(*self._query(self._marked)[0])
 
     def clear_marks(self) -> int:
-        """Clear the marks of those rows, whosever they are; return how many."""
+        """Clear all marks, whosever they are; return how many."""
         return self._execute(self._clear_marks, ()).rowcount
 
     def is_empty(self) -> bool:
@@ -320,10 +313,14 @@ class PostgresStore:
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to the database of data_source: {_one_line(error)}") from None
         try:
-            connection.execute(_SESSION)
+            row = connection.execute(_SESSION).fetchone()
         except psycopg.Error as error:
             connection.close()
             raise StoreUnavailable(f"the database refused the session's settings: {_one_line(error)}") from None
+        if row is None or row[-1]:
+            # A standby lags behind: what has been purged would be found there again.
+            connection.close()
+            raise StoreUnavailable("the server is a standby; data_source must name the primary")
         return connection
 
     def _raise(self, error: psycopg.Error) -> NoReturn:

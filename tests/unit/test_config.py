@@ -621,3 +621,11 @@ def test_drain_that_outlasts_the_group_is_refused():
         HarvestConfig(limits={"drain_timeout": "5m"})
     with pytest.raises(InvalidConfig, match="drain_timeout"):
         HarvestConfig(base_kafka_config={"max.poll.interval.ms": 10_000})
+
+
+def test_manifest_too_large_for_a_record_is_refused():
+    """With exactly-once delivery a batch must fit into one manifest, and a manifest into one record."""
+    many = {"mark_query_records": 60_000, "max_in_flight_records": 60_000}
+    assert HarvestConfig(limits=many).limits.mark_query_records == 60_000
+    with pytest.raises(InvalidConfig, match="mark_query_records"):
+        HarvestConfig(delivery="exactly-once", limits=many)
