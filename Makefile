@@ -31,6 +31,9 @@ format: $(STAMP)  ## Format the code and apply safe fixes
 test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker
 	$(BIN)/pytest
 
+chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-once SEED=n), with a report
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --mode $(or $(MODE),exactly-once) $(if $(SEED),--seed $(SEED))
+
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo
 

@@ -1,11 +1,12 @@
-"""Runs the outbox's revisions on one outbox table of one database.
+"""Runs the outbox's revisions on one outbox table, with its inbox, of one database.
 
-    alembic upgrade head                                           # OUTBOX_POSTGRES_DSN, table `outbox`
+    alembic upgrade head                                           # OUTBOX_POSTGRES_DSN, tables `outbox` and `inbox`
     alembic -x dsn=postgresql://... -x table=billing.outbox upgrade head
 
-Each outbox keeps its own version table (`outbox_alembic_version` beside `outbox`), so that neither a host application's
-`alembic_version` nor another outbox is touched. A host with Alembic of its own does not need this environment: see
-`outbox_sqlalchemy.alembic`.
+The inbox is named after its outbox (`inbox`, `payments_inbox` for `payments_outbox`) unless `-x inbox=...` says
+otherwise, each time. Each outbox keeps its own version table (`outbox_alembic_version` beside `outbox`), so that
+neither a host application's `alembic_version` nor another outbox is touched. A host with Alembic of its own does not
+need this environment: see `outbox_sqlalchemy.alembic`.
 """
 
 import os
@@ -16,30 +17,34 @@ from sqlalchemy import MetaData, create_engine, pool
 from sqlalchemy.exc import OperationalError
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import TableName
-from outbox_sqlalchemy import make_outbox_table, sqlalchemy_url
+from outbox_core.schema import TableName, inbox_beside
+from outbox_sqlalchemy import make_inbox_table, make_outbox_table, sqlalchemy_url
 
 arguments = {
     "dsn": context.config.attributes.get("outbox_dsn") or os.environ.get("OUTBOX_POSTGRES_DSN"),
     "table": context.config.attributes.get("outbox_table") or "outbox",
+    "inbox": context.config.attributes.get("outbox_inbox"),
     **context.get_x_argument(as_dictionary=True),
 }
 
 
-def settings(name: TableName) -> dict[str, object]:
+def settings(name: TableName, inbox: TableName) -> dict[str, object]:
     """What online and offline runs have in common."""
+    versions = version_table(name)
     metadata = MetaData()
-    make_outbox_table(metadata, name.table, name.schema)
+    make_outbox_table(metadata, name.quoted)
+    make_inbox_table(metadata, inbox.quoted)
 
     def ours(kind_of: object, table: str | None, kind: str, _reflected: bool, _other: object) -> bool:
-        return kind != "table" or (table == name.table and getattr(kind_of, "schema", None) == name.schema)
+        return kind != "table" or TableName(str(table), getattr(kind_of, "schema", None)) in (name, inbox)
 
     return {
         "target_metadata": metadata,
         "outbox_table": name.quoted,
-        "version_table": version_table(name),
+        "outbox_inbox": inbox.quoted,
+        "version_table": versions,
         "version_table_schema": name.schema,
-        "include_schemas": name.schema is not None,
+        "include_schemas": name.schema is not None or inbox.schema is not None,
         "include_object": ours,
     }
 
@@ -54,10 +59,13 @@ def version_table(name: TableName) -> str:
 
 def run() -> None:
     """Run the asked command, on the database or as a script of SQL (`--sql`)."""
-    unknown = set(arguments) - {"dsn", "table"}
+    unknown = set(arguments) - {"dsn", "table", "inbox"}
     if unknown:
-        raise CommandError(f"-x {', '.join(sorted(unknown))}: unknown; there are `-x dsn=...` and `-x table=...`")
-    common = settings(TableName.parse(arguments["table"]))
+        raise CommandError(
+            f"-x {', '.join(sorted(unknown))}: unknown; there are `-x dsn=...`, `-x table=...` and `-x inbox=...`"
+        )
+    name = TableName.parse(arguments["table"])
+    common = settings(name, TableName.parse(arguments["inbox"]) if arguments["inbox"] else inbox_beside(name))
     if context.is_offline_mode():
         context.configure(dialect_name="postgresql", literal_binds=True, **common)
         with context.begin_transaction():

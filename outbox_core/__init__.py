@@ -4,9 +4,20 @@ The base package has no dependencies: making records and stashing them needs onl
 application already has. Harvesting needs the extra `[harvester]`.
 """
 
-from outbox_core.errors import InvalidRecord, OutboxError, TransactionRequired
+from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired
+from outbox_core.inbox import Inbox
 from outbox_core.record import Header, OutboxRecord
 from outbox_core.stasher import Stasher
 
 __version__ = "0.1.0"
-__all__ = ["Header", "InvalidRecord", "OutboxError", "OutboxRecord", "Stasher", "TransactionRequired", "__version__"]
+__all__ = [
+    "Header",
+    "Inbox",
+    "InvalidMessageId",
+    "InvalidRecord",
+    "OutboxError",
+    "OutboxRecord",
+    "Stasher",
+    "TransactionRequired",
+    "__version__",
+]

@@ -1,4 +1,4 @@
-"""The outbox table: its name, its layouts, and the SQL that makes it.
+"""The outbox table and the inbox table: their names, the outbox's layouts, and the SQL that makes them.
 
 Two layouts are supported. Both have the columns of goharvest's outbox table (seed 001):
 
@@ -7,6 +7,8 @@ Two layouts are supported. Both have the columns of goharvest's outbox table (se
 - **text**: goharvest's own table, written by programs in any language; text columns with a maximum length.
 
 The harvester looks at the table to see which one it has; the stash functions ask the adapter's table object.
+
+An inbox has one row for each message that was accepted (`outbox_core.inbox`), until it is pruned.
 """
 
 from __future__ import annotations
@@ -210,3 +212,35 @@ def create_table_sql(name: TableName, layout: Literal["binary", "text"] = "binar
     template = _BINARY_TABLE if layout == "binary" else _TEXT_TABLE
     parameters = ",\n".join(f"    {key} = {value}" for key, value in STORAGE_PARAMETERS.items())
     return template.format(table=name.quoted, parameters=parameters)
+
+
+INBOX_COLUMNS = ("source", "message_id", "accept_time")
+"""The columns of an inbox; the first two are its primary key."""
+
+_INBOX_TABLE = """\
+CREATE TABLE {table} (
+    source      text NOT NULL,
+    message_id  text NOT NULL,
+    accept_time timestamp with time zone NOT NULL DEFAULT now(),
+    PRIMARY KEY (source, message_id)
+);
+CREATE INDEX {index} ON {table} (accept_time);
+"""
+
+
+def create_inbox_sql(name: TableName) -> str:
+    """The PostgreSQL DDL of an inbox table and its index for pruning, two statements, ending in a newline."""
+    return _INBOX_TABLE.format(table=name.quoted, index=_quote(inbox_index(name)))
+
+
+def inbox_index(name: TableName) -> str:
+    """Name of the index by which an inbox is pruned, the one that PostgreSQL itself would choose."""
+    suffix = "_accept_time_idx"
+    table = name.table.encode()[: _MAX_IDENTIFIER_BYTES - len(suffix)].decode(errors="ignore")
+    return table + suffix
+
+
+def inbox_beside(outbox: TableName) -> TableName:
+    """The inbox that belongs to an outbox unless told otherwise: `inbox`, `payments_inbox`, `mailbox_inbox`."""
+    head, found, tail = outbox.table.rpartition("outbox")
+    return TableName(f"{head}inbox{tail}" if found else f"{outbox.table}_inbox", outbox.schema)

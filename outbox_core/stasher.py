@@ -158,8 +158,12 @@ def insert_sql(table: TableName, layout: TableLayout) -> str:
     return f"INSERT INTO {escaped_name} (create_time, {', '.join(columns)}) VALUES (now(), {placeholders})"
 
 
-def require_transaction(connection: object) -> None:
+def require_transaction(connection: object, subject: str = "record") -> None:
     """Refuse a connection on which a statement would commit by itself.
+
+    Args:
+        connection: of any driver.
+        subject: what was to be written, for the error.
 
     Raises:
         TransactionRequired: if the connection is in autocommit mode and not inside an explicit transaction.
@@ -168,13 +172,13 @@ def require_transaction(connection: object) -> None:
     driver_connection = getattr(connection, "driver_connection", None) or connection  # of an SQLAlchemy pool
     if inspect.iscoroutinefunction(getattr(driver_connection, "commit", None)):
         raise OutboxError(
-            f"{type(driver_connection).__module__}.{type(driver_connection).__name__} is asynchronous, and Stasher "
-            "works on synchronous connections; outbox_sqlalchemy has `astash`"
+            f"{type(driver_connection).__module__}.{type(driver_connection).__name__} is asynchronous; "
+            "outbox_sqlalchemy has `astash` and `aaccept` for asynchronous sessions and connections"
         )
     if getattr(driver_connection, "autocommit", False) is True and not _in_explicit_transaction(driver_connection):
         raise TransactionRequired(
-            "the connection is in autocommit mode and outside a transaction, so the record would not be atomic with "
-            "your data; begin a transaction first, or turn autocommit off"
+            f"the connection is in autocommit mode and outside a transaction, so the {subject} would not be atomic "
+            "with your data; begin a transaction first, or turn autocommit off"
         )
 
 

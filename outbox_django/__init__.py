@@ -6,20 +6,29 @@ with transaction.atomic():
     order.save()
     outbox.stash(outbox.OutboxRecord(topic="orders", key=order.pk, value={"total": 42}))
 
+accept("payments-api", key) in a transaction tells whether a message comes for the first time; consume() runs a handler
+for each record of a Kafka consumer, once.
+
 Add "outbox_django" to INSTALLED_APPS and run `manage.py migrate`; `manage.py run_harvester` publishes.
 """
 
-from outbox_core.errors import InvalidRecord, OutboxError, TransactionRequired
+from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired
 from outbox_core.record import Header, OutboxRecord
+from outbox_django.consuming import consume
+from outbox_django.inbox import InboxTable, accept
 from outbox_django.stashing import OutboxTable, stash, stash_many
 
 __all__ = [
     "Header",
+    "InboxTable",
+    "InvalidMessageId",
     "InvalidRecord",
     "OutboxError",
     "OutboxRecord",
     "OutboxTable",
     "TransactionRequired",
+    "accept",
+    "consume",
     "stash",
     "stash_many",
 ]

@@ -7,8 +7,9 @@ table. A missing table is a warning, for `migrate`, which makes it, runs the sam
     E002  unknown key                              E006  the harvester refuses its settings
     E003  wrong value                              E007  the table is no outbox, or has the other layout
     E004  unknown database alias                   W001  the table is missing
-                                                   W002  the ids' sequence caches: order is not kept
+    E008  the inbox table is no inbox              W002  the ids' sequence caches: order is not kept
                                                    W003  a column that only the model needs is missing
+                                                   W004  the inbox table is missing
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from django.db import connections, router
 from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import REQUIRED_COLUMNS
+from outbox_core.schema import INBOX_COLUMNS, REQUIRED_COLUMNS
+from outbox_django.databases import write_alias
 from outbox_django.settings import OutboxSettings, Problem, find_problems, outbox_settings
 from outbox_django.stashing import stash_alias
 
@@ -35,6 +37,14 @@ _Apps = Sequence[AppConfig] | None
 _COLUMNS = """
 SELECT attname, format_type(atttypid, NULL) FROM pg_attribute
 WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+"""
+
+_INBOX_KEY = """
+SELECT EXISTS (
+    SELECT FROM pg_index WHERE indrelid = to_regclass(%s) AND indisunique AND indimmediate AND indpred IS NULL
+    AND ARRAY(SELECT attname::text FROM pg_attribute WHERE attrelid = indrelid AND attnum = ANY (indkey)
+              ORDER BY attname) = ARRAY['message_id', 'source']
+)
 """
 
 _SEQUENCE = """
@@ -106,17 +116,22 @@ def _harvester_is_installed() -> bool:
 
 
 def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """E007, W001 to W003: the table, on each of `databases` where it belongs."""
+    """E007, E008, W001 to W004: the tables, on each of `databases` where they belong."""
     del app_configs
     current = _readable_settings()
     if current is None:
         return []
-    model = apps.get_model("outbox_django", "Outbox")
     found: list[CheckMessage] = []
-    for alias in databases or ():
-        if connections[alias].vendor == "postgresql" and router.allow_migrate_model(alias, model):
-            found += _check_table(current, alias)
+    for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox)):
+        for alias in databases or ():
+            if _belongs(model, alias):
+                found += check(current, alias)
     return found
+
+
+def _belongs(model: str, alias: str) -> bool:
+    is_postgres = connections[alias].vendor == "postgresql"
+    return is_postgres and router.allow_migrate_model(alias, apps.get_model("outbox_django", model))
 
 
 def _check_table(current: OutboxSettings, alias: str) -> list[CheckMessage]:
@@ -131,6 +146,27 @@ def _check_table(current: OutboxSettings, alias: str) -> list[CheckMessage]:
     if missing:
         return [Error(f"{where} is no outbox: it lacks {', '.join(missing)}.", id="outbox_django.E007")]
     return [*_check_layout(current, table, where), *_check_sequence(table, where)]
+
+
+def _check_inbox(current: OutboxSettings, alias: str) -> list[CheckMessage]:
+    name = current.inbox_table
+    where = f"{name} in database {alias!r}"
+    with connections[alias].cursor() as cursor:
+        cursor.execute(_COLUMNS, [name.quoted])
+        columns = dict(cursor.fetchall())
+        cursor.execute(_INBOX_KEY, [name.quoted])
+        (has_key,) = cursor.fetchone()
+    if not columns:
+        if alias != write_alias("Inbox"):
+            return []
+        return [CheckWarning(f"There is no table {where}.", hint="Run `manage.py migrate`.", id="outbox_django.W004")]
+    missing = [column for column in INBOX_COLUMNS if column not in columns]
+    if missing:
+        return [Error(f"{where} is no inbox: it lacks {', '.join(missing)}.", id="outbox_django.E008")]
+    if not has_key:
+        hint = f"ALTER TABLE {name.quoted} ADD PRIMARY KEY (source, message_id);"
+        return [Error(f"{where} has no primary key of source and message_id.", hint=hint, id="outbox_django.E008")]
+    return []
 
 
 def _check_layout(current: OutboxSettings, table: _Table, where: str) -> Iterator[CheckMessage]:

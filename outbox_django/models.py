@@ -1,6 +1,6 @@
-"""The outbox table as a Django model: for migrations, the admin, and looking at it in tests.
+"""The outbox and the inbox table as Django models: for migrations, the admin, and looking at them in tests.
 
-Write with `outbox_django.stash`, which validates and insists on a transaction; read with the model.
+Write with `outbox_django.stash` and `accept`, which validate and insist on a transaction; read with the models.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from django.db.models.expressions import RawSQL
 
 from outbox_core.record import Header
 from outbox_django.fields import PostgresArrayField
-from outbox_django.settings import model_table
+from outbox_django.settings import inbox_model_table, model_table
 
 
 class Outbox(models.Model):
@@ -43,6 +43,26 @@ class Outbox(models.Model):
         """The record's headers, in order."""
         pairs = zip(self.kafka_header_keys, self.kafka_header_values, strict=True)
         return tuple(Header(key, _as_bytes(value)) for key, value in pairs)
+
+
+class Inbox(models.Model):
+    """A message that was accepted. The columns are those of `outbox_core.schema`."""
+
+    pk = models.CompositePrimaryKey("source", "message_id")
+    source = models.TextField()
+    message_id = models.TextField()
+    accept_time = models.DateTimeField(db_default=models.Func(function="now"), db_index=True)
+
+    class Meta:
+        """Only PostgreSQL has the table; other databases are left alone by `migrate`."""
+
+        db_table = inbox_model_table()
+        required_db_vendor = "postgresql"
+        verbose_name = "accepted message"
+        verbose_name_plural = "accepted messages"
+
+    def __str__(self) -> str:
+        return f"{self.message_id} of {self.source}"
 
 
 def _as_bytes(value: memoryview | bytes | str | None) -> bytes | str | None:

@@ -19,7 +19,9 @@ from outbox_core.errors import InvalidConfig
 from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName
 
 DEFAULT_TABLE = "outbox"
+DEFAULT_INBOX_TABLE = "inbox"
 _DEFAULT_TABLE_NAME = TableName(DEFAULT_TABLE)
+_DEFAULT_INBOX_TABLE_NAME = TableName(DEFAULT_INBOX_TABLE)
 
 KafkaValue = str | int | float | bool | Callable[..., Any]
 Limit = timedelta | str | int
@@ -32,8 +34,9 @@ class OutboxSettings:
     What is None or empty is left to the harvester's own defaults (`outbox_core.config.HarvestConfig`).
 
     Attributes:
-        database: alias of the database that has the outbox; None asks the database routers.
+        database: alias of the database that has the outbox and the inbox; None asks the database routers.
         table: name of the outbox table, `table` or `schema.table`. Read once, when Django starts.
+        inbox_table: name of the inbox table, in the same way.
         layout: `binary` for the table that our migration makes, `text` for an existing table of goharvest's layout.
         kafka: librdkafka settings for every client of the harvester.
         producer_kafka: librdkafka settings for its producer only.
@@ -52,6 +55,7 @@ class OutboxSettings:
 
     database: str | None = None
     table: TableName = _DEFAULT_TABLE_NAME
+    inbox_table: TableName = _DEFAULT_INBOX_TABLE_NAME
     layout: Literal["binary", "text"] = "binary"
     kafka: Mapping[str, KafkaValue] = field(default_factory=dict)
     producer_kafka: Mapping[str, KafkaValue] = field(default_factory=dict)
@@ -98,11 +102,20 @@ def model_table() -> str:
 
     A wrong setting gives the default, so that Django starts and the system checks can report it.
     """
+    return _model_table("TABLE", DEFAULT_TABLE)
+
+
+def inbox_model_table() -> str:
+    """The inbox table, in the same way."""
+    return _model_table("INBOX_TABLE", DEFAULT_INBOX_TABLE)
+
+
+def _model_table(key: str, default: str) -> str:
     raw = getattr(settings, "OUTBOX", {})
     try:
-        return as_db_table(_table(raw.get("TABLE", DEFAULT_TABLE)))
+        return as_db_table(_table(raw.get(key, default)))
     except (AttributeError, InvalidConfig):
-        return DEFAULT_TABLE
+        return default
 
 
 def as_db_table(name: TableName) -> str:
@@ -197,6 +210,7 @@ def _named(value: object, what: str) -> Mapping[str, Any]:
 _READERS: dict[str, Callable[[object], Any]] = {
     "DATABASE": _text,
     "TABLE": _table,
+    "INBOX_TABLE": _table,
     "LAYOUT": _layout,
     "KAFKA": _kafka,
     "PRODUCER_KAFKA": _kafka,

@@ -17,15 +17,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
-from django.apps import apps
-from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
-from django.utils.connection import ConnectionDoesNotExist
 
-from outbox_core.errors import InvalidConfig, TransactionRequired
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
 from outbox_core.stasher import Stasher
+from outbox_django.databases import connection_in_transaction, write_alias
 from outbox_django.settings import outbox_settings
 
 
@@ -87,7 +84,7 @@ def stash_many(records: Iterable[OutboxRecord], *, using: str | None = None) -> 
 
 def stash_alias() -> str:
     """Alias of the database that `stash` writes to unless told otherwise."""
-    return outbox_settings().database or router.db_for_write(apps.get_model("outbox_django", "Outbox"))
+    return write_alias("Outbox")
 
 
 def _configured_table() -> OutboxTable:
@@ -101,20 +98,4 @@ def _table(name: str, layout: TableLayout) -> OutboxTable:
 
 
 def _connection_in_transaction(using: str | None) -> BaseDatabaseWrapper:
-    """The alias's connection, seen to be in a transaction (or with autocommit off, when one begins by itself)."""
-    alias = using or stash_alias()
-    try:
-        connection = connections[alias]
-    except ConnectionDoesNotExist:
-        raise InvalidConfig(
-            f"database alias {alias!r} is not in DATABASES; it has {', '.join(map(repr, connections))}"
-        ) from None
-    if connection.vendor != "postgresql":
-        raise InvalidConfig(f"database {alias!r} is {connection.vendor}; the outbox needs PostgreSQL")
-    if not connection.in_atomic_block and connection.get_autocommit():
-        raise TransactionRequired(
-            f"stash on database {alias!r} outside a transaction: the record would not be atomic with your data. "
-            f"Put both inside `with transaction.atomic({'' if alias == 'default' else f'using={alias!r}'}):`, or set "
-            "ATOMIC_REQUESTS"
-        )
-    return connection
+    return connection_in_transaction(using or stash_alias(), "stash", "record")

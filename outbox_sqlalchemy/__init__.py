@@ -1,4 +1,4 @@
-"""Stash Kafka messages in the transaction of an SQLAlchemy session or connection.
+"""Stash and accept Kafka messages in the transaction of an SQLAlchemy session or connection.
 
     import outbox_sqlalchemy as outbox
 
@@ -10,20 +10,35 @@ The four functions write to the table `outbox`; for another name, a table of the
 outboxes, make an `Outbox`. They never begin, commit or roll back, and refuse a connection in AUTOCOMMIT.
 
 Stash last, after the row locks are taken: that makes the order of the messages the order of the changes.
+
+`accept` and `aaccept` tell whether a message comes for the first time, by the table `inbox`; for another table make an
+`Inbox`. `consume` runs a handler for each record of a Kafka consumer, once.
 """
 
-from outbox_core.errors import InvalidConfig, InvalidRecord, OutboxError, OutboxTableError, TransactionRequired
+from outbox_core.errors import (
+    InvalidConfig,
+    InvalidMessageId,
+    InvalidRecord,
+    OutboxError,
+    OutboxTableError,
+    TransactionRequired,
+)
 from outbox_core.record import Header, OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout
-from outbox_sqlalchemy.outbox import Outbox, WrongSession
-from outbox_sqlalchemy.table import OutboxMixin, layout_of, make_outbox_table
+from outbox_sqlalchemy.consuming import consume
+from outbox_sqlalchemy.inbox import Inbox
+from outbox_sqlalchemy.outbox import Outbox
+from outbox_sqlalchemy.sessions import WrongSession
+from outbox_sqlalchemy.table import OutboxMixin, layout_of, make_inbox_table, make_outbox_table
 from outbox_sqlalchemy.url import sqlalchemy_url
 
 __all__ = [
     "BINARY_LAYOUT",
     "TEXT_LAYOUT",
     "Header",
+    "Inbox",
     "InvalidConfig",
+    "InvalidMessageId",
     "InvalidRecord",
     "Outbox",
     "OutboxError",
@@ -33,9 +48,13 @@ __all__ = [
     "TableLayout",
     "TransactionRequired",
     "WrongSession",
+    "aaccept",
+    "accept",
     "astash",
     "astash_many",
+    "consume",
     "layout_of",
+    "make_inbox_table",
     "make_outbox_table",
     "sqlalchemy_url",
     "stash",
@@ -47,3 +66,7 @@ stash = _outbox.stash
 stash_many = _outbox.stash_many
 astash = _outbox.astash
 astash_many = _outbox.astash_many
+
+_inbox = Inbox()
+accept = _inbox.accept
+aaccept = _inbox.aaccept

@@ -1,4 +1,4 @@
-"""The outbox's schema as Alembic revisions, for a host application's chain or for an environment of its own.
+"""The outbox's and the inbox's schema as Alembic revisions, for a host application's chain or by themselves.
 
 In one revision of the host's own chain:
 
@@ -6,8 +6,9 @@ In one revision of the host's own chain:
 
     upgrade, downgrade = outbox_0001()          # or outbox_0001("billing.outbox")
 
-Every revision here is frozen: it makes the same table for ever, whatever later versions of the library would make. A
-later version that needs more adds `outbox_0002`, and its changelog says so.
+`outbox_0002` makes the inbox; hosts that accept no messages leave it out. Every revision here is frozen: it makes the
+same table for ever, whatever later versions of the library would make. A later version that needs more adds
+`outbox_0003`, and its changelog says so.
 
 Applications without Alembic use the environment in `migrations/`: by its `alembic.ini` from a checkout, by
 `alembic.command.upgrade(alembic_config(dsn), "head")` from an installed package.
@@ -25,7 +26,7 @@ from alembic.config import Config
 from sqlalchemy.dialects import postgresql
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import TableName
+from outbox_core.schema import TableName, inbox_beside, inbox_index
 from outbox_sqlalchemy.table import storage_options
 
 
@@ -88,21 +89,58 @@ def outbox_0001(table: str | None = None) -> Revision:
     return Revision(upgrade, downgrade)
 
 
+def outbox_0002(inbox: str | None = None) -> Revision:
+    """The inbox table, as of version 0.1.
+
+    Args:
+        inbox: `inbox` or `billing.inbox` (the schema must exist). By default what the environment was told, or the name
+            that belongs to its outbox: `inbox` beside `outbox`.
+
+    Raises:
+        InvalidConfig: if `inbox` is not a table name.
+    """
+    named = None if inbox is None else TableName.parse(inbox)
+
+    def upgrade() -> None:
+        name = named or _inbox_of_environment()
+        op.create_table(
+            name.table,
+            sa.Column("source", sa.Text(), primary_key=True),
+            sa.Column("message_id", sa.Text(), primary_key=True),
+            sa.Column("accept_time", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+            schema=name.schema,
+        )
+        op.create_index(inbox_index(name), name.table, ["accept_time"], schema=name.schema)
+
+    def downgrade() -> None:
+        name = named or _inbox_of_environment()
+        op.drop_table(name.table, schema=name.schema)
+
+    return Revision(upgrade, downgrade)
+
+
 def _table_of_environment() -> TableName:
     """The table that an `env.py` passed to `context.configure(outbox_table=...)`."""
     return TableName.parse(op.get_context().opts.get("outbox_table") or "outbox")
 
 
-def alembic_config(dsn: str | None = None, table: str = "outbox") -> Config:
+def _inbox_of_environment() -> TableName:
+    """The table that an `env.py` passed to `context.configure(outbox_inbox=...)`, else the outbox's."""
+    given = op.get_context().opts.get("outbox_inbox")
+    return TableName.parse(given) if given else inbox_beside(_table_of_environment())
+
+
+def alembic_config(dsn: str | None = None, table: str = "outbox", inbox: str | None = None) -> Config:
     """A configuration for `alembic.command` that runs the outbox's own environment.
 
     Args:
         dsn: the database, as `sqlalchemy_url` takes it; by default the environment variable OUTBOX_POSTGRES_DSN.
         table: name of the outbox table. Each outbox has a version table of its own beside it.
+        inbox: name of its inbox table; by default `inbox` beside `outbox`, `payments_inbox` beside `payments_outbox`.
     """
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
-    config.attributes.update(outbox_dsn=dsn, outbox_table=table)
+    config.attributes.update(outbox_dsn=dsn, outbox_table=table, outbox_inbox=inbox)
     return config
 
 

@@ -11,22 +11,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from sqlalchemy import Connection, MetaData, Table, func, insert, inspect
-from sqlalchemy.exc import UnboundExecutionError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
-from sqlalchemy.orm import Mapper, Session, scoped_session
+from sqlalchemy import Connection, MetaData, Table, func, insert
+from sqlalchemy.orm import Session
 
-from outbox_core.errors import OutboxError, TransactionRequired
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
+from outbox_sqlalchemy.sessions import (
+    STASHING,
+    AnyAsyncSession,
+    SyncSession,
+    Target,
+    WrongSession,
+    asynchronous,
+    connection_for,
+    mapped,
+    synchronous,
+)
 from outbox_sqlalchemy.table import layout_of, make_outbox_table
-
-SyncSession = Session | scoped_session[Any] | Connection
-AnyAsyncSession = AsyncSession | async_scoped_session[Any] | AsyncConnection
-
-
-class WrongSession(OutboxError, TypeError):
-    """What was passed is no session or connection, or one of the other kind (asynchronous or not)."""
 
 
 class Outbox:
@@ -46,22 +47,23 @@ class Outbox:
         OutboxTableError: if a `Table` or class is no outbox.
     """
 
-    __slots__ = ("_insert", "_keys", "_mapper", "layout", "table")
+    __slots__ = ("_insert", "_keys", "_target", "layout", "table")
 
     def __init__(self, table: str | Table | type[Any] = "outbox", *, layout: TableLayout | None = None) -> None:
-        self._mapper: Mapper[Any] | None = None
+        mapper = None
         if isinstance(table, str):
             table = make_outbox_table(MetaData(), table, layout=layout or BINARY_LAYOUT)
         elif layout is not None:
             raise WrongSession("layout: belongs to a table given by name; a Table or mapped class says it itself")
         elif not isinstance(table, Table):
-            table, self._mapper = _mapped(table)
+            table, mapper = mapped(table)
         self.table: Table = table
         self.layout = layout_of(table)
         keys = {column.name: column.key for column in table.columns}
         self._keys = [keys[name] for name in self.layout.columns]
         # The database's clock, also where the column has no default; `inline`, for nobody asks for the id.
         self._insert = insert(table).values({keys["create_time"]: func.now()}).inline()
+        self._target = Target(STASHING, self._insert, table, mapper)
 
     def __repr__(self) -> str:
         return f"Outbox({self.table.fullname!r})"
@@ -92,74 +94,24 @@ class Outbox:
 
     async def astash(self, session: AnyAsyncSession, record: OutboxRecord) -> None:
         """`stash` for an asynchronous session or connection."""
-        await _asynchronous(session).run_sync(self.stash, record)
+        await asynchronous(session, STASHING).run_sync(self.stash, record)
 
     async def astash_many(self, session: AnyAsyncSession, records: Iterable[OutboxRecord]) -> None:
         """`stash_many` for an asynchronous session or connection."""
-        await _asynchronous(session).run_sync(self.stash_many, records)
+        await asynchronous(session, STASHING).run_sync(self.stash_many, records)
 
     def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
         return dict(zip(self._keys, self.layout.row(record), strict=False))
 
     def _connection(self, session: SyncSession) -> Connection:
         """The connection of the caller's transaction, for this table."""
-        if isinstance(session, scoped_session):
-            session = session()
-        if isinstance(session, Session):
-            _flush(session)
-            connection = self._bound(session)
-        elif isinstance(session, Connection):
-            connection = session
-        elif isinstance(session, AsyncSession | async_scoped_session | AsyncConnection):
-            raise WrongSession(f"{type(session).__name__} is asynchronous: use `await astash(...)` or `astash_many`")
-        else:
-            raise WrongSession(f"expected a Session, scoped_session or Connection, got {type(session).__name__}")
-        _require_transaction(connection)
-        return connection
-
-    def _bound(self, session: Session) -> Connection:
-        # The statement, not only the table: sessions that route by kind of statement send an INSERT to the primary.
-        arguments: dict[str, Any] = {"clause": self._insert}
-        if self._mapper is not None:
-            arguments["mapper"] = self._mapper
-        try:
-            return session.connection(bind_arguments=arguments)
-        except UnboundExecutionError as error:
-            raise WrongSession(
-                f"the session has no database for the table {self.table.fullname!r}; give it a `bind`, or name the "
-                "very Table or mapped class of the session's `binds`: Outbox(table)"
-            ) from error
-
-
-def _mapped(model: object) -> tuple[Table, Mapper[Any]]:
-    mapper = inspect(model, raiseerr=False)
-    if not isinstance(mapper, Mapper) or not isinstance(mapper.local_table, Table):
-        raise WrongSession(f"expected a table's name, a Table or a mapped class, got {model!r}")
-    return mapper.local_table, mapper
-
-
-def _asynchronous(session: object) -> AsyncSession | AsyncConnection:
-    if isinstance(session, async_scoped_session):
-        session = session()
-    if isinstance(session, AsyncSession | AsyncConnection):
-        return session
-    if isinstance(session, Session | scoped_session | Connection):
-        raise WrongSession(f"{type(session).__name__} is synchronous: use `stash(...)` or `stash_many`")
-    raise WrongSession(
-        f"expected an AsyncSession, async_scoped_session or AsyncConnection, got {type(session).__name__}"
-    )
+        found = synchronous(session, STASHING)
+        if isinstance(found, Session):
+            _flush(found)
+        return connection_for(found, self._target)
 
 
 def _flush(session: Session) -> None:
     """Flush as a query would; not while a flush is under way, whose event handlers may stash."""
     if session.autoflush and not session._flushing:  # noqa: SLF001  SQLAlchemy's autoflush asks the same
         session.flush()
-
-
-def _require_transaction(connection: Connection) -> None:
-    # The driver's own setting, whatever set it: the engine, an execution option, or an argument to connect().
-    if getattr(connection.connection.dbapi_connection, "autocommit", False) is True:
-        raise TransactionRequired(
-            "the connection is in AUTOCOMMIT, so the record would not be atomic with your data; stash on a connection "
-            "or session with another isolation level"
-        )

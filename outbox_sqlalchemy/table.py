@@ -1,6 +1,6 @@
-"""The outbox table as SQLAlchemy sees it: made, mapped, or recognised.
+"""The outbox table, and the inbox table, as SQLAlchemy sees them: made, mapped, or recognised.
 
-What is made here equals `outbox_core.schema.create_table_sql`, column by column and with the storage parameters; a test
+What is made here equals the DDL of `outbox_core.schema`, column by column and with the storage parameters; a test
 compares the catalogs. The PostgreSQL dialect's own types are used on purpose: Alembic renders them with their module,
 while it renders the element of a generic `ARRAY(LargeBinary())` without one, in a migration that does not run.
 """
@@ -18,6 +18,7 @@ from sqlalchemy import (
     Column,
     DateTime,
     Identity,
+    Index,
     Integer,
     LargeBinary,
     MetaData,
@@ -34,7 +35,14 @@ from sqlalchemy.types import TypeEngine
 
 from outbox_core.errors import OutboxTableError
 from outbox_core.record import MAX_TOPIC_LENGTH
-from outbox_core.schema import BINARY_LAYOUT, REQUIRED_COLUMNS, STORAGE_PARAMETERS, TableLayout, TableName
+from outbox_core.schema import (
+    BINARY_LAYOUT,
+    REQUIRED_COLUMNS,
+    STORAGE_PARAMETERS,
+    TableLayout,
+    TableName,
+    inbox_index,
+)
 
 _NOW = "now()"
 _EMPTY_ARRAY = "'{}'"
@@ -73,6 +81,29 @@ def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
     if "with" in dict(PGDialect.construct_arguments or ())[Table]:
         return {"postgresql_with": dict(parameters)}
     return {"postgresql_using": f"heap WITH ({', '.join(f'{key} = {value}' for key, value in parameters.items())})"}
+
+
+def make_inbox_table(metadata: MetaData, name: str = "inbox", schema: str | None = None) -> Table:
+    """Add an inbox table to `metadata`, for `create_all` and Alembic's autogenerate to find.
+
+    Args:
+        metadata: usually the application's own, `Base.metadata`.
+        name: `inbox`, or with its schema `billing.inbox`.
+        schema: the schema, if it is not in `name`.
+
+    Raises:
+        InvalidConfig: if `name` is not a table name.
+    """
+    parsed = TableName(name, schema) if schema is not None else TableName.parse(name)
+    return Table(
+        parsed.table,
+        metadata,
+        Column("source", Text, primary_key=True),
+        Column("message_id", Text, primary_key=True),
+        Column("accept_time", DateTime(timezone=True), nullable=False, server_default=text(_NOW)),
+        Index(inbox_index(parsed), "accept_time"),
+        schema=parsed.schema,
+    )
 
 
 def _binary_columns(layout: TableLayout) -> list[Column[Any]]:

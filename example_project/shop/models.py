@@ -37,6 +37,17 @@ class Order(models.Model):
     status = models.CharField(max_length=10, choices=Status, default=Status.PLACED)
     total_cents = models.PositiveIntegerField()
     placed_at = models.DateTimeField(auto_now_add=True)
+    # The request's Idempotency-Key, by which its repetition finds the order; "" if it had none.
+    idempotency_key = models.CharField(max_length=1000, default="", blank=True)
+
+    class Meta:
+        """Orders are looked up by their request's key."""
+
+        indexes: ClassVar = [
+            models.Index(
+                fields=["idempotency_key"], condition=~models.Q(idempotency_key=""), name="shop_order_idempotency_key"
+            )
+        ]
 
     def __str__(self) -> str:
         return f"order {self.pk} of {self.customer}"

@@ -1,7 +1,9 @@
 """The shop's two transactions: placing an order and cancelling one.
 
-Both take their row locks first, products always in the order of their ids (no deadlocks), and stash last: ids of the
-outbox are then drawn in the order in which transactions that touch the same product commit.
+An order that comes with an idempotency key is accepted by it, first of all: a repeated request, also one that overtakes
+the answer of the first, changes nothing and gets the same order. Both transactions take their row locks first, products
+always in the order of their ids (no deadlocks), and stash last: ids of the outbox are then drawn in the order in which
+transactions that touch the same product commit.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from django.db import transaction
 import outbox_django as outbox
 from example_project.shop import messages
 from example_project.shop.models import Order, OrderLine, Product, StockMovement
+
+# A shop whose customers log in would add the account: its clients choose the keys.
+ORDER_REQUESTS = "shop.order-requests"
 
 
 class OrderError(Exception):
@@ -27,18 +32,31 @@ class OutOfStock(OrderError):
     """There are fewer of a product than were ordered."""
 
 
+class KeyReused(OrderError):
+    """The idempotency key belongs to a request for something else."""
+
+
 class NotPlaced(OrderError):
     """There is no such order, or it is cancelled already."""
 
 
 @transaction.atomic
-def place_order(customer: str, basket: Mapping[int, int]) -> Order:
+def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str = "") -> Order:
     """Take the basket (quantities by product id) from stock, as a new order.
+
+    Args:
+        customer: their name.
+        basket: quantities by product id.
+        idempotency_key: whatever the client sends again with the same request; "" if it sends none. A request that
+            was refused frees its key.
 
     Raises:
         UnknownProduct: the basket names a product that does not exist.
         OutOfStock: there is too little of something.
+        KeyReused: the key belongs to an order of something else.
     """
+    if idempotency_key and not outbox.accept(ORDER_REQUESTS, idempotency_key):
+        return _order_of(idempotency_key, customer, basket)
     products = _lock_products(basket)
     if missing := sorted(basket.keys() - products.keys()):
         raise UnknownProduct(f"there is no product {missing[0]}")
@@ -47,7 +65,7 @@ def place_order(customer: str, basket: Mapping[int, int]) -> Order:
             raise OutOfStock(f"{products[product_id]}: {products[product_id].stock} left, {quantity} ordered")
 
     total = sum(products[product_id].price_cents * quantity for product_id, quantity in basket.items())
-    order = Order.objects.create(customer=customer, total_cents=total)
+    order = Order.objects.create(customer=customer, total_cents=total, idempotency_key=idempotency_key)
     OrderLine.objects.bulk_create(
         OrderLine(order=order, product=products[number], quantity=quantity, price_cents=products[number].price_cents)
         for number, quantity in basket.items()
@@ -74,6 +92,14 @@ def cancel_order(order_id: int) -> Order:
     order.save(update_fields=["status"])
     event = order.events.create(number=2, status=order.status)
     outbox.stash_many([messages.order_cancelled(event), *map(messages.stock_moved, movements)])
+    return order
+
+
+def _order_of(idempotency_key: str, customer: str, basket: Mapping[int, int]) -> Order:
+    """The order that this very request has placed before."""
+    order = Order.objects.filter(idempotency_key=idempotency_key).latest("pk")
+    if (order.customer, dict(order.lines.values_list("product_id", "quantity"))) != (customer, basket):
+        raise KeyReused(f"the idempotency key {idempotency_key!r} belongs to a request for something else")
     return order
 
 

@@ -5,13 +5,14 @@ Real transactions that commit (`TransactionTestCase`), for they are what this is
 # ruff: noqa: PT009  Django's own test runner runs unittest's assertions
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 from unittest.mock import patch
 
 from django.core.management import call_command
-from django.db import DatabaseError
+from django.db import DatabaseError, connection
 from django.http import HttpResponse
-from django.test import TransactionTestCase
+from django.test import Client, TransactionTestCase
 
 from example_project.shop.models import Order, OrderEvent, OrderLine, Product, StockMovement
 from outbox_django.models import Outbox
@@ -25,10 +26,11 @@ class ShopTests(TransactionTestCase):
         self.pen = Product.objects.create(name="Pen", price_cents=150, stock=10)
         self.ink = Product.objects.create(name="Ink", price_cents=700, stock=1)
 
-    def order(self, basket: dict[int, object], customer: str = "Zoë") -> HttpResponse:
+    def order(self, basket: dict[int, object], customer: str = "Zoë", key: str | None = None) -> HttpResponse:
         """Place an order over HTTP."""
+        headers = _LOCAL if key is None else {**_LOCAL, "idempotency-key": key}
         return self.client.post(
-            "/orders/", {"customer": customer, "basket": basket}, content_type="application/json", headers=_LOCAL
+            "/orders/", {"customer": customer, "basket": basket}, content_type="application/json", headers=headers
         )
 
     def written(self) -> list[int]:
@@ -81,6 +83,49 @@ class ShopTests(TransactionTestCase):
         with patch(stash_many, stash_and_fail), self.assertLogs("django.request", "ERROR"):
             self.assertEqual(self.order({self.pen.pk: 1}).status_code, 500)
         self.assertEqual(self.written(), [0] * 5)
+
+    def test_a_repeated_request_changes_nothing_twice(self) -> None:
+        """A request that comes again with its Idempotency-Key gets the first answer; one without is a new order."""
+        answers = [self.order({self.pen.pk: 3}, key="k1") for _ in range(3)]
+        self.assertEqual([answer.status_code for answer in answers], [201] * 3)
+        self.assertEqual(answers[1].json(), answers[0].json())
+        self.assertEqual(answers[2].json(), answers[0].json())
+        self.assertEqual(self.written(), [1, 1, 1, 1, 2])
+        for key in ("k2", None, None):
+            self.assertNotEqual(self.order({self.pen.pk: 1}, key=key).json(), answers[0].json())
+        self.assertEqual(self.written(), [4, 4, 4, 4, 8])
+        self.pen.refresh_from_db()
+        self.assertEqual(self.pen.stock, 4)
+
+    def test_requests_that_overtake_each_other(self) -> None:
+        """Of the same request sent by eight threads at once one places the order, and all get it as their answer."""
+
+        def send(_: int) -> tuple[int, object]:
+            try:
+                answer = Client().post(
+                    "/orders/",
+                    {"customer": "Zoë", "basket": {self.pen.pk: 2}},
+                    content_type="application/json",
+                    headers={**_LOCAL, "idempotency-key": "k1"},
+                )
+                return answer.status_code, answer.json()["order"]
+            finally:
+                connection.close()
+
+        with ThreadPoolExecutor(8) as clients:
+            answers = set(clients.map(send, range(8)))
+        self.assertEqual(answers, {(201, Order.objects.get().pk)})
+        self.assertEqual(self.written(), [1, 1, 1, 1, 2])
+
+    def test_a_refused_request_frees_its_key(self) -> None:
+        """What was refused may be sent again with the same key; what was placed may not be asked for differently."""
+        self.assertEqual(self.order({self.ink.pk: 2}, key="k1").status_code, 409)
+        Product.objects.filter(pk=self.ink.pk).update(stock=2)
+        self.assertEqual(self.order({self.ink.pk: 2}, key="k1").status_code, 201)
+        self.assertEqual(self.order({self.ink.pk: 1}, key="k1").status_code, 422)
+        self.assertEqual(self.order({self.ink.pk: 2}, customer="Ada", key="k1").status_code, 422)
+        self.assertEqual(self.order({self.ink.pk: 2}, key="k" * 1001).status_code, 400)
+        self.assertEqual(self.written(), [1, 1, 1, 1, 2])
 
     def test_a_cancelled_order_becomes_a_tombstone(self) -> None:
         """Cancelling puts the products back, stashes a tombstone under the order's key, and works once."""

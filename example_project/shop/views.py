@@ -1,7 +1,9 @@
 """The shop over HTTP: a page to look at, and orders as JSON.
 
 GET    /              products and the latest orders
-POST   /orders/       {"customer": "Ada", "basket": {"1": 2}} -> 201, 400, 404 (no such product), 409 (out of stock)
+POST   /orders/       {"customer": "Ada", "basket": {"1": 2}} -> 201, 400, 404 (no such product), 409 (out of stock);
+                      with the header Idempotency-Key, which a repeated request repeats: the same 201, or 422 if it
+                      asks for something else
 DELETE /orders/<id>/  cancel -> 204, 404
 """
 
@@ -15,7 +17,7 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
 from example_project.shop.models import Order, Product
-from example_project.shop.ordering import NotPlaced, OutOfStock, UnknownProduct, cancel_order, place_order
+from example_project.shop.ordering import KeyReused, NotPlaced, OutOfStock, UnknownProduct, cancel_order, place_order
 
 _LATEST = 20
 _MOST_OF_A_PRODUCT = 1_000
@@ -35,13 +37,15 @@ def orders(request: HttpRequest) -> JsonResponse:
     """Place an order."""
     try:
         customer, basket = _read_order(request.body)
-        placed = place_order(customer, basket)
+        placed = place_order(customer, basket, request.headers.get("Idempotency-Key", ""))
     except ValueError as error:
         return _problem(400, error)
     except UnknownProduct as error:
         return _problem(404, error)
     except OutOfStock as error:
         return _problem(409, error)
+    except KeyReused as error:
+        return _problem(422, error)
     return JsonResponse({"order": placed.pk, "total_cents": placed.total_cents}, status=201)
 
 

@@ -1,4 +1,4 @@
-"""`outbox schema`: the DDL of an outbox table."""
+"""`outbox schema`: the DDL of an outbox table, or of an inbox table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TableName, create_table_sql
+from outbox_core.schema import TableName, create_inbox_sql, create_table_sql
 
 if TYPE_CHECKING:
     import argparse
@@ -15,10 +15,20 @@ if TYPE_CHECKING:
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `schema` to the commands of `outbox`."""
     parser = commands.add_parser(
-        "schema", help="print the DDL of an outbox table", description="Print the DDL of an outbox table."
+        "schema",
+        help="print the DDL of an outbox table",
+        description="Print the DDL of an outbox table, or with --inbox that of an inbox table.",
     )
     parser.add_argument("--dialect", choices=["postgresql"], default="postgresql", help="default: %(default)s")
-    parser.add_argument("--table", metavar="NAME", default="outbox", help="`table` or `schema.table`; default: outbox")
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument("--table", metavar="NAME", default="outbox", help="`table` or `schema.table`; default: outbox")
+    tables.add_argument(
+        "--inbox",
+        metavar="NAME",
+        nargs="?",
+        const="inbox",
+        help="print an inbox table instead; its name; default: inbox",
+    )
     parser.add_argument(
         "--layout",
         choices=["binary", "text"],
@@ -29,9 +39,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _print_schema(options: argparse.Namespace) -> int:
-    try:
-        name = TableName.parse(options.table)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"--table: {error}") from None
-    sys.stdout.write(create_table_sql(name, options.layout))
+    if options.inbox is not None:
+        sys.stdout.write(create_inbox_sql(_name("--inbox", options.inbox)))
+    else:
+        sys.stdout.write(create_table_sql(_name("--table", options.table), options.layout))
     return 0
+
+
+def _name(option: str, text: str) -> TableName:
+    try:
+        return TableName.parse(text)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{option}: {error}") from None

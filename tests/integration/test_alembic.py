@@ -12,9 +12,9 @@ from alembic.util import CommandError
 
 from outbox_core import OutboxRecord, Stasher
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_table_sql
+from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_inbox_sql, create_table_sql
 from outbox_sqlalchemy import sqlalchemy_url
-from outbox_sqlalchemy.alembic import alembic_config, migrations_folder, outbox_0001
+from outbox_sqlalchemy.alembic import alembic_config, migrations_folder, outbox_0001, outbox_0002
 from tests.integration.test_catalogs import catalog
 
 CHECKOUT = migrations_folder().parent
@@ -40,17 +40,19 @@ with engine.connect() as connection:
 
 HOST_TABLE = """
 from sqlalchemy import Column, Integer, MetaData, Table
-from outbox_sqlalchemy import make_outbox_table
+from outbox_sqlalchemy import make_inbox_table, make_outbox_table
 
 metadata = MetaData()
 Table("orders", metadata, Column("id", Integer, primary_key=True))
 make_outbox_table(metadata)
 make_outbox_table(metadata, "billing.outbox")
+make_inbox_table(metadata)
+make_inbox_table(metadata, "billing.inbox")
 """
 
 HOST_MODEL = """
 from sqlalchemy.orm import DeclarativeBase
-from outbox_sqlalchemy import OutboxMixin
+from outbox_sqlalchemy import OutboxMixin, make_inbox_table
 
 class Base(DeclarativeBase):
     pass
@@ -63,6 +65,8 @@ class BillingOutbox(OutboxMixin, Base):
     __table_args__ = {**OutboxMixin.__table_args__, "schema": "billing"}
 
 metadata = Base.metadata
+make_inbox_table(metadata)
+make_inbox_table(metadata, "billing.inbox")
 """
 
 HOST_REVISION = """
@@ -72,6 +76,15 @@ revision = "host2"
 down_revision = "host1"
 
 upgrade, downgrade = outbox_0001({argument})
+"""
+
+HOST_INBOX_REVISION = """
+from outbox_sqlalchemy.alembic import outbox_0002
+
+revision = "host3"
+down_revision = "host2"
+
+upgrade, downgrade = outbox_0002({argument})
 """
 
 HOST_FIRST_REVISION = """
@@ -121,23 +134,58 @@ def _create_schema(database: str) -> None:
 
 
 def test_upgrade_check_downgrade(database):
-    """The checkout's environment makes the table, finds it as it should be, and removes it again."""
+    """The checkout's environment makes the tables, finds them as they should be, and removes them again."""
     _alembic("upgrade", "head", OUTBOX_POSTGRES_DSN=database)
-    assert _tables(database) == {"public.outbox", "public.outbox_alembic_version"}
+    assert _tables(database) == {"public.outbox", "public.inbox", "public.outbox_alembic_version"}
     assert "No new upgrade operations" in _alembic("check", OUTBOX_POSTGRES_DSN=database)
     _alembic("downgrade", "base", OUTBOX_POSTGRES_DSN=database)
     assert _tables(database) == {"public.outbox_alembic_version"}
 
 
+def test_the_inbox_comes_after_the_outbox(database):
+    """A database that has the outbox already gets the inbox and nothing else; one step down removes it alone."""
+    config = alembic_config(database)
+    command.upgrade(config, "outbox_0001")
+    with psycopg.connect(database) as connection:
+        Stasher().stash(connection, OutboxRecord("orders", "kept"))
+    command.upgrade(config, "head")
+    assert "public.inbox" in _tables(database)
+    command.downgrade(config, "-1")
+    assert _tables(database) == {"public.outbox", "public.outbox_alembic_version"}
+    with psycopg.connect(database) as connection:
+        assert connection.execute("SELECT kafka_key FROM outbox").fetchall() == [("kept",)]
+
+
+def test_an_inbox_of_another_name(database):
+    """`-x inbox=` and `alembic_config(inbox=)` name the inbox, also in another schema than its outbox."""
+    _create_schema(database)
+    arguments = ("-x", f"dsn={database}", "-x", "inbox=billing.received")
+    _alembic(*arguments, "upgrade", "head")
+    assert {"public.outbox", "billing.received"} < _tables(database)
+    assert "No new upgrade operations" in _alembic(*arguments, "check")
+    command.downgrade(alembic_config(database, inbox="billing.received"), "base")
+    assert _tables(database) == {"public.outbox_alembic_version"}
+
+
+def test_a_name_in_quotes(database):
+    """An outbox whose name needs quotes has an inbox whose name needs them too."""
+    config = alembic_config(database, '"My Outbox"', '"My Inbox"')
+    command.upgrade(config, "head")
+    command.check(config)
+    assert {"public.My Outbox", "public.My Inbox"} < _tables(database)
+
+
 def test_table_and_data_source_as_arguments(database):
-    """`-x dsn=` and `-x table=` name another outbox, whose version is kept beside it."""
+    """`-x dsn=` and `-x table=` name another outbox, whose inbox and version are kept beside it."""
     _create_schema(database)
     for table in ("billing.outbox", "mailbox"):
         _alembic("-x", f"dsn={database}", "-x", f"table={table}", "upgrade", "head", OUTBOX_POSTGRES_DSN="host=nowhere")
     assert _tables(database) == {
         "billing.outbox",
+        "billing.inbox",
         "billing.outbox_alembic_version",
         "public.mailbox",
+        "public.mailbox_inbox",
         "public.mailbox_alembic_version",
     }
     _alembic("-x", f"dsn={database}", "-x", "table=billing.outbox", "check")
@@ -174,7 +222,9 @@ def test_script_of_sql(database):
         connection.execute(script)
         connection.execute("CREATE SCHEMA other")
         connection.execute(create_table_sql(TableName("outbox", "other")))
-    assert catalog(database, "outbox") == catalog(database, "other.outbox")
+        connection.execute(create_inbox_sql(TableName("inbox", "other")))
+    for table in ("outbox", "inbox"):
+        assert catalog(database, table) == catalog(database, f"other.{table}")
 
 
 @pytest.mark.parametrize(
@@ -230,18 +280,25 @@ def _generic_template() -> str:
     return (Path(alembic.__file__).parent / "templates" / "generic" / "script.py.mako").read_text()
 
 
-@pytest.mark.parametrize(("argument", "table"), [("", "outbox"), ('"billing.outbox"', "billing.outbox")])
-def test_one_line_in_the_hosts_chain(host, database, argument, table):
-    """A host runs the outbox's revision by one line in its own chain, and downgrades it again."""
-    revisions = {"1.py": HOST_FIRST_REVISION, "2.py": HOST_REVISION.format(argument=argument)}
+@pytest.mark.parametrize("schema", ["", "billing."])
+def test_one_line_in_the_hosts_chain(host, database, schema):
+    """A host runs each of our revisions by one line in its own chain, and downgrades it again."""
+    arguments = {table: f'"{schema}{table}"' if schema else "" for table in ("outbox", "inbox")}
+    revisions = {
+        "1.py": HOST_FIRST_REVISION,
+        "2.py": HOST_REVISION.format(argument=arguments["outbox"]),
+        "3.py": HOST_INBOX_REVISION.format(argument=arguments["inbox"]),
+    }
     alembic = host("metadata = None", revisions=revisions)
     alembic("upgrade", "head")
     with psycopg.connect(database) as connection:
         connection.execute("CREATE SCHEMA other")
         connection.execute(create_table_sql(TableName("outbox", "other")))
-    assert catalog(database, table) == catalog(database, "other.outbox")
+        connection.execute(create_inbox_sql(TableName("inbox", "other")))
+    for table in arguments:
+        assert catalog(database, schema + table) == catalog(database, f"other.{table}")
     alembic("downgrade", "host1")
-    assert _tables(database) == {"public.orders", "public.alembic_version", "other.outbox"}
+    assert _tables(database) == {"public.orders", "public.alembic_version", "other.outbox", "other.inbox"}
 
 
 @pytest.mark.parametrize("models", [HOST_TABLE, HOST_MODEL], ids=["table", "model"])
@@ -256,25 +313,33 @@ def test_autogenerate(host, database, tmp_path, models):
     with psycopg.connect(database) as connection:
         connection.execute("CREATE SCHEMA other")
         connection.execute(create_table_sql(TableName("outbox", "other")))
-    assert catalog(database, "outbox") == catalog(database, "other.outbox"), generated.read_text()
-    assert catalog(database, "billing.outbox") == catalog(database, "other.outbox")
+        connection.execute(create_inbox_sql(TableName("inbox", "other")))
+    for table in ("outbox", "inbox"):
+        assert catalog(database, table) == catalog(database, f"other.{table}"), generated.read_text()
+        assert catalog(database, f"billing.{table}") == catalog(database, f"other.{table}")
     alembic("downgrade", "base")
-    assert "public.outbox" not in _tables(database)
+    assert not {"public.outbox", "public.inbox"} & _tables(database)
 
 
 def test_revision_then_imported_table_is_clean(host):
-    """A host that runs our revision and imports our table has nothing left to generate."""
-    revision = HOST_REVISION.format(argument="")
+    """A host that runs our revisions and imports our tables has nothing left to generate."""
     models = HOST_TABLE.replace('make_outbox_table(metadata, "billing.outbox")', "")
-    alembic = host(models, revisions={"1.py": HOST_FIRST_REVISION, "2.py": revision})
+    models = models.replace('make_inbox_table(metadata, "billing.inbox")', "")
+    revisions = {
+        "1.py": HOST_FIRST_REVISION,
+        "2.py": HOST_REVISION.format(argument=""),
+        "3.py": HOST_INBOX_REVISION.format(argument=""),
+    }
+    alembic = host(models, revisions=revisions)
     alembic("upgrade", "head")
     assert "No new upgrade operations" in alembic("check")
 
 
 def test_revision_refuses_an_illegal_name():
     """A name that is none is refused when the host's revision is loaded."""
-    with pytest.raises(InvalidConfig):
-        outbox_0001("a.b.c")
+    for revision in (outbox_0001, outbox_0002):
+        with pytest.raises(InvalidConfig):
+            revision("a.b.c")
 
 
 def test_frozen_revision_is_what_the_library_makes_now(database):

@@ -10,8 +10,8 @@ from psycopg.rows import dict_row
 from sqlalchemy import MetaData, create_engine
 from sqlalchemy.orm import DeclarativeBase
 
-from outbox_core.schema import STORAGE_PARAMETERS, TEXT_LAYOUT, TableName, create_table_sql
-from outbox_sqlalchemy import OutboxMixin, make_outbox_table, sqlalchemy_url
+from outbox_core.schema import STORAGE_PARAMETERS, TEXT_LAYOUT, TableName, create_inbox_sql, create_table_sql
+from outbox_sqlalchemy import OutboxMixin, make_inbox_table, make_outbox_table, sqlalchemy_url
 from outbox_sqlalchemy.alembic import migrations_folder
 
 _QUERIES = {
@@ -59,14 +59,16 @@ def catalog(database: str, table: str = "outbox") -> dict[str, list[dict[str, ob
 
 
 def by_sql(database: str) -> None:
-    """Make the table by the statement of `outbox schema`."""
+    """Make the tables by the statements of `outbox schema`."""
     with psycopg.connect(database) as connection:
         connection.execute(create_table_sql(TableName("outbox")))
+        connection.execute(create_inbox_sql(TableName("inbox")))
 
 
 def by_sqlalchemy_table(database: str) -> None:
-    """Make the table by `create_all`, from a Table of an application's metadata."""
+    """Make the tables by `create_all`, from Tables of an application's metadata."""
     _create_all(database, make_outbox_table)
+    _create_all(database, make_inbox_table)
 
 
 def by_sqlalchemy_model(database: str) -> None:
@@ -82,7 +84,7 @@ def by_sqlalchemy_model(database: str) -> None:
 
 
 def by_alembic(database: str) -> None:
-    """Make the table by `alembic upgrade head` in the checkout."""
+    """Make the tables by `alembic upgrade head` in the checkout."""
     subprocess.run(
         [sys.executable, "-m", "alembic", "upgrade", "head"],
         cwd=migrations_folder().parent,
@@ -109,7 +111,7 @@ call_command("migrate", "outbox_django", verbosity=0)
 
 
 def by_django(database: str) -> None:
-    """Make the table by `manage.py migrate outbox_django`."""
+    """Make the tables by `manage.py migrate outbox_django`."""
     ran = subprocess.run(
         [sys.executable, "-c", _DJANGO_MIGRATE, database],
         cwd=migrations_folder().parent,
@@ -130,22 +132,37 @@ def _create_all(database: str, add_table) -> None:
 
 
 @pytest.fixture
-def reference(postgres):
-    """The catalog of the table that plain SQL makes."""
+def references(postgres):
+    """The catalogs of the tables that plain SQL makes, by their names."""
     name = f"reference_{os.getpid()}"
     database = postgres.create_database(name)
     by_sql(database)
-    yield catalog(database)
+    yield {table: catalog(database, table) for table in ("outbox", "inbox")}
     postgres.drop_database(name)
 
 
-@pytest.mark.parametrize("make", [by_sqlalchemy_table, by_sqlalchemy_model, by_alembic, by_django])
-def test_same_catalog(make, reference, database):
-    """Every schema route makes the table that plain SQL makes, up to the names of constraints and sequences."""
+@pytest.fixture
+def reference(references):
+    """The catalog of the outbox table that plain SQL makes."""
+    return references["outbox"]
+
+
+@pytest.mark.parametrize(
+    ("make", "tables"),
+    [
+        (by_sqlalchemy_table, ["outbox", "inbox"]),
+        (by_sqlalchemy_model, ["outbox"]),
+        (by_alembic, ["outbox", "inbox"]),
+        (by_django, ["outbox", "inbox"]),
+    ],
+)
+def test_same_catalog(make, tables, references, database):
+    """Every schema route makes the tables that plain SQL makes, up to the names of constraints and sequences."""
     make(database)
-    made = catalog(database)
-    for part in _QUERIES:
-        assert made[part] == reference[part], part
+    for table in tables:
+        made = catalog(database, table)
+        for part in _QUERIES:
+            assert made[part] == references[table][part], (table, part)
 
 
 def test_the_reference_is_what_the_design_asks_for(reference):
@@ -158,6 +175,19 @@ def test_the_reference_is_what_the_design_asks_for(reference):
     assert reference["relation"][0]["options"] == sorted(f"{key}={value}" for key, value in STORAGE_PARAMETERS.items())
     assert [(s["seqcache"], s["seqincrement"], s["deptype"]) for s in reference["sequences"]] == [(1, 1, "i")]
     assert [index["indisprimary"] for index in reference["indexes"]] == [True]
+
+
+def test_the_inbox_is_what_the_inbox_needs(references):
+    """Its key is source and id, in this order; nothing is nullable; one more index serves pruning."""
+    inbox = references["inbox"]
+    assert [(column["attname"], column["type"], column["attnotnull"]) for column in inbox["columns"]] == [
+        ("source", "text", True),
+        ("message_id", "text", True),
+        ("accept_time", "timestamp with time zone", True),
+    ]
+    keys = [c["definition"] for c in inbox["constraints"] if c["contype"] == "p"]
+    assert keys == ["PRIMARY KEY (source, message_id)"]
+    assert [(index["indkey"], index["indisunique"]) for index in inbox["indexes"]] == [("1 2", True), ("3", False)]
 
 
 def test_comparison_sees_a_difference(reference, database):

@@ -1,0 +1,134 @@
+"""`outbox inbox prune`, and what Django's `prune_inbox` shares with it: how ages are written.
+
+Importing this needs only the base install; pruning needs psycopg 3, and nothing else of the extra `[harvester]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from outbox_core.errors import InvalidConfig, MissingExtra, OutboxTableError, StoreUnavailable
+from outbox_core.inbox import PRUNE_BATCH, Inbox
+
+if TYPE_CHECKING:
+    import psycopg
+
+_DATA_SOURCE = "OUTBOX_POSTGRES_DSN"
+_SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_PART = re.compile(r"([0-9]+)([dhms])")
+_LONGEST = timedelta(days=36_500)
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `inbox` and its own commands to the commands of `outbox`."""
+    inbox = commands.add_parser("inbox", help="look after an inbox table", description="Look after an inbox table.")
+    actions = inbox.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    description = (
+        "Delete what was accepted longer ago, in batches, the oldest first. A message that is repeated later than that "
+        "is accepted again."
+    )
+    parser = actions.add_parser("prune", help="forget what was accepted long ago", description=description)
+    parser.add_argument(
+        "--dsn", metavar="DSN", help=f"the database: key=value pairs or a postgresql:// URL; default: {_DATA_SOURCE}"
+    )
+    parser.add_argument("--table", metavar="NAME", default="inbox", help="`table` or `schema.table`; default: inbox")
+    add_prune_arguments(parser)
+    parser.set_defaults(command=_prune)
+
+
+def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to prune, and how."""
+    parser.add_argument("--older-than", type=_age, required=True, metavar="AGE", help="for example 7d, 12h or 1d12h")
+    parser.add_argument(
+        "--batch", type=_count, default=PRUNE_BATCH, metavar="ROWS", help="rows of a transaction; default: %(default)s"
+    )
+
+
+def parse_age(text: str) -> timedelta:
+    """Read `7d`, `12h`, `30m`, `45s` or several of them in a row.
+
+    Raises:
+        ValueError: saying how to write it.
+    """
+    parts = _PART.findall(text)
+    if not parts or "".join(number + unit for number, unit in parts) != text:
+        raise ValueError(f"{text!r} is not an age; write for example `7d`, `12h` or `1d12h`")
+    seconds = sum(int(number) * _SECONDS[unit] for number, unit in parts)
+    if not 0 < seconds <= _LONGEST.total_seconds():
+        raise ValueError(f"{text!r} is not an age from a second to a hundred years")
+    return timedelta(seconds=seconds)
+
+
+def report(pruned: int, table: object) -> str:
+    """What a run says when it is done."""
+    return f"pruned {pruned} message{'' if pruned == 1 else 's'} from {table}\n"
+
+
+def _prune(options: argparse.Namespace) -> int:
+    try:
+        inbox = Inbox(options.table)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"--table: {error}") from None
+    with _connect(options.dsn or os.environ.get(_DATA_SOURCE)) as connection:
+        pruned = _prune_on(connection, inbox, options)
+    sys.stdout.write(report(pruned, inbox.table))
+    return 0
+
+
+def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, options: argparse.Namespace) -> int:
+    import psycopg
+
+    try:
+        return inbox.prune(connection, options.older_than, batch=options.batch)
+    except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn, psycopg.errors.InvalidSchemaName) as error:
+        raise OutboxTableError(f"{inbox.table} is no inbox: {error.diag.message_primary}") from None
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise OutboxTableError(f"{error.diag.message_primary}; pruning needs SELECT and DELETE") from None
+    except psycopg.OperationalError as error:
+        raise StoreUnavailable(f"the database failed: {error}; run the command again to go on") from None
+
+
+def _connect(dsn: str | None) -> psycopg.Connection[tuple[object, ...]]:
+    try:
+        import psycopg
+    except ImportError:
+        raise MissingExtra("needs psycopg, which is not installed; pip install 'psycopg[binary]'") from None
+    if not dsn:
+        raise InvalidConfig(f"no database: pass --dsn or set {_DATA_SOURCE}")
+    try:
+        return psycopg.connect(_as_libpq_reads_it(dsn), autocommit=True, connect_timeout=10)
+    except psycopg.ProgrammingError:
+        # Without the driver's words: they quote the DSN, perhaps its password.
+        raise InvalidConfig("--dsn: neither key=value pairs nor a postgresql:// URL") from None
+    except psycopg.OperationalError as error:
+        raise StoreUnavailable(f"cannot connect to the database: {error}") from None
+
+
+def _as_libpq_reads_it(dsn: str) -> str:
+    """The notations of `outbox harvest`; where only psycopg is installed, libpq's own."""
+    try:
+        from outbox_core.config import normalise_data_source
+    except ImportError:
+        return dsn
+    try:
+        return normalise_data_source(dsn)
+    except ValueError as error:
+        raise InvalidConfig(f"--dsn: {error}") from None
+
+
+def _age(text: str) -> timedelta:
+    try:
+        return parse_age(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)

@@ -1,0 +1,326 @@
+"""Running a handler once for each record of a Kafka consumer, whatever is repeated and whatever dies.
+
+For each record, in this order:
+
+1. begin a transaction;
+2. accept the record by its id (`outbox_core.inbox`); a repeat skips the next step;
+3. run the handler in the transaction;
+4. commit the transaction;
+5. only then commit the record's offset.
+
+If the process dies before 4, neither the acceptance nor the handler's work is there, and the offset is where it was:
+the record comes again, and is accepted. If it dies between 4 and 5, or loses the partition there, the record comes
+again, to whomever, and is a repeat. If a handler outlives its partition, the next owner's accept waits for its outcome.
+The offset is thus no more than a bookmark: that committing it fails costs a repeat, never a record.
+
+One thing would break this: a client that commits offsets by itself, of what it handed out and not of what was handled.
+So it must have `enable.auto.offset.store` off; a consumer that has not is refused before the first handler runs.
+
+**The source** of an acceptance is the consumer group unless told otherwise. Two groups that read one topic into one
+database each do work of their own for the same record; as one source, the second would drop what the first has handled.
+
+**The id** is the record's last `outbox-id` header. It names the outbox besides the row, so outboxes that feed one topic
+have no ids in common. A record without one is known by its place, `topic-partition-offset`, which recognises what this
+group reads twice, though not what a producer wrote twice. Places have no colon and outbox ids have one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
+from outbox_core.inbox import Inbox, inbox_key
+from outbox_core.kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+ID_HEADER = "outbox-id"
+
+Transaction = TypeVar("Transaction")
+RetryPolicy = Callable[[Exception, int], float | None]
+"""(what the handler or the database raised, attempts so far) -> seconds to wait before the next one; None: raise."""
+
+_POLL_SECONDS = 0.2
+_GROUP_METADATA = b"CGMDv2:"
+_GENERATION_BYTES = 4
+
+# The codes with which a partition is gone, or its group in motion: another member reads the record again.
+_MOVED = frozenset(
+    {
+        KafkaError._STATE,  # noqa: SLF001  confluent's public constants begin like this
+        KafkaError._NO_OFFSET,  # noqa: SLF001
+        KafkaError._ASSIGNMENT_LOST,  # noqa: SLF001
+        KafkaError._WAIT_COORD,  # noqa: SLF001
+        KafkaError.ILLEGAL_GENERATION,
+        KafkaError.UNKNOWN_MEMBER_ID,
+        KafkaError.REBALANCE_IN_PROGRESS,
+        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+        KafkaError.COORDINATOR_NOT_AVAILABLE,
+        KafkaError.NOT_COORDINATOR,
+        KafkaError._TIMED_OUT,  # noqa: SLF001
+        KafkaError._TRANSPORT,  # noqa: SLF001
+        KafkaError.REQUEST_TIMED_OUT,
+    }
+)
+
+# What a consumer reports in place of a record, and recovers from by itself.
+_PASSING = _MOVED | {
+    KafkaError._MAX_POLL_EXCEEDED,  # noqa: SLF001
+    KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.LEADER_NOT_AVAILABLE,
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """What a call of `consume` did.
+
+    Attributes:
+        handled: records that were accepted and handled.
+        repeats: records that had been accepted before.
+    """
+
+    handled: int
+    repeats: int
+
+
+def consume(
+    consumer: Consumer,
+    handler: Callable[[Transaction, Message], object],
+    transaction: Callable[[], AbstractContextManager[Transaction]],
+    *,
+    accept: Callable[[Transaction, str, str], bool] | None = None,
+    source: str | None = None,
+    id_header: str = ID_HEADER,
+    commit: Literal["sync", "stored"] = "sync",
+    retry: RetryPolicy | None = None,
+    max_records: int | None = None,
+    stop: threading.Event | None = None,
+) -> Consumed:
+    """Handle each record once, until told to stop.
+
+    Args:
+        consumer: subscribed or assigned by the caller, who also closes it. `enable.auto.offset.store` must be False;
+            `enable.auto.commit` too, unless `commit` is "stored". Rebalances happen between records.
+        handler: called with the transaction and the record, once for each record that is accepted.
+        transaction: makes a context manager that begins a transaction, commits at its end, and rolls back when an
+            exception leaves it; by default what it gives is a DB-API connection.
+        accept: accepts a message of a source in a transaction; by default `Inbox("inbox").accept`.
+        source: whose ids these are; by default the consumer's group.
+        id_header: name of the header with the record's id; "" goes by topic, partition and offset alone.
+        commit: "sync" commits the offset after each record. "stored" leaves that to the client, which commits now and
+            then (`enable.auto.commit` True) and at the end: faster, for a few repeats more after a crash.
+        retry: what to do when the handler or the database raises; by default raise. It waits in place, so the attempts
+            at one record together have to stay below `max.poll.interval.ms`. See `backoff`.
+        max_records: return after so many records, repeats included; None for no limit.
+        stop: return once this is set, after the record in hand.
+
+    Raises:
+        UnsafeConsumer: if the consumer stores offsets by itself; nothing was handled.
+        InvalidConfig: if there is no source.
+        KafkaException: what the consumer cannot recover from.
+        Exception: what the handler or the database raised. The record's transaction is rolled back, its offset is not
+            committed, and the consumer is set back to it.
+    """
+    source = source if source is not None else group_of(consumer)
+    loop = _Loop(consumer, id_header, commit)
+    accept_it: Callable[[Transaction, str, str], bool] = accept or Inbox().accept  # type: ignore[assignment]
+    inbox_key(source, "any")
+    stop = stop or threading.Event()
+
+    def attempt(message: Message, message_id: str) -> bool:
+        with transaction() as begun:
+            accepted = accept_it(begun, source, message_id)
+            if accepted:
+                handler(begun, message)
+        return accepted
+
+    handled = repeats = 0
+    try:
+        while not stop.is_set() and (max_records is None or handled + repeats < max_records):
+            message = loop.next_record()
+            if message is None:
+                continue
+            accepted = loop.work_on(message, attempt, retry, stop)
+            if accepted is None:
+                break
+            handled, repeats = handled + accepted, repeats + (not accepted)
+            loop.bookmark(message)
+    finally:
+        loop.end()
+    return Consumed(handled, repeats)
+
+
+def backoff(attempts: int, *, first: float = 0.1, longest: float = 10.0) -> RetryPolicy:
+    """A retry policy: so many attempts in all, each pause twice as long as the one before.
+
+    Args:
+        attempts: at one record, the first included.
+        first: seconds of the first pause.
+        longest: seconds of the longest.
+    """
+
+    def pause(_: Exception, made: int) -> float | None:
+        return None if made >= attempts else min(longest, first * 2 ** min(made - 1, 30))
+
+    return pause
+
+
+def message_id_of(message: Message, id_header: str = ID_HEADER) -> str:
+    """The id of a record: the last header of that name, else topic, partition and offset.
+
+    Raises:
+        InvalidMessageId: if the header is not UTF-8, too long or contains NUL.
+    """
+    headers: list[tuple[str, bytes | None]] = message.headers() or []  # type: ignore[assignment]
+    values = [value for name, value in headers if name == id_header]
+    if not id_header or not values or not values[-1]:
+        return f"{message.topic()}-{message.partition()}-{message.offset()}"
+    return inbox_key("any", values[-1])[1]
+
+
+def group_of(consumer: Consumer) -> str:
+    """The consumer's `group.id`. The client tells it only as a part of its serialised group metadata.
+
+    Raises:
+        InvalidConfig: if it cannot be found there.
+    """
+    metadata = consumer.consumer_group_metadata()
+    if isinstance(metadata, bytes) and metadata.startswith(_GROUP_METADATA):
+        group, end, _ = metadata[len(_GROUP_METADATA) + _GENERATION_BYTES :].partition(b"\0")
+        if group and end:
+            return group.decode()
+    raise InvalidConfig("this consumer does not tell its group.id; pass source=")
+
+
+class _Loop:
+    """What `consume` does with its consumer. Used by one thread."""
+
+    def __init__(self, consumer: Consumer, id_header: str, commit: Literal["sync", "stored"]) -> None:
+        if commit not in ("sync", "stored"):
+            raise InvalidConfig(f"commit: expected 'sync' or 'stored', got {commit!r}")
+        self._consumer = consumer
+        self._id_header = id_header
+        self._commit = commit
+        self._is_safe = False
+
+    def next_record(self) -> Message | None:
+        """The next record, or None if there is none yet."""
+        message = self._consumer.poll(_POLL_SECONDS)
+        if message is None:
+            return None
+        error = message.error()
+        if error is None:
+            return message
+        if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+            return None
+        if error.fatal() or not (error.retriable() or error.code() in _PASSING):
+            raise KafkaException(error)
+        _log.warning("consumer: %s", error.str())
+        return None
+
+    def work_on(
+        self,
+        message: Message,
+        attempt: Callable[[Message, str], bool],
+        retry: RetryPolicy | None,
+        stop: threading.Event,
+    ) -> bool | None:
+        """Attempt it until it succeeds; return its answer, or None when told to stop between two attempts."""
+        self._refuse_unsafe(message)
+        message_id = self._id_of(message)
+        attempts = 0
+        while True:
+            try:
+                return attempt(message, message_id)
+            except Exception as error:
+                attempts += 1
+                pause = retry(error, attempts) if retry is not None else None
+                if pause is None:
+                    self._set_back(message)
+                    error.add_note(f"while handling {_place(message)}, attempt {attempts}")
+                    raise
+                _log.warning("attempt %d at %s failed: %r", attempts, _place(message), error)
+            except BaseException:
+                self._set_back(message)
+                raise
+            if stop.wait(pause):
+                self._set_back(message)
+                return None
+
+    def _id_of(self, message: Message) -> str:
+        try:
+            return message_id_of(message, self._id_header)
+        except InvalidMessageId as error:
+            self._set_back(message)
+            raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
+
+    def bookmark(self, message: Message) -> None:
+        """Commit the offset after a record, or hand it to the client to commit."""
+        try:
+            if self._commit == "stored":
+                self._consumer.store_offsets(message=message)
+            else:
+                _raise_first(self._consumer.commit(message=message, asynchronous=False))
+        except KafkaException as error:
+            _forgive(error, f"{_place(message)} is handled, and will be seen again: its offset was not committed")
+
+    def end(self) -> None:
+        """Commit what was stored."""
+        if self._commit == "stored" and self._is_safe:
+            try:
+                _raise_first(self._consumer.commit(asynchronous=False))
+            except KafkaException as error:
+                _forgive(error, "the last offsets were not committed")
+
+    def _refuse_unsafe(self, message: Message) -> None:
+        """Store the offset that is the record's own, as not yet handled: only a safe client lets itself be told."""
+        if self._is_safe:
+            return
+        try:
+            self._consumer.store_offsets(offsets=[_position(message)])
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError._INVALID_ARG:  # noqa: SLF001
+                self._set_back(message)
+                raise UnsafeConsumer(
+                    "the consumer stores offsets when it hands out records, so it can commit records that were not "
+                    "handled; make it with enable.auto.offset.store=False and enable.auto.commit=False"
+                ) from None
+            _forgive(error, f"{_place(message)} is of a partition that was taken away")
+            return
+        self._is_safe = True
+
+    def _set_back(self, message: Message) -> None:
+        """Have the record come again; if its partition has gone, it comes to another member."""
+        try:
+            self._consumer.seek(_position(message))
+        except KafkaException as error:
+            _log.info("%s: not set back: %s", _place(message), error.args[0].str())
+
+
+def _raise_first(committed: list[TopicPartition] | None) -> None:
+    for partition in committed or ():
+        if partition.error is not None:
+            raise KafkaException(partition.error)
+
+
+def _forgive(error: KafkaException, what: str) -> None:
+    """Log it; raise it if it will not pass, such as a missing right."""
+    cause: KafkaError = error.args[0]
+    if cause.fatal() or not (cause.retriable() or cause.code() in _MOVED):
+        raise error
+    _log.info("%s: %s", what, cause.str())
+
+
+def _position(message: Message) -> TopicPartition:
+    return TopicPartition(message.topic(), message.partition(), message.offset())  # type: ignore[arg-type]
+
+
+def _place(message: Message) -> str:
+    return f"{message.topic()}[{message.partition()}] at offset {message.offset()}"

@@ -1,0 +1,207 @@
+"""The inbox: what was accepted once is not accepted again.
+
+    with connection.transaction():
+        if not Inbox().accept(connection, "payments-api", request_id):
+            return                                     # a repeat: all of its effects are committed already
+        connection.execute("UPDATE account SET ...")
+
+The invariant: a row of the inbox and the effects of its message are committed by one transaction, or neither is. So
+
+- a repeat finds the row, and does nothing;
+- a transaction that is rolled back takes its row along: the message may come again, and is accepted then;
+- of two transactions that accept the same message at once, the second waits inside `accept` for the outcome of the
+  first: False if that commits, True if it rolls back. This is what ON CONFLICT DO NOTHING does under READ COMMITTED.
+  Under REPEATABLE READ and SERIALIZABLE the second raises the driver's serialization failure; repeated as a whole, as
+  every such transaction must be, it gets False.
+
+The conflict is named, `(source, message_id)`: a table without its primary key is an error and not an inbox that accepts
+everything.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from datetime import timedelta
+from typing import Any, Protocol
+from uuid import UUID
+
+from outbox_core.errors import InvalidMessageId, OutboxError
+from outbox_core.schema import TableName
+from outbox_core.stasher import Connection, require_transaction
+
+MAX_ID_BYTES = 1000
+"""Of source and message id each. PostgreSQL limits an index entry to 2,704 bytes."""
+
+PRUNE_BATCH = 10_000
+
+_ACCEPT = """
+INSERT INTO {table} (source, message_id, accept_time) VALUES (%s, %s, now())
+ON CONFLICT (source, message_id) DO NOTHING RETURNING 1
+"""
+
+# Times go back and forth as text, which no driver's time zone can bend.
+_CUTOFF = "SELECT (now() - %s::interval)::text"
+
+# `ctid` saves a second walk through an index. Where one ctid names several rows (a partitioned table), the condition
+# on their age still holds for each of them; the added zero keeps it from being taken for another way to find them.
+_PRUNE = """
+WITH oldest AS MATERIALIZED (
+    SELECT array_agg(ctid) AS rows, count(*) AS number, max(accept_time)::text AS latest
+    FROM (
+        SELECT ctid, accept_time FROM {table}
+        WHERE accept_time < %s::timestamptz AND accept_time >= %s::timestamptz
+        ORDER BY accept_time LIMIT %s
+    ) AS head
+), pruned AS (
+    DELETE FROM {table} WHERE ctid = ANY ((SELECT rows FROM oldest)::tid[])
+    AND accept_time + interval '0' < %s::timestamptz
+    RETURNING 1
+)
+SELECT number, latest, (SELECT count(*) FROM pruned) FROM oldest
+"""
+
+_ALL_TIMES = "-infinity"
+
+
+class PrunedConnection(Connection, Protocol):
+    """What pruning uses of a DB-API connection."""
+
+    def commit(self) -> object:
+        """Commit the transaction, if there is one."""
+
+
+class Inbox:
+    """One inbox table. Immutable; may be shared between threads, each with its own connection.
+
+    Works with psycopg 3, psycopg2 and every other PostgreSQL driver of paramstyle `format`.
+
+    Args:
+        table: name of the table, `inbox` or `billing.inbox`.
+
+    Attributes:
+        table: the parsed name of the table.
+
+    Raises:
+        InvalidConfig: if `table` is not a table name.
+    """
+
+    __slots__ = ("_accept_sql", "_prune_sql", "table")
+
+    def __init__(self, table: str | TableName = "inbox") -> None:
+        self.table = TableName.parse(table) if isinstance(table, str) else table
+        escaped_name = self.table.quoted.replace("%", "%%")
+        self._accept_sql = _ACCEPT.format(table=escaped_name)
+        self._prune_sql = _PRUNE.format(table=escaped_name)
+
+    def __repr__(self) -> str:
+        return f"Inbox({str(self.table)!r})"
+
+    def accept(self, connection: Connection, source: str | int | UUID, message_id: str | bytes | int | UUID) -> bool:
+        """Accept a message in the connection's transaction. Call it first, before the message has any effect.
+
+        Args:
+            connection: in a transaction, or one that begins it by itself.
+            source: who vouches that its ids are different: an API and its client, a consumer group.
+            message_id: the message, among those of its source. Compared exactly, upper and lower case included.
+
+        Returns:
+            True the first time; False for a repeat, of which everything is committed already.
+
+        Raises:
+            InvalidMessageId: if one of them is empty, too long or no text; nothing was sent.
+            TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
+        """
+        parameters = inbox_key(source, message_id)
+        require_transaction(connection, "acceptance")
+        with closing(connection.cursor()) as cursor:
+            cursor.execute(self._accept_sql, parameters)
+            return cursor.fetchone() is not None
+
+    def prune(self, connection: PrunedConnection, older_than: timedelta, *, batch: int = PRUNE_BATCH) -> int:
+        """Forget what was accepted longer ago than `older_than`, the oldest first. Returns how many were forgotten.
+
+        Each batch is a transaction of its own, so nothing is locked for long and a run that is broken off loses no
+        work. Several may run at once.
+
+        Args:
+            connection: outside a transaction; in autocommit mode or not.
+            older_than: by the database's clock. A repeat that comes later than that is accepted again.
+            batch: messages of one transaction.
+
+        Raises:
+            ValueError: if `older_than` or `batch` is not positive.
+            OutboxError: if the connection is in a transaction, which the first batch would commit.
+        """
+        if older_than <= timedelta(0) or batch <= 0:
+            raise ValueError("prune: older_than and batch have to be positive")
+        _require_no_transaction(connection)
+        cutoff = self._one_row(connection, _CUTOFF, [older_than])[0]
+        begin = _ALL_TIMES
+        pruned: int = 0
+        while True:
+            # From where the last batch ended: what it deleted is still in the index until vacuum.
+            number, latest, deleted = self._one_row(connection, self._prune_sql, [cutoff, begin, batch, cutoff])
+            pruned += deleted
+            if number < batch:
+                return pruned
+            begin = latest
+
+    @staticmethod
+    def _one_row(connection: PrunedConnection, sql: str, parameters: list[Any]) -> tuple[Any, ...]:
+        with closing(connection.cursor()) as cursor:
+            cursor.execute(sql, parameters)
+            row: tuple[Any, ...] = cursor.fetchone()
+        connection.commit()
+        return row
+
+
+def inbox_key(source: object, message_id: object) -> tuple[str, str]:
+    """Source and message id as the inbox keeps them.
+
+    Raises:
+        InvalidMessageId: saying which of them is wrong, and how.
+    """
+    return _text(source, "source"), _text(message_id, "message_id")
+
+
+def _text(value: object, field: str) -> str:
+    if isinstance(value, bytes) and field == "message_id":
+        try:
+            value = value.decode()
+        except UnicodeDecodeError:
+            raise InvalidMessageId("message_id: bytes that are not UTF-8; encode them, for example by .hex()") from None
+    if isinstance(value, UUID):
+        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = _digits(value, field)
+    if not isinstance(value, str):
+        kinds = "str, bytes, int or UUID" if field == "message_id" else "str, int or UUID"
+        raise InvalidMessageId(f"{field}: expected {kinds}, got {type(value).__name__}")
+    if not value:
+        raise InvalidMessageId(f"{field}: is empty")
+    if "\0" in value:
+        raise InvalidMessageId(f"{field}: contains a NUL character, which a text column cannot hold")
+    try:
+        length = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidMessageId(f"{field}: cannot be encoded as UTF-8 ({error.reason} at {error.start})") from None
+    if length > MAX_ID_BYTES:
+        raise InvalidMessageId(
+            f"{field}: {length} bytes are more than the {MAX_ID_BYTES} that an inbox keeps; use a hash of it"
+        )
+    return str.__str__(value)
+
+
+def _digits(number: int, field: str) -> str:
+    try:
+        return int.__repr__(number)  # an enum's own text would be its name
+    except ValueError as error:
+        raise InvalidMessageId(f"{field}: {error}") from None
+
+
+def _require_no_transaction(connection: object) -> None:
+    """As far as the driver tells: psycopg does, and so does Django's connection when it is asked to commit."""
+    driver_connection = getattr(connection, "driver_connection", None) or connection
+    status = getattr(getattr(driver_connection, "info", None), "transaction_status", 0)
+    if status in {1, 2, 3}:  # libpq's PQTRANS_ACTIVE, PQTRANS_INTRANS, PQTRANS_INERROR
+        raise OutboxError("prune commits after each batch; call it outside a transaction, or on another connection")

@@ -1,0 +1,96 @@
+"""Accepting messages in a Django transaction.
+
+    with transaction.atomic():
+        if accept("payments-api", request.headers["Idempotency-Key"]):
+            Payment.objects.create(...)
+
+The database is, in this order: the `using` of the call, the `using` of the `InboxTable`, `OUTBOX["DATABASE"]`, or what
+the routers answer to `db_for_write(Inbox)`. See `outbox_core.inbox` for what is promised.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import lru_cache
+from uuid import UUID
+
+from outbox_core.errors import OutboxError
+from outbox_core.inbox import PRUNE_BATCH, Inbox
+from outbox_django.databases import connection_in_transaction, postgres_connection, write_alias
+from outbox_django.settings import outbox_settings
+
+
+class InboxTable:
+    """One of several inbox tables of a project: `InboxTable("billing_inbox", using="billing").accept(...)`.
+
+    Immutable, and may be made at module level: nothing is looked up before a message is accepted.
+
+    Args:
+        name: name of the table, `table` or `schema.table`.
+        using: alias of the database that has it, unless a call names another.
+
+    Raises:
+        InvalidConfig: if `name` is not a table name.
+    """
+
+    __slots__ = ("_inbox", "_using")
+
+    def __init__(self, name: str, *, using: str | None = None) -> None:
+        self._inbox = Inbox(name)
+        self._using = using
+
+    def __repr__(self) -> str:
+        return f"InboxTable({str(self._inbox.table)!r}, using={self._using!r})"
+
+    def accept(
+        self, source: str | int | UUID, message_id: str | bytes | int | UUID, *, using: str | None = None
+    ) -> bool:
+        """Accept a message in the current transaction; arguments, answer and errors as of `outbox_django.accept`."""
+        connection = connection_in_transaction(self.alias(using), "accept", "acceptance")
+        return self._inbox.accept(connection, source, message_id)
+
+    def prune(self, older_than: timedelta, *, batch: int = PRUNE_BATCH, using: str | None = None) -> int:
+        """Forget what was accepted longer ago than `older_than`, in transactions of `batch` messages. Returns how many.
+
+        Raises:
+            ValueError: if `older_than` or `batch` is not positive.
+            OutboxError: inside an `atomic` block.
+        """
+        connection = postgres_connection(self.alias(using))
+        if connection.in_atomic_block:
+            raise OutboxError("prune commits after each batch; call it outside `transaction.atomic()`")
+        return self._inbox.prune(connection, older_than, batch=batch)
+
+    def alias(self, using: str | None = None) -> str:
+        """Alias of the database that a call works on."""
+        return using or self._using or write_alias("Inbox")
+
+
+def accept(source: str | int | UUID, message_id: str | bytes | int | UUID, *, using: str | None = None) -> bool:
+    """Accept a message in the current transaction. Call it first, before the message has any effect.
+
+    Args:
+        source: who vouches that its ids are different: an API and its client, a consumer group.
+        message_id: the message, among those of its source. Compared exactly, upper and lower case included.
+        using: alias of the database whose transaction it belongs to; without it see the module's docstring.
+
+    Returns:
+        True the first time; False for a repeat, of which everything is committed already.
+
+    Raises:
+        TransactionRequired: if that database is in autocommit mode and outside an `atomic` block; nothing was written.
+        InvalidMessageId: if source or message id is empty, too long or no text; nothing was sent to the database.
+        InvalidConfig: if the alias does not exist or is no PostgreSQL database, or the OUTBOX setting is wrong.
+        django.db.Error: what Django raises for a failed statement, for example if the table is missing.
+    """
+    return configured_inbox().accept(source, message_id, using=using)
+
+
+def configured_inbox() -> InboxTable:
+    """The table that OUTBOX["INBOX_TABLE"] names."""
+    return _table(outbox_settings().inbox_table.quoted)
+
+
+@lru_cache(maxsize=16)
+def _table(name: str) -> InboxTable:
+    return InboxTable(name)

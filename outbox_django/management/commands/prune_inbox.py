@@ -1,0 +1,40 @@
+"""`manage.py prune_inbox`: what `outbox inbox prune` does, on Django's own connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
+from outbox_core.errors import OutboxError
+from outbox_django.inbox import InboxTable
+from outbox_django.settings import outbox_settings
+
+
+class Command(BaseCommand):
+    """A door onto `outbox_core.inbox`."""
+
+    help = (
+        "Delete from the inbox what was accepted longer ago, in batches, the oldest first. A message that is repeated "
+        "later than that is accepted again."
+    )
+    requires_system_checks = ()
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Which table, and what of it."""
+        parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where accept writes")
+        parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['INBOX_TABLE']")
+        add_prune_arguments(parser)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Prune, and say how much."""
+        del args
+        try:
+            name = options["table"] or outbox_settings().inbox_table.quoted
+            given = options["older_than"]  # text, if it comes as a keyword argument of call_command
+            age = parse_age(given) if isinstance(given, str) else given
+            pruned = InboxTable(name).prune(age, batch=options["batch"], using=options["database"])
+        except (OutboxError, ValueError) as error:
+            raise CommandError(str(error)) from None
+        self.stdout.write(report(pruned, name.replace('"', "")), ending="")

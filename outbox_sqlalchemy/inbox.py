@@ -1,0 +1,101 @@
+"""Accepting through SQLAlchemy: `outbox_core.inbox` in the transaction of a session or connection of any kind.
+
+Nothing is flushed: `accept` comes first, before there is anything to flush.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Executable, MetaData, Table, bindparam, func, literal_column
+from sqlalchemy.dialects.postgresql import insert
+
+from outbox_core.errors import OutboxTableError
+from outbox_core.inbox import inbox_key
+from outbox_core.schema import INBOX_COLUMNS
+from outbox_sqlalchemy.sessions import (
+    ACCEPTING,
+    AnyAsyncSession,
+    SyncSession,
+    Target,
+    asynchronous,
+    connection_for,
+    mapped,
+    synchronous,
+)
+from outbox_sqlalchemy.table import make_inbox_table
+
+
+class Inbox:
+    """One inbox table of an application. Immutable: shared freely between threads, tasks and sessions.
+
+    Args:
+        table: a name (`inbox`, `billing.inbox`), a `Table` (made by `make_inbox_table`, or reflected), or a mapped
+            class. With a `Table` or class, a session with several binds finds the database as it does for any other.
+
+    Attributes:
+        table: the `Table` that is written to.
+
+    Raises:
+        InvalidConfig: if a name is not a table name.
+        OutboxTableError: if a `Table` or class is no inbox.
+    """
+
+    __slots__ = ("_insert", "_target", "table")
+
+    def __init__(self, table: str | Table | type[Any] = "inbox") -> None:
+        mapper = None
+        if isinstance(table, str):
+            table = make_inbox_table(MetaData(), table)
+        elif not isinstance(table, Table):
+            table, mapper = mapped(table)
+        self.table: Table = table
+        columns = {column.name: column for column in table.columns}
+        missing = [name for name in INBOX_COLUMNS if name not in columns]
+        if missing:
+            raise OutboxTableError(f"table {table.fullname!r} is no inbox: it has no column {', '.join(missing)}")
+        source, message_id, accept_time = (columns[name] for name in INBOX_COLUMNS)
+        self._insert: Executable = (
+            insert(table)
+            .values(
+                {
+                    source.key: bindparam("accepted_source"),
+                    message_id.key: bindparam("accepted_id"),
+                    accept_time.key: func.now(),
+                }
+            )
+            .on_conflict_do_nothing(index_elements=[source, message_id])
+            .returning(literal_column("1"))
+        )
+        self._target = Target(ACCEPTING, self._insert, table, mapper)
+
+    def __repr__(self) -> str:
+        return f"Inbox({self.table.fullname!r})"
+
+    def accept(self, session: SyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID) -> bool:
+        """Accept a message in the transaction of a session or connection. Call it first.
+
+        Args:
+            session: a Session, scoped_session or Connection.
+            source: who vouches that its ids are different: an API and its client, a consumer group.
+            message_id: the message, among those of its source. Compared exactly, upper and lower case included.
+
+        Returns:
+            True the first time; False for a repeat, of which everything is committed already.
+
+        Raises:
+            InvalidMessageId: if one of them is empty, too long or no text; no SQL was sent.
+            TransactionRequired: if the connection commits by itself (AUTOCOMMIT); no SQL was sent.
+            WrongSession: if `session` is neither a synchronous session nor a connection.
+        """
+        accepted_source, accepted_id = inbox_key(source, message_id)
+        connection = connection_for(synchronous(session, ACCEPTING), self._target)
+        parameters = {"accepted_source": accepted_source, "accepted_id": accepted_id}
+        return connection.execute(self._insert, parameters).first() is not None
+
+    async def aaccept(
+        self, session: AnyAsyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID
+    ) -> bool:
+        """`accept` for an asynchronous session or connection."""
+        return await asynchronous(session, ACCEPTING).run_sync(self.accept, source, message_id)

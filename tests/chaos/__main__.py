@@ -1,0 +1,58 @@
+"""`python -m tests.chaos`: a long chaos run with a report; `make chaos` calls it."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from tests.chaos.run import ChaosRun, new_seed
+from tests.chaos.services import Services
+
+_OUTBOXES = 5
+
+
+def main() -> int:
+    """Run and report; 0 if the run was clean."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--mode", choices=["exactly-once", "at-least-once"], default="exactly-once")
+    parser.add_argument("--seed", type=int, default=None, help="of the schedule; a new one by default")
+    parser.add_argument("--outboxes", type=int, default=_OUTBOXES)
+    parser.add_argument("--rate", type=float, default=2000.0, help="records per second, of all outboxes together")
+    parser.add_argument("--least-faults", type=int, default=0, help="go on until so many faults were done")
+    parser.add_argument(
+        "--two-leaders", action="store_true", help="no faults, but harvesters that always believe to lead"
+    )
+    parser.add_argument("--directory", type=Path, default=None, help="for the report, journals and logs")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else new_seed()
+    directory = options.directory or Path(f"/tmp/chaos/{options.mode}-{time.strftime('%H%M%S')}-{seed}")  # noqa: S108
+    _say(f"chaos: {options.mode}, seed {seed}, report in {directory}")
+    leading = "always" if options.two_leaders else "mixed" if options.mode == "exactly-once" else "elected"
+    with (
+        Services() as services,
+        ChaosRun(
+            services,
+            delivery=options.mode,
+            seed=seed,
+            outboxes=options.outboxes,
+            records_per_second=options.rate,
+            directory=directory,
+            leading=leading,
+            limits={"mark_query_records": 25} if options.two_leaders else None,  # many small transactions
+            say=_say,
+        ) as chaos,
+    ):
+        report = chaos.run(60 * options.minutes, least_faults=options.least_faults, faults=not options.two_leaders)
+        sides = [outbox.committed_by_side for outbox in chaos.outboxes]
+    path = report.write(directory)
+    _say(f"{report.summary()}\ntransactions by each harvester's side: {sides}\nreport: {path}")
+    return 1 if report.problems else 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    sys.exit(main())

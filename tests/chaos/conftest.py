@@ -1,0 +1,38 @@
+"""The services of the chaos suite: of its own, as everything is killed here, and quick to notice it."""
+
+import os
+
+import pytest
+
+from tests.chaos.run import ChaosRun, new_seed
+from tests.chaos.services import Services
+
+
+@pytest.fixture(scope="session")
+def services():
+    """Postgres and Kafka of the chaos suite, for one run at a time; both running at the end of each."""
+    with Services() as services:
+        yield services
+
+
+@pytest.fixture
+def say(capsys):
+    """Print past pytest's capture: the numbers are worth reading when a run is clean, too."""
+
+    def say(text):
+        with capsys.disabled():
+            print("".join(f"\n    {line}" for line in text.splitlines()), end="")  # noqa: T201
+
+    return say
+
+
+@pytest.fixture
+def make_run(services, tmp_path, say):
+    """A factory for runs on the shared services; OUTBOX_TEST_SEED repeats a schedule."""
+
+    def make(name, **settings):
+        seed = int(os.environ.get("OUTBOX_TEST_SEED", new_seed()))
+        say(f"seed {seed}, logs in {tmp_path}")
+        return ChaosRun(services, name=name, seed=seed, directory=tmp_path, say=say, **settings)
+
+    return make

@@ -1,0 +1,380 @@
+"""One outbox of a chaos run: its table, its topics, the harvesters that contend for it, and the faults that meet it."""
+
+import random
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psycopg
+from confluent_kafka import KafkaException, Producer
+
+from devstack.processes import wait_until
+from devstack.proxy import TcpProxy
+from outbox_core.config import HarvestConfig
+from outbox_core.config.models import TrackingNames
+from tests.chaos.checker import STRANGER, Lane
+from tests.chaos.failpoints import Failpoint
+from tests.chaos.process import HarvesterProcess
+from tests.chaos.schedule import Fault
+from tests.chaos.services import SIDES, Services
+from tests.chaos.worker import WorkerSettings
+
+TRANSACTION_SECONDS = 2.0
+LEASE_SECONDS = 2.0
+SESSION_SECONDS = 3.0
+
+_LIMITS = {
+    "heartbeat_timeout": f"{LEASE_SECONDS:g}s",
+    "transaction_timeout": f"{TRANSACTION_SECONDS:g}s",
+    "mark_query_records": 250,
+    "max_in_flight_records": 2000,
+    "io_error_backoff": "100ms",
+    "drain_timeout": "10s",
+}
+_KAFKA = {"session.timeout.ms": int(SESSION_SECONDS * 1000), "reconnect.backoff.max.ms": 500}
+_LEADER_SECONDS = 25.0
+_SPRING_SECONDS = 12.0
+
+
+class Hit(NamedTuple):
+    """A fault that was done.
+
+    Attributes:
+        what: details.
+        at: when it took effect, in seconds since the epoch.
+    """
+
+    what: str
+    at: float
+
+
+class Missed(Exception):
+    """The fault could not be done: nobody led, or the step was not reached in time."""
+
+
+@dataclass
+class Crew:
+    """The harvesters of one outbox, one on each side, and those that do not belong."""
+
+    members: list[HarvesterProcess | None] = field(default_factory=lambda: [None] * SIDES)
+    extras: list[HarvesterProcess] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    started: int = 0
+    committed: list[int] = field(default_factory=lambda: [0] * SIDES)
+
+
+class ChaosOutbox:
+    """An outbox with its crew. Its methods are called by one thread at a time.
+
+    Args:
+        services: database and broker.
+        directory: for journals and logs.
+        name: of the outbox; its table is called like it, and its topics begin with it.
+        delivery: the harvesters' mode.
+        always_leads: whether all of its harvesters always believe to lead.
+        limits: what differs from the quick limits of the suite.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        directory: Path,
+        name: str,
+        *,
+        delivery: str,
+        always_leads: bool = False,
+        limits: dict[str, Any] | None = None,
+    ) -> None:
+        self.name = name
+        self.topics = [f"{name}-orders", f"{name}-payments"]
+        self.delivery = delivery
+        self._services = services
+        self._directory = directory
+        self._always_leads = always_leads
+        self._limits = {**_LIMITS, **(limits or {})}
+        self._databases = services.database_proxies()
+        self._crew = Crew()
+        for proxy in self._databases:
+            proxy.start()
+
+    # -- the crew
+
+    def start(self) -> None:
+        """Start a harvester on each side."""
+        self.ensure()
+
+    def ensure(self) -> None:
+        """Replace the dead, as whoever runs harvesters would."""
+        for side in range(SIDES):
+            process = self._crew.members[side]
+            if process is None or not process.is_running:
+                if process is not None:
+                    self._bury(process, side)
+                self._crew.members[side] = self._new_process(side)
+            elif process.is_frozen:  # its failpoint sprang after we had given up waiting for it
+                process.thaw()
+
+    def replace(self, side: int, delivery: str) -> None:
+        """SIGTERM to one harvester, and another in its place that delivers in this mode."""
+        self.delivery = delivery
+        process = self._crew.members[side]
+        if process is not None:
+            process.terminate()
+        self.ensure()
+
+    def leader(self, timeout: float = _LEADER_SECONDS) -> HarvesterProcess:
+        """Who leads. If several believe that, the one that began last, or any if all always do."""
+        found: list[HarvesterProcess] = []
+
+        def look() -> bool:
+            self.ensure()
+            found[:] = sorted(
+                (process for process in self.running() if process.led_at is not None and not process.is_frozen),
+                key=lambda process: process.led_at or 0.0,
+            )
+            return bool(found)
+
+        if not wait_until(look, timeout=timeout, interval=0.05):
+            raise Missed("nobody leads")
+        return random.choice(found) if self._always_leads else found[-1]
+
+    def running(self) -> list[HarvesterProcess]:
+        """The living members of the crew, with what they last noted."""
+        members = [process for process in self._crew.members if process is not None and process.is_running]
+        for process in members:
+            process.look()
+        return members
+
+    def stop(self) -> None:
+        """SIGTERM to all."""
+        for side, process in enumerate(self._crew.members):
+            if process is not None:
+                process.terminate()
+                self._bury(process, side)
+                self._crew.members[side] = None
+
+    def discard(self) -> None:
+        """End whatever still runs, whatever its state."""
+        for process in (*self._crew.members, *self._crew.extras):
+            if process is not None and process.is_running:
+                process.kill()
+        for proxy in self._databases:
+            proxy.stop()
+
+    @property
+    def failures(self) -> list[str]:
+        """Harvesters that ended by themselves, with the ends of their logs."""
+        return self._crew.failures
+
+    @property
+    def committed_by_side(self) -> list[int]:
+        """Transactions committed by the harvesters of each side."""
+        running = self._crew.members
+        return [
+            done + (process.committed if process is not None else 0)
+            for done, process in zip(self._crew.committed, running, strict=True)
+        ]
+
+    def _bury(self, process: HarvesterProcess, side: int) -> None:
+        process.look()
+        self._crew.committed[side] += process.committed
+        if process.exit_code not in {0, -9} or process.failure is not None:
+            reason = process.failure or f"{process.name} ended with {process.exit_code}"
+            self._crew.failures.append(f"{reason}\n{process.tail()}")
+
+    def _new_process(self, side: int, *, always_leads: bool | None = None) -> HarvesterProcess:
+        self._crew.started += 1
+        name = f"{self.name}-{self._crew.started}"
+        settings = WorkerSettings(
+            name=name,
+            dsn=self._services.through(self._databases[side]),
+            bootstrap=self._services.brokers[side].bootstrap,
+            table=self.name,
+            journal=str(self._directory / f"{name}.jsonl"),
+            delivery=self.delivery,
+            always_leads=self._always_leads if always_leads is None else always_leads,
+            kafka=_KAFKA,
+            limits=self._limits,
+        )
+        return HarvesterProcess(settings, self._directory / f"{name}.log")
+
+    # -- what is in the database
+
+    def pending(self) -> int:
+        """Rows in the outbox."""
+        with psycopg.connect(self._services.postgres.dsn) as connection:
+            return connection.execute(f"SELECT count(*) FROM {self.name}").fetchone()[0]
+
+    def committed(self) -> dict[Lane, list[int]]:
+        """Everything that was committed, by lane."""
+        lanes: dict[Lane, list[int]] = {}
+        with psycopg.connect(self._services.postgres.dsn) as connection:
+            query = f"SELECT topic, NULLIF(key, ''), array_agg(n) FROM {self.name}_ledger GROUP BY 1, 2"
+            for topic, key, numbers in connection.execute(query):
+                lanes[topic, key] = numbers
+        return lanes
+
+    # -- faults
+
+    def suffer(self, fault: Fault) -> Hit:
+        """Do a fault to this outbox, and end it.
+
+        Raises:
+            Missed: if it could not be done.
+        """
+        kind, _, what = fault.kind.partition(":")
+        doing: dict[str, Callable[[], Hit]] = {
+            "kill-leader": self._kill_leader,
+            "freeze-leader": lambda: self._freeze_leader(fault),
+            "kill": lambda: self._spring(Failpoint(what, fault.count, "kill", _delay(what, fault)))[1],
+            "stop": lambda: self._spring_and_thaw(Failpoint(what, fault.count, "stop", _delay(what, fault)), fault),
+            "cut-database": lambda: self._cut_database(what, fault),
+            "two-leaders": lambda: self._two_leaders(fault),
+            "rival": lambda: self._rival(fault, lingers=False),
+            "rival-lingers": lambda: self._rival(fault, lingers=True),
+        }
+        return doing[kind]()
+
+    def _kill_leader(self) -> Hit:
+        leader = self.leader()
+        leader.kill()
+        return Hit(leader.name, time.time())
+
+    def _freeze_leader(self, fault: Fault) -> Hit:
+        leader = self.leader()
+        leader.freeze()
+        return self._thaw_later(leader, fault)
+
+    def _thaw_later(self, process: HarvesterProcess, fault: Fault) -> Hit:
+        """After the transaction has timed out; sometimes before, sometimes after another has taken over."""
+        frozen_at, seconds = time.time(), TRANSACTION_SECONDS + 0.7 + fault.share * (SESSION_SECONDS + 2.0)
+        time.sleep(seconds)
+        process.thaw()
+        return Hit(f"{process.name} for {seconds:.1f} s", frozen_at)
+
+    def _spring_and_thaw(self, failpoint: Failpoint, fault: Fault) -> Hit:
+        return self._thaw_later(self._spring(failpoint)[0], fault)
+
+    def _spring(self, failpoint: Failpoint) -> tuple[HarvesterProcess, Hit]:
+        """Arm the leader and wait until it has died or frozen."""
+        armed = [self.leader()]
+        if failpoint.step == "after-init":  # a term must begin: whoever is left takes over
+            failpoint = replace(failpoint, count=1)
+            armed[0].kill()
+            self.ensure()
+            armed = self.running()
+        for process in armed:
+            process.arm(failpoint)
+        hit: list[HarvesterProcess] = []
+
+        def sprung() -> bool:
+            hit[:] = [process for process in armed if not process.is_running or process.is_frozen]
+            return bool(hit)
+
+        happened = wait_until(sprung, timeout=_SPRING_SECONDS, interval=0.01)
+        at = time.time()
+        for process in armed:
+            if process not in hit:
+                process.arm(None)
+        if not happened:
+            raise Missed(f"{failpoint} was not reached")
+        return hit[0], Hit(f"{hit[0].name} at {failpoint}", at)
+
+    def _cut_database(self, how: str, fault: Fault) -> Hit:
+        leader, at = self.leader(), time.time()
+        side = self._crew.members.index(leader)
+        seconds = 0.2 + 4 * fault.share
+        cut_off(self._databases[side], how, seconds)
+        return Hit(f"{leader.name} for {seconds:.1f} s", at)
+
+    def _two_leaders(self, fault: Fault) -> Hit:
+        """Another process that believes to lead, for some seconds; then it is killed or stopped."""
+        pretender = self._new_process(self._crew.started % SIDES, always_leads=True)
+        self._crew.extras.append(pretender)
+
+        def works() -> bool:
+            pretender.look()
+            return pretender.committed > 0 or not pretender.is_running
+
+        worked, at = wait_until(works, timeout=_LEADER_SECONDS), time.time()
+        time.sleep(1 + 3 * fault.share)
+        if fault.count % 2:
+            pretender.kill()
+        else:
+            pretender.terminate()
+        self._crew.extras.remove(pretender)
+        pretender.look()
+        if pretender.exit_code not in {0, -9}:
+            self._crew.failures.append(f"{pretender.failure or pretender.name}\n{pretender.tail()}")
+        if not worked:
+            raise Missed("the second leader did not get to work")
+        return Hit(f"{pretender.name} committed {pretender.committed}", at)
+
+    def _rival(self, fault: Fault, *, lingers: bool) -> Hit:
+        """A producer with the same transactional.id fences the leader, leaves a transaction open and goes away."""
+        names = HarvestConfig(base_kafka_config={}).tracking_names(f"postgres.public.{self.name}")
+        bootstrap = self._services.kafka.bootstrap
+        try:
+            rival = fence(bootstrap, names, self.topics, timeout_seconds=TRANSACTION_SECONDS)
+        except KafkaException as error:
+            raise Missed(f"the rival did not get through: {error.args[0].str()}") from None
+        at = time.time()
+        if lingers:
+            time.sleep(TRANSACTION_SECONDS * (0.5 + fault.share))
+        del rival
+        return Hit(names.transactional_id, at)
+
+
+def fence(bootstrap: str, names: TrackingNames, topics: list[str], *, timeout_seconds: float) -> Producer:
+    """Take an outbox's transactional.id, and leave a transaction open that holds records for all its topics.
+
+    Raises:
+        KafkaException: if the broker is away.
+    """
+    rival = Producer(
+        {
+            "bootstrap.servers": bootstrap,
+            "transactional.id": names.transactional_id,
+            "transaction.timeout.ms": int(timeout_seconds * 1000),
+            "linger.ms": 0,
+            "log_level": 0,
+        }
+    )
+    rival.init_transactions(10)
+    rival.begin_transaction()
+    for topic in topics:
+        rival.produce(topic, b"%d" % STRANGER, b"key-0")
+    rival.produce(names.topic, b"half a manifest", names.transactional_id, 0)
+    with suppress(KafkaException):  # it is fenced in its turn
+        rival.flush(1)
+    return rival
+
+
+def cut_off(proxy: TcpProxy, how: str, seconds: float) -> None:
+    """Cut a proxy's connections for a while.
+
+    Args:
+        proxy: between a harvester and a service.
+        how: `hold`, a black hole that forwards in the end what it has held; `drop`, one that swallows everything, and
+            in the end breaks the connections; `reset`, connections break at once and new ones are refused.
+        seconds: for how long.
+    """
+    if how == "reset":
+        proxy.reset()
+        time.sleep(seconds)
+        proxy.resume()
+        return
+    proxy.cut(drop=how == "drop")
+    time.sleep(seconds)
+    if how == "drop":
+        proxy.reset()
+    proxy.restore()
+    proxy.resume()
+
+
+def _delay(step: str, fault: Fault) -> float:
+    """While a commit is under way means at some moment of the milliseconds that it takes."""
+    return 0.0005 + 0.012 * fault.share if step == "commit-sent" else 0.0

@@ -1,0 +1,339 @@
+"""A chaos run: outboxes under load, harvesters that suffer faults, a reader that judges, a report."""
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, Self
+
+from devstack.processes import wait_until
+from tests.chaos.load import LoadProcess, LoadSettings
+from tests.chaos.outbox import ChaosOutbox, Hit, Missed, cut_off
+from tests.chaos.reader import Reader
+from tests.chaos.report import Happened, Report, within_freeze
+from tests.chaos.schedule import Fault, Schedule
+from tests.chaos.services import SIDES, Services
+
+PARTITIONS = 3
+_RECOVERY_SECONDS = 30.0
+_DRAIN_SECONDS = 120.0
+_PROGRESS_SECONDS = 10.0
+_ATTEMPTS = 3
+
+Say = Callable[[str], None]
+
+
+class ChaosRun:
+    """One run. A context manager; `run` may be called once.
+
+    Args:
+        services: what it runs on, for itself alone.
+        name: what its outboxes' names begin with; letters and digits.
+        delivery: the harvesters' mode at the beginning.
+        seed: of the schedule.
+        outboxes: how many, in parallel.
+        records_per_second: wanted of the load, of all outboxes together.
+        directory: for journals, logs and the report; a temporary one by default.
+        leading: "elected"; "always" for harvesters that all believe to lead; "mixed" for one such outbox among others.
+        limits: limits of the harvesters that differ from the suite's.
+        say: told how it goes.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        *,
+        name: str = "chaos",
+        delivery: str,
+        seed: int,
+        outboxes: int,
+        records_per_second: float,
+        directory: Path | None = None,
+        leading: str = "elected",
+        limits: dict[str, Any] | None = None,
+        say: Say = lambda _: None,
+    ) -> None:
+        self.services = services
+        self._name = name
+        self._delivery = delivery
+        self._seed = seed
+        self._directory = directory or Path(tempfile.mkdtemp(prefix="chaos-"))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._schedule = Schedule(seed, delivery, outboxes)
+        self._rate = records_per_second / outboxes
+        self._number = outboxes
+        self._always_lead = [leading == "always" or (leading == "mixed" and not number) for number in range(outboxes)]
+        self._limits = limits
+        self._say = say
+        self._open = ExitStack()
+        self._stopping = threading.Event()
+        self._happened: list[Happened] = []
+        self._missed: list[str] = []
+        self._errors: list[BaseException] = []
+        self._began_at = 0.0
+        self._reported = 0
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opening:
+            self.outboxes = [self._make_outbox(number, opening) for number in range(self._number)]
+            topics = {topic: outbox.name for outbox in self.outboxes for topic in outbox.topics}
+            self.services.make_topics(list(topics), PARTITIONS)
+            settings = [
+                LoadSettings(
+                    dsn=self.services.postgres.dsn,
+                    table=outbox.name,
+                    topics=outbox.topics,
+                    keys=25,
+                    records_per_second=self._rate,
+                )
+                for outbox in self.outboxes
+            ]
+            self.load = opening.enter_context(LoadProcess(settings))
+            self.reader = Reader(self.services.kafka.bootstrap, topics, PARTITIONS)
+            opening.callback(self.reader.stop)
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _make_outbox(self, number: int, opening: ExitStack) -> ChaosOutbox:
+        outbox = ChaosOutbox(
+            self.services,
+            self._directory,
+            f"{self._name}{number}",
+            delivery=self._delivery,
+            always_leads=self._always_lead[number],
+            limits=self._limits,
+        )
+        opening.callback(outbox.discard)
+        return outbox
+
+    # -- the run
+
+    def run(self, seconds: float, *, least_faults: int = 0, one_of_each: bool = False, faults: bool = True) -> Report:
+        """Load and faults for a while, then quiet, and the verdict.
+
+        Args:
+            seconds: how long faults are done and the load goes on.
+            least_faults: go on until so many have been done.
+            one_of_each: end the faults once every kind has come; load and faults end when that is so, too.
+            faults: False for none.
+        """
+        with self.under_load():
+            actors = self._actors(one_of_each=one_of_each) if faults else []
+            for actor in actors:
+                actor.start()
+            until = time.monotonic() + seconds
+            while self._goes_on(until, least_faults, actors if one_of_each else []):
+                time.sleep(0.2)
+            self._stopping.set()
+            for actor in actors:
+                actor.join()
+            seconds = time.monotonic() - self._began
+        return self.settle(seconds)
+
+    @contextmanager
+    def under_load(self) -> Iterator[None]:
+        """Load and harvesters run within, and every one of them has begun to deliver."""
+        for outbox in self.outboxes:
+            outbox.start()
+        self.reader.start()
+        self.load.start()
+        for outbox in self.outboxes:
+            if self.reader.wait_for_delivery(outbox.name, 0.0, 60) is None:
+                raise AssertionError(f"{outbox.name} does not begin to deliver")
+        self.reader.measuring.set()
+        self._began, self._began_at = time.monotonic(), time.time()
+        telling = threading.Thread(target=self._tell_progress, daemon=True)
+        telling.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            self.reader.measuring.clear()
+            telling.join()
+
+    def settle(self, seconds: float) -> Report:
+        """End the load, let the outboxes run empty, stop the harvesters, read to the end and judge."""
+        if self._errors:
+            raise self._errors[0]
+        self.load.stop()
+        left = self._drain()
+        for outbox in self.outboxes:
+            outbox.stop()
+        unread = self.reader.finish(60)
+        committed = {lane: numbers for outbox in self.outboxes for lane, numbers in outbox.committed().items()}
+        checker = self.reader.checker
+        checker.finish(committed)
+        return self._report(seconds, sum(map(len, committed.values())), left, unread)
+
+    def _goes_on(self, until: float, least_faults: int, to_finish: list[threading.Thread]) -> bool:
+        if self._errors:
+            return False
+        if to_finish:
+            return any(actor.is_alive() for actor in to_finish) and time.monotonic() < until
+        return time.monotonic() < until or len(self._happened) < least_faults
+
+    def _actors(self, *, one_of_each: bool) -> list[threading.Thread]:
+        """Threads that do the faults: one for each outbox, one for the services."""
+        cards = [self._schedule.of_services(), *map(self._schedule.of_outbox, range(self._number))]
+        if one_of_each:
+            sizes = self._schedule.sizes()
+            cards = [islice(faults, size) for faults, size in zip(cards, sizes, strict=True)]
+        actors = [threading.Thread(target=self._act, args=(None, cards[0]), daemon=True)]
+        for outbox, faults in zip(self.outboxes, cards[1:], strict=True):
+            actors.append(threading.Thread(target=self._act, args=(outbox, faults), daemon=True))
+        return actors
+
+    def _act(self, outbox: ChaosOutbox | None, faults: Iterator[Fault]) -> None:
+        try:
+            for fault in faults:
+                for _ in range(_ATTEMPTS):
+                    if self._stopping.wait(fault.gap):
+                        return
+                    if self._do(outbox, fault):
+                        break
+        except BaseException as error:  # handed to the thread that runs the run
+            self._errors.append(error)
+
+    def _do(self, outbox: ChaosOutbox | None, fault: Fault) -> bool:
+        """Do a fault, and wait until records come in again. False if it could not be done."""
+        try:
+            hit = outbox.suffer(fault) if outbox is not None else self._disturb_services(fault)
+        except Missed as missed:
+            self._missed.append(f"{outbox.name if outbox else 'services'} {fault.kind}: {missed}")
+            return False
+        finally:
+            if outbox is not None:
+                outbox.ensure()
+        self._happened.append(
+            Happened(
+                at=round(hit.at - self._began_at, 2),
+                began_at=hit.at,
+                ended_at=time.time(),
+                where=outbox.name if outbox is not None else "services",
+                kind=fault.kind,
+                what=hit.what,
+                recovered=self._wait_for_recovery(outbox, hit.at),
+            )
+        )
+        return True
+
+    def _wait_for_recovery(self, outbox: ChaosOutbox | None, since: float) -> float | None:
+        outboxes = [outbox] if outbox is not None else self.outboxes
+        times = []
+        for one in outboxes:
+            times.append(self.reader.wait_for_delivery(one.name, since, _RECOVERY_SECONDS))
+            if times[-1] is None:
+                self._say(f"{one.name}: no delivery for {_RECOVERY_SECONDS:.0f} s after a fault")
+                return None
+        return max(seconds for seconds in times if seconds is not None)
+
+    def _disturb_services(self, fault: Fault) -> Hit:
+        kind, _, how = fault.kind.partition(":")
+        services, at = self.services, time.time()
+        if kind == "broker-kill":
+            services.kafka.kill()
+            time.sleep(2 * fault.share)
+            services.kafka.start()
+            return Hit(f"away for {time.time() - at:.1f} s", at)
+        if kind == "postgres-restart":
+            services.postgres.kill_immediate()
+            time.sleep(2 * fault.share)
+            services.postgres.start()
+            return Hit(f"away for {time.time() - at:.1f} s", at)
+        side, seconds = fault.count % SIDES, 0.2 + 5 * fault.share
+        cut_off(services.brokers[side], how, seconds)
+        return Hit(f"side {side} for {seconds:.1f} s", at)
+
+    # -- the end
+
+    def _drain(self) -> int:
+        """Wait until the outboxes are empty; returns the rows that are left."""
+
+        def empty() -> bool:
+            for outbox in self.outboxes:
+                outbox.ensure()
+            return not any(outbox.pending() for outbox in self.outboxes)
+
+        wait_until(empty, timeout=_DRAIN_SECONDS, interval=0.5)
+        return sum(outbox.pending() for outbox in self.outboxes)
+
+    def _report(self, seconds: float, committed: int, left: int, unread: list[str]) -> Report:
+        checker = self.reader.checker
+        names = {topic: outbox.name for outbox in self.outboxes for topic in outbox.topics}
+        excused = []
+        if self._delivery == "at-least-once":
+            excused = [
+                violation
+                for violation in checker.violations
+                if violation.kind in {"reordered", "repeated (distant)"}
+                and within_freeze(violation.sent_at, names[violation.topic], self._happened)
+            ]
+        pauses = {name: round(pulse.longest_pause, 2) for name, pulse in self.reader.pulses.items()}
+        counts = {kind: checker.count(kind) for kind in ("repeated (adjacent)", "repeated (distant)", "reordered")}
+        for violation in excused:
+            counts[violation.kind] -= 1
+        shown = [
+            f"{self._when(violation.sent_at)}{' (after a freeze)' if violation in excused else ''} {violation}"
+            for violation in checker.violations
+            if self._delivery == "exactly-once" or violation.kind != "repeated (adjacent)"
+        ]
+        return Report(
+            delivery=self._delivery,
+            seed=self._seed,
+            seconds=seconds,
+            outboxes=self._number,
+            committed=committed,
+            received=checker.received,
+            rolled_back=self.load.rolled_back,
+            lost=checker.count("lost"),
+            repeated_adjacent=counts["repeated (adjacent)"],
+            repeated_distant=counts["repeated (distant)"],
+            reordered=counts["reordered"],
+            strangers=checker.count("stranger"),
+            mislabelled=checker.count("mislabelled"),
+            excused=len(excused),
+            transactions=sum(sum(outbox.committed_by_side) for outbox in self.outboxes),
+            longest_pause=max(pauses.values()),
+            pauses=pauses,
+            faults=self._happened,
+            missed=self._missed,
+            failures=[failure for outbox in self.outboxes for failure in outbox.failures],
+            violations=shown,
+            unread=unread,
+            left_in_outbox=left,
+        )
+
+    def _when(self, sent_at: float) -> str:
+        return f"{sent_at - self._began_at:.2f} s:" if sent_at else ""
+
+    def _tell_progress(self) -> None:
+        while not self._stopping.wait(_PROGRESS_SECONDS):
+            checker = self.reader.checker
+            self._say(
+                f"{time.monotonic() - self._began:5.0f} s  {len(self._happened):4d} faults ({len(self._missed)} "
+                f"missed)  {checker.received:8d} records  {self._count_violations():3d} violations"
+            )
+
+    def _count_violations(self) -> int:
+        """Of those that the mode excludes; new ones are told."""
+        violations = [
+            violation
+            for violation in list(self.reader.checker.violations)
+            if self._delivery == "exactly-once" or violation.kind != "repeated (adjacent)"
+        ]
+        for violation in violations[self._reported : self._reported + 5]:
+            self._say(f"        {self._when(violation.sent_at)} {violation}")
+        self._reported = len(violations)
+        return len(violations)
+
+
+def new_seed() -> int:
+    """A seed to print."""
+    return random.SystemRandom().randrange(10**6)

@@ -1,0 +1,66 @@
+"""How soon delivery goes on after a fence, with the limits that users get: within 15 seconds."""
+
+import time
+
+import pytest
+
+from outbox_core import OutboxRecord
+from outbox_core.harvest.recovery import Step
+from tests.chaos.outbox import fence
+from tests.harvesting import Scene, wait_until
+
+pytestmark = pytest.mark.real_broker
+
+_AT_MOST_SECONDS = 15.0
+_OPEN_SECONDS = 2.0
+
+
+@pytest.fixture
+def scene(services):
+    """An outbox on services that give up a transaction soon after its time, with a harvester that NELI elects."""
+    scene = Scene(services.postgres.create_database(f"recovery_{time.time_ns()}"), services.kafka.bootstrap)
+    yield scene
+    scene.close()
+
+
+def _seconds_until_delivered(scene, topic, number):
+    began = time.monotonic()
+    scene.stash(OutboxRecord(topic, "k", str(number)))
+    wait_until(lambda: [message.value for message in scene.read(topic)][-1:] == [b"%d" % number], "it is delivered")
+    return time.monotonic() - began
+
+
+def test_rival_that_fences_and_dies(scene, services, topic_name, say):
+    """A process with the same transactional.id opens a transaction and goes away: the harvester fences it in turn."""
+    topic = topic_name("rival")
+    services.make_topics([topic], 1)
+    with scene.running(config={"delivery": "exactly-once"}, elector_factory=None) as harvester:
+        _seconds_until_delivered(scene, topic, 1)
+        names = harvester.config.tracking_names(harvester._identify())
+        rival = fence(scene.bootstrap, names, [topic], timeout_seconds=60)
+        del rival
+        seconds = _seconds_until_delivered(scene, topic, 2)
+    say(f"rival fenced -> next delivery: {seconds:.1f} s")
+    assert seconds < _AT_MOST_SECONDS
+    assert [message.value for message in scene.read(topic)] == [b"1", b"2"]
+
+
+def test_transaction_open_past_its_timeout(scene, services, topic_name, say):
+    """Kafka gives up a transaction that is open for too long and fences its producer, with no rival in sight."""
+    topic = topic_name("open")
+    services.make_topics([topic], 1)
+    woke_at = []
+
+    def sleep_once(step):
+        if step is Step.AFTER_PRODUCE and not woke_at:
+            time.sleep(_OPEN_SECONDS + 2)
+            woke_at.append(time.monotonic())
+
+    options = {"config": {"delivery": "exactly-once"}, "limits": {"transaction_timeout": f"{_OPEN_SECONDS:g}s"}}
+    with scene.running(elector_factory=None, reached=sleep_once, **options) as harvester:
+        _seconds_until_delivered(scene, topic, 1)
+        seconds = time.monotonic() - woke_at[0]
+        assert harvester.kinds().count("LeaderAcquired") == 1, "leadership was lost on the way"
+    say(f"awake after its transaction was given up -> next delivery: {seconds:.1f} s")
+    assert seconds < _AT_MOST_SECONDS
+    assert [message.value for message in scene.read(topic)] == [b"1"]

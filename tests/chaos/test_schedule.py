@@ -1,0 +1,53 @@
+"""The schedule comes from its seed alone, and leaves no kind out."""
+
+from itertools import islice
+
+import pytest
+
+from tests.chaos.failpoints import Failpoint
+from tests.chaos.schedule import Schedule, outbox_kinds, shared_kinds
+
+
+def _faults(seed, delivery="exactly-once", outboxes=3, each=40):
+    schedule = Schedule(seed, delivery, outboxes)
+    lists = [schedule.of_services(), *(schedule.of_outbox(number) for number in range(outboxes))]
+    return [list(islice(faults, each)) for faults in lists]
+
+
+def test_the_same_seed_gives_the_same_schedule():
+    """What is printed with a run is enough to repeat its faults."""
+    assert _faults(7) == _faults(7)
+    assert _faults(7) != _faults(8)
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_every_kind_comes_before_any_comes_twice(delivery):
+    """A short run has met every fault."""
+    kinds, outboxes = outbox_kinds(delivery), 3
+    schedule = Schedule(1, delivery, outboxes)
+    rounds = [islice(schedule.of_outbox(number), len(kinds[number::outboxes])) for number in range(outboxes)]
+    assert sorted(fault.kind for faults in rounds for fault in faults) == sorted(kinds)
+    shared = shared_kinds(delivery)
+    assert sorted(fault.kind for fault in islice(schedule.of_services(), len(shared))) == sorted(shared)
+
+
+@pytest.mark.parametrize(
+    ("text", "failpoint"),
+    [
+        ("commit-sent:3", Failpoint("commit-sent", 3, "kill", 0.003)),
+        ("after-produce:1:stop", Failpoint("after-produce", 1, "stop", 0.0)),
+        ("before-purge:2:kill:0.5", Failpoint("before-purge", 2, "kill", 0.5)),
+        ("after-mark", Failpoint("after-mark", 1, "kill", 0.0)),
+    ],
+)
+def test_a_failpoint_is_written_as_text(text, failpoint):
+    """And reads back as it was."""
+    assert Failpoint.parse(text) == failpoint
+    assert Failpoint.parse(str(failpoint)) == failpoint
+
+
+@pytest.mark.parametrize("text", ["nowhere:1", "committed:1:explode", "committed:x"])
+def test_a_failpoint_that_does_not_exist_is_refused(text):
+    """A test with a misspelt step would pass without testing."""
+    with pytest.raises(ValueError, match=r"no such|invalid literal"):
+        Failpoint.parse(text)
