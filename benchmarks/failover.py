@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
 from devstack.ports import free_ports
-from outbox_core.kafka import OFFSET_END, Consumer, NewTopic, TopicPartition, make_admin, make_consumer
+from outbox_core.kafka import Consumer, NewTopic, TopicPartition, make_admin, make_consumer
 
 _COMMIT_EVERY_SECONDS = 0.005
 _GIVE_UP_SECONDS = 60.0
@@ -82,11 +82,11 @@ class Writer(threading.Thread):
 
 
 def tail(at: Services, topic: str) -> Consumer:
-    """Make the topic; a consumer at the end of every partition of it."""
+    """Make a topic that nobody has written to; a consumer of all of it."""
     admin = make_admin({"bootstrap.servers": at.bootstrap})
     admin.create_topics([NewTopic(topic, _PARTITIONS)])[topic].result(10)
     consumer = make_consumer({"bootstrap.servers": at.bootstrap, "group.id": "bench", "fetch.wait.max.ms": 5})
-    consumer.assign([TopicPartition(topic, number, OFFSET_END) for number in range(_PARTITIONS)])
+    consumer.assign([TopicPartition(topic, number, 0) for number in range(_PARTITIONS)])
     return consumer
 
 
