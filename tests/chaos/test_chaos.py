@@ -6,7 +6,7 @@ import pytest
 
 from tests.chaos.schedule import outbox_kinds, shared_kinds
 
-pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real_broker, pytest.mark.chaos_run, pytest.mark.timeout(600)]
 
 _LONGEST_SECONDS = 120
 _TWO_LEADERS_SECONDS = 20
