@@ -167,6 +167,9 @@ class _Unanswered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
+    def __len__(self) -> int:
+        return len(self._real)
+
     def commit_transaction(self, timeout: float) -> None:
         if TimesOutOnce.timed_out:
             self._real.commit_transaction(timeout)
