@@ -56,8 +56,10 @@ _IDLE_SECONDS = 0.05
 _TICK_SECONDS = 0.001
 _FIRST_MARK_DELAY_SECONDS = 0.001
 # A mark that found nothing is not repeated before this many times its own duration: whatever it has to wade through,
-# idle marking takes at most a fifth of one core of the database.
+# idle marking takes at most a fifth of one core of the database. If it only took long because the database did not
+# answer, that must not keep records waiting for long.
 _EMPTY_MARK_REST = 4
+_LONGEST_EMPTY_MARK_REST_SECONDS = 2.0
 
 
 class AtLeastOnce:
@@ -210,7 +212,8 @@ class AtLeastOnce:
             self._next_mark_at = now() + self._mark_delay
         else:
             self._mark_delay = min(self._timing.mark_backoff, self._mark_delay * 2)
-            self._next_mark_at = now() + max(self._mark_delay, took * _EMPTY_MARK_REST)
+            rest = min(_LONGEST_EMPTY_MARK_REST_SECONDS, took * _EMPTY_MARK_REST)
+            self._next_mark_at = now() + max(self._mark_delay, rest)
 
     def _check_drained(self) -> None:
         if not self._drain or self._mark_excludes or self._lanes.held:

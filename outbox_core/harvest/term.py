@@ -21,8 +21,10 @@ _TOPIC: Final = 1
 _CREATE_TIME: Final = 7
 _TICK_SECONDS = 0.05
 _FIRST_SCAN_DELAY_SECONDS = 0.001
-# A scan that found nothing is not repeated before this many times its own duration.
+# A scan that found nothing is not repeated before this many times its own duration. If it only took long because the
+# database did not answer, that must not keep records waiting for long.
 _EMPTY_SCAN_REST = 4
+_LONGEST_EMPTY_SCAN_REST_SECONDS = 2.0
 
 
 class LeadershipOfTerm(Protocol):
@@ -117,7 +119,8 @@ class Term:
             self._transactions.reached(Step.AFTER_SCAN)
         else:
             self._scan_delay = min(self._timing.mark_backoff, self._scan_delay * 2)
-            self._next_scan_at = now() + max(self._scan_delay, took * _EMPTY_SCAN_REST)
+            rest = min(_LONGEST_EMPTY_SCAN_REST_SECONDS, took * _EMPTY_SCAN_REST)
+            self._next_scan_at = now() + max(self._scan_delay, rest)
             self._look_whether_drained()
         return records
 

@@ -35,7 +35,7 @@ _LIMITS = {
     "drain_timeout": "10s",
 }
 _KAFKA = {"session.timeout.ms": int(SESSION_SECONDS * 1000), "reconnect.backoff.max.ms": 500}
-_LEADER_SECONDS = 25.0
+_LEADER_SECONDS = 40.0
 _SPRING_SECONDS = 12.0
 
 

@@ -17,7 +17,7 @@ _CUTS = ("hold", "drop", "reset")
 _CUTS_THAT_LOSE = ("drop", "reset")
 _SHARED = ("broker-kill", "postgres-restart")
 _SHORTEST_GAP, _LONGEST_GAP = 0.1, 1.5
-_SHARED_GAPS = (4.0, 12.0)
+_SHARED_GAPS = (2.0, 8.0)
 
 
 @dataclass(frozen=True)
@@ -94,4 +94,4 @@ class Schedule:
 
 
 def _fault(kind: str, generator: random.Random, gaps: tuple[float, float]) -> Fault:
-    return Fault(kind, generator.uniform(*gaps), generator.randint(1, 6), generator.random())
+    return Fault(kind, generator.uniform(*gaps), generator.randint(1, 4), generator.random())

@@ -1,9 +1,11 @@
-"""How soon delivery goes on after a fence, with the limits that users get: within 15 seconds."""
+"""How soon delivery goes on after a fence or a stalled database, with the limits that users get."""
 
 import time
 
 import pytest
 
+from devstack.ports import LOCALHOST
+from devstack.proxy import TcpProxy
 from outbox_core import OutboxRecord
 from outbox_core.harvest.recovery import Step
 from tests.chaos.outbox import fence
@@ -13,6 +15,7 @@ pytestmark = pytest.mark.real_broker
 
 _AT_MOST_SECONDS = 15.0
 _OPEN_SECONDS = 2.0
+_STALLED_SECONDS = 2.5
 
 
 @pytest.fixture
@@ -64,3 +67,20 @@ def test_transaction_open_past_its_timeout(scene, services, topic_name, say):
     say(f"awake after its transaction was given up -> next delivery: {seconds:.1f} s")
     assert seconds < _AT_MOST_SECONDS
     assert [message.value for message in scene.read(topic)] == [b"1"]
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_database_that_does_not_answer_for_a_while(scene, services, topic_name, say, delivery):
+    """A look at an empty table that took seconds, as its answer was held up, does not delay the next one for long."""
+    topic = topic_name("stalled")
+    services.make_topics([topic], 1)
+    with TcpProxy(LOCALHOST, services.postgres.port) as proxy:
+        via = scene.database.replace(f":{services.postgres.port}/", f":{proxy.port}/")
+        with scene.running(config={"delivery": delivery, "data_source": via}):
+            _seconds_until_delivered(scene, topic, 1)
+            proxy.cut()
+            time.sleep(_STALLED_SECONDS)
+            proxy.restore()
+            seconds = _seconds_until_delivered(scene, topic, 2)
+    say(f"{delivery}: the database answers again -> next delivery: {seconds:.1f} s")
+    assert seconds < 2 * _STALLED_SECONDS
