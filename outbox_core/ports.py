@@ -6,7 +6,9 @@ A harvester needs a place that holds records (`OutboxStore`) and somebody who sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
@@ -63,6 +65,57 @@ class MarkedBatch(NamedTuple):
     records: Sequence[StoredRecord]
 
 
+@dataclass(frozen=True, slots=True)
+class HoldSet:
+    """What is held at a moment: read by one statement, and handed to later ones as their parameter.
+
+    Attributes:
+        topics: topics of which nothing is published.
+        lanes: keys of which nothing is published.
+        ids: records without a key that are not published.
+        requests: of the held records those that are to go to the dead-letter topic, with what is known of their error.
+    """
+
+    topics: frozenset[str] = frozenset()
+    lanes: frozenset[LaneKey] = frozenset()
+    ids: frozenset[int] = frozenset()
+    requests: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __bool__(self) -> bool:
+        return bool(self.topics or self.lanes or self.ids)
+
+    def __len__(self) -> int:
+        return len(self.topics) + len(self.lanes) + len(self.ids)
+
+    def covers(self, record: StoredRecord) -> bool:
+        """Whether a record is not to be published."""
+        identity, topic, key = record[:3]
+        return topic in self.topics or (identity in self.ids if key is None else (topic, key) in self.lanes)
+
+
+NO_HOLDS = HoldSet()
+
+
+class NewHold(NamedTuple):
+    """A hold that the harvester sets.
+
+    Attributes:
+        topic: Kafka topic.
+        key: key of the record, None if it has none or the topic is held.
+        record_id: the record, None if the topic is held.
+        reason: why, in few words.
+        error: what Kafka said.
+        dead_letter: whether the record is to go to the dead-letter topic.
+    """
+
+    topic: str
+    key: str | None
+    record_id: int | None
+    reason: str
+    error: str
+    dead_letter: bool = False
+
+
 class Backlog(NamedTuple):
     """How much waits in the outbox.
 
@@ -86,9 +139,14 @@ class OutboxStore(Protocol):
         """Look at the table; return the outbox's identity, `<database>.<schema>.<table>`."""
 
     def mark(
-        self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = (), resting: Collection[int] = ()
+        self,
+        leader_id: UUID,
+        limit: int,
+        excluding: Collection[LaneKey] = (),
+        resting: Collection[int] = (),
+        holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them."""
+        """Mark the earliest rows not marked by `leader_id`, except what is held, and the given lanes and ids."""
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
@@ -97,12 +155,34 @@ class OutboxStore(Protocol):
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
 
     def scan(
-        self, limit: int, in_flight: Collection[int], excluding: Collection[LaneKey] = ()
+        self,
+        limit: int,
+        in_flight: Collection[int],
+        excluding: Collection[LaneKey] = (),
+        holds: HoldSet = NO_HOLDS,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing."""
+        """The earliest rows, by ascending id, except what is held, and the given ids and lanes. Changes nothing."""
 
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
+
+    def holds(self) -> HoldSet | None:
+        """What is held now, None if this outbox has no table of holds."""
+
+    def hold(self, holds: Sequence[NewHold]) -> None:
+        """Hold what is not held yet."""
+
+    def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """The held rows of these ids, by ascending id, whoever marked them."""
+
+    def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
+
+    def keep(self, ids: Sequence[int], error: str) -> None:
+        """Let these records be held as before instead of going to the dead-letter topic, which refused them."""
+
+    def release_gone(self) -> int:
+        """Delete the holds of records that are no longer there; return how many."""
 
     def marked(self) -> MarkedRows:
         """The rows that carry a mark, whosever it is."""

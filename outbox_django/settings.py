@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from django.conf import settings
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName
+from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName, hold_beside
 
 DEFAULT_TABLE = "outbox"
 DEFAULT_INBOX_TABLE = "inbox"
@@ -108,6 +108,15 @@ def model_table() -> str:
 def inbox_model_table() -> str:
     """The inbox table, in the same way."""
     return _model_table("INBOX_TABLE", DEFAULT_INBOX_TABLE)
+
+
+def hold_model_table() -> str:
+    """The table of the outbox's holds: the outbox's name with `_hold` behind it."""
+    raw = getattr(settings, "OUTBOX", {})
+    try:
+        return as_db_table(hold_beside(_table(raw.get("TABLE", DEFAULT_TABLE))))
+    except (AttributeError, InvalidConfig):
+        return as_db_table(hold_beside(_DEFAULT_TABLE_NAME))
 
 
 def _model_table(key: str, default: str) -> str:

@@ -136,7 +136,7 @@ def _create_schema(database: str) -> None:
 def test_upgrade_check_downgrade(database):
     """The checkout's environment makes the tables, finds them as they should be, and removes them again."""
     _alembic("upgrade", "head", OUTBOX_POSTGRES_DSN=database)
-    assert _tables(database) == {"public.outbox", "public.inbox", "public.outbox_alembic_version"}
+    assert _tables(database) == {"public.outbox", "public.inbox", "public.outbox_hold", "public.outbox_alembic_version"}
     assert "No new upgrade operations" in _alembic("check", OUTBOX_POSTGRES_DSN=database)
     _alembic("downgrade", "base", OUTBOX_POSTGRES_DSN=database)
     assert _tables(database) == {"public.outbox_alembic_version"}
