@@ -109,6 +109,10 @@ class Hold(NamedTuple):
     create_time: datetime
 
 
+_Rows = list[tuple[Any, ...]]
+_Listing = list[Hold]
+
+
 class Holds:
     """The holds of one outbox. Immutable; may be shared between threads, each with its own connection.
 
@@ -142,7 +146,7 @@ class Holds:
         topic: str | None = None,
         key: str | bytes | None = None,
         limit: int | None = None,
-    ) -> list[Hold]:
+    ) -> _Listing:
         """The holds, by topic, key and record; those of one topic or of one key of it, if that is given.
 
         Args:
@@ -156,7 +160,7 @@ class Holds:
         """
         wanted = _Selection(self._identify(connection), topic=topic, key=_text(key, "key"))
         rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, limit])
-        return [Hold(*row[:-1], datetime.fromisoformat(row[-1])) for row in rows]
+        return [Hold._make([*row[:-1], datetime.fromisoformat(row[-1])]) for row in rows]
 
     def add(self, connection: Connection, topic: str, key: str | bytes | None = None, *, reason: str = "") -> bool:
         """Pause a topic, or one key of it. Returns False if it was paused already.
@@ -294,7 +298,7 @@ class Holds:
         return statement.format(**escaped, filter=condition)
 
     @staticmethod
-    def _fetch(connection: Connection, sql: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def _fetch(connection: Connection, sql: str, parameters: Sequence[Any]) -> _Rows:
         with closing(connection.cursor()) as cursor:
             cursor.execute(sql, parameters)
             return [tuple(row) for row in cursor.fetchall()]

@@ -87,6 +87,10 @@ class HoldSet:
     def __len__(self) -> int:
         return len(self.topics) + len(self.lanes) + len(self.ids)
 
+    def with_topics(self, topics: frozenset[str]) -> HoldSet:
+        """The same, and some topics more."""
+        return HoldSet(self.topics | topics, self.lanes, self.ids) if topics else self
+
     def covers(self, record: StoredRecord) -> bool:
         """Whether a record is not to be published."""
         identity, topic, key = record[:3]
@@ -178,8 +182,8 @@ class OutboxStore(Protocol):
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
 
-    def keep(self, ids: Sequence[int], error: str) -> None:
-        """Let these records be held as before instead of going to the dead-letter topic, which refused them."""
+    def keep(self, ids: Sequence[int], error: str) -> int:
+        """Let records be held as before, as the dead-letter topic refused them; return how many."""
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer there; return how many."""

@@ -45,6 +45,8 @@ class OutboxSettings:
         delivery: `at-least-once` or `exactly-once`.
         transactional_id: with which exactly-once delivery publishes.
         tracking_topic: where exactly-once delivery keeps track.
+        on_poison: what becomes of a record that Kafka refuses for good: `hold` or `dead-letter`.
+        dead_letter_topic: where dead letters go.
         name: name of this harvester in logs and metrics.
         outbox_name: name of this outbox in the ID header; topics may be fed by several outboxes.
         id_header: name of the record header that tells repeats from new records; "" leaves it out.
@@ -64,6 +66,8 @@ class OutboxSettings:
     delivery: str | None = None
     transactional_id: str | None = None
     tracking_topic: str | None = None
+    on_poison: str | None = None
+    dead_letter_topic: str | None = None
     name: str | None = None
     outbox_name: str | None = None
     id_header: str | None = None
@@ -181,6 +185,12 @@ def _delivery(value: object) -> str | None:
     return value
 
 
+def _on_poison(value: object) -> str | None:
+    if value not in (None, "hold", "dead-letter"):
+        raise InvalidConfig(f"expected 'hold' or 'dead-letter', got {value!r}")
+    return value
+
+
 def _port(value: object) -> int | None:
     if value is None:
         return None
@@ -228,6 +238,8 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "DELIVERY": _delivery,
     "TRANSACTIONAL_ID": _text,
     "TRACKING_TOPIC": _text,
+    "ON_POISON": _on_poison,
+    "DEAD_LETTER_TOPIC": _text,
     "NAME": _text,
     "OUTBOX_NAME": _text,
     "ID_HEADER": _text_or_empty,

@@ -337,8 +337,13 @@ class PostgresStore:
         self._execute(
             self._format(_HOLD),
             {
-                "outbox": self._outbox, "topics": topics, "keys": keys, "ids": ids, "dead": dead,
-                "reasons": reasons, "errors": [error.replace("\0", "") for error in errors],
+                "outbox": self._outbox,
+                "topics": topics,
+                "keys": keys,
+                "ids": ids,
+                "dead": dead,
+                "reasons": reasons,
+                "errors": [error.replace("\0", "") for error in errors],
             },
         )
 
@@ -351,10 +356,10 @@ class PostgresStore:
         parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._outbox}
         return int(self._query(self._format(_BURY, microseconds=_MICROSECONDS), parameters)[0][0])
 
-    def keep(self, ids: Sequence[int], error: str) -> None:
-        """Let these records be held as before instead of going to the dead-letter topic, which refused them."""
+    def keep(self, ids: Sequence[int], error: str) -> int:
+        """Let records be held as before, as the dead-letter topic refused them; return how many."""
         parameters = {"ids": _array(ids), "error": error.replace("\0", ""), "outbox": self._outbox}
-        self._execute(self._format(_KEEP), parameters)
+        return self._execute(self._format(_KEEP), parameters).rowcount
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer there; return how many."""
