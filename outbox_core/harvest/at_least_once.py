@@ -301,7 +301,9 @@ class AtLeastOnce:
 
     def _fail(self, failures: list[Failure]) -> None:
         broken = [failure for failure in failures if verdict_on(failure.error) is Verdict.BROKEN]
-        if self._over() or self._remark or broken:  # dropped on purpose, on the way back anyhow, or with the producer
+        if (
+            self._over() or self._remark or broken or self._publisher.is_broken
+        ):  # dropped on purpose, on the way back anyhow, or with the producer
             self._to_reset.extend(record[_ID] for record, *_ in failures)
             self._force_remark()
         else:

@@ -85,6 +85,7 @@ class BadRecords:
         self._dead_letter = dead_letter
         self._withdrawals = Withdrawals()
         self._suspects: deque[StoredRecord] = deque()
+        self._told = -1
         self._condemned: list[tuple[NewHold, Who | None]] = []
         self._writing: Future[HoldSet] | None = None
         self._being_written: list[tuple[NewHold, Who | None]] = []
@@ -102,9 +103,23 @@ class BadRecords:
             elif verdict in (Verdict.RECORD, Verdict.FORBIDDEN) and self.book.is_kept:
                 self._condemn(failure)
                 dropped += self._withdraw(record, lanes)
+            elif verdict is Verdict.RECORD:
+                self._say_once(failure)
+                self.parking.rest(record)
+                dropped += self._withdraw(record, lanes)
             else:
                 dropped += self._park(failure, verdict, lanes)
         return dropped
+
+    def _say_once(self, failure: Failure) -> None:
+        if failure.record[_ID] != self._told:
+            self._told = failure.record[_ID]
+            _log.warning(
+                "record %d for topic %s: %s; it is tried again, with rests in between",
+                failure.record[_ID],
+                failure.record[_TOPIC],
+                failure.error.str(),
+            )
 
     def _condemn(self, failure: Failure) -> None:
         hold = new_hold(failure, dead_letter=self._dead_letter)
@@ -254,6 +269,6 @@ def place_of(failure: Failure, verdict: Verdict) -> Place:
     topic, partition = failure.record[_TOPIC], failure.partition
     if verdict in (Verdict.AWAY, Verdict.FORBIDDEN):
         return topic, None
-    if verdict is Verdict.RECORD or partition is None:
+    if partition is None:
         return topic, (topic, str(failure.record[_KEY] or failure.record[_ID]))  # nobody else is concerned
     return topic, partition if partition >= 0 else None

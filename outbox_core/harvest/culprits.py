@@ -80,6 +80,7 @@ class Culprits:
         self._letters_not_before = 0.0
         self._letters_at_once = BATCH
         self._is_topic_there = False
+        self._told = -1
 
     # -- scans
 
@@ -220,12 +221,22 @@ class Culprits:
             self._trials.refused(failure.record, failure.error.code())
         if not self.book.is_kept:
             for failure in failures:
-                self._park(failure)
+                self._rest(failure)
             return
         for failure in failures:
             self._parking.give_up_probe(failure.record)
         self._since_scan.update(who_is(failure.record) for failure in failures)
         self._write([new_hold(failure, dead_letter=self._dead_letters.on_poison) for failure in failures])
+
+    def _rest(self, failure: Failure) -> None:
+        """Without a table of holds: the record is tried again and again."""
+        record = failure.record
+        if record[_ID] != self._told:
+            self._told = record[_ID]
+            what = f"record {record[_ID]} for topic {record[_TOPIC]}"
+            _log.warning("%s: %s; it is tried again, with rests in between", what, failure.error.str())
+        self._parking.rest(record)
+        self._since_scan.add(who_is(record))
 
     def _condemn_topics(self, failures: Iterable[Failure]) -> None:
         by_topic = {failure.record[_TOPIC]: failure for failure in failures}

@@ -31,6 +31,7 @@ Place = tuple[str, int | LaneKey | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
 
 _MOST = 1_000
+_MOST_RESTED = 10_000
 _TOPIC: Final = 1
 
 
@@ -61,11 +62,12 @@ class Parking:
         self._places: dict[Place, _Closed] = {}
         self._probes: dict[int, Place] = {}
         self._where: dict[Who, Place] = {}
+        self._rested: dict[Who, float] = {}  # how long records rested last that cannot be held
         self._arrived: dict[str, float] = {}  # of the topics with closed places, when a record last arrived
 
     def __bool__(self) -> bool:
-        """Whether any place is closed."""
-        return bool(self._places)
+        """Whether any place is closed, or was lately."""
+        return bool(self._places or self._rested)
 
     def __contains__(self, what: object) -> bool:
         """Whether this place is closed, or a key or record without one parked."""
@@ -121,6 +123,22 @@ class Parking:
                 self._close_topic(place)
         return False
 
+    def rest(self, record: StoredRecord) -> None:
+        """A record failed alone, and cannot be held: it rests with its key, without a probe in memory.
+
+        So a row that is corrected or deleted meanwhile is read anew.
+        """
+        who = who_is(record)
+        place: Place = (record[_TOPIC], who if not isinstance(who, int) else ("", str(who)))
+        rest = self._first if who not in self._rested else min(self._longest, self._rested[who] * 2)
+        if len(self._rested) >= _MOST_RESTED:
+            self._rested.clear()
+        self._rested[who] = rest
+        self.give_up_probe(record)
+        closed = self._places[place] = _Closed(rest, self._clock() + rest, None)
+        self._park(record, place, closed)
+        self._arrived.setdefault(place[0], 0.0)
+
     def due(self) -> Iterator[StoredRecord]:
         """Probes to send now."""
         if not self._places:
@@ -151,6 +169,8 @@ class Parking:
             topic = record[_TOPIC]
             if topic in self._arrived:
                 self._arrived[topic] = time
+            if self._rested:
+                self._rested.pop(who_is(record), None)
             place = self._probes.pop(record[0], None)
             if place is not None:
                 self._open(place)

@@ -56,6 +56,11 @@ def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> l
     return headers
 
 
+def _partition(message: Message | None) -> int:
+    found = message.partition() if message is not None else None
+    return -1 if found is None else found
+
+
 def dead_letter(record: StoredRecord, topic: str, error: str) -> StoredRecord:
     """The record as it goes to the dead-letter topic: the same, with where it was to go and why it did not."""
     _, origin, _, _, keys, values, partition = record[:7]
@@ -156,21 +161,23 @@ class Publisher:
             self._legal_topics.clear()
         self._legal_topics.add(topic)
 
-    def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message) -> None:
+    def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message | None) -> None:
         self.in_flight -= 1
         if error is None:
             self.delivered.append(record)
             self.send_times[sent_at] += 1
         else:
-            self._note_failure(Failure(record, error, alone=False, partition=message.partition()))
+            self._note_failure(Failure(record, error, alone=False, partition=_partition(message)))
 
-    def _report_alone(self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message) -> None:
+    def _report_alone(
+        self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message | None
+    ) -> None:
         self._alone_in_flight -= 1
         if error is None:
             self._report(record, sent_at, None, message)
         else:
             self.in_flight -= 1
-            self._note_failure(Failure(record, error, alone=True, partition=message.partition()))
+            self._note_failure(Failure(record, error, alone=True, partition=_partition(message)))
 
     def _note_failure(self, failure: Failure) -> None:
         error = failure.error
@@ -211,6 +218,11 @@ class Publisher:
                 raise
             self._fatal = True
             _log.warning("the producer has failed for good and is replaced: %s", error.args[0].str())
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a producer has failed for good: see `renew_if_broken`."""
+        return self._fatal
 
     def take_delivered(self) -> list[StoredRecord]:
         """The records delivered since the last call."""

@@ -249,7 +249,8 @@ class TransactionalProducer:
 
 def _note(failures: list[Failure], record: StoredRecord, error: KafkaError | None, message: Message) -> None:
     if error is not None and not is_bystander(error):
-        failures.append(Failure(record, error, partition=message.partition()))
+        partition = message.partition()
+        failures.append(Failure(record, error, partition=-1 if partition is None else partition))
 
 
 def _may_be_about_records(error: KafkaError) -> bool:

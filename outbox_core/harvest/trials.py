@@ -28,6 +28,7 @@ from outbox_core.ports import LaneKey, StoredRecord
 Group = Sequence[StoredRecord]
 
 _SHARE = 0.25
+_HUGE = 2**62
 _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_MSG_SIZE)
 
 
@@ -99,17 +100,17 @@ class Trials:
             self._groups.appendleft(part)
 
     def _parts(self, group: Group, named: Collection[int], code: int | None) -> list[Group]:
+        chosen: Collection[int] = named
         if code in _TOO_LARGE:
-            sure = {record[0] for record in group if _size(record) >= self._smallest_refused.get(record[1], 2**62)}
+            sure = {record[0] for record in group if _size(record) >= self._smallest_refused.get(record[1], _HUGE)}
             if sure:
-                rest, suspects = _apart(group, sure)
-                return [part for part in (rest, *([record] for record in suspects)) if part]
+                others, suspects = _apart(group, sure)
+                return [part for part in (others, *([record] for record in suspects)) if part]
             largest = max(map(_size, group))
-            large = {record[0] for record in group if _size(record) > largest // 2}
-            if len(large) < len(group):
-                return [part for part in _apart(group, large) if part]
-        elif 0 < len(named) < len(group):
-            return [part for part in _apart(group, named) if part]
+            chosen = {record[0] for record in group if _size(record) > largest // 2}
+        others, later = _apart(group, chosen)
+        if others and later:
+            return [others, later]
         middle = len(group) // 2
         return [group[:middle], group[middle:]]
 

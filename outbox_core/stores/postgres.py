@@ -318,7 +318,7 @@ class PostgresStore:
         if not self._has_holds and not self._find_holds():
             return None
         try:
-            rows = self._query(self._format(_HOLDS), {"outbox": self._outbox})
+            rows = self._query(self._format(_HOLDS), {"outbox": self._known_as()})
         except OutboxTableError:
             self._has_holds = None  # dropped, or rights withdrawn: say which
             if self._find_holds():
@@ -337,7 +337,7 @@ class PostgresStore:
         self._execute(
             self._format(_HOLD),
             {
-                "outbox": self._outbox,
+                "outbox": self._known_as(),
                 "topics": topics,
                 "keys": keys,
                 "ids": ids,
@@ -349,21 +349,24 @@ class PostgresStore:
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """The held rows of these ids, by ascending id, whoever marked them."""
-        return self._query(self._fetch, {"ids": _array(ids), "outbox": self._outbox})  # type: ignore[return-value]
+        parameters = {"ids": _array(ids), "outbox": self._known_as()}
+        return self._query(self._fetch, parameters)  # type: ignore[return-value]
 
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
-        parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._outbox}
+        parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
         return int(self._query(self._format(_BURY, microseconds=_MICROSECONDS), parameters)[0][0])
 
     def keep(self, ids: Sequence[int], error: str) -> int:
         """Let records be held as before, as the dead-letter topic refused them; return how many."""
-        parameters = {"ids": _array(ids), "error": error.replace("\0", ""), "outbox": self._outbox}
+        parameters = {"ids": _array(ids), "error": error.replace("\0", ""), "outbox": self._known_as()}
         return self._execute(self._format(_KEEP), parameters).rowcount
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer there; return how many."""
-        return self._execute(self._format(_RELEASE_GONE, is_of_record=_IS_OF_RECORD), {"outbox": self._outbox}).rowcount
+        return self._execute(
+            self._format(_RELEASE_GONE, is_of_record=_IS_OF_RECORD), {"outbox": self._known_as()}
+        ).rowcount
 
     def marked(self) -> MarkedRows:
         """The rows that carry a mark."""
@@ -392,10 +395,14 @@ class PostgresStore:
         names = {"table": self._name.quoted.replace("%", "%%"), "holds": self._hold_name.quoted.replace("%", "%%")}
         return statement.format(**names, **parts)
 
-    def _find_holds(self) -> bool:
-        """See whether there is a table of holds to work with; say it if there is none, once for each time it is so."""
+    def _known_as(self) -> str:
+        """What holds call this outbox."""
         if not self._outbox:
             self.check()
+        return self._outbox
+
+    def _find_holds(self) -> bool:
+        """See whether there is a table of holds to work with; say it if there is none, once for each time it is so."""
         before = self._has_holds
         rows = self._query(_INSPECT_HOLDS, (self._hold_name.quoted,))
         missing = [column for column in HOLD_COLUMNS if column not in rows[0][1]] if rows else []
