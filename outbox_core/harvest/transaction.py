@@ -94,6 +94,7 @@ class TransactionalProducer:
         self._timeout = timeout_seconds
         self._legal_topics: set[str] = set()
         self._manifest_error: KafkaError | None = None
+        self._has_failed = False
 
     def init(self, give_up: Callable[[], bool]) -> Ended | None:
         """Fence the last owner of the transactional.id and wait until its transaction is settled.
@@ -244,7 +245,14 @@ class TransactionalProducer:
         if self._manifest_error is not None:
             refusal, self._manifest_error = self._manifest_error, None
             return Ended(f"the manifest was refused: {refusal.str()}")
-        return Aborted(cause, record_at_fault=cause is not None and _may_be_about_records(cause))
+        failed_before, self._has_failed = self._has_failed, False
+        if cause is None:
+            return Aborted(None, record_at_fault=False)
+        if failed_before and cause.code() == KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER:
+            # The aftermath of the last transaction, which left a gap in its sequence numbers: no news.
+            return Aborted(None, record_at_fault=False)
+        self._has_failed = True
+        return Aborted(cause, record_at_fault=_may_be_about_records(cause))
 
 
 def _note(failures: list[Failure], record: StoredRecord, error: KafkaError | None, message: Message) -> None:
