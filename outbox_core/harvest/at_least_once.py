@@ -350,17 +350,24 @@ class AtLeastOnce:
         return max(0.0, due)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for delivery reports, or with nothing in flight for a statement to end or a wake-up."""
+        """Wait for whatever comes next: a delivery report, the end of a statement, a wake-up; or for the clock."""
         publisher, wake = self._publisher, self._with.wake
         if not publisher.in_flight:
             publisher.poll(0)
             wake.wait(seconds)
         elif seconds == 0.0 or wake.is_set():
             publisher.poll(0)
-        else:
+        elif publisher.lingers:
             # There is nothing to add to what lingers in the producer, so let it go: with few keys the next records
-            # cannot be sent before these have arrived. A statement's end does not interrupt this wait: keep it short.
+            # cannot be sent before these have arrived.
             publisher.push(_TICK_SECONDS)
+        elif self._marking is None and self._settling is None:
+            publisher.poll(min(seconds, _TICK_SECONDS))
+        else:
+            # Rows that have been marked are not to wait for the reports of those before them. Neither of the two waits
+            # ends with what the other one is for, so look after the reports at short intervals.
+            wake.wait(min(seconds, _TICK_SECONDS))
+            publisher.poll(0)
 
     def _finish(self) -> None:
         """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph."""

@@ -164,7 +164,10 @@ class Term:
         self._count_in_flight(len(records))
         began = now()
         if len(records) == self._scan_limit and not self._suspects:
-            self._start_scan()  # there is more: read it while this batch is published
+            # There is more: read it while this batch is published. A batch that was not full is another matter: what
+            # is scanned now would leave out all that is committed while this batch is, which would then have to wait
+            # for the transaction after the next.
+            self._start_scan()
         outcome = producer.begin() or self._fill(producer, records) or self._commit(producer)
         self._count_in_flight(0)
         if isinstance(outcome, Ended):
@@ -196,8 +199,6 @@ class Term:
         """Commit, once what the last transaction published is out of the table: the one ordering rule."""
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
             return producer.abort()
-        if self._scanning is None and not self._suspects:
-            self._start_scan()
         self._transactions.reached(Step.BEFORE_COMMIT)
         self._transactions.reached(Step.COMMIT_SENT)
         return producer.commit()
