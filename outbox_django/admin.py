@@ -205,7 +205,8 @@ class HoldAdmin(HoldAdminBase):
 
     @staticmethod
     def _records(chosen: models.QuerySet[Hold]) -> list[int]:
-        return list(chosen.filter(record_id__isnull=False).values_list("record_id", flat=True))
+        records = chosen.values_list("record_id", flat=True)
+        return [identity for identity in records if identity is not None]
 
 
 def as_text(value: Any) -> str:

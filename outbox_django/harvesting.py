@@ -30,6 +30,7 @@ _KEY_OF_FIELD = {
     "tracking_topic": "TRACKING_TOPIC",
     "on_poison": "ON_POISON",
     "dead_letter_topic": "DEAD_LETTER_TOPIC",
+    "notify": "NOTIFY",
     "name": "NAME",
     "outbox_name": "OUTBOX_NAME",
     "id_header": "ID_HEADER",

@@ -47,6 +47,7 @@ class OutboxSettings:
         tracking_topic: where exactly-once delivery keeps track.
         on_poison: what becomes of a record that Kafka refuses for good: `hold` or `dead-letter`.
         dead_letter_topic: where dead letters go.
+        notify: whether the harvester listens for notices of commits; see `outbox_django.operations.NotifyOnInsert`.
         name: name of this harvester in logs and metrics.
         outbox_name: name of this outbox in the ID header; topics may be fed by several outboxes.
         id_header: name of the record header that tells repeats from new records; "" leaves it out.
@@ -68,6 +69,7 @@ class OutboxSettings:
     tracking_topic: str | None = None
     on_poison: str | None = None
     dead_letter_topic: str | None = None
+    notify: bool | None = None
     name: str | None = None
     outbox_name: str | None = None
     id_header: str | None = None
@@ -191,6 +193,12 @@ def _on_poison(value: object) -> str | None:
     return value
 
 
+def _truth(value: object) -> bool | None:
+    if not isinstance(value, bool | None):
+        raise InvalidConfig(f"expected True or False, got {value!r}")
+    return value
+
+
 def _port(value: object) -> int | None:
     if value is None:
         return None
@@ -240,6 +248,7 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "TRACKING_TOPIC": _text,
     "ON_POISON": _on_poison,
     "DEAD_LETTER_TOPIC": _text,
+    "NOTIFY": _truth,
     "NAME": _text,
     "OUTBOX_NAME": _text,
     "ID_HEADER": _text_or_empty,

@@ -1,13 +1,13 @@
-"""The command `outbox` and its subcommands.
+"""The command `outbox`.
 
-`schema` prints DDL, `harvest` publishes an outbox's records, `hold` says which it is not to publish, `inbox prune`
-forgets old messages.
+`schema` prints DDL, `harvest` publishes an outbox's records, `hold` says which it is not to publish, `status` shows
+what waits, `doctor` looks for what is wrong, `inbox prune` forgets old messages.
 
 Exit codes: 0 for success, 2 for anything wrong before work began (arguments, settings, a service that cannot be
-reached, a table that is not there), 1 for a harvester that was ended by an error, 130 and 143 after a second SIGINT or
-SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
+reached, a table that is not there), 1 for a harvester that was ended by an error and for a doctor who found a problem,
+130 and 143 after a second SIGINT or SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
 
-Nothing here needs more than the base install until one of the last three is run.
+Nothing here needs more than the base install until one of the others but `schema` is run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from outbox_core import __version__
-from outbox_core.cli import harvest, hold, inbox, schema
+from outbox_core.cli import doctor, harvest, hold, inbox, schema
 from outbox_core.errors import OutboxError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     schema.add_command(commands)
     harvest.add_command(commands)
+    doctor.add_commands(commands)
     inbox.add_command(commands)
     hold.add_command(commands)
     return parser

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TableName, create_hold_sql, create_inbox_sql, create_table_sql
+from outbox_core.schema import TableName, create_hold_sql, create_inbox_sql, create_table_sql, notify_sql
 
 if TYPE_CHECKING:
     import argparse
@@ -40,18 +40,29 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="binary",
         help="binary: bytea values, any key (default); text: goharvest's table",
     )
+    parser.add_argument(
+        "--notify",
+        action="store_true",
+        help="print the trigger for harvesters with `notify` too; any outbox may be given it later",
+    )
     parser.set_defaults(command=_print_schema)
 
 
 def _print_schema(options: argparse.Namespace) -> int:
     if options.inbox is not None:
+        if options.notify:
+            raise InvalidConfig("--notify: belongs to an outbox table, not to an inbox")
         if options.only:
             raise InvalidConfig("--only: an inbox is one table; leave it out")
         sys.stdout.write(create_inbox_sql(_name("--inbox", options.inbox)))
         return 0
     name = _name("--table", options.table)
-    parts = {"outbox": create_table_sql(name, options.layout), "hold": create_hold_sql(name)}
-    sys.stdout.write("".join(sql for part, sql in parts.items() if options.only in (None, part)))
+    if options.only != "hold":
+        sys.stdout.write(create_table_sql(name, options.layout))
+    if options.only != "outbox":
+        sys.stdout.write(create_hold_sql(name))
+    if options.notify:
+        sys.stdout.write(notify_sql(name))
     return 0
 
 

@@ -4,7 +4,7 @@ The file is the YAML of goharvest's `reaper`: `harvest:` holds the settings, `lo
 variables are
 
 - `OUTBOX_POSTGRES_DSN` (data source), `OUTBOX_KAFKA_BOOTSTRAP` (bootstrap servers), `OUTBOX_TABLE`;
-- `OUTBOX_LEADER_TOPIC`, `OUTBOX_LEADER_GROUP_ID`, `OUTBOX_DELIVERY`,
+- `OUTBOX_LEADER_TOPIC`, `OUTBOX_LEADER_GROUP_ID`, `OUTBOX_DELIVERY`, `OUTBOX_NOTIFY`,
   `OUTBOX_TRANSACTIONAL_ID`, `OUTBOX_TRACKING_TOPIC`, `OUTBOX_ON_POISON`, `OUTBOX_DEAD_LETTER_TOPIC`,
   `OUTBOX_NAME`, `OUTBOX_OUTBOX_NAME`, `OUTBOX_ID_HEADER`,
   `OUTBOX_METRICS_PORT`, `OUTBOX_METRICS_HOST`, `OUTBOX_LOG_LEVEL`;
@@ -54,6 +54,7 @@ _VARIABLES: dict[str, Path] = {
     "OUTBOX_TRACKING_TOPIC": ("tracking_topic",),
     "OUTBOX_ON_POISON": ("on_poison",),
     "OUTBOX_DEAD_LETTER_TOPIC": ("dead_letter_topic",),
+    "OUTBOX_NOTIFY": ("notify",),
     "OUTBOX_NAME": ("name",),
     "OUTBOX_OUTBOX_NAME": ("outbox_name",),
     "OUTBOX_ID_HEADER": ("id_header",),

@@ -161,6 +161,13 @@ class BadRecords:
 
     # -- sending again
 
+    def due_in(self) -> float:
+        """Seconds until something is to be sent again, or a hold to be written."""
+        due = float("inf") if self.parking.next_due is None else self.parking.next_due - now()
+        if self._condemned and self._writing is None:
+            due = min(due, self._write_not_before - now())
+        return 0.0 if self._suspects else max(0.0, due)
+
     def take(self) -> list[StoredRecord]:
         """Records to send again now, alone."""
         if not self._suspects and not self.parking:

@@ -28,7 +28,7 @@ from outbox_core.ports import HoldSet, OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
 
-BATCH = 500
+BATCH = 50  # values may be large
 RETRY_SECONDS = 5.0
 
 
@@ -69,6 +69,11 @@ class Burials:
     def is_burying(self) -> bool:
         """Whether rows are being deleted, or are about to be."""
         return bool(self._arrived or self._refused or self._burying)
+
+    def due_in(self) -> float:
+        """Seconds until something can be begun, if nothing else happens."""
+        waits = self._not_before - now()
+        return waits if waits > 0 else 0.05 if self._ready else float("inf")
 
     def step(self, holds: HoldSet) -> None:
         """Begin whatever can be begun."""

@@ -72,7 +72,7 @@ class Culprits:
         self._waiting = waiting
         self._dead_letters = dead_letters
         self._backoff = timing.io_error_backoff
-        self._trials = Trials()
+        self._trials = Trials(4 * timing.mark_query_records)
         self._parking = Parking(timing.io_error_backoff / 10, timing.io_error_backoff * _LONGEST_REST_FACTOR, now)
         self._probes: deque[StoredRecord] = deque()
         self._since_scan: set[Who] = set()  # held or parked since the scan under way was sent
@@ -94,6 +94,26 @@ class Culprits:
     def ids(self) -> set[int]:
         """Records that are in memory for a trial, or as probes."""
         return self._trials.ids | {probe[_ID] for probe in [*self._parking.probes, *self._probes]}
+
+    def due_in(self) -> float:
+        """Seconds until there is something to do here: read the holds, send a probe, go on with trials or letters."""
+        if self._trials or self._probes:
+            return 0.0
+        due = self.book.due_in() if self.holds else float("inf")
+        if self.holds.requests.keys() - self._asked:
+            due = min(due, self._letters_not_before - now())
+        probe_due = self._parking.next_due
+        return max(0.0, due if probe_due is None else min(due, probe_due - now()))
+
+    def look_at_holds(self) -> None:
+        """While the table brings nothing new, see whether something that is held is released."""
+        if not self.holds or not self.book.is_old:
+            return
+        book, before = self.book, self.holds
+        self._waiting.insist(self._with.marker, book.read)
+        self.holds = book.current
+        if self.holds is not before:
+            self._with.news.tell()
 
     def sift(self, records: Iterable[StoredRecord], holds: HoldSet) -> list[StoredRecord]:
         """What of a scan's records may be published."""

@@ -52,6 +52,10 @@ class HoldBook:
         """Whether it was read so long ago that a change would not take effect soon."""
         return now() - self.read_at > (READ_EVERY_SECONDS if self.is_kept else _LOOK_FOR_TABLE_EVERY_SECONDS)
 
+    def due_in(self) -> float:
+        """Seconds until it is old."""
+        return max(0.0, self.read_at + (READ_EVERY_SECONDS if self.is_kept else _LOOK_FOR_TABLE_EVERY_SECONDS) - now())
+
     def look_before(self, store: OutboxStore) -> HoldSet:
         """What is held, for a statement that follows: while nothing is, it need not be the newest."""
         if self.is_old and (self.current or self.read_at == float("-inf")):

@@ -92,6 +92,7 @@ class Publisher:
 
     Attributes:
         in_flight: records sent whose delivery report has not arrived.
+        lingers: whether anything was sent since the last `push`.
         delivered: records acknowledged since it was last emptied by `take_delivered`.
         failed: records that failed since the list was last emptied by `take_failed`.
         send_times: when the records delivered since the last `take_send_times` were sent, with how many of each.
@@ -115,6 +116,7 @@ class Publisher:
         self._id_prefix = outbox_name.encode() + b":"
         self._fatal = False
         self.in_flight = 0
+        self.lingers = False
         self.delivered: list[StoredRecord] = []
         self.failed: list[Failure] = []
         self.send_times: Counter[float] = Counter()
@@ -152,6 +154,7 @@ class Publisher:
             self._note_failure(Failure(record, cause, alone=True))
             return True
         self.in_flight += 1
+        self.lingers = True
         return True
 
     def _check_topic(self, topic: str) -> None:
@@ -193,6 +196,7 @@ class Publisher:
 
         Returns when everything is delivered, at the latest after the timeout.
         """
+        self.lingers = False
         self._serve(self._producer.flush, self._serve_lone(timeout_seconds))
 
     def _serve_lone(self, timeout_seconds: float) -> float:

@@ -10,21 +10,17 @@ from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.culprits import Culprits
 from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.ports import HoldSet, OutboxStore, StoredRecord
+from outbox_core.ports import HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _CREATE_TIME: Final = 7
-_TICK_SECONDS = 0.05
-_FIRST_SCAN_DELAY_SECONDS = 0.001
-# A scan that found nothing is not repeated before this many times its own duration. If it only took long because the
-# database did not answer, that must not keep records waiting for long.
-_EMPTY_SCAN_REST = 4
-_LONGEST_EMPTY_SCAN_REST_SECONDS = 2.0
+_IDLE_SECONDS = 1.0
 
 
 class LeadershipOfTerm(Protocol):
@@ -70,13 +66,12 @@ class Term:
         self._waiting = Waiting(leadership.over, timing, surroundings)
         self._transactions = transactions
         self._in_flight: set[int] = set()  # scanned, and their purge is not committed: what a scan must exclude
-        self._unpurged: list[StoredRecord] = []  # published, and their purge is not committed
+        self._unpurged: list[tuple[int, int]] = []  # (id, create time): published, and their purge is not committed
         self._are_buried = False  # those were dead letters: their holds go with them
         self._purging: Future[int] | None = None
         self._scanning: Future[tuple[Sequence[StoredRecord], float, HoldSet]] | None = None
         self._scan_excludes = False
-        self._next_scan_at = 0.0
-        self._scan_delay = _FIRST_SCAN_DELAY_SECONDS
+        self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._culprits = Culprits(timing, surroundings, self._waiting, dead_letters)
 
     def run(self) -> Ended | None:
@@ -122,22 +117,20 @@ class Term:
         """The next rows to publish, or none if there were none just now."""
         self._purge_is_committed(now())
         if self._scanning is None:
-            self._waiting.pause(min(_TICK_SECONDS, self._next_scan_at - now()))
-            if now() < self._next_scan_at or self._leadership.over():
+            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in(), self._culprits.due_in()))
+            self._culprits.look_at_holds()
+            if self._pace.due_in() or self._leadership.over():
                 return []
             self._start_scan()
         records, took = self._collect_scan()
         if records:
-            self._scan_delay = _FIRST_SCAN_DELAY_SECONDS
-            self._next_scan_at = 0.0
+            self._pace.found(more=True)  # a transaction lies between this scan and the next: that is pause enough
             self._in_flight.update(record[_ID] for record in records)
             self._transactions.reached(Step.AFTER_SCAN)
             self._culprits.is_idle = False
         else:
             self._culprits.is_idle = True
-            self._scan_delay = min(self._timing.mark_backoff, self._scan_delay * 2)
-            rest = min(_LONGEST_EMPTY_SCAN_REST_SECONDS, took * _EMPTY_SCAN_REST)
-            self._next_scan_at = now() + max(self._scan_delay, rest)
+            self._pace.found_nothing(took)
             self._look_whether_drained()
         return records
 
@@ -145,18 +138,19 @@ class Term:
         """Send a scan that excludes what is in flight now: the set is copied before the statement begins."""
         lanes, identities, topics = self._culprits.exclusion()
         excluded = self._in_flight.union(identities)
-        limit = self._timing.mark_query_records
+        limit, max_bytes = self._timing.mark_query_records, self._timing.mark_query_bytes
         self._scan_excludes = bool(lanes or identities or topics)
         book = self._culprits.book
 
         def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], float, HoldSet]:
             holds = book.look_before(store)
             began = now()
-            records = store.scan(limit, excluded, lanes, holds.with_topics(topics))
+            records = store.scan(limit, excluded, lanes, max_bytes=max_bytes, holds=holds.with_topics(topics))
             took = now() - began
             self._with.metrics.mark_took(took)
             return records, took, book.look_after(store) if records else holds
 
+        self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
 
     def _collect_scan(self) -> tuple[list[StoredRecord], float]:
@@ -190,8 +184,12 @@ class Term:
         """One transaction. Returns `Ended` if the producer is of no more use."""
         self._count_in_flight(len(records))
         began = now()
-        if len(records) == self._timing.mark_query_records:
-            self._start_scan()  # there is more: read it while this batch is published
+        is_full = len(records) == self._timing.mark_query_records or bytes_of(records) >= self._timing.mark_query_bytes
+        if is_full:
+            # There is more: read it while this batch is published. A batch that was not full is another matter: what
+            # is scanned now would leave out all that is committed while this batch is, which would then have to wait
+            # for the transaction after the next.
+            self._start_scan()
         outcome = producer.begin() or self._fill(producer, records) or self._commit(producer)
         self._count_in_flight(0)
         took = now() - began
@@ -235,8 +233,6 @@ class Term:
         """Commit, once what the last transaction published is out of the table: the one ordering rule."""
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
             return producer.abort()
-        if self._scanning is None:
-            self._start_scan()
         self._transactions.reached(Step.BEFORE_COMMIT)
         self._transactions.reached(Step.COMMIT_SENT)
         return producer.commit()
@@ -253,7 +249,8 @@ class Term:
     def _publication_is_committed(self, records: list[StoredRecord], *, are_buried: bool) -> None:
         self._transactions.reached(Step.COMMITTED)
         self.committed = True
-        self._unpurged, self._are_buried = records, are_buried
+        self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
+        self._are_buried = are_buried
         self._transactions.reached(Step.BEFORE_PURGE)
         self._start_purge()
 
@@ -271,7 +268,7 @@ class Term:
     def _forget_scanned(self) -> None:
         self._join_scan()
         self._purge_is_committed(None)
-        self._in_flight = {record[_ID] for record in self._unpurged} | self._culprits.ids
+        self._in_flight = {identity for identity, _ in self._unpurged} | self._culprits.ids
 
     # -- trials and dead letters
 
@@ -354,8 +351,8 @@ class Term:
     # -- purge
 
     def _start_purge(self) -> None:
-        ids = [record[_ID] for record in self._unpurged]
-        create_times = [record[_CREATE_TIME] for record in self._unpurged]
+        ids = [identity for identity, _ in self._unpurged]
+        create_times = [create_time for _, create_time in self._unpurged]
 
         are_buried = self._are_buried
 
@@ -384,7 +381,7 @@ class Term:
                     if self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                         return False
                     continue
-                self._in_flight.difference_update(record[_ID] for record in self._unpurged)
+                self._in_flight.difference_update(identity for identity, _ in self._unpurged)
                 self._unpurged = []
                 self._transactions.reached(Step.AFTER_PURGE)
         return True

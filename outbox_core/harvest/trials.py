@@ -33,9 +33,14 @@ _TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, K
 
 
 class Trials:
-    """Groups of records that wait for their trial."""
+    """Groups of records that wait for their trial.
 
-    def __init__(self) -> None:
+    Args:
+        most: with more records than this, they go before any other work: they are in memory.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._groups: deque[Group] = deque()
         self._credit = 0.0
         self._smallest_refused: dict[str, int] = {}  # topic -> size of the smallest record that was too large alone
@@ -57,7 +62,7 @@ class Trials:
     @property
     def is_due(self) -> bool:
         """Whether the ordinary work of the last time leaves time for a trial."""
-        return bool(self._groups) and self._credit >= 0
+        return bool(self._groups) and (self._credit >= 0 or sum(map(len, self._groups)) > self._most)
 
     def published(self, seconds: float) -> None:
         """So much time went into ordinary work."""
