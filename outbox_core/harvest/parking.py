@@ -104,6 +104,8 @@ class Parking:
         if mine is not None and mine in self._places:
             self._rest_again(self._places[mine])
             return True
+        if (place[0], None) in self._places:
+            place = (place[0], None)
         closed = self._places.get(place)
         if closed is None:
             self._arrived.setdefault(place[0], 0.0)
