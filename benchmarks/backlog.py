@@ -7,6 +7,7 @@ resident set; writes docs/images/throughput-over-backlog.png. Then the same with
 from __future__ import annotations
 
 import argparse
+import itertools
 from typing import Any
 
 import psycopg
@@ -36,10 +37,16 @@ def fill_with_large(at: Services, topic: str, rows: int) -> None:
 
 
 def rate_between(progress: list[list[float]], first: float, last: float) -> float:
-    """Records/s while the number of published records went from `first` to `last`, between whole readings."""
-    within = [(at, count) for at, count in progress if first <= count <= last]
-    (began, before), (ended, after) = within[0], within[-1]
-    return (after - before) / (ended - began)
+    """Records/s while the number of published records went from `first` to `last`."""
+    return (last - first) / (_time_of(progress, last) - _time_of(progress, first))
+
+
+def _time_of(progress: list[list[float]], count: float) -> float:
+    """When so many records were published, between two readings as if at a steady rate."""
+    for (began, before), (ended, after) in itertools.pairwise(progress):
+        if before <= count <= after:
+            return began + (ended - began) * (count - before) / max(1, after - before)
+    return progress[-1][0]
 
 
 def raw_limit(at: Services, delivery: str) -> float:
@@ -99,6 +106,7 @@ def main() -> None:
             first, last = result["first"], result["last"]
             rates = [f"{result[name]:,.0f}" for name in ("limit", "rate")]
             ends = [f"{first:,.0f}", f"{last:,.0f}", f"{last / first:.0%}", f"{result['rss_mib']:.0f}"]
+            console.print(f"{delivery}: {' '.join([*rates, *ends])}")  # so that a long run shows something
             table.add_row(delivery, *rates, f"{result['rate'] / result['limit']:.0%}", *ends)
             if options.large_rows:
                 fill_with_large(running, fresh_topic("large"), options.large_rows)

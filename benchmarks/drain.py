@@ -54,7 +54,7 @@ def main() -> None:
         base_kafka_config={"bootstrap.servers": bootstrap},
         delivery=delivery,
         limits={
-            "min_metrics_interval": "1s",
+            "min_metrics_interval": "200ms",
             **{name: int(value) for name, value in (pair.split("=") for pair in limits)},
         },
     )
