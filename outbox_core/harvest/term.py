@@ -9,6 +9,7 @@ from typing import Final, Protocol
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.cooling import Cooling
+from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.surroundings import Surroundings, Timing
@@ -66,7 +67,8 @@ class Term:
         self._in_flight: set[int] = set()  # scanned, and their purge is not committed: what a scan must exclude
         self._unpurged: list[StoredRecord] = []  # published, and their purge is not committed
         self._purging: Future[int] | None = None
-        self._scanning: Future[tuple[Sequence[StoredRecord], float]] | None = None
+        self._scanning: Future[tuple[Sequence[StoredRecord], Look | None, float]] | None = None
+        self._reading: Reading | None = None
         self._scan_limit = timing.mark_query_records
         self._scan_excludes = False
         self._next_scan_at = 0.0
@@ -80,6 +82,7 @@ class Term:
         Raises:
             OutboxError: if going on could repeat or lose a record.
         """
+        self._with.floor.reset("a new term")
         producer = self._transactions.new_producer()
         try:
             return self._run(producer)
@@ -129,14 +132,16 @@ class Term:
         lanes, identities = self._cooling.resting()
         excluded = self._in_flight.union(identities)
         limit = self._scan_limit
+        reading = self._reading = self._with.floor.begin(lanes | identities, limit)
         self._scan_excludes = bool(lanes or identities)
 
-        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], float]:
+        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float]:
+            look = reading.look(store)
             began = now()
-            records = store.scan(limit, excluded, lanes)
+            records = store.scan(limit, excluded, lanes, reading.floor)
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, took
+            return records, look, took
 
         self._scanning = self._with.marker.submit(scan)
 
@@ -144,7 +149,12 @@ class Term:
         scanning, self._scanning = self._scanning, None
         if scanning is None or not self._waiting.until_done(scanning):
             return [], 0.0
-        records, took = self._waiting.result(scanning) or ((), 0.0)
+        result = self._waiting.result(scanning)
+        if result is None:
+            return [], 0.0
+        records, look, took = result
+        if self._reading is not None:
+            self._with.floor.ended(self._reading, look, records, took)
         return list(records), took
 
     def _join_scan(self) -> None:
@@ -220,6 +230,7 @@ class Term:
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
         self._join_scan()
+        self._with.floor.reset("a transaction was aborted")
         self._purge_is_committed(None)
         self._in_flight = {record[_ID] for record in self._unpurged}
         if aborted.error is None:
