@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos chaos demo bench bench-failover bench-latency clean
+.PHONY: help setup lint format test test-chaos chaos demo bench bench-failover bench-latency bench-snapshot clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench-failover: $(STAMP)  ## Measure how long nothing is published when the lead
 
 bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 	$(BIN)/python -m benchmarks.latency
+
+bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
+	$(BIN)/python -m benchmarks.held_snapshot
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
