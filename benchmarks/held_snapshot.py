@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -88,7 +89,7 @@ def _run(services: Services, delivery: str, *, floor: bool) -> Progress:
 
 def _moment(progress: Progress, count: int) -> float:
     """When the `count`-th record was published, between two readings of the meter."""
-    for (time, seen), (later, more) in zip(progress, progress[1:], strict=False):
+    for (time, seen), (later, more) in pairwise(progress):
         if seen <= count <= more and more > seen:
             return time + (later - time) * (count - seen) / (more - seen)
     raise SystemExit(f"only {progress[-1][1]} records were counted")

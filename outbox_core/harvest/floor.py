@@ -119,7 +119,7 @@ class _Writer:
     """A writer that S waits for: since when, and after how many seconds the log names it (again)."""
 
     since: float
-    warn_after: float = _WARN_AFTER_SECONDS
+    warn_after: float
 
 
 class SettledFloor:
@@ -258,7 +258,7 @@ class SettledFloor:
             self._settled, self._pending = self._pending, None
         if self._pending is None and sight.writers:
             self._pending = sight.last_id
-            self._writers = {name: _Writer(time) for name in sight.writers}
+            self._writers = {name: _Writer(time, _WARN_AFTER_SECONDS) for name in sight.writers}
         elif self._pending is None:
             self._settled = sight.last_id
 
@@ -292,8 +292,8 @@ class SettledFloor:
             "open, harvesting gets slower the more is harvested",
             reason,
         )
-        self.reset("it is off")
         self.off = reason
+        self.reset("it is off")
 
     # -- telling
 

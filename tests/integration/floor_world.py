@@ -191,11 +191,11 @@ class World:
         self.floor.ended(reading, look, records, 0.0)
         self.held.update(record[0] for record in records)
 
-    def _catch_up(self):
+    def _catch_up(self, limit):
         """Two readings, each with a look of its own: S is read, and settled if nobody is in the way."""
         for _ in range(2):
             self._wait(1.5)
-            self._read(10)
+            self._read(limit)
 
     def _purge(self, count):
         purged = sorted(self.held)[:count]
