@@ -413,7 +413,12 @@ class PostgresStore:
         """Parameters of a floor; on another connection than the one it was proven on, it is none."""
         self._connected()
         name, place, sequence = self._name.quoted, floor.place, self._sequence
-        if sequence is None or not isinstance(place, _Place) or place.session is not self._session:
+        if (
+            sequence is None
+            or not isinstance(place, _Place)
+            or place.session is not self._session
+            or None in place  # a partitioned table has no file
+        ):
             return {"name": name, "floor": None, "sequence": None, "table_file": None, "sequence_file": None}
         return {
             "name": name,
