@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox_core.cli.harvest import add_source_arguments, overrides_from, shown
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
-from outbox_core.examination import Finding, Verdict, problem
+from outbox_core.examination import Finding, Verdict, fine, problem, warning
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox_core.config import HarvestConfig
+    from outbox_core.ports import Sight
 
 EXIT_PROBLEM = 1
 
@@ -142,8 +143,15 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
     store, examination = _database(config)
     with closing(store), closing(examination):
         identity = store.check()
-        findings = examination.findings()
+        findings = [*examination.findings(), _settled_floor(store.sight())]
         return findings, identity, [head.topic for head in examination.topics_at_head()]
+
+
+def _settled_floor(sight: Sight) -> Finding:
+    if sight.unusable:
+        remedy = "nothing is lost, but while old snapshots are open harvesting gets slower the more is harvested"
+        return warning("settled floor", f"is off: {sight.unusable}", remedy)
+    return fine("settled floor", "can be proven")
 
 
 def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str]) -> Iterator[Finding]:
