@@ -30,8 +30,8 @@ The floor is void, and everything is looked at from the head again, when its pre
 
 - *rows leave our hands other than by their purge*: a new leader ID, a reset, an abort, a new term: `reset`. S stays
   settled, as nothing of that changes which ids appear;
-- *what was left out on purpose is let in again* (a full lane, a rest, a hold): rows may wait below the floor. Then the
-  last floor that was proven while no more than what is left out now was left out, else none;
+- *what was left out on purpose is let in again* (a full lane, a rest, a hold): rows of it may wait below the floor, but
+  none below the floor that there was when it was first left out. Back to that one (`_let_in`);
 - *another place*: another connection (perhaps to another server), another table of that name, TRUNCATE ... RESTART
   IDENTITY, a sequence that was set back to below the floor. The store compares that in the very statement that uses
   the floor (`Floor.place`), and here S is forgotten too.
@@ -50,6 +50,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final
 
 from outbox_core.metrics import FloorGauge, HarvestMetrics
@@ -58,8 +59,7 @@ from outbox_core.ports import NO_FLOOR, Floor, OpenWriter, OutboxStore, Sight, S
 _log = logging.getLogger(__name__)
 
 _ID: Final = 0
-_EVERYTHING: Final = frozenset[object]()
-
+_id_of = itemgetter(_ID)  # of a floor as of a record
 # A look costs two small statements, so one is due after this many new rows, or this long after the last new row.
 _LOOK_AFTER_ROWS = 1_000
 _LOOK_AFTER_SECONDS = 1.0
@@ -140,11 +140,7 @@ class SettledFloor:
         self._metrics = metrics
         self._clock = clock
         self._resets = 0
-        self._left_out = _EVERYTHING
-        self._base = NO_FLOOR  # a floor that was proven while only `_left_out_of_base` was left out
-        self._left_out_of_base: frozenset[object] | None = (
-            None  # None: it is no floor, which holds whatever is left out
-        )
+        self._left_out: dict[object, Floor] = {}  # with the floor when it was first left out
         self._last: Sight | None = None
         self._looked_at = 0.0
         self._settled = NO_FLOOR.id
@@ -167,8 +163,8 @@ class SettledFloor:
         if self.floor.place is not None:
             _log.debug("the settled floor %d is void: %s", self.floor.id, reason)
         self._resets += 1
-        self.floor = self._base = NO_FLOOR
-        self._left_out_of_base = None
+        self.floor = NO_FLOOR
+        self._left_out = dict.fromkeys(self._left_out, NO_FLOOR)
         self._show()
 
     def begin(self, left_out: frozenset[object], limit: int) -> Reading:
@@ -178,11 +174,9 @@ class SettledFloor:
             left_out: whatever it will leave out although it is not in our hands, in any terms that can be compared.
             limit: how many rows it is to return at most.
         """
-        if not self._left_out <= left_out:
-            if self._left_out_of_base is None or not self._left_out_of_base <= left_out:
-                self._base, self._left_out_of_base = NO_FLOOR, None
-            self.floor = self._base
-        self._left_out = left_out
+        if self._left_out.keys() != left_out:
+            self._let_in(self._left_out.keys() - left_out)
+            self._left_out.update(dict.fromkeys(left_out - self._left_out.keys(), self.floor))
         time = self._clock()
         floor = NO_FLOOR if self._from_head_is_due(time) else self.floor
         return Reading(floor, self.floor, self._look_is_due(time), self._to_describe(time), limit, self._resets)
@@ -265,8 +259,18 @@ class SettledFloor:
     def _rise_to(self, reached: int) -> None:
         if self._last is not None and reached > self.floor.id:
             self.floor = Floor(reached, self._last.place)
-        if self._left_out_of_base is None or self._left_out <= self._left_out_of_base:
-            self._base, self._left_out_of_base = self.floor, self._left_out
+
+    def _let_in(self, again: set[object]) -> None:
+        """What was left out is left out no more.
+
+        Every unseen row up to the floor is left out by something that came to be left out at a floor below that row.
+        That stays true for what is still left out, since its floors are lowered together with the floor: a row may be
+        left out twice over, and have been passed by for the sake of the one that is let in now.
+        """
+        for item in again:
+            self.floor = min(self.floor, self._left_out.pop(item), key=_id_of)
+        for item, floor in self._left_out.items():
+            self._left_out[item] = min(floor, self.floor, key=_id_of)
 
     def _forget(self) -> None:
         """Another connection, table or sequence, or one that was set back: nothing that was known is known here."""
