@@ -6,7 +6,7 @@ A harvester needs a place that holds records (`OutboxStore`) and somebody who sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
@@ -14,6 +14,9 @@ from outbox_core.events import EventHandler
 
 LaneKey = tuple[str, str]
 """(topic, key): the unit of order. A record without a key belongs to none."""
+
+NO_LIMIT = 2**62
+"""More bytes than there are."""
 
 
 class StoredRecord(NamedTuple):
@@ -40,6 +43,16 @@ class StoredRecord(NamedTuple):
     header_values: list[bytes | str | None] | None
     partition: int
     create_time: int
+
+
+def bytes_of(records: Iterable[StoredRecord]) -> int:
+    """What the values and header values of records take in memory, near enough."""
+    return sum(
+        [
+            len(record[3] or b"") + (sum(len(value or b"") for value in record[5]) if record[5] else 0)
+            for record in records
+        ]
+    )
 
 
 class MarkedRows(NamedTuple):
@@ -145,8 +158,13 @@ class OutboxStore(Protocol):
         excluding: Collection[LaneKey] = (),
         resting: Collection[int] = (),
         floor: Floor = NO_FLOOR,
+        *,
+        max_bytes: int = NO_LIMIT,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor not marked by `leader_id`, except those of the given lanes and ids."""
+        """Mark the earliest rows above the floor not marked by `leader_id`, except those of the given lanes and ids.
+
+        At most `limit` rows, and no row once those before it hold `max_bytes` of values. Returns them.
+        """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
@@ -155,9 +173,18 @@ class OutboxStore(Protocol):
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
 
     def scan(
-        self, limit: int, in_flight: Collection[int], excluding: Collection[LaneKey] = (), floor: Floor = NO_FLOOR
+        self,
+        limit: int,
+        in_flight: Collection[int],
+        excluding: Collection[LaneKey] = (),
+        floor: Floor = NO_FLOOR,
+        *,
+        max_bytes: int = NO_LIMIT,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows above the floor, by id, except those of the given ids and lanes. Changes nothing."""
+        """The earliest rows above the floor, by id, except those of the given ids and lanes. Changes nothing.
+
+        Limited as `mark` is.
+        """
 
     def sight(self) -> Sight:
         """How far ids have been drawn; then, by a second statement (alone among these methods), who is writing."""

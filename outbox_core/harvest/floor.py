@@ -21,8 +21,8 @@ Why S is settled then: every id <= S is visible to statements that begin now, or
 
 Why there is a floor then. A mark or scan returns the lowest ids above the floor it was given, up to a limit, of the
 rows that are not in our hands (marked by us; in flight). Let it begin after S was settled, from a floor that holds. It
-has returned every visible row up to its last one, m, or, if it returned fewer rows than the limit, every one there is.
-All of those are in our hands now, and by the above no others will appear up to S. So min(S, m), or S, is a floor:
+has returned every visible row up to its last one, m; if it returned none, there is none. All of those are in our hands
+now, and by the above no others will appear up to S. So min(S, m), or S, is a floor:
 
     **no row up to the floor, visible now or ever, is unseen: each is gone, in our hands, or was left out on purpose.**
 
@@ -94,7 +94,6 @@ class Reading:
         believed: the floor, even if this reading begins at the head to see whether it is right.
         looks: whether S and V are to be read first.
         describes: the writers to be described.
-        limit: how many rows it is to return at most.
         resets: how many resets there had been; rows of a reading that a reset has overtaken may not be in our hands.
     """
 
@@ -102,7 +101,6 @@ class Reading:
     believed: Floor
     looks: bool
     describes: frozenset[str]
-    limit: int
     resets: int
 
     def look(self, store: OutboxStore) -> Look | None:
@@ -167,19 +165,18 @@ class SettledFloor:
         self._left_out = dict.fromkeys(self._left_out, NO_FLOOR)
         self._show()
 
-    def begin(self, left_out: frozenset[object], limit: int) -> Reading:
+    def begin(self, left_out: frozenset[object]) -> Reading:
         """Prepare a mark or scan.
 
         Args:
             left_out: whatever it will leave out although it is not in our hands, in any terms that can be compared.
-            limit: how many rows it is to return at most.
         """
         if self._left_out.keys() != left_out:
             self._let_in(self._left_out.keys() - left_out)
             self._left_out.update(dict.fromkeys(left_out - self._left_out.keys(), self.floor))
         time = self._clock()
         floor = NO_FLOOR if self._from_head_is_due(time) else self.floor
-        return Reading(floor, self.floor, self._look_is_due(time), self._to_describe(time), limit, self._resets)
+        return Reading(floor, self.floor, self._look_is_due(time), self._to_describe(time), self._resets)
 
     def ended(self, reading: Reading, look: Look | None, records: Sequence[StoredRecord], took: float) -> None:
         """Take in a mark or scan whose rows are in our hands now. Not to be called for one that was thrown away.
@@ -203,7 +200,8 @@ class SettledFloor:
             self._refuting = records[0][_ID], reading.believed
             self.reset("a row was found below it")
         elif reading.floor.id <= self.floor.id:
-            self._rise_to(self._settled if len(records) < reading.limit else min(self._settled, records[-1][_ID]))
+            # A batch below its limit may have been cut short by its size: only an empty one says there is no more.
+            self._rise_to(min(self._settled, records[-1][_ID]) if records else self._settled)
         self._show()
 
     # -- when to look

@@ -10,6 +10,7 @@ from outbox_core.events import Event
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
+from outbox_core.harvest.pace import News
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import LeaderElector
@@ -17,15 +18,21 @@ from outbox_core.ports import LeaderElector
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Limits, in records and seconds (see `outbox_core.config.Limits`)."""
+    """Limits, in records, bytes and seconds (see `outbox_core.config.Limits`)."""
 
     mark_query_records: int
     max_in_flight_records: int
+    max_in_flight_bytes: int
     lane_capacity: int
     mark_backoff: float
     io_error_backoff: float
     delivery_timeout: float
     drain_timeout: float
+
+    @property
+    def mark_query_bytes(self) -> int:
+        """How many bytes one statement fetches at most, but for its last row: four such batches may be in memory."""
+        return max(1, self.max_in_flight_bytes // 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +48,7 @@ class Surroundings:
         meter: throughput.
         emit: tells the event handler.
         wake: set whenever there may be something to do.
+        news: told when records may have been committed.
         database: says once when the database goes and comes.
         kafka: says once when deliveries fail and succeed again.
     """
@@ -53,5 +61,6 @@ class Surroundings:
     meter: Meter
     emit: Callable[[Event], None]
     wake: ThreadEvent
+    news: News
     database: Outage
     kafka: Outage

@@ -182,7 +182,7 @@ class World:
 
     def _read(self, limit, after_drawn=(), after_writers=()):
         """A look, if one is due, and a scan; what others do in between is given as actions."""
-        reading = self.floor.begin(self.left_out, limit)
+        reading = self.floor.begin(self.left_out)
         self.store.after_drawn = lambda: [self.act(action) for action in after_drawn]
         self.store.after_writers = lambda: [self.act(action) for action in after_writers]
         look = reading.look(self.store)
@@ -210,7 +210,7 @@ class World:
     def _leave_out(self, keys):
         """A change of what scans leave out, to be known to the floor by its next reading."""
         self.left_out = frozenset(("t", key) for key in keys)
-        self.floor.begin(self.left_out, 1)
+        self.floor.begin(self.left_out)
 
     def _reconnect(self):
         self.store.close()

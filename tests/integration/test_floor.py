@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.ports import NO_FLOOR
+from outbox_core.ports import NO_FLOOR, NO_LIMIT
 from outbox_core.stores import postgres as store_module
 from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import Scene
@@ -145,9 +145,9 @@ class _IsNotReset(SettledFloor):
 
 
 class _IgnoresWhatIsLeftOut(SettledFloor):
-    def begin(self, left_out, limit):
+    def begin(self, left_out):
         del left_out
-        return super().begin(frozenset(), limit)
+        return super().begin(frozenset())
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_dead_rows_are_not_waded_through(scene, mode):
         holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
         holder.execute("SELECT FROM outbox LIMIT 1")
         while True:
-            reading = floor.begin(frozenset(), 5_000)
+            reading = floor.begin(frozenset())
             look = reading.look(store)
             if mode == "mark":
                 records = store.mark(me, 5_000, (), (), reading.floor).records
@@ -204,8 +204,8 @@ def test_dead_rows_are_not_waded_through(scene, mode):
             if not records:
                 break
         statement, parameters = {
-            "mark": (store._mark, {"leader_id": me, "limit": 5_000}),
-            "scan": (store._scan, {"ids": "{}", "limit": 5_000}),
+            "mark": (store._mark, {"leader_id": me, "limit": 5_000, "max_bytes": NO_LIMIT}),
+            "scan": (store._scan, {"ids": "{}", "limit": 5_000, "max_bytes": NO_LIMIT}),
         }[mode]
         assert floor.floor.id == 20_000
         assert _buffers(store, statement, parameters | store._above(floor.floor)) < 50
