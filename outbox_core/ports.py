@@ -6,7 +6,7 @@ A harvester needs a place that holds records (`OutboxStore`) and somebody who sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -47,14 +47,15 @@ class StoredRecord(NamedTuple):
     create_time: int
 
 
+def size_of(record: StoredRecord) -> int:
+    """What the value and header values of a record take in memory, in bytes, near enough."""
+    size = len(record[3]) if record[3] else 0
+    return size if not record[5] else size + sum(len(value or b"") for value in record[5])
+
+
 def bytes_of(records: Iterable[StoredRecord]) -> int:
-    """What the values and header values of records take in memory, near enough."""
-    return sum(
-        [
-            len(record[3] or b"") + (sum(len(value or b"") for value in record[5]) if record[5] else 0)
-            for record in records
-        ]
-    )
+    """What records take together; see `size_of`."""
+    return sum(map(size_of, records))
 
 
 class MarkedRows(NamedTuple):
@@ -99,6 +100,11 @@ class HoldSet:
 
     def __len__(self) -> int:
         return len(self.topics) + len(self.lanes) + len(self.ids)
+
+    @property
+    def items(self) -> frozenset[Hashable]:
+        """Everything that is held: topics, lanes and ids."""
+        return frozenset().union(self.topics, self.lanes, self.ids)
 
     def with_topics(self, topics: frozenset[str]) -> HoldSet:
         """The same, and some topics more."""
@@ -145,6 +151,59 @@ class Backlog(NamedTuple):
     oldest_age_seconds: float
 
 
+class Floor(NamedTuple):
+    """An id up to which a mark or scan need not look (`outbox_core.harvest.floor` proves it).
+
+    Attributes:
+        id: nothing new will be found up to this id.
+        place: where that was proven, see `Sight`. Anywhere else a store looks from the head of the table.
+    """
+
+    id: int
+    place: Hashable
+
+
+NO_FLOOR = Floor(-(2**63), None)
+"""Look from the head of the table."""
+
+
+class Sight(NamedTuple):
+    """How far ids have been drawn, and who may still write a row with one of them.
+
+    Attributes:
+        last_id: no id drawn before this look is higher.
+        place: one connection, and one incarnation of table and sequence; equal to nothing else, ever.
+        writers: names of the transactions that were writing to the table *after* `last_id` was read. A transaction
+            has one name from its first write until its rows are visible or gone, also while it is prepared.
+        unusable: why ids of this table prove nothing; '' if they do.
+    """
+
+    last_id: int
+    place: Hashable
+    writers: frozenset[str]
+    unusable: str = ""
+
+
+class OpenWriter(NamedTuple):
+    """A transaction that has written to the outbox and is still open.
+
+    Attributes:
+        name: as in `Sight.writers`.
+        pid: of its server process; None once it is prepared.
+        gid: of a prepared transaction, else None.
+        age_seconds: how long ago it began, or was prepared; 0.0 if we may not know.
+        application: application_name of its session.
+        state: of its session, such as "idle in transaction"; '' if we may not know.
+    """
+
+    name: str
+    pid: int | None
+    gid: str | None
+    age_seconds: float
+    application: str
+    state: str
+
+
 class OutboxStore(Protocol):
     """One connection to the database that holds an outbox table. Used by one thread at a time.
 
@@ -161,13 +220,14 @@ class OutboxStore(Protocol):
         limit: int,
         excluding: Collection[LaneKey] = (),
         resting: Collection[int] = (),
+        floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows not marked by `leader_id`, except what is held, and the given lanes and ids.
+        """Mark the earliest rows above the floor not marked by `leader_id`; not what is held, nor these lanes and ids.
 
-        At most `limit` rows, and no row once those before it hold `max_bytes` of values.
+        At most `limit` rows, and no row once those before it hold `max_bytes` of values. Returns them.
         """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
@@ -181,14 +241,21 @@ class OutboxStore(Protocol):
         limit: int,
         in_flight: Collection[int],
         excluding: Collection[LaneKey] = (),
+        floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows, by ascending id, except what is held, and the given ids and lanes. Changes nothing.
+        """The earliest rows above the floor, by id; not what is held, nor the given ids and lanes. Changes nothing.
 
         Limited as `mark` is.
         """
+
+    def sight(self) -> Sight:
+        """How far ids have been drawn; then, by a second statement (alone among these methods), who is writing."""
+
+    def describe(self, writers: Collection[str]) -> Sequence[OpenWriter]:
+        """Those of these writers that are still open."""
 
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""

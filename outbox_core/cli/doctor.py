@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox_core.cli.harvest import add_source_arguments, overrides_from, shown
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
-from outbox_core.examination import Finding, Verdict, problem
+from outbox_core.examination import Finding, Verdict, fine, problem, warning
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox_core.config import HarvestConfig
+    from outbox_core.ports import Sight
 
 EXIT_PROBLEM = 1
 
@@ -143,7 +144,30 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
     with closing(store), closing(examination):
         identity = store.check()
         findings = examination.findings()
+        if config.notify:
+            findings.append(_examine_notices(config))
+        findings.append(_settled_floor(store.sight()))
         return findings, identity, [head.topic for head in examination.topics_at_head()]
+
+
+def _examine_notices(config: HarvestConfig) -> Finding:
+    from outbox_core.stores.notices import CommitNotices, NoNotices
+
+    notices = CommitNotices(config.data_source, config.outbox_table, application_name="kafka-outbox doctor")
+    try:
+        notices.open()
+    except NoNotices as error:
+        return warning("notices", str(error), "until then the harvester looks at intervals, up to markBackoff")
+    finally:
+        notices.dispose()
+    return fine("notices", "the trigger is there, and notices come through")
+
+
+def _settled_floor(sight: Sight) -> Finding:
+    if sight.unusable:
+        remedy = "nothing is lost, but while old snapshots are open harvesting gets slower the more is harvested"
+        return warning("settled floor", f"is off: {sight.unusable}", remedy)
+    return fine("settled floor", "can be proven")
 
 
 def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str]) -> Iterator[Finding]:

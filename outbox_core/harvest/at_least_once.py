@@ -8,8 +8,9 @@ statements run elsewhere, on the two threads that own a store each.
                    '--------------------------------------------------------------'
 
 - **Mark.** One statement claims the earliest rows that do not carry our leader ID, from the head of the table, and
-  returns them. A later commit with a lower id is found by the next mark, because no mark begins at an offset. Rows
-  that a dead leader marked are found like any other: there is no recovery branch.
+  returns them. A later commit with a lower id is found by the next mark, because no mark begins at an offset, unless
+  nothing can appear below it any more (`floor`). Rows that a dead leader marked are found like any other: there is no
+  recovery branch.
   A mark that returns a row we already hold shows that another leader has marked it in between: force remark, as the
   row would otherwise be published a second time after its followers.
 - **Send.** At most one record of a key is under way (`lanes`). The lease is looked at immediately before each send,
@@ -43,6 +44,7 @@ from outbox_core.errors import StoreUnavailable
 from outbox_core.events import LeaderRefreshed, MeterRead
 from outbox_core.harvest.bad_records import BadRecords
 from outbox_core.harvest.burials import Burials
+from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.lanes import Lanes
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure, Publisher
@@ -101,8 +103,9 @@ class AtLeastOnce:
         self._bad = BadRecords(timing, surroundings, dead_letter=dead_letters.on_poison)
         self._burials = Burials(dead_letters, timing, surroundings, publisher)
         self._remark = False
-        self._marking: Future[tuple[MarkedBatch, float, HoldSet]] | None = None
+        self._marking: Future[tuple[MarkedBatch, Look | None, float, HoldSet]] | None = None
         self._mark_limit = 0
+        self._reading: Reading | None = None
         self._mark_excludes = False
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._settling: Future[int] | None = None
@@ -124,6 +127,7 @@ class AtLeastOnce:
 
     def run(self) -> None:
         """Harvest until the leadership ends, `stop` is called or, when draining, the table is empty."""
+        self._with.floor.reset("a new leader ID")
         Recovery(self._transactions, self._over, self._timing, self._with).settle_if_tracked()
         try:
             self._harvest()
@@ -175,44 +179,50 @@ class AtLeastOnce:
     def _start_mark(self) -> None:
         """Send a mark if one is due; if not, see now and then at least what is held."""
         bad = self._bad
-        limit = 0 if self._pace.due_in() else self._room()
+        limit = 0 if self._pace.due_in() or not bad.book.was_read else self._room()
         if self._marking is not None or not (limit or self._wants_holds()):
             return
         leader_id, book, max_bytes = self.leader_id, bad.book, self._timing.mark_query_bytes
         if not limit:
             self._mark_limit = 0
-            self._marking = self._with.marker.submit(lambda store: (_NOTHING_MARKED, 0.0, book.look_after(store)))
+            self._marking = self._with.marker.submit(lambda store: (_NOTHING_MARKED, None, 0.0, book.look_after(store)))
             return
         lanes, ids, topics = bad.exclusion()
         lanes |= self._lanes.full
         self._mark_excludes = bool(lanes or ids or topics)
         self._mark_limit = limit
+        # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
+        holds = bad.holds
+        reading = self._reading = self._with.floor.begin(frozenset(lanes | ids | topics | holds.items))
 
-        def mark(store: OutboxStore) -> tuple[MarkedBatch, float, HoldSet]:
-            holds = book.look_before(store)
+        def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float, HoldSet]:
+            look = reading.look(store)
             began = now()
-            batch = store.mark(leader_id, limit, lanes, ids, max_bytes=max_bytes, holds=holds.with_topics(topics))
+            batch = store.mark(
+                leader_id, limit, lanes, ids, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
+            )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return batch, took, book.look_after(store) if batch.records else holds
+            return batch, look, took, book.look_after(store) if batch.records or holds else holds
 
         self._pace.begin()
         self._marking = self._with.marker.submit(mark)
 
     def _wants_holds(self) -> bool:
         """Whether the holds are to be read although no mark is due: something is held, or waits in memory."""
-        return self._bad.book.is_old and bool(self._bad.holds or self._lanes.held)
+        book = self._bad.book
+        return not book.was_read or (book.is_old and bool(self._bad.holds or self._lanes.held))
 
     def _collect_mark(self) -> None:
         if self._marking is None or not self._marking.done():
             return
         marking, self._marking = self._marking, None
         try:
-            batch, took, holds = marking.result()
+            batch, look, took, holds = marking.result()
         except StoreUnavailable as error:
             self._with.database.began(error)
             self._pace.failed(self._timing.io_error_backoff)
-            if error.in_doubt:
+            if error.in_doubt and self._mark_limit:
                 self._force_remark()
             return
         self._with.database.ended()
@@ -229,7 +239,10 @@ class AtLeastOnce:
         if self._remark or batch.selected != len(batch.records) or self._lanes.holds_any(batch.records):
             self._to_reset.extend(record[_ID] for record in batch.records)
             self._force_remark()
-        elif batch.records:
+            return
+        if self._reading is not None:
+            self._with.floor.ended(self._reading, look, batch.records, took)
+        if batch.records:
             records, back = self._bad.sift(batch.records)
             self._give_back(back)
             self._lanes.admit(records)
@@ -318,7 +331,10 @@ class AtLeastOnce:
 
     def _give_back(self, records: Iterable[StoredRecord]) -> None:
         """Clear the marks of records that are in no lane any more."""
-        self._to_reset.extend(record[_ID] for record in records)
+        ids = [record[_ID] for record in records]
+        if ids:
+            self._with.floor.reset("records went back to the table")
+            self._to_reset.extend(ids)
 
     # -- purge and reset
 
@@ -379,6 +395,7 @@ class AtLeastOnce:
         self._bad.refreshed()
         self._remark = False
         self.leader_id = uuid4()
+        self._with.floor.reset("a new leader ID")
         self._with.emit(LeaderRefreshed(self.leader_id))
 
     def _busy(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Final, Protocol
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.culprits import Culprits
+from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure
@@ -69,7 +70,8 @@ class Term:
         self._unpurged: list[tuple[int, int]] = []  # (id, create time): published, and their purge is not committed
         self._are_buried = False  # those were dead letters: their holds go with them
         self._purging: Future[int] | None = None
-        self._scanning: Future[tuple[Sequence[StoredRecord], float, HoldSet]] | None = None
+        self._scanning: Future[tuple[Sequence[StoredRecord], Look | None, float, HoldSet]] | None = None
+        self._reading: Reading | None = None
         self._scan_excludes = False
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._culprits = Culprits(timing, surroundings, self._waiting, dead_letters)
@@ -80,6 +82,7 @@ class Term:
         Raises:
             OutboxError: if going on could repeat or lose a record.
         """
+        self._with.floor.reset("a new term")
         producer = self._transactions.new_producer()
         try:
             return self._run(producer)
@@ -92,6 +95,7 @@ class Term:
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
             recovery.refuse_marks()
+            self._culprits.read_holds()
             self._with.kafka.ended()
         while ended is None and not over():
             ended = self._turn(producer)
@@ -140,15 +144,19 @@ class Term:
         excluded = self._in_flight.union(identities)
         limit, max_bytes = self._timing.mark_query_records, self._timing.mark_query_bytes
         self._scan_excludes = bool(lanes or identities or topics)
-        book = self._culprits.book
+        # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
+        book, holds = self._culprits.book, self._culprits.holds
+        reading = self._reading = self._with.floor.begin(frozenset(lanes | identities | topics | holds.items))
 
-        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], float, HoldSet]:
-            holds = book.look_before(store)
+        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float, HoldSet]:
+            look = reading.look(store)
             began = now()
-            records = store.scan(limit, excluded, lanes, max_bytes=max_bytes, holds=holds.with_topics(topics))
+            records = store.scan(
+                limit, excluded, lanes, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
+            )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, took, book.look_after(store) if records else holds
+            return records, look, took, book.look_after(store) if records or holds else holds
 
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
@@ -160,7 +168,9 @@ class Term:
         result = self._waiting.result(scanning)
         if result is None:
             return [], 0.0
-        records, took, holds = result
+        records, look, took, holds = result
+        if self._reading is not None:
+            self._with.floor.ended(self._reading, look, records, took)
         return self._culprits.sift(records, holds), took
 
     def _join_scan(self) -> None:
@@ -225,6 +235,7 @@ class Term:
         return producer.send_manifest(self._transactions.tracking_topic, manifest.encode())
 
     def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
+        self._with.floor.reset("records were left out of a transaction")
         kept = {record[_ID] for record in sent}
         self._in_flight.difference_update(record[_ID] for record in records if record[_ID] not in kept)
         records[:] = sent
@@ -263,10 +274,11 @@ class Term:
             self._with.metrics.publish_error()
             if not aborted.record_at_fault:
                 self._with.kafka.began(aborted.error.str())
-                self._waiting.pause(self._timing.io_error_backoff)
+                self._waiting.rest(self._timing.io_error_backoff)
 
     def _forget_scanned(self) -> None:
         self._join_scan()
+        self._with.floor.reset("a transaction was aborted")
         self._purge_is_committed(None)
         self._in_flight = {identity for identity, _ in self._unpurged} | self._culprits.ids
 
