@@ -27,7 +27,14 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.cimpl import NewTopic
 
-from outbox_core.errors import InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError, TrackingTopicError
+from outbox_core.errors import (
+    DeadLetterTopicError,
+    InvalidConfig,
+    KafkaUnavailable,
+    LeaderTopicError,
+    OutboxError,
+    TrackingTopicError,
+)
 
 if TYPE_CHECKING:
     from confluent_kafka.admin._metadata import ClusterMetadata
@@ -44,6 +51,7 @@ __all__ = [
     "Producer",
     "TopicPartition",
     "check_connection",
+    "ensure_dead_letter_topic",
     "ensure_leader_topic",
     "ensure_tracking_topic",
     "make_admin",
@@ -64,6 +72,12 @@ _LEADER_TOPIC_SETTINGS = {
     "segment.ms": "3600000",
 }
 
+_DEAD_LETTER_TOPIC_SETTINGS = {
+    # Somebody has to look at each: none expires by itself. It takes what the brokers' default refuses in other topics.
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",
+    "max.message.bytes": str(16 * 2**20),
+}
 _TRACKING_TOPIC_SETTINGS = {
     # Only the last manifest is ever read, and it must never expire. Manifests come in quickly: compact often.
     "cleanup.policy": "compact",
@@ -256,6 +270,18 @@ def ensure_tracking_topic(
         )
 
 
+def ensure_dead_letter_topic(
+    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> None:
+    """Make the dead-letter topic if it is missing. One that is there is taken as it is, however many partitions it has.
+
+    Raises:
+        DeadLetterTopicError: if it is missing and cannot be made, or cannot be described.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    _ensure(Inquiry(config, timeout_seconds), _DEAD_LETTER_TOPIC, topic)
+
+
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
     """Whether a topic is there, without making it appear.
 
@@ -274,6 +300,7 @@ class _Kind(NamedTuple):
 
 
 _LEADER_TOPIC = _Kind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
+_DEAD_LETTER_TOPIC = _Kind("dead-letter topic", _DEAD_LETTER_TOPIC_SETTINGS, DeadLetterTopicError)
 _TRACKING_TOPIC = _Kind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
 
 

@@ -23,7 +23,7 @@ from outbox_core import doorbell
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.election.leadership import now
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
 from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
@@ -36,8 +36,14 @@ from outbox_core.harvest.pace import News
 from outbox_core.harvest.publisher import Publisher
 from outbox_core.harvest.recovery import Step, Transactions
 from outbox_core.harvest.store_thread import StoreThread
-from outbox_core.harvest.surroundings import Surroundings, Timing
-from outbox_core.kafka import Producer, check_connection, ensure_tracking_topic, make_producer
+from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.kafka import (
+    Producer,
+    check_connection,
+    ensure_dead_letter_topic,
+    ensure_tracking_topic,
+    make_producer,
+)
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
 from outbox_core.stores.notices import CommitNotices
@@ -121,6 +127,9 @@ class Harvester:
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
             self._transactions_of_outbox.new_producer()  # a wrong setting of it is to be known now
+        self._dead_letters_of_outbox = self._dead_letters(identity)
+        if self._dead_letters_of_outbox.on_poison:
+            self._check_dead_letters()
         self._publisher_of_outbox = self._publisher(identity)
         self._listening = self._make_listening() if self.config.notify else None
         parts = self._surroundings(self._elector), self._backlog_observer()
@@ -236,8 +245,33 @@ class Harvester:
         if self.config.delivery == "exactly-once":
             return None
         return Publisher(
-            self._make_producer, id_header=self.config.id_header, outbox_name=self.config.outbox_name or identity
+            self._make_producer,
+            lambda: make_producer(self.config.lone_producer_settings()),
+            id_header=self.config.id_header,
+            outbox_name=self.config.outbox_name or identity,
         )
+
+    def _dead_letters(self, identity: str) -> DeadLetters:
+        topic, kafka = self.config.dead_letter_name(identity), self.config.base_kafka_config
+        return DeadLetters(
+            topic=topic,
+            on_poison=self.config.on_poison == "dead-letter",
+            ensure=lambda: ensure_dead_letter_topic(kafka, topic),
+        )
+
+    def _check_dead_letters(self) -> None:
+        """See that a bad record can go to the dead-letter topic: a hold is what takes it there."""
+        store = self._make_store()
+        try:
+            if store.holds() is None:
+                raise OutboxTableError(
+                    f"on_poison: dead-letter needs the holds of {self.config.outbox_table}, which cannot be used (the "
+                    "log says why); make their table with `outbox schema --only hold`, with Alembic or with "
+                    "`manage.py migrate`"
+                )
+        finally:
+            store.close()
+        self._dead_letters_of_outbox.ensure()
 
     def _transactions(self, identity: str) -> Transactions:
         config = self.config
@@ -374,10 +408,25 @@ class Harvester:
             return self._term
 
     def _new_term(self, leader_id: UUID, surroundings: Surroundings) -> AtLeastOnce | ExactlyOnce:
-        timing, transactions = self._timing(), self._transactions_of_outbox
-        if self._publisher_of_outbox is None:
-            return ExactlyOnce(leader_id, timing, surroundings, transactions, drain=self._drain)
-        return AtLeastOnce(leader_id, timing, surroundings, self._publisher_of_outbox, transactions, drain=self._drain)
+        timing, transactions, publisher = self._timing(), self._transactions_of_outbox, self._publisher_of_outbox
+        if publisher is None:
+            return ExactlyOnce(
+                leader_id,
+                timing,
+                surroundings,
+                transactions,
+                dead_letters=self._dead_letters_of_outbox,
+                drain=self._drain,
+            )
+        return AtLeastOnce(
+            leader_id,
+            timing,
+            surroundings,
+            publisher,
+            transactions,
+            dead_letters=self._dead_letters_of_outbox,
+            drain=self._drain,
+        )
 
 
 class _StandbyDrain:
