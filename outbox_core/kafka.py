@@ -21,9 +21,10 @@ from confluent_kafka import (
     KafkaException,
     Message,
     Producer,
+    TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin import AclOperation, AdminClient
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.cimpl import NewTopic
 
@@ -54,6 +55,7 @@ __all__ = [
     "ensure_dead_letter_topic",
     "ensure_leader_topic",
     "ensure_tracking_topic",
+    "forbidden_topics",
     "make_admin",
     "make_consumer",
     "make_producer",
@@ -280,6 +282,29 @@ def ensure_dead_letter_topic(
         KafkaUnavailable: if the cluster does not answer.
     """
     _ensure(Inquiry(config, timeout_seconds), _DEAD_LETTER_TOPIC, topic)
+
+
+def forbidden_topics(
+    config: KafkaConfig, topics: set[str], *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> set[str]:
+    """Those of the topics to which we may not write, as far as the cluster tells."""
+    admin = make_admin(config)
+    asked = admin.describe_topics(
+        TopicCollection(sorted(topics)), include_authorized_operations=True, request_timeout=timeout_seconds
+    )
+    forbidden = set()
+    for topic, answer in asked.items():
+        try:
+            allowed = answer.result(timeout_seconds + _ATTEMPT_SECONDS).authorized_operations
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                forbidden.add(topic)
+        except FutureTimeoutError:
+            continue
+        else:
+            if allowed is not None and not {AclOperation.WRITE, AclOperation.ALL} & set(allowed):
+                forbidden.add(topic)
+    return forbidden
 
 
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:

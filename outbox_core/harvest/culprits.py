@@ -232,6 +232,22 @@ class Culprits:
 
     # -- holds
 
+    def refused(self, failures: Sequence[Failure]) -> None:
+        """The client refused these: no other record is to blame for that."""
+        about_record = [failure for failure in failures if verdict_on(failure.error) is Verdict.RECORD]
+        self.condemn(about_record)
+        for failure in failures:
+            if verdict_on(failure.error) is not Verdict.RECORD:
+                self._park(failure)
+
+    def blame_topics(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> None:
+        """A transaction ended its producer because we may not write to a topic: see which one, and hold it."""
+        if cause is None or verdict_on(cause) is not Verdict.FORBIDDEN:
+            return
+        first = {record[_TOPIC]: record for record in reversed(records)}
+        topics = set(first) if len(first) == 1 else self._dead_letters.forbidden(set(first))
+        self._condemn_topics(Failure(first[topic], cause, alone=True) for topic in sorted(topics))
+
     def condemn(self, failures: Sequence[Failure]) -> None:
         """These records failed alone: hold them, and know it before anything else is scanned."""
         if not failures:

@@ -42,6 +42,7 @@ from outbox_core.kafka import (
     check_connection,
     ensure_dead_letter_topic,
     ensure_tracking_topic,
+    forbidden_topics,
     make_producer,
 )
 from outbox_core.metrics import HarvestMetrics, Health
@@ -257,6 +258,7 @@ class Harvester:
             topic=topic,
             on_poison=self.config.on_poison == "dead-letter",
             ensure=lambda: ensure_dead_letter_topic(kafka, topic),
+            forbidden=lambda topics: forbidden_topics(kafka, topics),
         )
 
     def _check_dead_letters(self) -> None:

@@ -12,8 +12,8 @@ Once the probe arrives, the place is open and everything parked there may come a
 (a remark, a hold) opens by itself after its rest, and whoever fails there next is the probe.
 
 Where a key goes is known only once one of its records has failed there, so each key fails once. If a place collects
-`_MOST` of them while nothing at all arrives in its topic, the topic is closed instead: with the whole cluster away, the
-list of keys does not grow with the table.
+`_MOST` of them and nothing at all has arrived in its topic for a while, the topic is closed instead: with the whole
+cluster away, the list of keys does not grow with the table.
 
 The structure is pure and belongs to one thread.
 """
@@ -31,6 +31,7 @@ Place = tuple[str, int | LaneKey | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
 
 _MOST = 1_000
+_QUIET_SECONDS = 5.0
 _MOST_RESTED = 10_000
 _TOPIC: Final = 1
 
@@ -39,6 +40,7 @@ _TOPIC: Final = 1
 class _Closed:
     """A closed place."""
 
+    since: float
     rest: float
     until: float
     probe: StoredRecord | None
@@ -104,10 +106,12 @@ class Parking:
         if mine is not None and mine in self._places:
             self._rest_again(self._places[mine])
             return True
+        if (place[0], None) in self._places:
+            place = (place[0], None)
         closed = self._places.get(place)
         if closed is None:
             self._arrived.setdefault(place[0], 0.0)
-            closed = self._places[place] = _Closed(self._first, self._clock() + self._first, record)
+            closed = self._places[place] = _Closed(self._clock(), self._first, self._clock() + self._first, record)
             self._probes[record[0]] = place
             self._park(record, place, closed)
             return True
@@ -119,7 +123,8 @@ class Parking:
             return True
         if place[1] is not None:
             self._park(record, place, closed)
-            if len(closed.parked) > _MOST and self._arrived[place[0]] <= closed.until - closed.rest:
+            quiet_since = max(closed.since, self._arrived[place[0]])
+            if len(closed.parked) > _MOST and self._clock() - quiet_since > _QUIET_SECONDS:
                 self._close_topic(place)
         return False
 
@@ -135,7 +140,7 @@ class Parking:
             self._rested.clear()
         self._rested[who] = rest
         self.give_up_probe(record)
-        closed = self._places[place] = _Closed(rest, self._clock() + rest, None)
+        closed = self._places[place] = _Closed(self._clock(), rest, self._clock() + rest, None)
         self._park(record, place, closed)
         self._arrived.setdefault(place[0], 0.0)
 

@@ -43,11 +43,13 @@ class DeadLetters:
         topic: the dead-letter topic.
         on_poison: whether bad records go there by themselves; else only those that somebody asks for.
         ensure: makes the topic if it is missing; called before the first of them, on the marker's thread.
+        forbidden: tells to which of some topics we may not write.
     """
 
     topic: str
     on_poison: bool
     ensure: Callable[[], None]
+    forbidden: Callable[[set[str]], set[str]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,6 +212,7 @@ class Term:
         took = now() - began
         self._culprits.published(took)
         if isinstance(outcome, Ended):
+            self._culprits.blame_topics(outcome.cause, records)
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
@@ -228,8 +229,7 @@ class Term:
             return sent
         self._transactions.reached(Step.AFTER_PRODUCE)
         if sent is not None and sent.refused:
-            # Alone, by nature; the transaction goes on without them.
-            self._culprits.condemn(sent.refused)
+            self._culprits.refused(sent.refused)  # alone, by nature; the transaction goes on without them
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort()
@@ -303,6 +303,7 @@ class Term:
             outcome = self._attempt(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
+                self._culprits.blame_topics(outcome.cause, records)
                 return outcome
             self._conclude(outcome, records, failures, now() - began)
         self._culprits.tried(now() - began)

@@ -52,9 +52,11 @@ class Ended:
 
     Attributes:
         reason: what happened, in words.
+        cause: why the transaction had to be aborted, if it was that which broke the producer.
     """
 
     reason: str
+    cause: KafkaError | None = None
 
 
 Outcome = Committed | Aborted | Ended
@@ -241,7 +243,7 @@ class TransactionalProducer:
             self._producer.abort_transaction(self._timeout)
             self._producer.poll(0)  # what is still to be reported
         except KafkaException as error:
-            return Ended(error.args[0].str())
+            return Ended(error.args[0].str(), cause)
         if self._manifest_error is not None:
             refusal, self._manifest_error = self._manifest_error, None
             return Ended(f"the manifest was refused: {refusal.str()}")

@@ -9,7 +9,7 @@ import pytest
 from outbox_core import Holds, OutboxRecord
 from outbox_core.cli import main
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
-from outbox_core.ports import NO_HOLDS, NewHold
+from outbox_core.ports import NewHold
 from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import Scene
 
@@ -69,10 +69,10 @@ def test_scan_and_mark_leave_out_what_is_held(scene, store):
     holds = store.holds()
     scene.hold("release", topic="t", key="a")
     scene.hold("add", "u")
-    assert ids(store.scan(10, (), (), holds)) == [2, 4, 5, 7]
-    assert ids(store.mark(LEADER, 10, (), (), holds).records) == [2, 4, 5, 7]
-    assert ids(store.scan(10, (), (), store.holds())) == [1, 2, 3, 4, 5, 6]
-    assert ids(store.scan(10, (), (), NO_HOLDS)) == list(range(1, 8))
+    assert ids(store.scan(10, (), holds=holds)) == [2, 4, 5, 7]
+    assert ids(store.mark(LEADER, 10, holds=holds).records) == [2, 4, 5, 7]
+    assert ids(store.scan(10, (), holds=store.holds())) == [1, 2, 3, 4, 5, 6]
+    assert ids(store.scan(10, ())) == list(range(1, 8))
 
 
 @pytest.mark.parametrize("key", ['"', "\\", "a,b", "{}", "", "NULL", "\u00e4/\u00f6", "%s"])
@@ -80,7 +80,7 @@ def test_strange_keys(scene, store, key):
     """Whatever a key is made of, it is held, and no other."""
     scene.stash(OutboxRecord("t", key, "v"), OutboxRecord("t", f"{key}x", "v"))
     scene.hold("add", "t", key)
-    assert ids(store.scan(10, (), (), store.holds())) == [2]
+    assert ids(store.scan(10, (), holds=store.holds())) == [2]
     assert scene.held(topic="t", key=key)[0].key == key
     assert scene.hold("release", topic="t", key=key.encode()) == 1
 
