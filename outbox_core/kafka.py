@@ -41,14 +41,17 @@ __all__ = [
     "KafkaException",
     "Message",
     "Producer",
+    "TopicKind",
     "TopicPartition",
     "check_connection",
     "ensure_leader_topic",
+    "ensure_topic",
     "ensure_tracking_topic",
     "make_admin",
     "make_consumer",
     "make_producer",
     "topic_exists",
+    "topic_settings",
 ]
 
 KafkaConfig = Mapping[str, Any]
@@ -121,6 +124,24 @@ def _ignore_client_error(error: KafkaError) -> None:
     _client_log.debug("librdkafka: %s", error)
 
 
+class TopicKind(NamedTuple):
+    """A topic that is made if it is missing.
+
+    Attributes:
+        name: what it is, for errors.
+        settings: Kafka's, for when it is made.
+        error: raised if it is missing and cannot be made, or cannot be used.
+        partitions: for when it is made.
+        replication_factor: for when it is made; -1 for the cluster's own.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    error: type[OutboxError]
+    partitions: int = 1
+    replication_factor: int = -1
+
+
 class _Inquiry:
     """An admin client with a deadline, which knows what librdkafka complained of while it waited.
 
@@ -182,21 +203,16 @@ class _Inquiry:
         cluster = self.metadata()
         return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
 
-    def topic_setting(self, topic: str, name: str) -> str:
-        """One of a topic's settings.
+    def topic_settings(self, topic: str) -> dict[str, str]:
+        """A topic's settings.
 
         Raises:
-            TrackingTopicError: if it may not be read.
+            KafkaException: if they may not be read.
+            TimeoutError: if there is no answer.
         """
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
         answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
-        try:
-            return str(answer.result(self.remaining + _ATTEMPT_SECONDS)[name].value)
-        except (KafkaException, FutureTimeoutError) as error:
-            reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
-            raise TrackingTopicError(
-                f"cannot read the settings of tracking topic {topic!r}: {reason}; grant DESCRIBE_CONFIGS on it"
-            ) from None
+        return {name: str(entry.value) for name, entry in answer.result(self.remaining + _ATTEMPT_SECONDS).items()}
 
     def _note(self, error: KafkaError) -> None:
         if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
@@ -248,11 +264,46 @@ def ensure_tracking_topic(
         raise TrackingTopicError(
             f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
         )
-    policy = inquiry.topic_setting(topic, "cleanup.policy")
+    try:
+        policy = inquiry.topic_settings(topic)["cleanup.policy"]
+    except (KafkaException, FutureTimeoutError) as error:
+        reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+        raise TrackingTopicError(
+            f"cannot read the settings of tracking topic {topic!r}: {reason}; grant DESCRIBE_CONFIGS on it"
+        ) from None
     if policy != "compact":
         raise TrackingTopicError(
             f"tracking topic {topic!r} has cleanup.policy={policy}, expected compact: the last manifest must not expire"
         )
+
+
+def ensure_topic(
+    config: KafkaConfig, kind: TopicKind, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> int:
+    """Make a topic if it is missing; return its number of partitions.
+
+    Raises:
+        OutboxError: `kind.error` if it is missing and cannot be made, or cannot be described.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    return _ensure(_Inquiry(config, timeout_seconds), kind, topic)
+
+
+def topic_settings(
+    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> dict[str, str] | None:
+    """A topic's settings; None if they may not be read, or if the broker has none to show.
+
+    Raises:
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    inquiry = _Inquiry(config, timeout_seconds)
+    if not inquiry.can_create():
+        return None
+    try:
+        return inquiry.topic_settings(topic)
+    except (KafkaException, FutureTimeoutError):
+        return None
 
 
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
@@ -264,20 +315,12 @@ def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _C
     return _Inquiry(config, timeout_seconds).partitions(topic) > 0
 
 
-class _Kind(NamedTuple):
-    """A topic that the harvester makes for itself."""
-
-    name: str
-    settings: dict[str, str]
-    error: type[OutboxError]
+_LEADER_TOPIC = TopicKind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
+_TRACKING_TOPIC = TopicKind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
 
 
-_LEADER_TOPIC = _Kind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
-_TRACKING_TOPIC = _Kind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
-
-
-def _ensure(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
-    """Make a topic of one partition if it is missing; return its number of partitions."""
+def _ensure(inquiry: _Inquiry, kind: TopicKind, topic: str) -> int:
+    """Make a topic if it is missing; return its number of partitions."""
     partitions = inquiry.partitions(topic)
     if partitions == 0:
         if inquiry.can_create():
@@ -286,8 +329,13 @@ def _ensure(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
     return partitions
 
 
-def _create(inquiry: _Inquiry, kind: _Kind, topic: str) -> None:
-    new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=kind.settings)
+def _create(inquiry: _Inquiry, kind: TopicKind, topic: str) -> None:
+    new_topic = NewTopic(
+        topic,
+        num_partitions=kind.partitions,
+        replication_factor=kind.replication_factor,
+        config=dict(kind.settings),
+    )
     answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
     try:
         answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
@@ -299,14 +347,18 @@ def _create(inquiry: _Inquiry, kind: _Kind, topic: str) -> None:
         raise _cannot_make(kind, topic, "no answer") from None
 
 
-def _cannot_make(kind: _Kind, topic: str, reason: str) -> OutboxError:
+def _counted(partitions: int) -> str:
+    return "one partition" if partitions == 1 else f"{partitions} partitions"
+
+
+def _cannot_make(kind: TopicKind, topic: str, reason: str) -> OutboxError:
     return kind.error(
         f"{kind.name} {topic!r} does not exist and cannot be made: {reason}; "
-        "create it with one partition, or grant CREATE on it"
+        f"create it with {_counted(kind.partitions)}, or grant CREATE on it"
     )
 
 
-def _partitions_once_there(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
+def _partitions_once_there(inquiry: _Inquiry, kind: TopicKind, topic: str) -> int:
     """Ask for the topic by name until all brokers' metadata have caught up with its creation."""
     while True:
         found = inquiry.metadata(topic).topics[topic]
