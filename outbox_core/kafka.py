@@ -14,7 +14,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import (
+    OFFSET_BEGINNING,
     OFFSET_END,
+    TIMESTAMP_LOG_APPEND_TIME,
     TIMESTAMP_NOT_AVAILABLE,
     Consumer,
     KafkaError,
@@ -33,7 +35,9 @@ if TYPE_CHECKING:
     from confluent_kafka.admin._metadata import ClusterMetadata
 
 __all__ = [
+    "OFFSET_BEGINNING",
     "OFFSET_END",
+    "TIMESTAMP_LOG_APPEND_TIME",
     "TIMESTAMP_NOT_AVAILABLE",
     "Consumer",
     "KafkaConfig",

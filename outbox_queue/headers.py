@@ -9,11 +9,12 @@ ignore them. The first copy of a message needs none, unless it is delayed.
 | `kmq-attempt`     | redelivered copies   | number of this attempt, 2 for the first redelivery |
 | `kmq-enqueued-at` | redelivered copies   | milliseconds since 1970: when the first copy was sent |
 | `kmq-deliver-at`  | delayed messages     | milliseconds since 1970: not before then |
+| `kmq-queue`       | dead letters         | id of the queue |
 | `kmq-reason`      | dead letters         | what the consumer said, or that the attempts were used up |
 | `kmq-dead-at`     | dead letters         | milliseconds since 1970: when it was set aside |
 
-A dead letter also has `kmq-id`, `kmq-attempt` (the attempts that were made) and `kmq-enqueued-at`, its record key is
-the queue's id, and its value the payload.
+A dead letter also has `kmq-id`, `kmq-attempt` (the attempts that were made) and `kmq-enqueued-at`; its value is the
+payload (`outbox_queue.dead_letters`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ID = "kmq-id"
 ATTEMPT = "kmq-attempt"
 ENQUEUED_AT = "kmq-enqueued-at"
 DELIVER_AT = "kmq-deliver-at"
+QUEUE = "kmq-queue"
 REASON = "kmq-reason"
 DEAD_AT = "kmq-dead-at"
 
