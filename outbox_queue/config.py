@@ -122,14 +122,14 @@ class TrackerConfig(_QueueSettings):
     """Settings of the redelivery tracker.
 
     Attributes:
-        use_now_if_no_marker_seen: as long as a partition's last marker is younger, the deadline clock stands at its
-            timestamp; afterwards it goes on with the tracker's monotonic clock.
+        use_now_if_no_marker_seen: while messages are in progress, a tracker asks the broker for the time, by a marker
+            of its own, at least this often; and at once when a message seems to be expired.
         num_offsets_per_commit: how many markers are read at most between two commits of the tracker's offsets.
         commit_interval: how long a tracker waits at most before it commits what it may.
     """
 
-    use_now_if_no_marker_seen: Patience = timedelta(seconds=1)
-    num_offsets_per_commit: Count = 1000
+    use_now_if_no_marker_seen: Patience = timedelta(seconds=5)
+    num_offsets_per_commit: Count = 10_000
     commit_interval: Interval = timedelta(seconds=1)
 
 
@@ -141,8 +141,8 @@ class QueueConfig(_QueueSettings):
         message_topic: the topic of the messages of all queues.
         marker_topic: the topic of their markers.
         dead_letter_topic: where messages are set aside; by default the message topic's name and `-dead-letters`.
-        message_partitions: partitions of the message topic, when it is made; stashed messages are spread over so many,
-            so that an existing topic must not have fewer. At most so many consumers share a queue.
+        message_partitions: partitions of the message topic; None for 8 where it is made. At most so many consumers share
+            a queue. Stashed messages are spread over so many, so that an existing topic must not have fewer.
         marker_partitions: partitions of the marker topic, when it is made. At most so many trackers share the work.
         replication_factor: of the topics, when they are made; -1 for the cluster's own.
         marker_retention: how long a marker is kept; of the marker topic, when it is made. Nothing may be in progress
@@ -176,7 +176,7 @@ class QueueConfig(_QueueSettings):
     message_topic: Topic = "messages"
     marker_topic: Topic = "markers"
     dead_letter_topic: Topic | None = None
-    message_partitions: Partitions = 8
+    message_partitions: Partitions | None = None
     marker_partitions: Partitions = 8
     replication_factor: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=-1, le=100)] = -1
     marker_retention: Lifetime = timedelta(days=7)

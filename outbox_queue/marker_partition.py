@@ -62,12 +62,18 @@ class MarkerPartition:
     Args:
         number: of the partition.
         tick_interval: how long messages may be in progress without a tick.
+
+    Attributes:
+        tick: the one that is awaited.
+        unreadable: how many records were no markers.
+        read_at: when the last record was read, on the monotonic clock.
     """
 
     def __init__(self, number: int, *, tick_interval: float) -> None:
         self.number = number
         self.tick: Tick | None = None
         self.unreadable = 0
+        self.read_at = 0.0
         self._tick_interval = tick_interval
         self._in_progress = InProgress()
         self._clock = DeadlineClock()
@@ -100,6 +106,7 @@ class MarkerPartition:
             now: on the monotonic clock.
         """
         self._position = offset + 1
+        self.read_at = now
         if not value:
             self._skip(offset, "it is empty")
             return
@@ -183,6 +190,12 @@ class MarkerPartition:
                 self._in_progress.end(entry.message_id)
             else:
                 self._in_progress.put_back(entry)
+
+    def postpone(self, entries: list[Unfinished], milliseconds: float) -> None:
+        """Have a batch come up again only after a while."""
+        for entry in entries:
+            entry.deadline = max(entry.deadline, self._judged) + milliseconds
+            self._in_progress.put_back(entry)
 
     def judge_again(self) -> None:
         """Hand out nothing more until another tick has been read back."""
