@@ -44,7 +44,6 @@ def producer_settings(config: QueueConfig, *, linger_ms: float = 5) -> dict[str,
         "enable.idempotence": True,
         "acks": "all",
         "partitioner": "random",
-        "sticky.partitioning.linger.ms": 0,  # else a batch's messages would all go to one consumer
         "delivery.report.only.error": True,
         "delivery.timeout.ms": milliseconds(config.delivery_timeout),
         "message.max.bytes": config.max_message_bytes,

@@ -88,7 +88,7 @@ def _topic(name: str) -> str:
 
 
 _Duration = BeforeValidator(parse_duration)
-Timeout = Annotated[timedelta, _Duration, AfterValidator(_between("100ms", "12h"))]
+Span = Annotated[timedelta, _Duration, AfterValidator(_between("100ms", "12h"))]
 Interval = Annotated[timedelta, _Duration, AfterValidator(_between("1ms", "1h"))]
 Patience = Annotated[timedelta, _Duration, AfterValidator(_between("0s", "1h"))]
 Delay = Annotated[timedelta, _Duration, AfterValidator(_between("0s", "4380h"))]
@@ -180,7 +180,7 @@ class QueueConfig(_QueueSettings):
     marker_partitions: Partitions = 8
     replication_factor: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=-1, le=100)] = -1
     marker_retention: Lifetime = timedelta(days=7)
-    redelivery_timeout: Timeout = timedelta(seconds=60)
+    redelivery_timeout: Span = timedelta(seconds=60)
     max_processing_time: Lifetime = timedelta(hours=12)
     max_delay: Delay = timedelta(days=1)
     max_attempts: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=2**31 - 2)] | None = 10
@@ -192,15 +192,19 @@ class QueueConfig(_QueueSettings):
     max_message_bytes: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1000, le=_LARGEST_MESSAGE)] = 1_000_000
     marker_key: Literal["message", "queue"] = "message"
     transactional: bool = False
-    transaction_timeout: Timeout = timedelta(seconds=10)
-    delivery_timeout: Timeout = timedelta(seconds=30)
+    transaction_timeout: Span = timedelta(seconds=10)
+    delivery_timeout: Span = timedelta(seconds=30)
     close_timeout: Patience = timedelta(seconds=10)
     kafka: dict[str, Any] = Field(default_factory=dict)
     redelivery_tracker: TrackerConfig = Field(default_factory=TrackerConfig)
 
     @classmethod
-    def from_yaml(cls, path: str | Path) -> Self:
+    def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
         """Read a YAML file, of ours or of kafka-mq-go: there, a whole number is a duration in milliseconds.
+
+        Args:
+            path: the file.
+            overrides: settings that win over the file's.
 
         Raises:
             InvalidConfig: naming the file and every setting that is wrong.
@@ -212,8 +216,9 @@ class QueueConfig(_QueueSettings):
         tracker = next((name for name in ("redelivery-tracker", "redelivery_tracker") if name in values), None)
         if tracker is not None and isinstance(values[tracker], Mapping):
             values[tracker] = _with_milliseconds({str(k): v for k, v in values[tracker].items()}, TrackerConfig)
+        values = {name: value for name, value in values.items() if name.replace("-", "_") not in overrides}
         try:
-            return cls(**_with_milliseconds(values, cls))
+            return cls(**_with_milliseconds(values, cls), **overrides)
         except InvalidSettings as error:
             names = "; ".join(f"{'.'.join(problem.path)}: {problem.message}" for problem in error.problems)
             raise InvalidConfig(f"{path}: {names}") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outbox_core.errors import OutboxError
 
 
@@ -22,12 +24,21 @@ class SendFailed(QueueError):
 
     Attributes:
         failures: the reasons, with the number of messages that each is about.
+        undelivered: payloads of messages that are certainly not in Kafka, to be sent again.
         unconfirmed: how many messages had neither been delivered nor failed when the time was over.
     """
 
-    def __init__(self, message: str, failures: dict[str, int] | None = None, *, unconfirmed: int = 0) -> None:
+    def __init__(
+        self,
+        message: str,
+        failures: dict[str, int] | None = None,
+        *,
+        undelivered: Sequence[bytes] = (),
+        unconfirmed: int = 0,
+    ) -> None:
         super().__init__(message)
         self.failures = failures or {}
+        self.undelivered = tuple(undelivered)
         self.unconfirmed = unconfirmed
 
 

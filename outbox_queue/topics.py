@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 LOG_APPEND_TIME = "LogAppendTime"
 _UNLIMITED = -1
+_PARTITIONS = 8
 
 
 class Topics(NamedTuple):
@@ -47,13 +48,14 @@ def ensure_topics(config: QueueConfig) -> Topics:
         QueueTopicError: if one is missing and cannot be made, or messages would be lost by its settings.
         KafkaUnavailable: if the cluster does not answer.
     """
-    message_partitions = _ensure(config, "message topic", config.message_topic, config.message_partitions)
+    wanted = config.message_partitions
+    message_partitions = _ensure(config, "message topic", config.message_topic, wanted or _PARTITIONS)
     marker_partitions = _ensure(config, "marker topic", config.marker_topic, config.marker_partitions)
-    _ensure(config, "dead letter topic", config.dead_letters, config.message_partitions)
-    if message_partitions < config.message_partitions:
+    _ensure(config, "dead letter topic", config.dead_letters, wanted or _PARTITIONS)
+    if wanted is not None and message_partitions < wanted:
         raise QueueTopicError(
             f"message topic {config.message_topic!r} has {message_partitions} partitions, and message_partitions is "
-            f"{config.message_partitions}: stashed messages are sent to so many; set it to {message_partitions}, or "
+            f"{wanted}: stashed messages are sent to so many; set it to {message_partitions}, or "
             "add partitions to the topic"
         )
     problems = tuple(_problems(config))
@@ -67,6 +69,8 @@ def _ensure(config: QueueConfig, name: str, topic: str, partitions: int) -> int:
     if topic == config.marker_topic:
         retention = str(milliseconds(config.marker_retention))
         settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention, "cleanup.policy": "delete"}
+    elif topic == config.dead_letters:
+        settings["cleanup.policy"] = "compact"  # they never expire; a tombstone removes one
     kind = TopicKind(name, settings, QueueTopicError, partitions, config.replication_factor)
     return ensure_topic(common_settings(config), kind, topic)
 
