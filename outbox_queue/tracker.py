@@ -72,6 +72,11 @@ class RedeliveryTracker:
             raise self._error
         return True
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it was asked to end."""
+        return self._stopping.is_set()
+
     def __enter__(self) -> Self:
         self.start()
         return self
