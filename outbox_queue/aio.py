@@ -61,7 +61,7 @@ class AsyncConsumer:
             raise StopAsyncIteration
         return message
 
-    async def receive(self, timeout: Timeout = None) -> Message | None:
+    async def receive(self, timeout: Timeout = None) -> Message | None:  # noqa: ASYNC109  as Consumer.receive
         """The next message; None if there is none in time, or the consumer has been stopped.
 
         Cancelling it loses nothing.
@@ -95,7 +95,7 @@ class AsyncConsumer:
         """Hand out nothing any more: iteration ends. Returns at once; settling goes on."""
         self._open().stop()
 
-    async def drain(self, timeout: Timeout = None) -> bool:
+    async def drain(self, timeout: Timeout = None) -> bool:  # noqa: ASYNC109  as Consumer.drain
         """Stop, and wait until what was handed out is settled; see `Consumer.drain`."""
         return await asyncio.to_thread(self._open().drain, timeout)
 

@@ -141,8 +141,8 @@ class QueueConfig(_QueueSettings):
         message_topic: the topic of the messages of all queues.
         marker_topic: the topic of their markers.
         dead_letter_topic: where messages are set aside; by default the message topic's name and `-dead-letters`.
-        message_partitions: partitions of the message topic; None for 8 where it is made. At most so many consumers share
-            a queue. Stashed messages are spread over so many, so that an existing topic must not have fewer.
+        message_partitions: partitions of the message topic; None for 8 where it is made. At most so many consumers
+            share a queue. Stashed messages are spread over so many: an existing topic must not have fewer.
         marker_partitions: partitions of the marker topic, when it is made. At most so many trackers share the work.
         replication_factor: of the topics, when they are made; -1 for the cluster's own.
         marker_retention: how long a marker is kept; of the marker topic, when it is made. Nothing may be in progress

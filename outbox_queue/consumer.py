@@ -1,10 +1,10 @@
 """Receiving messages of a queue, each to be settled on its own.
 
-A consumer has two threads: one reads (`outbox_queue.fetching`), one writes keep-alives. A message is kept alive from its
-start marker on, whether it waits here or is handed out, by a keep-alive whenever half of its redelivery timeout is over;
-once it is handed out, for `max_processing_time`, or as long as it was extended. Deadlines are counted from when a marker
-was handed to the client, which is before the broker stamps it: this process never takes a message for alive that the
-tracker has given away, unless the marker itself was held up.
+A consumer has two threads: one reads (`outbox_queue.fetching`), one writes keep-alives. A message is kept alive from
+its start marker on, whether it waits here or is handed out, by a keep-alive whenever half of its redelivery timeout is
+over; once it is handed out, for `max_processing_time`, or as long as it was extended. Deadlines are counted from when a
+marker was handed to the client, which is before the broker stamps it: this process never takes a message for alive that
+the tracker has given away, unless the marker itself was held up.
 
 Closing gives back what was never handed out, at once and without counting an attempt. What was handed out and not
 settled is redelivered when its timeout has passed: this process may still be working on it.

@@ -67,7 +67,7 @@ class DeadLetterWriter:
         with self._lock:
             producer = self._ready()
             try:
-                producer.produce(self._config.dead_letters, value, key, headers=headers, on_delivery=report)
+                producer.produce(self._config.dead_letters, value, key, headers=list(headers), on_delivery=report)
             except (KafkaException, BufferError) as error:
                 self._producer = None
                 raise self._failed(message, str(error)) from None

@@ -14,6 +14,7 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from outbox_core.errors import InvalidConfig
 from outbox_core.record import OutboxRecord
 from outbox_queue import stashing
 from outbox_queue.aio import AsyncConsumer
@@ -26,6 +27,18 @@ from outbox_queue.payloads import PayloadCheck, check_queue_name
 from outbox_queue.producer import Producer
 from outbox_queue.topics import Topics, ensure_topics
 from outbox_queue.worker import Handler, RetryDelay, Worker, backoff
+
+_OF_A_QUEUE = frozenset(
+    {
+        "max_attempts",
+        "redelivery_timeout",
+        "max_processing_time",
+        "max_delay",
+        "max_in_progress",
+        "receive_buffer_capacity",
+        "transactional",
+    }
+)
 
 if TYPE_CHECKING:
     from outbox_queue.tracker import RedeliveryTracker
@@ -48,32 +61,21 @@ class QueueService:
     def __repr__(self) -> str:
         return f"<QueueService over {self.config.message_topic!r} and {self.config.marker_topic!r}>"
 
-    def queue(
-        self,
-        name: str,
-        *,
-        max_attempts: int | None = ...,  # type: ignore[assignment]
-        redelivery_timeout: timedelta | None = None,
-        max_processing_time: timedelta | None = None,
-    ) -> Queue:
+    def queue(self, name: str, **settings: Any) -> Queue:
         """A queue. It needs no making: it exists as soon as somebody uses it.
 
         Args:
             name: 1 to 200 characters.
-            max_attempts: of this queue instead of the service's; None for no limit.
-            redelivery_timeout: of this queue instead of the service's.
-            max_processing_time: of this queue instead of the service's.
+            settings: of this queue instead of the service's: `max_attempts`, `redelivery_timeout`,
+                `max_processing_time`, `max_delay`, `max_in_progress`, `receive_buffer_capacity`, `transactional`.
 
         Raises:
             InvalidMessage: if the name cannot be one.
-            InvalidConfig: if a setting is out of range.
+            InvalidConfig: if a setting is out of range, or belongs to the whole service.
         """
-        changes: dict[str, Any] = {} if max_attempts is ... else {"max_attempts": max_attempts}
-        if redelivery_timeout is not None:
-            changes["redelivery_timeout"] = redelivery_timeout
-        if max_processing_time is not None:
-            changes["max_processing_time"] = max_processing_time
-        return Queue(self, check_queue_name(name), self.config.for_queue(**changes) if changes else self.config)
+        for setting in settings.keys() - _OF_A_QUEUE:
+            raise InvalidConfig(f"{setting}: a queue can have of its own {', '.join(sorted(_OF_A_QUEUE))}")
+        return Queue(self, check_queue_name(name), self.config.for_queue(**settings) if settings else self.config)
 
     def tracker(self) -> RedeliveryTracker:
         """A redelivery tracker for all queues; at least one has to run somewhere. See `outbox queue tracker`."""

@@ -36,7 +36,7 @@ def stash(session: Any, record: OutboxRecord) -> None:
         InvalidRecord: if the record does not fit the table.
         MissingExtra: if the session's adapter cannot be imported.
     """
-    write = _adapter(type(session), SYNCHRONOUS)
+    write = _adapter(_class_of(session), SYNCHRONOUS)
     if write is not None:
         write(session, record)
     elif hasattr(session, "cursor"):
@@ -49,12 +49,16 @@ def stash(session: Any, record: OutboxRecord) -> None:
 
 async def astash(session: Any, record: OutboxRecord) -> None:
     """`stash` for asynchronous sessions and connections."""
-    write: Callable[[Any, OutboxRecord], Awaitable[None]] | None = _adapter(type(session), ASYNCHRONOUS)
+    write: Callable[[Any, OutboxRecord], Awaitable[None]] | None = _adapter(_class_of(session), ASYNCHRONOUS)
     if write is None:
         raise InvalidRecord(
             f"astash: expected an asynchronous session or connection of SQLAlchemy, got {_name(session)}"
         )
     await write(session, record)
+
+
+def _class_of(session: object) -> type:
+    return type(session)
 
 
 @cache

@@ -87,11 +87,11 @@ def _file() -> descriptor_pb2.FileDescriptorProto:
 
 
 _pool = descriptor_pool.DescriptorPool()  # ours alone: other packages may bring a `kafka_mq_v1.proto`
-_pool.Add(_file())  # type: ignore[no-untyped-call]
+_pool.Add(_file())
 
 
 def _class(name: str) -> Any:
-    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))  # type: ignore[no-untyped-call]
+    return message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
 
 
 Place: Any = _class("MessageID")
