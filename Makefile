@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos chaos demo bench bench-failover bench-latency clean
+.PHONY: help setup lint format test test-chaos test-queues chaos demo bench bench-failover bench-latency clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,8 +31,14 @@ format: $(STAMP)  ## Format the code and apply safe fixes
 test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker
 	$(BIN)/pytest -m "not chaos_run"
 
-test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
+test-test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes
+	OUTBOX_TEST_QUEUE_MESSAGES=$(or $(MESSAGES),100000) $(BIN)/pytest tests/acceptance/test_queue_faults.py
+
+chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
 	$(BIN)/pytest tests/chaos
+
+test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes
+	OUTBOX_TEST_QUEUE_MESSAGES=$(or $(MESSAGES),100000) $(BIN)/pytest tests/acceptance/test_queue_faults.py
 
 chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-once SEED=n), with a report
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --mode $(or $(MODE),exactly-once) $(if $(SEED),--seed $(SEED))

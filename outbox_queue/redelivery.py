@@ -27,6 +27,8 @@ from outbox_queue.transaction import Failure, Transaction
 
 _PREPARE_SECONDS = 4.0
 _FIRST_ATTEMPT = 1
+REDELIVERED = "redelivered"
+"""The reason in a tracker's end marker."""
 
 _log = logging.getLogger(__name__)
 
@@ -176,7 +178,7 @@ class Redeliverer:
                 )
                 transaction.produce(self._config.message_topic, expired.payload, expired.queue, headers=headers)
             # To the start marker's partition, whatever key its writer chose.
-            end = wire.end_marker(*entry.message_id)
+            end = wire.end_marker(*entry.message_id, reason=REDELIVERED)
             transaction.produce(self._config.marker_topic, end, entry.start[0], partition=self._partition)
 
     def _read(self, entry: Unfinished) -> Expired:

@@ -13,7 +13,7 @@ Fields 1 to 6 are those of kafka-mq-go's `kafka_mq_v1.proto`; its processes skip
       uint64 enqueued_at_ms = 101;      // START: when the first copy was sent
       MessageID origin = 102;           // START: the place of the first copy, if this is another
       repeated Header headers = 103;    // START: the user's headers; { string name = 1; optional bytes value = 2; }
-      string reason = 104;              // KEEPALIVE: why the message was given back
+      string reason = 104;              // KEEPALIVE: why the message was given back; END: `redelivered`, by a tracker
       optional int32 max_attempts = 105; // START: the queue's, 0 for no limit; without it, the tracker's
     }
 
@@ -146,9 +146,16 @@ def start_marker(
     return data
 
 
-def end_marker(partition: int, offset: int) -> bytes:
-    """Ends the tracking of a message."""
-    data: bytes = Marker(type=END, message_id=Place(partition=partition, offset=offset)).SerializeToString()
+def end_marker(partition: int, offset: int, *, reason: str = "") -> bytes:
+    """Ends the tracking of a message.
+
+    Args:
+        partition: of the message topic.
+        offset: in that partition.
+        reason: why, for people who read the topic; empty for an acknowledgement.
+    """
+    place = Place(partition=partition, offset=offset)
+    data: bytes = Marker(type=END, message_id=place, reason=reason).SerializeToString()
     return data
 
 
