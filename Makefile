@@ -31,10 +31,7 @@ format: $(STAMP)  ## Format the code and apply safe fixes
 test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker
 	$(BIN)/pytest -m "not chaos_run"
 
-test-test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes
-	OUTBOX_TEST_QUEUE_MESSAGES=$(or $(MESSAGES),100000) $(BIN)/pytest tests/acceptance/test_queue_faults.py
-
-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
+test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
 	$(BIN)/pytest tests/chaos
 
 test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes

@@ -112,7 +112,7 @@ class TrackerLoop:
         self._commit_interval = float(milliseconds(config.redelivery_tracker.commit_interval))
         self._commit_count = config.redelivery_tracker.num_offsets_per_commit
         self._partitions: dict[int, _Tracked] = {}
-        self._was_assigned = False
+        self._was_assigned = self._is_member = False
         self._read_since_commit = 0
         self._committed_at = self._reported_at = 0.0
         self._report_interval = _REPORT_MS
@@ -301,21 +301,25 @@ class TrackerLoop:
         for partition in partitions:
             markers = MarkerPartition(partition.partition, tick_interval=self._tick_interval)
             self._partitions[partition.partition] = _Tracked(markers, Redeliverer(self._config, partition.partition))
-        self._was_assigned = True
-        self.is_caught_up = not partitions
+        self._was_assigned = self._is_member = True
+        self.is_caught_up = False
         _log.info("tracking marker partitions %s", sorted(self._partitions))
 
     def _revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        revoked = {
-            one.partition: self._partitions[one.partition] for one in partitions if one.partition in self._partitions
-        }
+        revoked = self._among_ours(partitions)
         self._commit(revoked, wait=True)
-        self._forget(revoked)
+        self._leave(revoked)
 
     def _lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
-        self._forget(
-            {one.partition: self._partitions[one.partition] for one in partitions if one.partition in self._partitions}
-        )
+        self._leave(self._among_ours(partitions))
+
+    def _leave(self, partitions: dict[int, _Tracked]) -> None:
+        self._forget(partitions)
+        self._is_member = self.is_caught_up = False
+
+    def _among_ours(self, partitions: list[TopicPartition]) -> dict[int, _Tracked]:
+        named = (partition.partition for partition in partitions)
+        return {number: self._partitions[number] for number in named if number in self._partitions}
 
     def _forget(self, partitions: dict[int, _Tracked]) -> None:
         for number, tracked in partitions.items():
@@ -330,7 +334,7 @@ class TrackerLoop:
         catching_up = sum(not one.is_caught_up for one in markers)
         if self._partitions and not catching_up and not self.is_caught_up:
             _log.info("caught up: %d messages are in progress", self.in_progress)
-        self.is_caught_up = catching_up == 0
+        self.is_caught_up = self._is_member and catching_up == 0
         if now - self._reported_at < self._report_interval:
             return
         self._metrics.tracking(_sum(markers, now), partitions=len(markers), catching_up=catching_up)
