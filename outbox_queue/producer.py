@@ -50,6 +50,7 @@ class Producer:
         self._patience = config.delivery_timeout.total_seconds() + _SLACK_SECONDS
         self._sent = 0
         self._delivered = 0
+        self._latency = 0.0
         self._failures: Counter[str] = Counter()
         self._undelivered: list[bytes] = []
         self._reporting = threading.Lock()
@@ -118,8 +119,7 @@ class Producer:
         """
         left = self._producer.flush(self._patience if timeout is None else seconds(timeout))
         with self._reporting:
-            self._counters.produced(self._delivered)
-            self._delivered = 0
+            self._count()
             failures, self._failures = self._failures, Counter()
             undelivered, self._undelivered = self._undelivered, []
         if not left and not failures:
@@ -196,9 +196,15 @@ class Producer:
         with self._reporting:
             if error is None:
                 self._delivered += 1
+                self._latency = message.latency()
                 if self._delivered == _MEASURE_EVERY:
-                    self._counters.produced(self._delivered, message.latency())
-                    self._delivered = 0
+                    self._count()
             else:
                 self._failures[error.str()] += 1
                 self._undelivered.append(message.value())
+
+    def _count(self) -> None:
+        """Count what was delivered; the last of them stands for the time of all."""
+        if self._delivered:
+            self._counters.produced(self._delivered, self._latency)
+            self._delivered = 0

@@ -2,7 +2,7 @@
 
 Real transactions that commit (`TransactionTestCase`), for they are what this is about.
 """
-# ruff: noqa: PT009  Django's own test runner runs unittest's assertions
+# ruff: noqa: PT009, PT027  Django's own test runner runs unittest's assertions
 
 import json
 from concurrent.futures import ThreadPoolExecutor
