@@ -35,8 +35,7 @@ from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.kafka import Producer, check_connection, ensure_tracking_topic, make_producer
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
 
 _log = logging.getLogger(__name__)
 
@@ -183,7 +182,10 @@ class Harvester:
 
     # -- making the parts
 
-    def _postgres_store(self) -> PostgresStore:
+    def _postgres_store(self) -> OutboxStore:
+        # Here, so that a store of another kind, and the parts that queues share, need no psycopg.
+        from outbox_core.stores.postgres import PostgresStore
+
         config = self.config
         return PostgresStore(
             config.data_source, config.outbox_table, application_name=f"kafka-outbox {config.name}"[:63]
