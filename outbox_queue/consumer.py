@@ -21,8 +21,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
-from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE
-from outbox_queue import headers, wire
+from outbox_queue import wire
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.dead_letter_writer import DeadLetterWriter
 from outbox_queue.errors import InvalidMessage, MessageSettled, QueueClosed
@@ -31,11 +30,10 @@ from outbox_queue.handout import Handout
 from outbox_queue.markers import MarkerKeys, MarkerRecord, MarkerWriter
 from outbox_queue.message import Message, State, now_ms
 from outbox_queue.metrics import QueueCounters
-from outbox_queue.payloads import MARKER_OVERHEAD
+from outbox_queue.starting import Starter
 from outbox_queue.topics import Topics
 from outbox_queue.waiting import Timeout, seconds
 
-_TOO_OFTEN = "its attempts were used up"
 _SHORTEST_TICK_SECONDS = 0.02
 _LONGEST_TICK_SECONDS = 0.5
 
@@ -61,10 +59,8 @@ class Consumer:
         self._config = config
         self._queue = queue
         self._counters = counters
-        self._timeout_ms = milliseconds(config.redelivery_timeout)
-        self._timeout = self._timeout_ms / 1000
-        self._key = queue.encode()
-        self._keys = MarkerKeys(config, self._key, topics.marker_partitions)
+        self._timeout = config.redelivery_timeout.total_seconds()
+        self._keys = MarkerKeys(config, queue.encode(), topics.marker_partitions)
         self._handout = Handout(
             concurrency=concurrency,
             max_in_progress=max(config.max_in_progress, concurrency or 1),
@@ -72,7 +68,8 @@ class Consumer:
             processing_seconds=config.max_processing_time.total_seconds(),
         )
         self._markers = MarkerWriter(config)
-        self._dead_letters = DeadLetterWriter(config, self._key)
+        self._dead_letters = DeadLetterWriter(config, queue.encode())
+        self._starter = Starter(config, queue, self._keys, self._dead_letters, counters)
         self._settling = threading.Lock()
         self._closing = threading.Lock()
         self._is_closed = False
@@ -223,7 +220,7 @@ class Consumer:
         """Make it a dead letter, and end its tracking."""
         self._must_be_open()
         with self._settled_if_it_succeeds(message, State.REJECTED):
-            self._dead_letters.write(message, reason, now_ms())
+            self._dead_letters.write(message, reason, attempts=message.attempt, now_ms=now_ms())
         self._write(message, wire.end_marker(*message._place))  # noqa: SLF001
         self._counters.rejected()
 
@@ -278,87 +275,17 @@ class Consumer:
 
     # On the fetcher's thread.
 
-    def _start(self, records: Sequence[Any], write: Callable[[Sequence[Any]], None], there_are_more: bool) -> None:
+    def _start(
+        self, records: Sequence[Any], write: Callable[[Sequence[MarkerRecord]], None], there_are_more: bool
+    ) -> None:
         """Start the messages of these records, and hand over those that are due."""
-        now, wall_ms = time.monotonic(), now_ms()
-        markers: list[MarkerRecord] = []
-        due: list[Message] = []
-        parked = 0
-        for record in records:
-            message, delay_ms = self._message(record, wall_ms)
-            marker = self._start_marker(message, delay_ms)
-            if not self._can_be_tracked(message, marker):
-                continue
-            markers.append(marker)
-            if delay_ms:
-                parked += 1
-                continue
-            message._marker_partition = marker.partition  # noqa: SLF001
-            message._deadline = now + self._timeout  # noqa: SLF001
-            due.append(message)
-        write(markers)
-        self._count(due, parked, wall_ms)
-        if not self._handout.offer(due, there_are_more=there_are_more):
-            self._counters.in_progress(-len(due))
-            for message in due:
+        prepared = self._starter.prepare(self, records)
+        write(prepared.markers)
+        self._starter.count(prepared)
+        if not self._handout.offer(prepared.due, there_are_more=there_are_more):
+            self._counters.in_progress(-len(prepared.due))
+            for message in prepared.due:
                 self._give_back_unused(message)
-
-    def _message(self, record: Any, wall_ms: int) -> tuple[Message, int]:
-        """The message of a record, and for how many milliseconds it must not be handed out."""
-        travelled = headers.read(record.headers())
-        kind, timestamp = record.timestamp()
-        enqueued = travelled.enqueued_at_ms or (wall_ms if kind == TIMESTAMP_NOT_AVAILABLE else timestamp)
-        message = Message(
-            self,
-            self._queue,
-            record.value() or b"",
-            (record.partition(), record.offset()),
-            travelled,
-            enqueued_at_ms=max(0, enqueued),
-            max_attempts=self._config.max_attempts,
-        )
-        deliver_at = travelled.deliver_at_ms
-        return message, 0 if deliver_at is None else max(0, deliver_at - wall_ms)
-
-    def _start_marker(self, message: Message, delay_ms: int) -> MarkerRecord:
-        key = self._keys.key(message._place)  # noqa: SLF001
-        value = wire.start_marker(
-            *message._place,  # noqa: SLF001
-            delay_ms or self._timeout_ms,
-            self._key,
-            message.payload,
-            attempt=message.attempt - 1 if delay_ms else message.attempt,
-            enqueued_at_ms=message._enqueued_at_ms,  # noqa: SLF001
-            max_attempts=message.max_attempts or 0,
-            origin=None if message._origin == message._place else message._origin,  # noqa: SLF001
-            headers=message.headers,
-        )
-        return MarkerRecord(self._keys.partition(key), key, value)
-
-    def _can_be_tracked(self, message: Message, marker: MarkerRecord) -> bool:
-        """Whether it may be started; if not, it is a dead letter now.
-
-        A message of another producer may be too large for a start marker, and one of a tracker that does not count may
-        have had more attempts than are left.
-        """
-        if len(marker.value) + len(marker.key) + MARKER_OVERHEAD > self._config.max_message_bytes:
-            reason = f"its start marker would be larger than max_message_bytes ({self._config.max_message_bytes})"
-        elif message.max_attempts is not None and message.attempt > message.max_attempts:
-            reason = _TOO_OFTEN
-        else:
-            return True
-        _log.warning("queue %r: message %s is set aside: %s", self._queue, message.id, reason)
-        self._dead_letters.write(message, reason, now_ms())
-        self._counters.rejected()
-        return False
-
-    def _count(self, due: Sequence[Message], parked: int, wall_ms: int) -> None:
-        self._counters.consumed(len(due))
-        self._counters.in_progress(len(due))
-        if parked:
-            self._counters.parked(parked)
-        for message in due:
-            self._counters.queueing_seconds(max(0, wall_ms - message._enqueued_at_ms) / 1000)  # noqa: SLF001
 
     def _give_back_unused(self, message: Message) -> None:
         """It was started and never handed out: that was no attempt."""

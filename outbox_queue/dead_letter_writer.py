@@ -37,12 +37,13 @@ class DeadLetterWriter:
         self._lock = threading.Lock()
         self._producer: Producer | None = None
 
-    def write(self, message: Message, reason: str, now_ms: int) -> None:
+    def write(self, message: Message, reason: str, *, attempts: int, now_ms: int) -> None:
         """Write a dead letter, and wait until Kafka has it.
 
         Args:
             message: what is set aside.
             reason: why.
+            attempts: how many were made.
             now_ms: since 1970.
 
         Raises:
@@ -52,7 +53,7 @@ class DeadLetterWriter:
             self._queue,
             message.payload,
             headers=message.headers,
-            attempts=message.attempt,
+            attempts=attempts,
             enqueued_at_ms=message._enqueued_at_ms,  # noqa: SLF001  part of this package
             origin=message._origin,  # noqa: SLF001
             reason=reason,
@@ -86,6 +87,6 @@ class DeadLetterWriter:
     def _failed(self, message: Message, reason: str) -> SendFailed:
         return SendFailed(
             f"message {message.id} of queue {message.queue!r} cannot be set aside in {self._config.dead_letters!r}: "
-            f"{reason}; it is still in progress",
+            f"{reason}; it is not settled",
             {reason: 1},
         )

@@ -59,6 +59,7 @@ class Handout:
         self._roomy = threading.Condition(self._lock)
         self._settled = threading.Condition(self._lock)
         self._takers = 0
+        self._is_room_wanted = False
 
     @property
     def in_progress(self) -> int:
@@ -79,8 +80,15 @@ class Handout:
         """How many messages may be started now; 0 if there is no room after so many seconds, or after `stop`."""
         with self._lock:
             if self._room() == 0 and not self._stopped:
+                self._is_room_wanted = True
                 self._roomy.wait(seconds)
+                self._is_room_wanted = False
             return 0 if self._stopped else self._room()
+
+    def _tell_of_room(self) -> None:
+        """Wake the fetcher only if there is something to fetch for: it would wake for every message otherwise."""
+        if self._is_room_wanted and self._room():
+            self._roomy.notify()
 
     def _room(self) -> int:
         waiting = len(self._waiting)
@@ -163,8 +171,7 @@ class Handout:
             self._shrunk_at = now
         for message in taken:
             message._received_at = now  # noqa: SLF001  from here on: when it was handed out
-        if len(self._waiting) <= self._ahead // 2:
-            self._roomy.notify()
+        self._tell_of_room()
         return taken
 
     def settle(self, message: Message) -> bool:
@@ -177,7 +184,7 @@ class Handout:
             return False
         was_full = len(self._in_progress) - len(self._waiting) >= self._concurrency
         del self._in_progress[message]
-        self._roomy.notify()
+        self._tell_of_room()
         self._settled.notify_all()
         if was_full and self._waiting:
             self._takeable.notify()
