@@ -17,7 +17,8 @@ Records are read only while there is room for them. The group is polled even so,
 whose handlers are slow keeps its partitions. What is read beyond the room is held here, neither started nor committed.
 
 Offsets of skipped records are committed with the next batch, after so many of them, on time, when partitions are taken
-away, and at the end.
+away, and at the end. At the end of a partition the offset goes past the marks of transactions too (trackers write their
+copies in transactions), which are no records: otherwise an empty queue would seem to lag for ever.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Fetcher:
         self._counters = counters
         self._fail = fail
         self._held: deque[Any] = deque()
+        self._done: dict[int, int] = {}  # by partition: the next offset, after what is started or skipped
+        self._ends: dict[int, int] = {}  # by partition: where its end was when it was reached last
         self._skipped: dict[int, int] = {}
         self._number_skipped = 0
         self._committed_at = 0.0
@@ -96,7 +99,9 @@ class Fetcher:
         self._complaint = ""
         self._stopping = threading.Event()
         self._seconds_left_to_stop: SecondsLeft | None = None
-        self._consumer: Consumer = make_consumer(consumer_settings(config, group_of(queue)))
+        self._consumer: Consumer = make_consumer(
+            consumer_settings(config, group_of(queue), {"enable.partition.eof": True})
+        )
         self._starts: Starts = (
             TransactionalStarts(config, queue, self._consumer)
             if config.transactional
@@ -151,11 +156,12 @@ class Fetcher:
     def _lag(self) -> int | None:
         """How many records are left to read, of all queues; as far as the last answers from Kafka tell."""
         lag: int | None = None
-        for partition in self._consumer.position(self._consumer.assignment()):
+        for partition in self._consumer.assignment():
+            done = self._done.get(partition.partition, self._ends.get(partition.partition))
             _, end = self._consumer.get_watermark_offsets(partition, cached=True)
-            if partition.offset >= 0 and end >= 0:
-                lag = (lag or 0) + max(0, end - partition.offset)
-        return None if lag is None else lag + len(self._held)
+            if done is not None and end >= 0:
+                lag = (lag or 0) + max(0, end - done)
+        return lag
 
     def _read(self, most: int) -> None:
         self._resume()
@@ -172,13 +178,23 @@ class Fetcher:
             error = record.error()
             if error is None:
                 self._held.append(record)
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+                self._ends[record.partition()] = record.offset()
             else:
                 self._heed(error)
+        self._skip_to_ends()
+
+    def _skip_to_ends(self) -> None:
+        """Between the last record of a partition and its end there are only marks of transactions."""
+        for partition, end in self._ends.items():
+            if end > self._done.get(partition, end) and not self._holds(partition):
+                self._skipped[partition] = self._done[partition] = end
+
+    def _holds(self, partition: int) -> bool:
+        return any(record.partition() == partition for record in self._held)
 
     def _heed(self, error: KafkaError) -> None:
         """Errors pass, but for those that an operator has to see to."""
-        if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
-            return
         if error.fatal() or error.code() in _HOPELESS:
             raise QueueError(f"queue {self._queue!r} cannot be read: {error.str()}")
         self._complain(f"reading: {error.str()}")
@@ -197,6 +213,8 @@ class Fetcher:
             offsets[record.partition()] = record.offset() + 1
         if not chosen:
             self._skipped.update(offsets)
+            self._done.update(offsets)
+            self._skip_to_ends()
             return
         try:
             self._start(
@@ -210,6 +228,8 @@ class Fetcher:
             self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS)
         else:
             self._forget_skipped()
+            self._done.update(offsets)
+            self._skip_to_ends()
             self._complaint = ""
 
     def _patience(self) -> SecondsLeft:
@@ -277,7 +297,8 @@ class Fetcher:
         gone = {partition.partition for partition in partitions}
         self._held = deque(record for record in self._held if record.partition() not in gone)
         for partition in gone:
-            self._skipped.pop(partition, None)
+            for offsets in (self._skipped, self._done, self._ends):
+                offsets.pop(partition, None)
         self._is_paused = False  # whatever is assigned next is not paused
 
     def _complain(self, what: str) -> None:

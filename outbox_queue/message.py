@@ -130,7 +130,7 @@ class Message:
         self._must_be_unsettled("ack")
         self._settler.acknowledge(self)
 
-    def nack(self, *, delay: timedelta | None = None, reason: str = "") -> None:
+    def nack(self, delay: timedelta | None = None, reason: str = "") -> None:
         """Give it back: it is handed out again after the delay, or becomes a dead letter if this was its last attempt.
 
         Args:

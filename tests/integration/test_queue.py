@@ -358,6 +358,7 @@ def test_queues_do_not_see_each_other(service, config):
                     assert again.attempt == 2
                     again.ack()
                 assert consumer.receive(QUIET) is None
+                eventually(lambda name=queue.name: committed_lag(config, name) == 0)
             assert all(message.payload.startswith(queue.name.encode()) for message in messages)
         eventually(lambda: tracker.in_progress == 0)
 
