@@ -123,7 +123,7 @@ def test_a_clock_that_was_set_is_right_afterwards(set_by):
 
 
 def test_a_monotonic_clock_that_stopped_delays_and_expires_nothing():
-    """If the tracker's own clock stood still for an hour, what was started before waits longer; nothing expires early."""
+    """If the tracker's own clock stood still, what was started before waits longer; nothing expires early."""
     world = World(DeadlineClock())
     deadline = world.tick() + MINUTE
     world.stamp += HOUR
