@@ -12,7 +12,6 @@ settled is redelivered when its timeout has passed: this process may still be wo
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -196,8 +195,9 @@ class Consumer:
 
     def acknowledge(self, message: Message) -> None:
         """End the tracking of the message."""
-        self._settle(message, State.ACKNOWLEDGED)
-        self._write(message, wire.end_marker(*message._place))  # noqa: SLF001  a message is the consumer's own
+        self._claim(message, State.ACKNOWLEDGED)
+        self._write(message, wire.end_marker(*message._place))
+        self._forget(message)
         self._counters.acknowledged()
 
     def acknowledge_all(self, messages: Sequence[Message]) -> None:
@@ -212,21 +212,27 @@ class Consumer:
             raise InvalidMessage(f"nack: a delay of {delay_ms} ms is more than max_delay, {longest} ms")
         if message.max_attempts is not None and message.attempt >= message.max_attempts:
             delay_ms = 0  # there is nothing to wait for: it becomes a dead letter
-        self._settle(message, State.GIVEN_BACK)
-        self._write(message, wire.keep_alive_marker(*message._place, delay_ms, reason=reason))  # noqa: SLF001
+        self._claim(message, State.GIVEN_BACK)
+        self._write(message, wire.keep_alive_marker(*message._place, delay_ms, reason=reason))
+        self._forget(message)
         self._counters.nacked()
 
     def set_aside(self, message: Message, reason: str) -> None:
         """Make it a dead letter, and end its tracking."""
-        self._must_be_open()
-        with self._settled_if_it_succeeds(message, State.REJECTED):
+        self._claim(message, State.REJECTED)
+        try:
             self._dead_letters.write(message, reason, attempts=message.attempt, now_ms=now_ms())
-        self._write(message, wire.end_marker(*message._place))  # noqa: SLF001
+        except BaseException:
+            message._state = State.UNSETTLED
+            raise
+        self._write(message, wire.end_marker(*message._place))
+        self._forget(message)
         self._counters.rejected()
 
     def interrupt(self, message: Message) -> None:
         """Keep it alive no longer."""
-        self._settle(message, State.INTERRUPTED)
+        self._claim(message, State.INTERRUPTED)
+        self._forget(message)
 
     def extend(self, message: Message, duration: timedelta) -> None:
         """Keep it alive for at least so long."""
@@ -234,40 +240,30 @@ class Consumer:
             raise InvalidMessage("extend: the duration is more than half of marker_retention")
         self._must_be_open()
         until = time.monotonic() + duration.total_seconds()
-        message._keep_alive_until = max(message._keep_alive_until, until)  # noqa: SLF001
+        message._keep_alive_until = max(message._keep_alive_until, until)
         self._keep_alive(message, until)
 
-    def _settle(self, message: Message, state: State) -> None:
+    def _claim(self, message: Message, state: State) -> None:
+        """From here on the message is this caller's to settle.
+
+        Its marker is written next, and only then is it forgotten: who waits for the last message to be settled may end
+        the process.
+        """
         self._must_be_open()
         with self._settling:
-            if message._state is not State.UNSETTLED:  # noqa: SLF001
-                raise MessageSettled(f"message {message.id} has been {message._state.value} meanwhile")  # noqa: SLF001
-            message._state = state  # noqa: SLF001
-        self._forget(message)
-
-    @contextlib.contextmanager
-    def _settled_if_it_succeeds(self, message: Message, state: State) -> Iterator[None]:
-        """Claim the message for a step that may fail; until it has succeeded, the message is kept alive."""
-        with self._settling:
-            if message._state is not State.UNSETTLED:  # noqa: SLF001
-                raise MessageSettled(f"message {message.id} has been {message._state.value} meanwhile")  # noqa: SLF001
-            message._state = state  # noqa: SLF001
-        try:
-            yield
-        except BaseException:
-            message._state = State.UNSETTLED  # noqa: SLF001
-            raise
-        self._forget(message)
+            if message._state is not State.UNSETTLED:
+                raise MessageSettled(f"message {message.id} has been {message._state.value} meanwhile")
+            message._state = state
 
     def _forget(self, message: Message) -> None:
-        took = time.monotonic() - message._received_at  # noqa: SLF001
+        took = time.monotonic() - message._received_at
         if self._handout.settle(message):
             self._counters.in_progress(-1)
         self._counters.processing_seconds(took)
 
     def _write(self, message: Message, value: bytes) -> None:
-        key = self._keys.key(message._place)  # noqa: SLF001
-        self._markers.write(MarkerRecord(message._marker_partition, key, value))  # noqa: SLF001
+        key = self._keys.key(message._place)
+        self._markers.write(MarkerRecord(message._marker_partition, key, value))
 
     def _must_be_open(self) -> None:
         if self._is_closed:
@@ -289,8 +285,8 @@ class Consumer:
 
     def _give_back_unused(self, message: Message) -> None:
         """It was started and never handed out: that was no attempt."""
-        message._state = State.GIVEN_BACK  # noqa: SLF001
-        self._write(message, wire.keep_alive_marker(*message._place, 0, attempt=message.attempt - 1))  # noqa: SLF001
+        message._state = State.GIVEN_BACK
+        self._write(message, wire.keep_alive_marker(*message._place, 0, attempt=message.attempt - 1))
 
     # On the tender's thread.
 
@@ -306,7 +302,7 @@ class Consumer:
 
     def _keep_all_alive(self, now: float) -> None:
         for message in self._handout.due(now + self._timeout / 2):
-            if now < message._keep_alive_until:  # noqa: SLF001
+            if now < message._keep_alive_until:
                 self._keep_alive(message, now + self._timeout)
         for message in self._handout.drop_hung(now):
             self._counters.in_progress(-1)
@@ -319,9 +315,9 @@ class Consumer:
     def _keep_alive(self, message: Message, until: float) -> None:
         """Move the deadline of a message; never to an earlier moment, and never after the marker that settles it."""
         with self._settling:
-            if message._state not in (State.UNSETTLED, State.REJECTED):  # noqa: SLF001
-                return
-            until = max(until, message._deadline)  # noqa: SLF001
+            if message._state not in (State.UNSETTLED, State.REJECTED):
+                return  # while a dead letter is written, the message is kept
+            until = max(until, message._deadline)
             after_ms = max(1, int((until - time.monotonic()) * 1000))
-            message._deadline = until  # noqa: SLF001
-            self._write(message, wire.keep_alive_marker(*message._place, after_ms))  # noqa: SLF001
+            message._deadline = until
+            self._write(message, wire.keep_alive_marker(*message._place, after_ms))

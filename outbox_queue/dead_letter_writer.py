@@ -54,8 +54,8 @@ class DeadLetterWriter:
             message.payload,
             headers=message.headers,
             attempts=attempts,
-            enqueued_at_ms=message._enqueued_at_ms,  # noqa: SLF001  part of this package
-            origin=message._origin,  # noqa: SLF001
+            enqueued_at_ms=message._enqueued_at_ms,
+            origin=message._origin,
             reason=reason,
             dead_at_ms=now_ms,
         )

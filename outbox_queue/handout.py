@@ -113,7 +113,7 @@ class Handout:
             if there_are_more and not self._waiting:
                 self._ahead = min(self._capacity, self._ahead * 2)
             for message in messages:
-                message._received_at = now  # noqa: SLF001  this class and the consumer own these fields
+                message._received_at = now
                 self._in_progress[message] = None
             self._waiting.extend(messages)
             self._takeable.notify(min(len(messages), self._takers))
@@ -165,12 +165,12 @@ class Handout:
         taken = [self._waiting.popleft() for _ in range(number)]
         until = now + self._processing_seconds
         for message in taken:
-            message._keep_alive_until = until  # noqa: SLF001
-        if now - taken[0]._received_at > _LONGEST_WAIT_SECONDS and now - self._shrunk_at > _LONGEST_WAIT_SECONDS:  # noqa: SLF001
+            message._keep_alive_until = until
+        if now - taken[0]._received_at > _LONGEST_WAIT_SECONDS and now - self._shrunk_at > _LONGEST_WAIT_SECONDS:
             self._ahead = max(self._fewest, self._ahead // 2)
             self._shrunk_at = now
         for message in taken:
-            message._received_at = now  # noqa: SLF001  from here on: when it was handed out
+            message._received_at = now
         self._tell_of_room()
         return taken
 
@@ -194,12 +194,12 @@ class Handout:
     def due(self, horizon: float) -> list[Message]:
         """The messages whose deadline comes before this moment of the monotonic clock."""
         with self._lock:
-            return [message for message in self._in_progress if message._deadline <= horizon]  # noqa: SLF001
+            return [message for message in self._in_progress if message._deadline <= horizon]
 
     def drop_hung(self, now: float) -> list[Message]:
         """Forget the messages that were processed for too long, and whose deadline has passed: others may have them."""
         with self._lock:
-            hung = [m for m in self._in_progress if m._keep_alive_until <= now and m._deadline <= now]  # noqa: SLF001
+            hung = [m for m in self._in_progress if m._keep_alive_until <= now and m._deadline <= now]
             for message in hung:
                 self._drop(message)
             return hung

@@ -89,8 +89,8 @@ class Starter:
             if delay_ms:
                 parked += 1
                 continue
-            message._marker_partition = marker.partition  # noqa: SLF001  messages are this package's own
-            message._deadline = deadline  # noqa: SLF001
+            message._marker_partition = marker.partition
+            message._deadline = deadline
             prepared.due.append(message)
         return prepared._replace(parked=parked)
 
@@ -101,7 +101,7 @@ class Starter:
         if prepared.parked:
             self._counters.parked(prepared.parked)
         for message in prepared.due:
-            waited_ms = prepared.wall_ms - message._enqueued_at_ms  # noqa: SLF001
+            waited_ms = prepared.wall_ms - message._enqueued_at_ms
             self._counters.queueing_seconds(max(0, waited_ms) / 1000)
 
     def _message(self, settler: Settler, record: Any, wall_ms: int) -> tuple[Message, int]:
@@ -122,7 +122,7 @@ class Starter:
         return message, 0 if deliver_at is None else max(0, deliver_at - wall_ms)
 
     def _marker(self, message: Message, delay_ms: int) -> MarkerRecord:
-        place, origin = message._place, message._origin  # noqa: SLF001
+        place, origin = message._place, message._origin
         key = self._keys.key(place)
         value = wire.start_marker(
             *place,
@@ -130,7 +130,7 @@ class Starter:
             self._key,
             message.payload,
             attempt=message.attempt - 1 if delay_ms else message.attempt,
-            enqueued_at_ms=message._enqueued_at_ms,  # noqa: SLF001
+            enqueued_at_ms=message._enqueued_at_ms,
             max_attempts=self._max_attempts or 0,
             origin=None if origin == place else origin,
             headers=message.headers,

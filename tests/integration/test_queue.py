@@ -295,6 +295,22 @@ def test_a_message_is_settled_once(service):
     assert list(consumer) == []
 
 
+def test_a_settled_message_is_forgotten_only_after_its_marker(service, monkeypatch):
+    """Who drains, closes and ends the process cannot overtake the marker of a thread that is just settling."""
+    queue = service.queue("q")
+    send(queue, b"1", b"2", b"3")
+    with queue.consumer() as consumer:
+        messages = [receive(consumer) for _ in range(3)]
+        steps = []
+        write, settle = consumer._markers.write, consumer._handout.settle
+        monkeypatch.setattr(consumer._markers, "write", lambda record: (steps.append("marker"), write(record)))
+        monkeypatch.setattr(consumer._handout, "settle", lambda message: (steps.append("forgotten"), settle(message)))
+        for settling in (messages[0].ack, messages[1].nack, lambda: messages[2].reject("no")):
+            settling()
+            assert steps == ["marker", "forgotten"]
+            steps.clear()
+
+
 def test_a_delayed_message_waits(service, config):
     """A message that is sent with a delay is handed out after it, as its first attempt; others pass it."""
     queue = service.queue("q")
