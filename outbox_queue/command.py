@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Look after message queues on Kafka. "
         f"Options win over {_BOOTSTRAP} and {_PROPERTY_PREFIX}<PROPERTY>, those over the file.",
     )
+    _add_settings(parser, properties="common_properties")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     tracker = _add(commands, "tracker", _track, "redeliver what no consumer finishes; run at least one, always")
     tracker.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
@@ -63,11 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
     peek.add_argument("--queue", metavar="NAME", required=True, help="of which queue")
     peek.add_argument("--in-progress", action="store_true", help="those being worked on, instead of those that wait")
     _add_limit(peek)
-    letters = commands.add_parser("dead-letters", help="list, requeue or discard what was set aside")
-    actions = letters.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    listing = _add(actions, "list", _list_dead_letters, "show what was set aside")
-    listing.add_argument("--queue", metavar="NAME", help="only this one")
-    _add_limit(listing)
+    letters = _add(commands, "dead-letters", _list_dead_letters, "list, requeue or discard what was set aside")
+    letters.add_argument("--queue", metavar="NAME", help="only of this queue")
+    _add_limit(letters)
+    actions = letters.add_subparsers(title="commands", metavar="COMMAND")
     _add_choice(_add(actions, "requeue", _requeue, "send to their queues again, with all attempts before them"))
     _add_choice(_add(actions, "discard", _discard, "throw away"))
     return parser
@@ -75,16 +75,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add(commands: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text.capitalize() + ".")
-    parser.add_argument("-f", "--file", metavar="FILE", help="YAML file; kafka-mq-go's is understood")
-    parser.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help=f"the Kafka cluster; or {_BOOTSTRAP}")
-    parser.add_argument("--message-topic", metavar="TOPIC", help="default: messages")
-    parser.add_argument("--marker-topic", metavar="TOPIC", help="default: markers")
-    parser.add_argument("--dead-letter-topic", metavar="TOPIC", help="default: the message topic's and -dead-letters")
-    parser.add_argument(
-        "-X", dest="kafka", action="append", type=_property, metavar="PROPERTY=VALUE", help="any librdkafka property"
-    )
+    _add_settings(parser)
     parser.set_defaults(command=command)
     return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, *, properties: str = "properties") -> None:
+    """Before or behind a command's name; without defaults, since those of the one would undo the other."""
+
+    def add(*names: str, **how: Any) -> None:
+        parser.add_argument(*names, default=argparse.SUPPRESS, **how)
+
+    add("-f", "--file", metavar="FILE", help="YAML file; kafka-mq-go's is understood")
+    add("--bootstrap-servers", metavar="HOST:PORT,...", help=f"the Kafka cluster; or {_BOOTSTRAP}")
+    add("--message-topic", metavar="TOPIC", help="default: messages")
+    add("--marker-topic", metavar="TOPIC", help="default: markers")
+    add("--dead-letter-topic", metavar="TOPIC", help="default: the message topic's and -dead-letters")
+    add(
+        "-X", dest=properties, action="append", type=_property, metavar="PROPERTY=VALUE", help="any librdkafka property"
+    )
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +106,7 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_choice(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--queue", metavar="NAME", help="only of this queue")
+    parser.add_argument("--queue", metavar="NAME", default=argparse.SUPPRESS, help="only of this queue")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--id", action="append", metavar="ID", help="of the message, as listed; may be given again")
     which.add_argument("--all", action="store_true", help="all of them")
@@ -194,15 +203,18 @@ def _choice(options: argparse.Namespace) -> Any:
 
 
 def _config(options: argparse.Namespace) -> QueueConfig:
-    given = {name: getattr(options, name) for name in _OVERRIDES if getattr(options, name)}
+    given = {name: getattr(options, name) for name in _OVERRIDES if getattr(options, name, None)}
     if os.environ.get(_BOOTSTRAP):
         given.setdefault("bootstrap_servers", os.environ[_BOOTSTRAP])
-    properties = {**_properties(os.environ), **dict(options.kafka or ())}
-    if options.file is None:
+    properties = _properties(os.environ)
+    for place in ("common_properties", "properties"):
+        properties |= getattr(options, place, ())
+    file = getattr(options, "file", None)
+    if file is None:
         if "bootstrap_servers" not in given:
             raise InvalidConfig(f"no Kafka cluster: pass --bootstrap-servers or -f, or set {_BOOTSTRAP}")
         return QueueConfig(**given, kafka=properties)
-    config = QueueConfig.from_yaml(options.file, **given)
+    config = QueueConfig.from_yaml(file, **given)
     return config.for_queue(kafka={**config.kafka, **properties}) if properties else config
 
 

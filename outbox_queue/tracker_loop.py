@@ -337,6 +337,9 @@ class TrackerLoop:
         self.is_caught_up = self._is_member and catching_up == 0
         if now - self._reported_at < self._report_interval:
             return
+        # What could not be redelivered may have been finished meanwhile by its consumer: then nothing is amiss.
+        if not any(one.has_expired or one.looks_expired(now) for one in markers):
+            self._redelivery.ended()
         self._metrics.tracking(_sum(markers, now), partitions=len(markers), catching_up=catching_up)
         self._reported_at = _now()
         self._report_interval = max(_REPORT_MS, (self._reported_at - now) * _REPORT_SHARE)

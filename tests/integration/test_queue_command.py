@@ -124,14 +124,14 @@ def test_dead_letters_are_listed_requeued_and_discarded(config, outbox, bury):
     """Each letter is dealt with once: requeued with all attempts before it, or gone."""
     bury("a", range(4))
     bury("b", [9])
-    assert [one["id"] for one in lines(outbox("dead-letters", "list", "--queue", "b", "--json")[1])] == ["0-9"]
-    assert "no such customer" in outbox("dead-letters", "list")[1]
+    assert [one["id"] for one in lines(outbox("dead-letters", "--queue", "b", "--json")[1])] == ["0-9"]
+    assert "no such customer" in outbox("dead-letters")[1]
     assert outbox("dead-letters", "requeue", "--id", "0-1", "--id", "0-2")[:2] == (0, "requeued 2 messages\n")
     assert outbox("dead-letters", "discard", "--id", "0-3")[:2] == (0, "discarded 1 message\n")
     code, _, error = outbox("dead-letters", "requeue", "--id", "0-1")
     assert (code, error) == (1, "outbox: error: no such dead letter: 0-1\n")
-    assert outbox("dead-letters", "requeue", "--all", "--queue", "a")[1] == "requeued 1 message\n"
-    assert [one["id"] for one in lines(outbox("dead-letters", "list", "--json")[1])] == ["0-9"]
+    assert outbox("dead-letters", "--queue", "a", "requeue", "--all")[1] == "requeued 1 message\n"
+    assert [one["id"] for one in lines(outbox("dead-letters", "--json")[1])] == ["0-9"]
     assert messages_in(config) == {b"payload %d" % number: [1] for number in range(3)}
 
 
@@ -166,7 +166,7 @@ def test_errors_are_one_line(config, capsys, tmp_path):
     """What is wrong with settings, topics or files is told in a line, with exit code 2."""
     assert main(["queue", "stats"]) == 2
     assert "pass --bootstrap-servers" in capsys.readouterr().err
-    assert main(["queue", "stats", "--bootstrap-servers", config.bootstrap_servers, "--message-topic", "no-such"]) == 2
+    assert main(["queue", "--bootstrap-servers", config.bootstrap_servers, "stats", "--message-topic", "no-such"]) == 2
     assert "no-such" in capsys.readouterr().err
     file = tmp_path / "queue.yaml"
     file.write_text(f"bootstrap-servers: {config.bootstrap_servers}\nredelivery-timeot: 5\n")
