@@ -40,6 +40,7 @@ __all__ = [
     "TIMESTAMP_LOG_APPEND_TIME",
     "TIMESTAMP_NOT_AVAILABLE",
     "Consumer",
+    "Inquiry",
     "KafkaConfig",
     "KafkaError",
     "KafkaException",
@@ -146,7 +147,7 @@ class TopicKind(NamedTuple):
     replication_factor: int = -1
 
 
-class _Inquiry:
+class Inquiry:
     """An admin client with a deadline, which knows what librdkafka complained of while it waited.
 
     Args:
@@ -184,7 +185,7 @@ class _Inquiry:
             except KafkaException as error:
                 self.admin.poll(0)
                 if self._is_hopeless or self.is_late:
-                    raise self._unavailable(error) from None
+                    raise self.unavailable(error.args[0].str()) from None
 
     def partitions(self, topic: str) -> int:
         """Number of partitions of a topic, 0 if it is not there, or may not be seen.
@@ -218,15 +219,29 @@ class _Inquiry:
         answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
         return {name: str(entry.value) for name, entry in answer.result(self.remaining + _ATTEMPT_SECONDS).items()}
 
+    def topic_setting(self, topic: str, name: str) -> str:
+        """One of the tracking topic's settings.
+
+        Raises:
+            TrackingTopicError: if it may not be read.
+        """
+        try:
+            return self.topic_settings(topic)[name]
+        except (KafkaException, FutureTimeoutError) as error:
+            reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+            raise TrackingTopicError(
+                f"cannot read the settings of tracking topic {topic!r}: {reason}; grant DESCRIBE_CONFIGS on it"
+            ) from None
+
     def _note(self, error: KafkaError) -> None:
         if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
             self._complaint = error.str()
         if error.code() == KafkaError._AUTHENTICATION:  # noqa: SLF001
             self._is_hopeless = True  # a wrong password does not become right by waiting
 
-    def _unavailable(self, error: KafkaException) -> KafkaUnavailable:
-        reason = self._complaint or error.args[0].str()
-        return KafkaUnavailable(f"cannot reach Kafka at bootstrap.servers={self._servers}: {reason}")
+    def unavailable(self, reason: str) -> KafkaUnavailable:
+        """The error for an answer that did not come: with what librdkafka complained of, else with the reason."""
+        return KafkaUnavailable(f"cannot reach Kafka at bootstrap.servers={self._servers}: {self._complaint or reason}")
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:
@@ -235,7 +250,7 @@ def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_T
     Raises:
         KafkaUnavailable: naming the bootstrap servers and what librdkafka said last.
     """
-    _Inquiry(config, timeout_seconds).metadata()
+    Inquiry(config, timeout_seconds).metadata()
 
 
 def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:
@@ -248,7 +263,7 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
         LeaderTopicError: if it is missing and cannot be made, or cannot be described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    return _ensure(_Inquiry(config, timeout_seconds), _LEADER_TOPIC, topic)
+    return _ensure(Inquiry(config, timeout_seconds), _LEADER_TOPIC, topic)
 
 
 def ensure_tracking_topic(
@@ -260,7 +275,7 @@ def ensure_tracking_topic(
         TrackingTopicError: naming the setting that is wrong, or what keeps the topic from being made or described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    inquiry = _Inquiry(config, timeout_seconds)
+    inquiry = Inquiry(config, timeout_seconds)
     if not inquiry.can_create():
         raise TrackingTopicError("this Kafka cluster is a mock without transactions; exactly once needs a real broker")
     partitions = _ensure(inquiry, _TRACKING_TOPIC, topic)
@@ -268,13 +283,7 @@ def ensure_tracking_topic(
         raise TrackingTopicError(
             f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
         )
-    try:
-        policy = inquiry.topic_settings(topic)["cleanup.policy"]
-    except (KafkaException, FutureTimeoutError) as error:
-        reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
-        raise TrackingTopicError(
-            f"cannot read the settings of tracking topic {topic!r}: {reason}; grant DESCRIBE_CONFIGS on it"
-        ) from None
+    policy = inquiry.topic_setting(topic, "cleanup.policy")
     if policy != "compact":
         raise TrackingTopicError(
             f"tracking topic {topic!r} has cleanup.policy={policy}, expected compact: the last manifest must not expire"
@@ -290,7 +299,7 @@ def ensure_topic(
         OutboxError: `kind.error` if it is missing and cannot be made, or cannot be described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    return _ensure(_Inquiry(config, timeout_seconds), kind, topic)
+    return _ensure(Inquiry(config, timeout_seconds), kind, topic)
 
 
 def topic_settings(
@@ -301,7 +310,7 @@ def topic_settings(
     Raises:
         KafkaUnavailable: if the cluster does not answer.
     """
-    inquiry = _Inquiry(config, timeout_seconds)
+    inquiry = Inquiry(config, timeout_seconds)
     if not inquiry.can_create():
         return None
     try:
@@ -316,14 +325,14 @@ def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _C
     Raises:
         KafkaUnavailable: if the cluster does not answer.
     """
-    return _Inquiry(config, timeout_seconds).partitions(topic) > 0
+    return Inquiry(config, timeout_seconds).partitions(topic) > 0
 
 
 _LEADER_TOPIC = TopicKind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
 _TRACKING_TOPIC = TopicKind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
 
 
-def _ensure(inquiry: _Inquiry, kind: TopicKind, topic: str) -> int:
+def _ensure(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:
     """Make a topic if it is missing; return its number of partitions."""
     partitions = inquiry.partitions(topic)
     if partitions == 0:
@@ -333,7 +342,7 @@ def _ensure(inquiry: _Inquiry, kind: TopicKind, topic: str) -> int:
     return partitions
 
 
-def _create(inquiry: _Inquiry, kind: TopicKind, topic: str) -> None:
+def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:
     new_topic = NewTopic(
         topic,
         num_partitions=kind.partitions,
@@ -362,7 +371,7 @@ def _cannot_make(kind: TopicKind, topic: str, reason: str) -> OutboxError:
     )
 
 
-def _partitions_once_there(inquiry: _Inquiry, kind: TopicKind, topic: str) -> int:
+def _partitions_once_there(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:
     """Ask for the topic by name until all brokers' metadata have caught up with its creation."""
     while True:
         found = inquiry.metadata(topic).topics[topic]
