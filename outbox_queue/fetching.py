@@ -92,7 +92,7 @@ class Fetcher:
         self._ends: dict[int, int] = {}  # by partition: where its end was when it was reached last
         self._skipped: dict[int, int] = {}
         self._number_skipped = 0
-        self._committed_at = 0.0
+        self._committed_at = time.monotonic()
         self._is_paused = False
         self._polled_at = 0.0
         self._measured_at = 0.0

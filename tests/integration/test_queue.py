@@ -387,6 +387,24 @@ def test_offsets_of_skipped_messages_are_committed_on_time(service, config):
         assert consumer.receive(0) is None
 
 
+def test_offsets_of_skipped_messages_are_committed_on_revoke_and_stop(config):
+    """Without a commit on time, what was skipped is committed when partitions are taken away, and at the end."""
+    seldom = config.for_queue(commit_interval="1h", max_messages_per_commit=1_000_000)
+    service = QueueService(seldom)
+    send(service.queue("busy"), *(b"%d" % n for n in range(50)))
+    idle = service.queue("idle")
+    with idle.consumer() as one:
+        eventually(
+            lambda: service.metrics.registry.get_sample_value("outbox_queue_lag_records", {"queue": "idle"}) == 0
+        )
+        assert committed_lag(seldom, "idle") == 50
+        with idle.consumer():
+            eventually(lambda: committed_lag(seldom, "idle") == 0)
+            send(service.queue("busy"), b"more")
+        assert one.receive(QUIET) is None
+    assert committed_lag(seldom, "idle") == 0
+
+
 def test_markers_of_one_queue_use_every_partition(service, config):
     """Markers are spread by message, and all markers of a message are in one partition, in their order."""
     queue = service.queue("busy")
