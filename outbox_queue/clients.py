@@ -18,6 +18,8 @@ from outbox_queue.config import QueueConfig, milliseconds
 
 TRACKER_GROUP = "kafka-mq-redelivery"
 _MOST_QUEUED_MESSAGES = 100_000
+_SESSION_TIMEOUT_MS = 10_000
+"""How long the partitions of a dead member wait for another; librdkafka's 45 s would be most of a redelivery."""
 
 
 def group_of(queue: str) -> str:
@@ -70,6 +72,7 @@ def consumer_settings(config: QueueConfig, group: str, extra: Mapping[str, Any] 
         extra: further properties.
     """
     return {
+        "session.timeout.ms": _SESSION_TIMEOUT_MS,
         **common_settings(config),
         **(extra or {}),
         "group.id": group,
