@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos test-queues chaos demo bench bench-failover bench-latency bench-queue clean
+.PHONY: help setup lint format test test-chaos test-queues chaos demo bench bench-failover bench-latency bench-queue bench-tracker clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 
 bench-queue: $(STAMP)  ## Measure sending, receiving and acknowledging messages of a queue
 	$(BIN)/python -m benchmarks.queue
+
+bench-tracker: $(STAMP)  ## Measure how soon a tracker is ready, with 10 million markers and with a normal history
+	$(BIN)/python -m benchmarks.queue_tracker
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -99,11 +100,15 @@ class Redeliverer:
         """Whether nobody else can redeliver this partition's messages without our being told."""
         return self._transaction is not None
 
-    def prepare(self) -> Failure | None:
-        """Fence whoever had the partition before; None if that is done."""
+    def prepare(self, give_up: Callable[[], bool]) -> Failure | None:
+        """Fence whoever had the partition before; None if that is done.
+
+        Args:
+            give_up: whether to leave it at that.
+        """
         transactional_id = f"{TRACKER_GROUP}-{self._config.marker_topic}-{self._partition}"
         transaction = Transaction(transactional_settings(self._config, transactional_id))
-        failure = transaction.start(_PREPARE_SECONDS)
+        failure = transaction.start(_PREPARE_SECONDS, give_up)
         if failure is None:
             self._transaction = transaction
         return failure

@@ -49,7 +49,7 @@ class RedeliveryTracker:
         if self._thread is not None:
             raise RuntimeError("a tracker is started once; make another")
         ensure_topics(self._config)
-        self._loop = TrackerLoop(self._config, self.metrics)
+        self._loop = TrackerLoop(self._config, self.metrics, self._stopping.is_set)
         self._thread = threading.Thread(target=self._run, name="outbox-queue-tracker", daemon=True)
         self._thread.start()
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ from outbox_queue.clients import TRACKER_GROUP, consumer_settings, producer_sett
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.errors import QueueError
 from outbox_queue.in_progress import QueueLoad
-from outbox_queue.marker_partition import MarkerPartition
+from outbox_queue.marker_partition import MarkerPartition, Tick
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.redelivery import Redelivered, Redeliverer
 
@@ -99,15 +99,17 @@ class TrackerLoop:
     Args:
         config: of the queues.
         metrics: where to count.
+        give_up: whether to end; asked before whatever may take long.
     """
 
-    def __init__(self, config: QueueConfig, metrics: QueueMetrics) -> None:
+    def __init__(self, config: QueueConfig, metrics: QueueMetrics, give_up: Callable[[], bool]) -> None:
         self._redelivery = Outage("redelivery", _log)
         self._time = Outage("asking for the time", _log)
         self.in_progress = 0
         self.is_caught_up = False
         self._config = config
         self._metrics = metrics
+        self._give_up = give_up
         self._tick_interval = float(milliseconds(config.redelivery_tracker.use_now_if_no_marker_seen))
         self._commit_interval = float(milliseconds(config.redelivery_tracker.commit_interval))
         self._commit_count = config.redelivery_tracker.num_offsets_per_commit
@@ -151,7 +153,8 @@ class TrackerLoop:
         self._ticks.poll(0)
         now = _now()
         for tracked in self._partitions.values():
-            self._attend(tracked, now)
+            if not self._attend(tracked, now):
+                break  # it took its time to fail: the others' turn is after the next look at the group
         self._commit_if_due(now)
         self._report_if_due(now)
 
@@ -196,30 +199,29 @@ class TrackerLoop:
         if error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
             _log.debug("marker consumer: %s", error.str())
 
-    def _attend(self, tracked: _Tracked, now: float) -> None:
+    def _attend(self, tracked: _Tracked, now: float) -> bool:
+        """Do what is to be done for a partition; return whether Kafka let us."""
         markers = tracked.markers
+        if now < tracked.retry_at:
+            return True
         if markers.tick is not None:
-            self._wait_for_tick(tracked, now)
-        elif now < tracked.retry_at:
-            return
-        elif markers.has_expired:
-            self._redeliver(tracked)
-        elif markers.wants_tick(now):
-            self._send_tick(tracked, now)
+            return self._wait_for_tick(tracked, markers.tick, now)
+        if markers.has_expired:
+            return self._redeliver(tracked)
+        return not markers.wants_tick(now) or self._send_tick(tracked, now)
 
-    def _wait_for_tick(self, tracked: _Tracked, now: float) -> None:
-        tick = tracked.markers.tick
-        assert tick is not None  # noqa: S101  the caller has looked
+    def _wait_for_tick(self, tracked: _Tracked, tick: Tick, now: float) -> bool:
         quiet = now - max(tick.sent_at, tracked.markers.read_at)
-        if quiet > _TICK_PATIENCE_MS and not tracked.redeliverer.is_prepared and now >= tracked.retry_at:
-            self._prepare(tracked)
-        elif quiet > _TICK_LOST_MS:
+        if quiet > _TICK_PATIENCE_MS and not tracked.redeliverer.is_prepared:
+            return self._prepare(tracked)
+        if quiet > _TICK_LOST_MS:
             tracked.markers.tick_failed(tick.token)
+        return True
 
-    def _send_tick(self, tracked: _Tracked, now: float) -> None:
+    def _send_tick(self, tracked: _Tracked, now: float) -> bool:
         markers = tracked.markers
         if markers.looks_expired(now) and not tracked.redeliverer.is_prepared and not self._prepare(tracked):
-            return
+            return False
         value, token = markers.send_tick(now, may_judge=tracked.redeliverer.is_prepared)
 
         def failed(error: KafkaError | None, _: object) -> None:
@@ -234,19 +236,20 @@ class TrackerLoop:
             markers.tick_failed(token)
             tracked.retry_at = now + _RETRY_MS
             self._time.began(f"partition {markers.number} of the marker topic: {error}")
+        return True
 
     def _prepare(self, tracked: _Tracked) -> bool:
-        failure = tracked.redeliverer.prepare()
+        failure = tracked.redeliverer.prepare(self._give_up)
         if failure is not None:
             self._redelivery.began(f"partition {tracked.markers.number} of the marker topic: {failure.reason}")
             tracked.retry_at = _now() + _RETRY_MS
         return failure is None
 
-    def _redeliver(self, tracked: _Tracked) -> None:
+    def _redeliver(self, tracked: _Tracked) -> bool:
         markers = tracked.markers
         batch = markers.take_expired(_REDELIVERED_AT_ONCE, _REDELIVERED_BYTES)
         if not batch:
-            return
+            return True
         result = tracked.redeliverer.redeliver(batch)
         markers.settle(result.done, redelivered=True)
         self._count(result)
@@ -260,6 +263,8 @@ class TrackerLoop:
             markers.judge_again()
             self._redelivery.began(f"partition {markers.number} of the marker topic: {failure.reason}")
             tracked.retry_at = _now() + _RETRY_MS
+            return False
+        return True
 
     def _count(self, result: Redelivered) -> None:
         for queue, count in result.copies.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -48,10 +49,15 @@ class Transaction(TransactionalProducer):
         unlimited = {**settings, "message.max.bytes": _LARGEST_RECORD}
         super().__init__(unlimited, id_header="", outbox_name="", timeout_seconds=timeout)
 
-    def start(self, seconds: float) -> Failure | None:
-        """Fence the last owner of the transactional.id, settle its transaction; give up after about so long."""
-        attempts = iter(range(max(1, round(seconds / 2))))
-        ended = self.init(lambda: next(attempts, None) is None)
+    def start(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> Failure | None:
+        """Fence the last owner of the transactional.id and settle its transaction; None if that is done.
+
+        Args:
+            seconds: about how long to try.
+            give_up: whether to leave it at that.
+        """
+        end = time.monotonic() + seconds
+        ended = self.init(lambda: give_up() or time.monotonic() >= end)
         return _failure(ended) if ended is not None else None
 
     def run(self, fill: Callable[[], None]) -> Failure | None:
