@@ -168,7 +168,7 @@ def test_trackers_share_the_partitions(config, markers):
 
 
 def test_a_brokers_outage(own_stack, make_topic):
-    """While the broker is away nothing is lost; when it is back what expired is redelivered once; stopping never hangs."""
+    """What expires while the broker is away is redelivered once when it is back; stopping without a broker ends."""
     stack = own_stack(embedded=False)
     bootstrap = stack.kafka.bootstrap
     config = queue_config(

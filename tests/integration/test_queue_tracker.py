@@ -102,7 +102,7 @@ def test_what_is_no_marker_is_skipped(config, markers):
         assert eventually(lambda: messages_in(config) == {b"payload 1": [2]})
 
 
-def test_what_go_started_is_redelivered_too(config, markers):
+def test_what_go_started_is_redelivered_too(config):
     """A start marker without our fields is of attempt 1; its end goes where it came from, under the same key."""
     place = wire.Place(partition=2, offset=7)
     go = wire.Marker(message_id=place, redeliver_after_ms=100, key=b"emails", value=b"from Go")
