@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.stage import VALUE_BYTES, fresh_topic, machine, services
 from outbox_core.kafka import make_consumer, make_producer
@@ -131,28 +130,28 @@ def _produce(produce: Callable[[], None], poll: Callable[[float], int]) -> None:
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure, and print each figure as it comes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=200_000)
     options = parser.parse_args()
     console = Console(width=110)
     console.print(machine())
-    table = Table("what", "messages/s", "µs of CPU each", "goal")
+    console.print(f"{'':40} {'messages/s':>12} {'µs of CPU':>12} {'goal':>10}")
+
+    def show(what: str, measured: tuple[float, float], goal: str = "") -> None:
+        rate, cpu = measured
+        console.print(f"{what:40} {rate:>12,.0f} {cpu:>12.1f} {goal:>10}")
+
     with services() as at:
         with fresh_queue(at.bootstrap) as queue:
-            rows = [
-                ("send", send(queue, options.messages), "50,000"),
-                ("receive + acknowledge", receive(queue, options.messages), "20,000"),
-            ]
+            show("send", send(queue, options.messages), "50,000")
+            show("receive + acknowledge", receive(queue, options.messages), "20,000")
         with fresh_queue(at.bootstrap, transactional=True) as queue:
             send(queue, options.messages)
-            rows.append(("receive + acknowledge, transactional", receive(queue, options.messages), "5,000"))
+            show("receive + acknowledge, transactional", receive(queue, options.messages), "5,000")
         with fresh_queue(at.bootstrap) as queue:
-            rows.append(("raw: produce", bare_produce(queue, options.messages), ""))
-            rows.append(("raw: read + 2 markers", bare_receive(queue, options.messages), ""))
-    for what, (rate, cpu), goal in rows:
-        table.add_row(what, f"{rate:,.0f}", f"{cpu:.1f}", goal)
-    console.print(table)
+            show("raw: produce", bare_produce(queue, options.messages))
+            show("raw: read + 2 markers", bare_receive(queue, options.messages))
 
 
 if __name__ == "__main__":
