@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos test-queues chaos demo bench bench-failover bench-latency bench-queue bench-tracker clean
+.PHONY: help setup lint format test test-chaos test-queues chaos demo clean
+.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-queue bench-tracker
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +58,17 @@ bench-queue: $(STAMP)  ## Measure sending, receiving and acknowledging messages 
 
 bench-tracker: $(STAMP)  ## Measure how soon a tracker is ready, with 10 million markers and with a normal history
 	$(BIN)/python -m benchmarks.queue_tracker
+
+bench-backlog: $(STAMP)  ## Measure throughput and memory over a backlog of 10 million records
+	$(BIN)/python -m benchmarks.backlog
+
+bench-idle: $(STAMP)  ## Measure what an idle leader costs
+	$(BIN)/python -m benchmarks.idle
+
+bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
+	$(BIN)/python -m benchmarks.notify
+
+bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-queue bench-tracker  ## All of the above, one after the other
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
