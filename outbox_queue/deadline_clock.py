@@ -32,11 +32,6 @@ class DeadlineClock:
         self._last_stamp = 0.0
         self._known_since: float | None = None  # live: the time, on this clock, up to which everything is read
 
-    @property
-    def is_live(self) -> bool:
-        """Whether stamps are compared with the monotonic clock."""
-        return self._known_since is not None
-
     def time(self, now: float) -> float | None:
         """What time it is; None before the first marker."""
         return None if self._time is None else self._time + max(0.0, now - self._set_at)

@@ -88,7 +88,7 @@ class MarkerPartition:
     @property
     def is_caught_up(self) -> bool:
         """Whether everything that was there when the partition was assigned has been read."""
-        return self._clock.is_live
+        return self._last_tick_at is not None
 
     @property
     def position(self) -> int | None:

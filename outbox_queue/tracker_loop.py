@@ -19,6 +19,7 @@ Everything here, callbacks included, runs on the thread that calls `turn`.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -173,6 +174,7 @@ class TrackerLoop:
             found: list[Message] = self._consumer.consume(_BATCH, _BUSY_SECONDS if busy else _IDLE_SECONDS)
         except KafkaException as error:
             self._note(error.args[0])
+            time.sleep(_BUSY_SECONDS)  # it may fail at once, again and again
             return []
         return found
 

@@ -41,7 +41,7 @@ def test_no_time_before_the_first_marker():
     clock = DeadlineClock()
     clock.read_up_to(1.0, 2.0)
     assert clock.time(3.0) is None
-    assert not clock.is_live
+    assert [clock.read(stamp, 3.0) for stamp in (5.0, 5000.0)] == [5.0, 5000.0]
 
 
 def test_history_is_read_at_any_speed():

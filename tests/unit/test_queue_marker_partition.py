@@ -121,6 +121,9 @@ def test_foreign_ticks_tell_the_time_and_nothing_else():
 def test_with_timestamps_of_producers_a_tick_tells_no_time():
     """On a CreateTime topic the time goes on by the monotonic clock, from the last marker on."""
     log = Log(kind=CREATE_TIME)
+    log.tick()
+    log.read_all()
+    assert log.markers.is_caught_up
     log.start(1, 100)
     log.read_all()
     log.now += 99
