@@ -147,7 +147,7 @@ def _show_stats(options: argparse.Namespace) -> int:
 
 def _peek(options: argparse.Namespace) -> int:
     look = messages_in_progress if options.in_progress else waiting_messages
-    with closing(look(_config(options), options.queue)) as found:  # type: ignore[type-var]  both are generators
+    with closing(look(_config(options), options.queue)) as found:
         messages = list(islice(found, options.limit))
     if options.json:
         _print_json(map(_shown_whole, messages))

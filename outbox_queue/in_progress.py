@@ -64,11 +64,11 @@ class QueueLoad(NamedTuple):
     """What is unfinished of one queue.
 
     Attributes:
-        count: number of messages.
+        messages: how many.
         oldest_started: when the first of them was started, on the partition's clock.
     """
 
-    count: int
+    messages: int
     oldest_started: float
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import NamedTuple
 
 from outbox_core.kafka import KafkaException, TopicPartition, make_admin, make_consumer
@@ -97,7 +97,7 @@ def queue_stats(config: QueueConfig, queue: str | None = None) -> list[QueueStat
     ]
 
 
-def waiting_messages(config: QueueConfig, queue: str) -> Iterator[Glance]:
+def waiting_messages(config: QueueConfig, queue: str) -> Generator[Glance, None, None]:
     """What no consumer has taken yet, in the order of partitions and offsets, a delayed message among others.
 
     Raises:
@@ -110,7 +110,7 @@ def waiting_messages(config: QueueConfig, queue: str) -> Iterator[Glance]:
             yield _glance(message, queue)
 
 
-def messages_in_progress(config: QueueConfig, queue: str) -> Iterator[Glance]:
+def messages_in_progress(config: QueueConfig, queue: str) -> Generator[Glance, None, None]:
     """What is worked on, delayed, or was left by a consumer that died.
 
     Raises:

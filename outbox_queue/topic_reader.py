@@ -90,7 +90,8 @@ def _read(consumer: Consumer, topic: str, ends: Mapping[int, int]) -> Iterator[T
     unread = {number for number, end in ends.items() if end > 0}
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while unread:
-        for message in consumer.consume(_BATCH, 0.1):
+        found: list[Any] = consumer.consume(_BATCH, 0.1)
+        for message in found:
             number, offset = message.partition(), message.offset()
             error = message.error()
             if error is not None and error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001  a public constant

@@ -31,7 +31,6 @@ from outbox_core.kafka import (
     Consumer,
     KafkaError,
     KafkaException,
-    Message,
     TopicPartition,
     make_consumer,
     make_producer,
@@ -168,17 +167,17 @@ class TrackerLoop:
             self._ticks.purge()
             self._metrics.tracking({}, partitions=0, catching_up=0)
 
-    def _consume(self) -> list[Message]:
+    def _consume(self) -> list[Any]:
         busy = self.in_progress > 0 or not self.is_caught_up
         try:
-            found: list[Message] = self._consumer.consume(_BATCH, _BUSY_SECONDS if busy else _IDLE_SECONDS)
+            found: list[Any] = self._consumer.consume(_BATCH, _BUSY_SECONDS if busy else _IDLE_SECONDS)
         except KafkaException as error:
             self._note(error.args[0])
             time.sleep(_BUSY_SECONDS)  # it may fail at once, again and again
             return []
         return found
 
-    def _read(self, records: Iterable[Message]) -> None:
+    def _read(self, records: Iterable[Any]) -> None:
         now, partitions = _now(), self._partitions
         count = 0
         for record in records:
@@ -293,7 +292,10 @@ class TrackerLoop:
         if not offsets:
             return
         try:
-            self._consumer.commit(offsets=offsets, asynchronous=not wait)
+            if wait:
+                self._consumer.commit(offsets=offsets, asynchronous=False)
+            else:
+                self._consumer.commit(offsets=offsets, asynchronous=True)
         except KafkaException as error:
             # Whoever reads next begins a little earlier, and comes to the same knowledge.
             _log.info("offsets of the marker topic were not committed: %s", error.args[0].str())
