@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format test test-chaos test-queues chaos demo clean
-.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-queue bench-tracker
+.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot
+.PHONY: bench-queue bench-tracker
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,7 +69,11 @@ bench-idle: $(STAMP)  ## Measure what an idle leader costs
 bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
 	$(BIN)/python -m benchmarks.notify
 
-bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-queue bench-tracker  ## All of the above, one after the other
+bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
+	$(BIN)/python -m benchmarks.held_snapshot
+
+bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot  ## All of the above, one after the other
+bench-all: bench-queue bench-tracker
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -8,6 +8,7 @@ import psycopg
 import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.ports import Floor
 from outbox_core.schema import TableName, create_table_sql
 from outbox_core.stores import postgres as store_module
 from outbox_core.stores.postgres import PostgresStore
@@ -59,11 +60,12 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
         scene.execute("ALTER TABLE child ADD PRIMARY KEY (id)")
         store.check()
     me = uuid4()
-    excluded = {"limit": 100, "excluded": [f"t/k{n}" for n in range(5)], "ids": "{[1,3],[7,7]}"}
+    above = store._above(Floor(10, store.sight().place))
+    excluded = {"limit": 100, "excluded": [f"t/k{n}" for n in range(5)], "ids": "{[1,3],[7,7]}", **above}
     statements = {
-        "mark": (store._mark, {"leader_id": me, "limit": 100}),
+        "mark": (store._mark, {"leader_id": me, "limit": 100, **above}),
         "mark_excluding": (store._mark_excluding, {"leader_id": me, **excluded}),
-        "scan": (store._scan, {"limit": 100, "ids": "{[1,3],[7,7]}"}),
+        "scan": (store._scan, {"limit": 100, "ids": "{[1,3],[7,7]}", **above}),
         "scan_excluding": (store._scan_excluding, excluded),
         "settle": (store._settle, {"ids": "{1,2,3}", "create_times": "{1,2,3}"}),
         "purge": (store._purge, {"leader_id": me, "ids": "{1,2,3}"}),
@@ -73,6 +75,8 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
         nodes = _plan(store, statement, parameters)
         assert not {"Seq Scan", "Sort", "Bitmap Heap Scan"} & {node["Node Type"] for node in nodes}, name
         assert "outbox_pkey" in {node.get("Index Name") for node in nodes}, name
+        if name.startswith(("mark", "scan")):
+            assert "(id > " in "".join(node.get("Index Cond", "") for node in nodes), f"{name}: the floor is a filter"
         if name.startswith("mark") and by_address:
             assert "Tid Scan" in {node["Node Type"] for node in nodes}
 
