@@ -14,7 +14,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import (
+    OFFSET_BEGINNING,
     OFFSET_END,
+    TIMESTAMP_LOG_APPEND_TIME,
     TIMESTAMP_NOT_AVAILABLE,
     Consumer,
     KafkaError,
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from confluent_kafka.admin._metadata import ClusterMetadata
 
 __all__ = [
+    "OFFSET_BEGINNING",
     "OFFSET_END",
+    "TIMESTAMP_LOG_APPEND_TIME",
     "TIMESTAMP_NOT_AVAILABLE",
     "Consumer",
     "Inquiry",
@@ -50,16 +54,19 @@ __all__ = [
     "KafkaException",
     "Message",
     "Producer",
+    "TopicKind",
     "TopicPartition",
     "check_connection",
     "ensure_dead_letter_topic",
     "ensure_leader_topic",
+    "ensure_topic",
     "ensure_tracking_topic",
     "forbidden_topics",
     "make_admin",
     "make_consumer",
     "make_producer",
     "topic_exists",
+    "topic_settings",
 ]
 
 KafkaConfig = Mapping[str, Any]
@@ -138,6 +145,24 @@ def _ignore_client_error(error: KafkaError) -> None:
     _client_log.debug("librdkafka: %s", error)
 
 
+class TopicKind(NamedTuple):
+    """A topic that is made if it is missing.
+
+    Attributes:
+        name: what it is, for errors.
+        settings: Kafka's, for when it is made.
+        error: raised if it is missing and cannot be made, or cannot be used.
+        partitions: for when it is made.
+        replication_factor: for when it is made; -1 for the cluster's own.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    error: type[OutboxError]
+    partitions: int = 1
+    replication_factor: int = -1
+
+
 class Inquiry:
     """An admin client with a deadline, which knows what librdkafka complained of while it waited.
 
@@ -199,16 +224,25 @@ class Inquiry:
         cluster = self.metadata()
         return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
 
+    def topic_settings(self, topic: str) -> dict[str, str]:
+        """A topic's settings.
+
+        Raises:
+            KafkaException: if they may not be read.
+            TimeoutError: if there is no answer.
+        """
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+        answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
+        return {name: str(entry.value) for name, entry in answer.result(self.remaining + _ATTEMPT_SECONDS).items()}
+
     def topic_setting(self, topic: str, name: str) -> str:
-        """One of a topic's settings.
+        """One of the tracking topic's settings.
 
         Raises:
             TrackingTopicError: if it may not be read.
         """
-        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
-        answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
         try:
-            return str(answer.result(self.remaining + _ATTEMPT_SECONDS)[name].value)
+            return self.topic_settings(topic)[name]
         except (KafkaException, FutureTimeoutError) as error:
             reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
             raise TrackingTopicError(
@@ -307,6 +341,35 @@ def forbidden_topics(
     return forbidden
 
 
+def ensure_topic(
+    config: KafkaConfig, kind: TopicKind, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> int:
+    """Make a topic if it is missing; return its number of partitions.
+
+    Raises:
+        OutboxError: `kind.error` if it is missing and cannot be made, or cannot be described.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    return _ensure(Inquiry(config, timeout_seconds), kind, topic)
+
+
+def topic_settings(
+    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> dict[str, str] | None:
+    """A topic's settings; None if they may not be read, or if the broker has none to show.
+
+    Raises:
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    inquiry = Inquiry(config, timeout_seconds)
+    if not inquiry.can_create():
+        return None
+    try:
+        return inquiry.topic_settings(topic)
+    except (KafkaException, FutureTimeoutError):
+        return None
+
+
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
     """Whether a topic is there, without making it appear.
 
@@ -316,21 +379,15 @@ def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _C
     return Inquiry(config, timeout_seconds).partitions(topic) > 0
 
 
-class _Kind(NamedTuple):
-    """A topic that the harvester makes for itself."""
-
-    name: str
-    settings: dict[str, str]
-    error: type[OutboxError]
+_LEADER_TOPIC = TopicKind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
+_TRACKING_TOPIC = TopicKind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
 
 
-_LEADER_TOPIC = _Kind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
-_DEAD_LETTER_TOPIC = _Kind("dead-letter topic", _DEAD_LETTER_TOPIC_SETTINGS, DeadLetterTopicError)
-_TRACKING_TOPIC = _Kind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
+_DEAD_LETTER_TOPIC = TopicKind("dead-letter topic", _DEAD_LETTER_TOPIC_SETTINGS, DeadLetterTopicError)
 
 
-def _ensure(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
-    """Make a topic of one partition if it is missing; return its number of partitions."""
+def _ensure(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:
+    """Make a topic if it is missing; return its number of partitions."""
     partitions = inquiry.partitions(topic)
     if partitions == 0:
         if inquiry.can_create():
@@ -339,8 +396,13 @@ def _ensure(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
     return partitions
 
 
-def _create(inquiry: Inquiry, kind: _Kind, topic: str) -> None:
-    new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=kind.settings)
+def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:
+    new_topic = NewTopic(
+        topic,
+        num_partitions=kind.partitions,
+        replication_factor=kind.replication_factor,
+        config=dict(kind.settings),
+    )
     answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
     try:
         answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
@@ -352,14 +414,18 @@ def _create(inquiry: Inquiry, kind: _Kind, topic: str) -> None:
         raise _cannot_make(kind, topic, "no answer") from None
 
 
-def _cannot_make(kind: _Kind, topic: str, reason: str) -> OutboxError:
+def _counted(partitions: int) -> str:
+    return "one partition" if partitions == 1 else f"{partitions} partitions"
+
+
+def _cannot_make(kind: TopicKind, topic: str, reason: str) -> OutboxError:
     return kind.error(
         f"{kind.name} {topic!r} does not exist and cannot be made: {reason}; "
-        "create it with one partition, or grant CREATE on it"
+        f"create it with {_counted(kind.partitions)}, or grant CREATE on it"
     )
 
 
-def _partitions_once_there(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
+def _partitions_once_there(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:
     """Ask for the topic by name until all brokers' metadata have caught up with its creation."""
     while True:
         found = inquiry.metadata(topic).topics[topic]

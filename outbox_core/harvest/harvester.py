@@ -46,9 +46,7 @@ from outbox_core.kafka import (
     make_producer,
 )
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
-from outbox_core.stores.notices import CommitNotices
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
 
 _log = logging.getLogger(__name__)
 
@@ -201,7 +199,10 @@ class Harvester:
 
     # -- making the parts
 
-    def _postgres_store(self) -> PostgresStore:
+    def _postgres_store(self) -> OutboxStore:
+        # Here, so that a store of another kind, and the parts that queues share, need no psycopg.
+        from outbox_core.stores.postgres import PostgresStore
+
         config = self.config
         return PostgresStore(
             config.data_source,
@@ -215,6 +216,8 @@ class Harvester:
         return f"kafka-outbox {self.config.name}"[:63]
 
     def _make_listening(self) -> Listening:
+        from outbox_core.stores.notices import CommitNotices
+
         config = self.config
         notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
         return Listening(notices, self._news)
