@@ -15,7 +15,7 @@ setup: $(STAMP)  ## Make .venv with the packages, all extras and the development
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --editable '.[harvester,sqlalchemy,django]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[harvester,sqlalchemy,django,spark]' --group dev
 	@touch $@
 
 lint: $(STAMP)  ## Check style, types and import directions
