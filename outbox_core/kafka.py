@@ -36,6 +36,7 @@ __all__ = [
     "OFFSET_END",
     "TIMESTAMP_NOT_AVAILABLE",
     "Consumer",
+    "Inquiry",
     "KafkaConfig",
     "KafkaError",
     "KafkaException",
@@ -121,7 +122,7 @@ def _ignore_client_error(error: KafkaError) -> None:
     _client_log.debug("librdkafka: %s", error)
 
 
-class _Inquiry:
+class Inquiry:
     """An admin client with a deadline, which knows what librdkafka complained of while it waited.
 
     Args:
@@ -159,7 +160,7 @@ class _Inquiry:
             except KafkaException as error:
                 self.admin.poll(0)
                 if self._is_hopeless or self.is_late:
-                    raise self._unavailable(error) from None
+                    raise self.unavailable(error.args[0].str()) from None
 
     def partitions(self, topic: str) -> int:
         """Number of partitions of a topic, 0 if it is not there, or may not be seen.
@@ -204,9 +205,9 @@ class _Inquiry:
         if error.code() == KafkaError._AUTHENTICATION:  # noqa: SLF001
             self._is_hopeless = True  # a wrong password does not become right by waiting
 
-    def _unavailable(self, error: KafkaException) -> KafkaUnavailable:
-        reason = self._complaint or error.args[0].str()
-        return KafkaUnavailable(f"cannot reach Kafka at bootstrap.servers={self._servers}: {reason}")
+    def unavailable(self, reason: str) -> KafkaUnavailable:
+        """The error for an answer that did not come: with what librdkafka complained of, else with the reason."""
+        return KafkaUnavailable(f"cannot reach Kafka at bootstrap.servers={self._servers}: {self._complaint or reason}")
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:
@@ -215,7 +216,7 @@ def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_T
     Raises:
         KafkaUnavailable: naming the bootstrap servers and what librdkafka said last.
     """
-    _Inquiry(config, timeout_seconds).metadata()
+    Inquiry(config, timeout_seconds).metadata()
 
 
 def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:
@@ -228,7 +229,7 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
         LeaderTopicError: if it is missing and cannot be made, or cannot be described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    return _ensure(_Inquiry(config, timeout_seconds), _LEADER_TOPIC, topic)
+    return _ensure(Inquiry(config, timeout_seconds), _LEADER_TOPIC, topic)
 
 
 def ensure_tracking_topic(
@@ -240,7 +241,7 @@ def ensure_tracking_topic(
         TrackingTopicError: naming the setting that is wrong, or what keeps the topic from being made or described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    inquiry = _Inquiry(config, timeout_seconds)
+    inquiry = Inquiry(config, timeout_seconds)
     if not inquiry.can_create():
         raise TrackingTopicError("this Kafka cluster is a mock without transactions; exactly once needs a real broker")
     partitions = _ensure(inquiry, _TRACKING_TOPIC, topic)
@@ -261,7 +262,7 @@ def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _C
     Raises:
         KafkaUnavailable: if the cluster does not answer.
     """
-    return _Inquiry(config, timeout_seconds).partitions(topic) > 0
+    return Inquiry(config, timeout_seconds).partitions(topic) > 0
 
 
 class _Kind(NamedTuple):
@@ -276,7 +277,7 @@ _LEADER_TOPIC = _Kind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
 _TRACKING_TOPIC = _Kind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
 
 
-def _ensure(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
+def _ensure(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
     """Make a topic of one partition if it is missing; return its number of partitions."""
     partitions = inquiry.partitions(topic)
     if partitions == 0:
@@ -286,7 +287,7 @@ def _ensure(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
     return partitions
 
 
-def _create(inquiry: _Inquiry, kind: _Kind, topic: str) -> None:
+def _create(inquiry: Inquiry, kind: _Kind, topic: str) -> None:
     new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=kind.settings)
     answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
     try:
@@ -306,7 +307,7 @@ def _cannot_make(kind: _Kind, topic: str, reason: str) -> OutboxError:
     )
 
 
-def _partitions_once_there(inquiry: _Inquiry, kind: _Kind, topic: str) -> int:
+def _partitions_once_there(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
     """Ask for the topic by name until all brokers' metadata have caught up with its creation."""
     while True:
         found = inquiry.metadata(topic).topics[topic]

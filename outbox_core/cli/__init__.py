@@ -1,8 +1,11 @@
-"""The command `outbox`: `schema` prints DDL, `harvest` publishes an outbox's records, `inbox prune` forgets old ones.
+"""The command `outbox`.
+
+`schema` prints DDL, `harvest` publishes an outbox's records, `status` shows what waits, `doctor` looks for what is
+wrong, `inbox prune` forgets old messages.
 
 Exit codes: 0 for success, 2 for anything wrong before work began (arguments, settings, a service that cannot be
-reached, a table that is not there), 1 for a harvester that was ended by an error, 130 and 143 after a second SIGINT or
-SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
+reached, a table that is not there), 1 for a harvester that was ended by an error and for a doctor who found a problem,
+130 and 143 after a second SIGINT or SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
 
 Nothing here needs more than the base install until `outbox harvest` or `outbox inbox` is run.
 """
@@ -15,7 +18,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from outbox_core import __version__
-from outbox_core.cli import harvest, inbox, schema
+from outbox_core.cli import doctor, harvest, inbox, schema
 from outbox_core.errors import OutboxError
 
 if TYPE_CHECKING:
@@ -45,5 +48,6 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     schema.add_command(commands)
     harvest.add_command(commands)
+    doctor.add_commands(commands)
     inbox.add_command(commands)
     return parser

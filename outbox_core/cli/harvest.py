@@ -47,14 +47,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what to harvest and how. Read them with `overrides_from`."""
     parser.add_argument("--drain", action="store_true", help="end with exit code 0 once the table is empty")
-    parser.add_argument("--dsn", metavar="DSN", help="the database: key=value pairs or a postgresql:// URL")
-    parser.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help="the Kafka cluster")
-    parser.add_argument("--table", metavar="NAME", help="the outbox table, `table` or `schema.table`")
-    parser.add_argument("--leader-topic", metavar="TOPIC", help="topic of the leader election")
-    parser.add_argument("--leader-group-id", metavar="GROUP", help="group in which an outbox's harvesters compete")
-    parser.add_argument(
-        "--delivery", metavar="MODE", help="at-least-once (default), or exactly-once through Kafka transactions"
-    )
+    add_source_arguments(parser)
     parser.add_argument(
         "--accept-marked",
         action="store_true",
@@ -64,6 +57,18 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="name of this instance in logs")
     parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
     parser.add_argument("--metrics-host", metavar="HOST", help="address for them; default: 127.0.0.1")
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which outbox it is and which Kafka cluster."""
+    parser.add_argument("--dsn", metavar="DSN", help="the database: key=value pairs or a postgresql:// URL")
+    parser.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help="the Kafka cluster")
+    parser.add_argument("--table", metavar="NAME", help="the outbox table, `table` or `schema.table`")
+    parser.add_argument("--leader-topic", metavar="TOPIC", help="topic of the leader election")
+    parser.add_argument("--leader-group-id", metavar="GROUP", help="group in which an outbox's harvesters compete")
+    parser.add_argument(
+        "--delivery", metavar="MODE", help="at-least-once (default), or exactly-once through Kafka transactions"
+    )
     parser.add_argument(
         "-X",
         dest="kafka_properties",
@@ -108,7 +113,7 @@ def run(config: HarvestConfig, *, drain: bool = False) -> int:
             harvester.start()
             return _wait_for_end(harvester)
     except OutboxError as error:
-        return fail(_shown(error))
+        return fail(shown(error))
 
 
 def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
@@ -117,7 +122,7 @@ def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
     return code
 
 
-def _shown(error: Exception) -> str:
+def shown(error: Exception) -> str:
     """The text of an error, without the secrets that a driver may have put into it."""
     from outbox_core.config import redact
 
@@ -178,10 +183,10 @@ def _wait_for_end(harvester: Harvester) -> int:
     try:
         harvester.join()
     except OutboxError as error:
-        return fail(_shown(error), EXIT_ENDED_BY_ERROR)
+        return fail(shown(error), EXIT_ENDED_BY_ERROR)
     except Exception as error:
         _log.exception("the harvester was ended by an unexpected error")
-        return fail(_shown(error), EXIT_ENDED_BY_ERROR)
+        return fail(shown(error), EXIT_ENDED_BY_ERROR)
     return 0
 
 

@@ -1,0 +1,205 @@
+"""`outbox doctor` and `outbox status`, and what Django's commands of these names share with them.
+
+Both take the options, the file and the environment of `outbox harvest`, so that they look at what it would work with;
+neither changes anything. Importing this needs only the base install.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outbox_core.cli.harvest import add_source_arguments, overrides_from, shown
+from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
+from outbox_core.examination import Finding, Verdict, problem
+from outbox_core.schema import TableName
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from outbox_core.config import HarvestConfig
+
+EXIT_PROBLEM = 1
+
+
+class Output(Protocol):
+    """Where to print: `sys.stdout`, or what Django gives to a command."""
+
+    def write(self, text: str, /) -> object:
+        """Print text that ends in a newline."""
+
+
+_SIGNS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.PROBLEM: "PROBLEM"}
+_DATABASE, _KAFKA = "database", "Kafka"
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `status` and `doctor` to the commands of `outbox`."""
+    _add(commands, "status", print_status, "show what waits, and which harvesters stand by", STATUS_DESCRIPTION)
+    _add(commands, "doctor", print_findings, "look for what could keep records from Kafka", DOCTOR_DESCRIPTION)
+
+
+STATUS_DESCRIPTION = "Show how many records wait, for how long and for which topics, and which harvester leads."
+DOCTOR_DESCRIPTION = (
+    "Look at database, table and Kafka for whatever could keep records from being published, or out of order, and say "
+    "how to mend it. Changes nothing. Exit code 1 if there is a problem, 0 if there are none but warnings."
+)
+
+
+def add_format_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option that both commands have."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document for programs to read")
+
+
+def print_findings(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
+    """Examine, print what was found, return the exit code."""
+    findings = list(_findings(config))
+    if as_json:
+        shapes = [asdict(found) | {"verdict": found.verdict.value} for found in findings]
+        _print_json(shapes, out)
+    else:
+        width = max(len(found.subject) for found in findings)
+        for found in findings:
+            out.write(f"{_SIGNS[found.verdict]}  {found.subject:{width}}  {found.detail}\n")
+            if found.remedy:
+                out.write(f"{'':{width + 11}}-> {found.remedy}\n")
+    return EXIT_PROBLEM if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
+
+
+def print_status(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
+    """Print what waits and who leads; return the exit code."""
+    status = _status(config)
+    if as_json:
+        _print_json(status, out)
+        return 0
+    write = out.write
+    write(f"outbox   {status['outbox']}, delivery {config.delivery}\n")
+    write(f"waiting  {status['pending']:,} records, the oldest for {status['oldest_age_seconds']:,.1f} s\n")
+    for topic in status["topics"]:
+        marked = f", {topic['marked']:,} marked" if topic["marked"] else ""
+        write(f"         {topic['topic']}: {topic['waiting']:,} of the oldest 10,000{marked}\n")
+    write(f"group    {status['leader_group']}\n")
+    for contender in status["harvesters"]:
+        role = "leads" if contender["leads"] else "stands by"
+        write(f"         {contender['client_id']} on {contender['host']} {role}\n")
+    if not status["harvesters"]:
+        write("         no harvester\n")
+    return 0
+
+
+def _add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    act: Callable[..., int],
+    summary: str,
+    description: str,
+) -> None:
+    parser = commands.add_parser(name, help=summary, description=description)
+    parser.add_argument("-f", "--file", metavar="FILE", help="the YAML file of `outbox harvest`")
+    add_source_arguments(parser)
+    add_format_argument(parser)
+
+    def command(options: argparse.Namespace) -> int:
+        return act(_config(options), sys.stdout, as_json=options.json)
+
+    parser.set_defaults(command=command)
+
+
+def _config(options: argparse.Namespace) -> HarvestConfig:
+    try:
+        from outbox_core.config import load_config, read_document
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    document = read_document(options.file) if options.file is not None else None
+    return load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
+
+
+def _findings(config: HarvestConfig) -> Iterator[Finding]:
+    """What there is to say, database first: the names of everything in Kafka derive from the table's identity."""
+    try:
+        TableName.parse(config.outbox_table)
+    except InvalidConfig as error:
+        raise InvalidConfig(f"outbox_table: {error}") from None
+    identity: str | None = None
+    topics: list[str] = []
+    try:
+        examined, identity, topics = _examine_database(config)
+        yield from examined
+    except OutboxError as error:
+        yield problem(_DATABASE, shown(error), "the harvester would say the same, and not start")
+    try:
+        yield from _examine_kafka(config, identity, topics)
+    except OutboxError as error:
+        yield problem(_KAFKA, shown(error), "the harvester would say the same, and not start")
+
+
+def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[str]]:
+    store, examination = _database(config)
+    with closing(store), closing(examination):
+        identity = store.check()
+        findings = examination.findings()
+        return findings, identity, [head.topic for head in examination.topics_at_head()]
+
+
+def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str]) -> Iterator[Finding]:
+    kafka = _kafka(config)
+    yield kafka.cluster()
+    if identity is None:
+        return
+    group, leader_topic = config.leader_names(identity)
+    yield kafka.leader_topic(leader_topic)
+    yield kafka.leader_group(group)
+    _, tracking_topic = config.tracking_names(identity)
+    yield kafka.tracking_topic(tracking_topic, needed=config.delivery == "exactly-once")
+    if topics:
+        yield from kafka.topics(topics)
+
+
+def _status(config: HarvestConfig) -> dict[str, Any]:
+    store, examination = _database(config)
+    with closing(store), closing(examination):
+        identity = store.check()
+        backlog = store.backlog()
+        topics = [head._asdict() for head in examination.topics_at_head()]
+    group, _ = config.leader_names(identity)
+    return {
+        "outbox": identity,
+        "pending": backlog.pending,
+        "oldest_age_seconds": round(backlog.oldest_age_seconds, 3),
+        "topics": topics,
+        "leader_group": group,
+        "harvesters": [contender._asdict() for contender in _kafka(config).contenders(group)],
+    }
+
+
+def _database(config: HarvestConfig) -> tuple[Any, Any]:
+    try:
+        from outbox_core.stores.postgres import PostgresStore
+        from outbox_core.stores.postgres_examination import PostgresExamination
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    store = PostgresStore(config.data_source, config.outbox_table, application_name="kafka-outbox doctor")
+    return store, PostgresExamination(config.data_source, config.outbox_table)
+
+
+def _kafka(config: HarvestConfig) -> Any:
+    try:
+        from outbox_core.kafka_examination import KafkaExamination
+    except ImportError as error:
+        raise _missing_extra(error) from None
+    return KafkaExamination(config.base_kafka_config)
+
+
+def _print_json(document: object, out: Output) -> None:
+    out.write(json.dumps(document, indent=2) + "\n")
+
+
+def _missing_extra(error: ImportError) -> MissingExtra:
+    if (error.name or "").startswith("outbox_core"):
+        raise error
+    return MissingExtra(f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[harvester]'")

@@ -1,0 +1,165 @@
+"""`outbox doctor` and `outbox status` against the real services, sound ones and ones with something wrong."""
+
+import json
+from io import StringIO
+
+import psycopg
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic
+from django.core.management import call_command
+
+from outbox_core.cli import main
+from outbox_core.config import HarvestConfig
+from outbox_core.harvest import Harvester
+from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_table_sql
+from outbox_core.stores import postgres_examination
+from tests.harvesting import wait_until
+from tests.integration.django_fixtures import django_db_modify_db_settings
+
+__all__ = ["django_db_modify_db_settings"]
+
+INSERT = (
+    "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) SELECT %s, i::text, 'x' FROM generate_series(1, %s) i"
+)
+
+
+pytestmark = pytest.mark.usefixtures("connection")
+
+
+@pytest.fixture
+def connection(database, kafka_bootstrap, monkeypatch):
+    """A connection to a database with an empty outbox, which the environment names to the command."""
+    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", database)
+    monkeypatch.setenv("OUTBOX_KAFKA_BOOTSTRAP", kafka_bootstrap)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(create_table_sql(TableName("outbox")))
+        yield connection
+
+
+@pytest.fixture
+def run(capsys):
+    """Runs a command with `--json`; returns the exit code and the document."""
+
+    def run(*arguments):
+        code = main([*arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def of(findings, verdict):
+    """What was found of this kind, by subject."""
+    return {found["subject"]: found for found in findings if found["verdict"] == verdict}
+
+
+def test_sound_surroundings_have_no_problem(run):
+    """A fresh outbox and a broker without a harvester: exit code 0, and only the absent harvester to warn of."""
+    code, findings = run("doctor")
+    assert code == 0
+    assert not of(findings, "problem")
+    assert set(of(findings, "warning")) <= {"leader group", "old snapshot"}
+    assert {"server", "table", "sequence", "cluster", "leader topic"} <= set(of(findings, "ok"))
+
+
+def test_text_names_what_is_wrong_and_the_remedy(connection, capsys):
+    """A sequence with a cache breaks the order: exit code 1, and the statement that mends it does."""
+    connection.execute("ALTER SEQUENCE outbox_id_seq CACHE 20")
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "PROBLEM  sequence" in shown
+    remedy = next(line.strip() for line in shown.splitlines() if "CACHE 1" in line)
+    connection.execute(remedy.removeprefix("-> "))
+    assert main(["doctor"]) == 0
+
+
+def test_remedy_for_missing_storage_parameters_works(connection, run):
+    """The statement that it shows gives the table the parameters of the DDL."""
+    connection.execute(f"ALTER TABLE outbox RESET ({', '.join(STORAGE_PARAMETERS)})")
+    connection.execute(of(run("doctor")[1], "warning")["storage"]["remedy"])
+    assert "storage" not in of(run("doctor")[1], "warning")
+
+
+def test_names_who_holds_an_old_snapshot(database, run, monkeypatch):
+    """A transaction open for longer than the bound is named by its pid and application."""
+    monkeypatch.setattr(postgres_examination, "_OLD_SECONDS", 0)
+    with psycopg.connect(database, application_name="slow report") as holder:
+        holder.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        holder.execute("SELECT count(*) FROM outbox")
+        pid = holder.info.backend_pid
+        found = of(run("doctor")[1], "warning")["old snapshot"]
+    assert f"pid {pid} (slow report)" in found["detail"]
+
+
+def test_names_every_service_that_is_away_and_no_password(monkeypatch, run):
+    """Neither failure hides the other, and the password of the DSN is not shown."""
+    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", "postgresql://me:s3cret@127.0.0.1:1/db")
+    monkeypatch.setenv("OUTBOX_KAFKA_BOOTSTRAP", "127.0.0.1:1")
+    code, findings = run("doctor")
+    assert code == 1
+    assert set(of(findings, "problem")) == {"database", "Kafka"}
+    assert "s3cret" not in json.dumps(findings)
+
+
+def test_missing_table_is_a_problem(connection, run):
+    """It is said with the ways to make the table, and Kafka is still looked at."""
+    connection.execute("DROP TABLE outbox")
+    code, findings = run("doctor")
+    assert code == 1
+    assert "does not exist" in of(findings, "problem")["database"]["detail"]
+    assert "cluster" in of(findings, "ok")
+
+
+@pytest.mark.real_broker
+def test_tracking_topic_that_expires_is_a_problem(kafka_bootstrap, topic_name, run, tmp_path):
+    """With the delete policy the last manifest would be lost: exit code 1, the setting named."""
+    topic = topic_name("tracking")
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    admin.create_topics([NewTopic(topic, 1)])[topic].result()
+    path = tmp_path / "reaper.yaml"
+    path.write_text(f"harvest:\n  delivery: exactly-once\n  trackingTopic: {topic}\n")
+    code, findings = run("doctor", "-f", str(path))
+    assert code == 1
+    assert "cleanup.policy=delete" in of(findings, "problem")["tracking topic"]["detail"]
+
+
+def test_missing_topic_is_named(connection, run, topic_name):
+    """Records that wait for a topic nobody made are worth a warning."""
+    topic = topic_name("nobody-made")
+    connection.execute(INSERT, (topic, 3))
+    assert topic in of(run("doctor")[1], "warning")["topic"]["detail"]
+
+
+def test_status_shows_what_waits_and_who_leads(connection, run, topic_name, capsys):
+    """Backlog by topic, and the harvester that leads the group."""
+    topic = topic_name("waiting")
+    connection.execute(INSERT, (topic, 1200))
+    code, status = run("status")
+    assert code == 0
+    assert (status["pending"], status["harvesters"]) == (1200, [])
+    assert status["topics"] == [{"topic": topic, "waiting": 1200, "marked": 0}]
+    assert status["oldest_age_seconds"] > 0
+    assert main(["status"]) == 0
+    assert "waiting  1,200 records" in capsys.readouterr().out
+
+
+def test_status_names_the_leader(database, kafka_bootstrap, run):
+    """A running harvester is shown by its name, as the leader."""
+    config = HarvestConfig(
+        data_source=database, base_kafka_config={"bootstrap.servers": kafka_bootstrap}, name="harvester-of-status"
+    )
+    with Harvester(config) as harvester:
+        wait_until(lambda: harvester.is_leader, "leadership")
+        status = run("status")[1]
+    assert [(each["client_id"], each["leads"]) for each in status["harvesters"]] == [("harvester-of-status", True)]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_django_commands_look_at_the_database_of_the_settings(kafka_bootstrap, settings):
+    """`manage.py outbox_status` and `outbox_doctor` print to the stream that Django gives them."""
+    settings.OUTBOX = {**getattr(settings, "OUTBOX", {}), "KAFKA": {"bootstrap.servers": kafka_bootstrap}}
+    out = StringIO()
+    call_command("outbox_status", "--json", stdout=out)
+    assert json.loads(out.getvalue())["pending"] == 0
+    out = StringIO()
+    call_command("outbox_doctor", stdout=out)
+    assert "sequence" in out.getvalue()
