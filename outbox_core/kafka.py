@@ -25,7 +25,7 @@ from confluent_kafka import (
 )
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import ConfigResource
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError, TrackingTopicError
 
@@ -49,6 +49,7 @@ __all__ = [
     "make_admin",
     "make_consumer",
     "make_producer",
+    "partition_count",
     "topic_exists",
 ]
 
@@ -233,9 +234,16 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
 
 
 def ensure_tracking_topic(
-    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+    config: KafkaConfig, topic: str, *, width: int = 1, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
 ) -> None:
     """Make the tracking topic of exactly-once delivery if it is missing, and check its settings.
+
+    Args:
+        config: librdkafka settings.
+        topic: its name.
+        width: how many transactional.ids keep their manifests there, each on a partition of its own: 1 for a harvester,
+            one for each of a relay's shards. A relay's topic gets more partitions if it has less.
+        timeout_seconds: for everything together.
 
     Raises:
         TrackingTopicError: naming the setting that is wrong, or what keeps the topic from being made or described.
@@ -244,8 +252,10 @@ def ensure_tracking_topic(
     inquiry = Inquiry(config, timeout_seconds)
     if not inquiry.can_create():
         raise TrackingTopicError("this Kafka cluster is a mock without transactions; exactly once needs a real broker")
-    partitions = _ensure(inquiry, _TRACKING_TOPIC, topic)
-    if partitions != 1:
+    partitions = _ensure(inquiry, _TRACKING_TOPIC, topic, width)
+    if partitions < width:
+        _widen(inquiry, _TRACKING_TOPIC, topic, width)
+    elif width == 1 and partitions != 1:
         raise TrackingTopicError(
             f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
         )
@@ -254,6 +264,15 @@ def ensure_tracking_topic(
         raise TrackingTopicError(
             f"tracking topic {topic!r} has cleanup.policy={policy}, expected compact: the last manifest must not expire"
         )
+
+
+def partition_count(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:
+    """How many partitions a topic has, 0 if it is not there; it does not appear by that.
+
+    Raises:
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    return Inquiry(config, timeout_seconds).partitions(topic)
 
 
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
@@ -277,34 +296,48 @@ _LEADER_TOPIC = _Kind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
 _TRACKING_TOPIC = _Kind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
 
 
-def _ensure(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
-    """Make a topic of one partition if it is missing; return its number of partitions."""
+def _ensure(inquiry: Inquiry, kind: _Kind, topic: str, width: int = 1) -> int:
+    """Make a topic of so many partitions if it is missing; return its number of partitions."""
     partitions = inquiry.partitions(topic)
     if partitions == 0:
         if inquiry.can_create():
-            _create(inquiry, kind, topic)
+            _create(inquiry, kind, topic, width)
         partitions = _partitions_once_there(inquiry, kind, topic)
     return partitions
 
 
-def _create(inquiry: Inquiry, kind: _Kind, topic: str) -> None:
-    new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=kind.settings)
+def _create(inquiry: Inquiry, kind: _Kind, topic: str, width: int) -> None:
+    new_topic = NewTopic(topic, num_partitions=width, replication_factor=-1, config=kind.settings)
     answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
     try:
         answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
     except KafkaException as error:
         cause: KafkaError = error.args[0]
         if cause.code() not in {KafkaError.TOPIC_ALREADY_EXISTS, KafkaError._UNSUPPORTED_FEATURE}:  # noqa: SLF001
-            raise _cannot_make(kind, topic, cause.str()) from None
+            raise _cannot_make(kind, topic, width, cause.str()) from None
     except FutureTimeoutError:
-        raise _cannot_make(kind, topic, "no answer") from None
+        raise _cannot_make(kind, topic, width, "no answer") from None
 
 
-def _cannot_make(kind: _Kind, topic: str, reason: str) -> OutboxError:
+def _cannot_make(kind: _Kind, topic: str, width: int, reason: str) -> OutboxError:
     return kind.error(
         f"{kind.name} {topic!r} does not exist and cannot be made: {reason}; "
-        "create it with one partition, or grant CREATE on it"
+        f"create it with {'one partition' if width == 1 else f'{width} partitions'}, or grant CREATE on it"
     )
+
+
+def _widen(inquiry: Inquiry, kind: _Kind, topic: str, width: int) -> None:
+    """Give a topic more partitions, and wait until they are known."""
+    answer = inquiry.admin.create_partitions([NewPartitions(topic, width)], request_timeout=inquiry.remaining)[topic]
+    try:
+        answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
+    except (KafkaException, FutureTimeoutError) as error:
+        reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+        raise kind.error(
+            f"{kind.name} {topic!r} cannot be given {width} partitions: {reason}; do it, or grant ALTER on it"
+        ) from None
+    while inquiry.partitions(topic) < width and not inquiry.is_late:
+        time.sleep(_APPEAR_INTERVAL_SECONDS)
 
 
 def _partitions_once_there(inquiry: Inquiry, kind: _Kind, topic: str) -> int:

@@ -67,10 +67,12 @@ def start_session(
 
 def register(spark: SparkSession) -> None:
     """Make the formats `outbox`, `outbox_kafka`, `outbox_kafka_txn` and `outbox_postgres` known to a session."""
+    from outbox_spark.kafka_sink import KafkaSink
     from outbox_spark.kafka_source import KafkaSource
+    from outbox_spark.outbox_source import OutboxSource
     from outbox_spark.postgres_sink import PostgresSink
 
-    for source in (KafkaSource, PostgresSink):
+    for source in (OutboxSource, KafkaSource, KafkaSink, PostgresSink):
         spark.dataSource.register(source)
 
 

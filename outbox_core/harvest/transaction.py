@@ -166,12 +166,12 @@ class TransactionalProducer:
                 refused.append(Failure(record, KafkaError(KafkaError._INVALID_ARG, str(error))))  # noqa: SLF001
         return refused
 
-    def send_manifest(self, topic: str, value: bytes) -> Ended | None:
-        """Produce the manifest into the open transaction."""
+    def send_manifest(self, topic: str, value: bytes, partition: int = 0) -> Ended | None:
+        """Produce the manifest into the open transaction, on the partition that belongs to this transactional.id."""
         try:
             while True:
                 try:
-                    self._producer.produce(topic, value, self._transactional_id, 0)
+                    self._producer.produce(topic, value, self._transactional_id, partition)
                 except BufferError:
                     self._producer.poll(_QUEUE_FULL_POLL_SECONDS)
                 else:

@@ -22,6 +22,7 @@ from uuid import UUID
 
 import psycopg
 
+from outbox_core import relay_marks
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.ports import Backlog, LaneKey, MarkedBatch, MarkedRows, StoredRecord
 from outbox_core.schema import REQUIRED_COLUMNS, TableName
@@ -72,7 +73,7 @@ RETURNING id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{
 """
 
 # Exact for every timestamp, the infinite ones apart, which nobody draws twice by chance.
-_MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
+MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
 
 _SCAN = """
 SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
@@ -90,8 +91,10 @@ WHERE stored.id = published.id AND {microseconds} = published.microseconds
 """
 
 # Reads the whole table: a mark may be anywhere, behind any number of rows of keys that were left out of the marks.
+# What a relay marked (outbox_core.relay_marks) is not counted: its manifests tell what it published.
 _MARKED = """
-SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table} WHERE leader_id IS NOT NULL
+SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table}
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
 """
 
 _CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
@@ -152,8 +155,8 @@ class PostgresStore:
         self._application_name = application_name
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
-        self._settle = self._format(_SETTLE, microseconds=_MICROSECONDS)
-        self._marked = self._format(_MARKED)
+        self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
+        self._marked = self._format(_MARKED, first_of_relays=relay_marks.FIRST, last_of_relays=relay_marks.LAST)
         self._clear_marks = self._format(_CLEAR_MARKS)
         self._purge = self._format(_PURGE)
         self._reset = self._format(_RESET)
@@ -230,7 +233,7 @@ class PostgresStore:
         return self._execute(self._settle, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
 
     def marked(self) -> MarkedRows:
-        """The rows that carry a mark."""
+        """The rows that carry a harvester's mark."""
         return MarkedRows(*self._query(self._marked)[0])
 
     def clear_marks(self) -> int:
@@ -284,7 +287,7 @@ class PostgresStore:
         }
         self._mark = self._format(_MARK, exclusion="", **parts)
         self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS}", **parts)
-        parts |= {"microseconds": _MICROSECONDS, "other_ids": _OTHER_IDS}
+        parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
         self._scan = self._format(_SCAN, exclusion="", **parts)
         self._scan_excluding = self._format(_SCAN, exclusion=_EXCLUSION, **parts)
 
