@@ -74,13 +74,17 @@ class ParquetTable:
         """Finish what a writer that died had committed, and remove what it had not. For its next writer."""
         self._ledger.settle()
 
-    def read(self, *, below: Mapping[str, Sequence[str]] | None = None) -> DataFrame:
+    def read(
+        self, *, only: Mapping[str, Sequence[str]] | None = None, since: Mapping[str, str] | None = None
+    ) -> DataFrame:
         """The rows of all committed files.
 
         Args:
-            below: only files in folders with these values, for example `{"topic": ["orders"]}`.
+            only: files in folders with these values, for example `{"topic": ["orders"]}`.
+            since: files in folders with this value or a later one, for example `{"date": "2026-11-21"}`; and those
+                of the folder without a value.
         """
-        paths = [path for path in self._ledger.files if below is None or _is_below(path, below)]
+        paths = [path for path in self._ledger.files if _is_in(path, only or {}, since or {})]
         if not paths:
             return self._spark.createDataFrame([], self._schema)
         reader = self._spark.read.schema(self._schema).option("basePath", self.url)
@@ -145,6 +149,9 @@ def _final_path(path: str, number: int, position: int) -> str:
     return f"{folder}{slash}{number:010d}-{position:05d}.parquet"
 
 
-def _is_below(path: str, wanted: Mapping[str, Sequence[str]]) -> bool:
+def _is_in(path: str, only: Mapping[str, Sequence[str]], since: Mapping[str, str]) -> bool:
+    """Whether a file's folders have these values; `__HIVE_DEFAULT_PARTITION__`, for none, comes after all digits."""
     folders = dict(part.split("=", 1) for part in path.split("/")[:-1])
-    return all(folders.get(name) in values for name, values in wanted.items())
+    return all(folders.get(name) in values for name, values in only.items()) and all(
+        folders.get(name, "") >= value for name, value in since.items()
+    )

@@ -1,7 +1,7 @@
 """Following topics into targets that know how far they are.
 
-Exactly once rests on the target, not on Spark's checkpoint: a target keeps the next offset of each partition in the same
-commit as the rows. So it does not matter what becomes of the checkpoint:
+Exactly once rests on the target, not on Spark's checkpoint: a target keeps the next offset of each partition in the
+same commit as the rows. So it does not matter what becomes of the checkpoint:
 
 - Spark repeats a batch (a task or the driver died, the last commit-log entry is lost): what the target has already, by
   its own offsets, is left out.
