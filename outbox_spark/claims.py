@@ -57,7 +57,8 @@ def _read(consumer: Consumer, topic: str, give_up_at: float) -> int:
         if message is None:
             continue
         offset = message.offset() or 0
-        if message.error() is None:
+        error = message.error()
+        if error is None:
             value = message.value()
             match decode(value if isinstance(value, bytes) else None):
                 case Claim():
@@ -66,7 +67,7 @@ def _read(consumer: Consumer, topic: str, give_up_at: float) -> int:
                     highest = max(highest, claim)
             if offset >= high - 1:
                 return highest
-        elif message.error().code() == KafkaError._PARTITION_EOF and offset >= high:  # noqa: SLF001
+        elif error.code() == KafkaError._PARTITION_EOF and offset >= high:  # noqa: SLF001
             return highest
     raise KafkaUnavailable(f"leader topic {topic!r} was not read to its end in time")
 

@@ -55,21 +55,31 @@ class KafkaSink(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:  # noqa: N802  Spark's name
         """Streaming."""
         del schema, overwrite
-        return _StreamWriter(self.options)
+        return ShardsWriter(self.options)
 
 
-class _StreamWriter(DataSourceStreamArrowWriter):
+class ShardsWriter(DataSourceStreamArrowWriter):
+    """Publishes each partition by a `ShardWriter`.
+
+    Args:
+        given: the sink's options.
+    """
+
     def __init__(self, given: Mapping[str, str]) -> None:
         self._options = Options("outbox_kafka_txn", given, COMMON_OPTIONS)
         self._options.kafka()
         self._config = config_of(self._options)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """On a worker: one shard of one batch."""
         mark, records = from_arrow(iterator)
         if mark is None:
             return RecordsPublished(0, 0)
         identity = identity_of(self._options, self._config)
         shard = Transactions.of(self._config, identity).of_shard(current_task().partition)
         leader_topic = self._config.leader_names(identity).topic
-        written = ShardWriter(shard, leader_topic, mark.term).write(records)
+        written = ShardWriter(shard, leader_topic, mark.term, reached=self.reached).write(records)
         return RecordsPublished(written.sent, written.found)
+
+    def reached(self, step: str) -> None:
+        """Called at each step of a shard; tests override it to fail there."""

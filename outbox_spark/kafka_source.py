@@ -169,13 +169,13 @@ class _StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNo
         """Without the connection: workers get a copy."""
         return {"options": self.options, "_target": None, "_firsts": {}}
 
-    def initialOffset(self) -> Position:  # type: ignore[override]  # noqa: N802
+    def initialOffset(self) -> Position:  # noqa: N802
         return self._log.starting(self.options.starting)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         return ReadAllAvailable() if self.options.limit is None else ReadMaxRows(self.options.limit)
 
-    def latestOffset(self, start: Position, limit: ReadLimit) -> Position:  # type: ignore[override]  # noqa: N802
+    def latestOffset(self, start: Position, limit: ReadLimit) -> Position:  # noqa: N802
         if self._target is None:
             self._firsts, ends = self._log.bounds()
         else:
@@ -185,10 +185,10 @@ class _StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNo
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._firsts, self._target = self._log.bounds()
 
-    def reportLatestOffset(self) -> Position | None:  # type: ignore[override]  # noqa: N802
+    def reportLatestOffset(self) -> Position | None:  # noqa: N802
         return self._target
 
-    def partitions(self, start: Position, end: Position) -> Sequence[InputPartition]:  # type: ignore[override]
+    def partitions(self, start: Position, end: Position) -> Sequence[InputPartition]:
         firsts = self._firsts or self._log.bounds()[0]
         return [_Part(part) for part in ranges_between(start, end, firsts, self.options.min_partitions)]
 
@@ -198,7 +198,8 @@ class _StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNo
 
 def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
     """Messages as rows. Of headers with the same name the map has the last, the list all, in their order."""
-    header_lists = [message.headers() or () for message in messages]
+    # confluent-kafka's annotations have headers as a dict, too; what comes is a list of pairs of text and bytes.
+    header_lists: list[Any] = [message.headers() or () for message in messages]
     identities = []
     names: list[str] = []
     values: list[bytes | None] = []

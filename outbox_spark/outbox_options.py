@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from outbox_core.config import HarvestConfig, Limits, format_duration, parse_duration
@@ -96,7 +95,7 @@ def _duration(options: Options, option: str) -> Any:
         raise options.error(option, str(error)) from None
 
 
-def _json(options: Options, option: str) -> Mapping[str, Any]:
+def _json(options: Options, option: str) -> dict[str, Any]:
     try:
         found = json.loads(options.text(option, "{}"))
     except ValueError:

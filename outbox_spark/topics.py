@@ -313,7 +313,7 @@ class RangeReader:
     def _sift(self, messages: Sequence[Message]) -> tuple[bool, list[Message]]:
         """Whether the range's end was reached, and the messages that belong to it."""
         end = self._range.end
-        kept = []
+        kept: list[Message] = []
         for message in messages:
             error = message.error()
             offset = message.offset() or 0

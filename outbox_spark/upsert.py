@@ -146,8 +146,8 @@ class Upsert:
         self._table, self._progress_name = table, progress
         identifiers = sql.SQL(", ").join(map(sql.Identifier, columns))
         self._parts: dict[str, Any] = {
-            "target": sql.SQL(table.quoted),  # type: ignore[arg-type]
-            "progress": sql.SQL(progress.quoted),  # type: ignore[arg-type]
+            "target": sql.SQL(table.quoted),
+            "progress": sql.SQL(progress.quoted),
             "columns": identifiers,
             "keys": sql.SQL(", ").join(map(sql.Identifier, target.keys)),
             "action": self._action(),
@@ -231,7 +231,7 @@ class Upsert:
         return sql.SQL("UPDATE SET {}").format(sql.SQL(", ").join(each))
 
     def _sql(self, statement: str) -> sql.Composed:
-        return sql.SQL(statement).format(**self._parts)  # type: ignore[arg-type]
+        return sql.SQL(statement).format(**self._parts)
 
     def _explain(self, error: psycopg.Error) -> OutboxError:
         message = _one_line(error)
