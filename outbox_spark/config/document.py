@@ -7,6 +7,7 @@
       settings: {spark.driver.memory: 2g}
     logging: {level: info}    # optional
     project: ...              # a section for each pipeline; a file may have several
+    harvest: ...              # with `relay:`, what `outbox harvest` reads
 
 `${NAME}` in a value is replaced by the environment variable NAME, `$${` stands for `${`. Errors name the setting as it
 is written in the file, and never show values: they may be passwords.
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from outbox_core.config import log_level
+from outbox_core.config import HarvestConfig, load_config, log_level
 from outbox_core.config.problems import InvalidSettings, Problem, Settings, unknown_field
 from outbox_core.config.yaml_file import read_yaml
 from outbox_core.errors import InvalidConfig
@@ -29,6 +30,7 @@ from outbox_spark.config.models import (
     AuditSettings,
     KafkaSettings,
     ProjectSettings,
+    RelaySettings,
     ReplaySettings,
     SparkSettings,
 )
@@ -38,10 +40,11 @@ PIPELINES: dict[str, type[Settings]] = {
     "archive": ArchiveSettings,
     "replay": ReplaySettings,
     "audit": AuditSettings,
+    "relay": RelaySettings,
 }
 """Every pipeline, with what its section of the file must be."""
 
-_SHARED = ("kafka", "spark", "logging")
+_SHARED = ("kafka", "spark", "logging", "harvest")
 _VARIABLE = re.compile(r"\$\$\{|\$\{([^}]*)\}")
 
 
@@ -55,6 +58,7 @@ class PipelineFile:
         kafka: librdkafka's properties; empty if the file has none.
         spark: how Spark is started.
         level: for `logging`.
+        harvest: with the relay, its outbox; else None.
     """
 
     pipeline: str
@@ -62,6 +66,7 @@ class PipelineFile:
     kafka: dict[str, str] = field(repr=False)
     spark: SparkSettings
     level: int
+    harvest: HarvestConfig | None = None
 
 
 def load_pipeline(path: str | Path, pipeline: str, environ: Mapping[str, str]) -> PipelineFile:
@@ -102,8 +107,14 @@ def understand(document: Mapping[str, Any], pipeline: str, *, where: str = "the 
     kafka = _section(KafkaSettings, {"properties": document.get("kafka") or {}}, ("kafka",), problems)
     if problems:
         raise InvalidSettings(problems)
+    harvest = load_config({"harvest": document.get("harvest") or {}}) if pipeline == "relay" else None
     return PipelineFile(
-        pipeline=pipeline, settings=settings, kafka=kafka.properties, spark=spark, level=log_level(document)
+        pipeline=pipeline,
+        settings=settings,
+        kafka=kafka.properties,
+        spark=spark,
+        level=log_level(document),
+        harvest=harvest,
     )
 
 

@@ -358,6 +358,22 @@ class AuditSettings(Settings):
         return self
 
 
+class RelaySettings(Settings):
+    """Outbox table -> topics. What the outbox is stands in the section `harvest`, as for `outbox harvest`.
+
+    Attributes:
+        checkpoint: the folder of Spark's checkpoint.
+        shards: how many tasks publish at once.
+        batch_records: how many records a batch has at most.
+    """
+
+    checkpoint: Path
+    shards: Annotated[int, Field(ge=1, le=1000, strict=True)] | None = None
+    batch_records: Annotated[int, Field(ge=1, strict=True)] | None = Field(
+        default=None, validation_alias="batchRecords"
+    )
+
+
 class KafkaSettings(Settings):
     """librdkafka's properties for every client.
 
