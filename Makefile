@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos chaos demo bench bench-failover bench-latency clean
+.PHONY: help setup lint format test test-chaos chaos demo demo-pipeline bench bench-failover bench-latency clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-
 
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo
+
+demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exactly once through two kills, to the cent
+	$(BIN)/python -m example_project.demo_pipeline
 
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput

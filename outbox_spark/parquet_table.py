@@ -71,7 +71,8 @@ class ParquetTable:
         return self._ledger.number == 0
 
     def recover(self) -> None:
-        """Finish what a writer that died had committed, and remove what it had not. For its next writer."""
+        """Finish what a writer that died had committed, and remove what it had not. For the next writer."""
+        self._ledger = Ledger.open(self._folder)
         self._ledger.settle()
 
     def read(

@@ -56,7 +56,7 @@ class Sides:
         elif side.topics is not None:
             rows = self._records(self._topics(side.topics))
         else:
-            rows = self._table(side.table).withColumn("is_replay", F.lit(value=False))  # type: ignore[arg-type]  # one of them is given
+            rows = self._table(side.table).withColumn("is_replay", F.expr("false"))  # type: ignore[arg-type]  # one of them is given
         if settings.since is not None:
             rows = rows.where(F.col("timestamp") >= F.lit(settings.since))
         if settings.until is not None:

@@ -26,9 +26,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox_core.config import redact
-from outbox_core.errors import OutboxError
+from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
 from outbox_spark.config import StreamSettings
-from outbox_spark.folder import Folder, HadoopFolder
+from outbox_spark.folder import FileTaken, Folder, HadoopFolder
+from outbox_spark.ledger import LedgerError
 from outbox_spark.positions import Positions, advanced, earliest_of, flat
 from outbox_spark.topics import Position, TopicLog
 
@@ -40,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_ATTEMPTS = 6
 
 
 class RecordsMissing(OutboxError):
@@ -50,6 +53,10 @@ class PipelineFailed(OutboxError):
     """Spark ended the query."""
 
 
+_HOPELESS = (InvalidConfig, OutboxTableError, RecordsMissing, FileTaken, LedgerError)
+"""What starting again does not mend."""
+
+
 class Target(Protocol):
     """What takes the records of topics, exactly once."""
 
@@ -58,7 +65,7 @@ class Target(Protocol):
         """For messages."""
 
     def recover(self) -> None:
-        """Finish what was begun by a process that died. Called once, first of all."""
+        """Finish what was begun by whoever died, and find out what is there. Called before each query."""
 
     def positions(self) -> Positions:
         """The next offset of each partition that it has records of, as committed."""
@@ -120,15 +127,38 @@ class Follower:
     report: Callable[[BatchReport], None]
     totals: Counter[str] = field(default_factory=Counter)
     _error: BaseException | None = None
+    _failures: int = 0
 
     def run(self, *, once: bool, stop: threading.Event) -> Counter[str]:
         """Follow until told to stop, or, with `once`, until what is there now is taken; return all counts.
 
+        A query that fails is started again, after a pause that grows while nothing gets done; with `once` some times.
+
         Raises:
             RecordsMissing: see there.
-            OutboxError: what the targets raised.
-            PipelineFailed: Spark ended the query for another reason.
+            OutboxError: what starting again does not mend, or did not.
         """
+        try:
+            while not stop.is_set():
+                try:
+                    self._run_query(once=once, stop=stop)
+                    break
+                except _HOPELESS:
+                    raise
+                except OutboxError as error:
+                    self._failures += 1
+                    if once and self._failures == _ATTEMPTS:
+                        raise
+                    pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self._failures - 1))
+                    _log.warning("%s; trying again in %.0f s", error, pause)
+                    stop.wait(pause)
+        finally:
+            self._log.close()
+        return self.totals
+
+    def _run_query(self, *, once: bool, stop: threading.Event) -> None:
+        """One query, from wherever the targets are."""
+        self._error = None
         for target in self.targets:
             target.recover()
         query = self._start(once=once)
@@ -142,8 +172,6 @@ class Follower:
             raise self._reason(error) from None
         finally:
             query.stop()
-            self._log.close()
-        return self.totals
 
     @functools.cached_property
     def _log(self) -> TopicLog:
@@ -198,6 +226,7 @@ class Follower:
             self._error = error
             raise
         self.totals.update(counts)
+        self._failures = 0
         self.report(BatchReport(number=number, counts=counts, seconds=time.monotonic() - began, lag=self._lag(number)))
         for target in self.targets:
             target.tidy()
