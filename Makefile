@@ -29,7 +29,7 @@ format: $(STAMP)  ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 
 test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker
-	$(BIN)/pytest -m "not chaos_run"
+	$(BIN)/pytest
 
 test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
 	$(BIN)/pytest tests/chaos

@@ -2,6 +2,7 @@
 
     alembic upgrade head                                           # OUTBOX_POSTGRES_DSN, tables `outbox` and `inbox`
     alembic -x dsn=postgresql://... -x table=billing.outbox upgrade head
+    alembic -x notify=on upgrade head                              # with the trigger for NOTIFY; -x notify=off drops it
 
 The inbox is named after its outbox (`inbox`, `payments_inbox` for `payments_outbox`) unless `-x inbox=...` says
 otherwise, each time. Each outbox keeps its own version table (`outbox_alembic_version` beside `outbox`), so that
@@ -17,13 +18,14 @@ from sqlalchemy import MetaData, create_engine, pool
 from sqlalchemy.exc import OperationalError
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import TableName, inbox_beside
+from outbox_core.schema import TableName, drop_notify_sql, inbox_beside, notify_sql
 from outbox_sqlalchemy import make_inbox_table, make_outbox_table, sqlalchemy_url
 
 arguments = {
     "dsn": context.config.attributes.get("outbox_dsn") or os.environ.get("OUTBOX_POSTGRES_DSN"),
     "table": context.config.attributes.get("outbox_table") or "outbox",
     "inbox": context.config.attributes.get("outbox_inbox"),
+    "notify": context.config.attributes.get("outbox_notify"),
     **context.get_x_argument(as_dictionary=True),
 }
 
@@ -49,6 +51,12 @@ def settings(name: TableName, inbox: TableName) -> dict[str, object]:
     }
 
 
+def set_notify(name: TableName) -> None:
+    """Make or drop the trigger for NOTIFY, as asked: no revision, so that it can be switched at any time."""
+    if arguments["notify"] is not None:
+        context.execute(notify_sql(name) if arguments["notify"] == "on" else drop_notify_sql(name))
+
+
 def version_table(name: TableName) -> str:
     """The outbox's version table; PostgreSQL would cut off a longer name, and two outboxes might share one."""
     table = f"{name.table}_alembic_version"
@@ -59,17 +67,21 @@ def version_table(name: TableName) -> str:
 
 def run() -> None:
     """Run the asked command, on the database or as a script of SQL (`--sql`)."""
-    unknown = set(arguments) - {"dsn", "table", "inbox"}
+    unknown = set(arguments) - {"dsn", "table", "inbox", "notify"}
     if unknown:
         raise CommandError(
-            f"-x {', '.join(sorted(unknown))}: unknown; there are `-x dsn=...`, `-x table=...` and `-x inbox=...`"
+            f"-x {', '.join(sorted(unknown))}: unknown; there are `-x dsn=...`, `-x table=...`, `-x inbox=...` and "
+            "`-x notify=on|off`"
         )
+    if arguments["notify"] not in (None, "on", "off"):
+        raise CommandError(f"-x notify={arguments['notify']}: write on or off")
     name = TableName.parse(arguments["table"])
     common = settings(name, TableName.parse(arguments["inbox"]) if arguments["inbox"] else inbox_beside(name))
     if context.is_offline_mode():
         context.configure(dialect_name="postgresql", literal_binds=True, **common)
         with context.begin_transaction():
             context.run_migrations()
+            set_notify(name)
         return
     if not arguments["dsn"]:
         raise CommandError("no database: set OUTBOX_POSTGRES_DSN or pass `-x dsn=postgresql://...`")
@@ -82,6 +94,7 @@ def run() -> None:
         context.configure(connection=connection, **common)
         with context.begin_transaction():
             context.run_migrations()
+            set_notify(name)
 
 
 try:

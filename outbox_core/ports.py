@@ -6,7 +6,7 @@ A harvester needs a place that holds records (`OutboxStore`) and somebody who sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
@@ -14,6 +14,9 @@ from outbox_core.events import EventHandler
 
 LaneKey = tuple[str, str]
 """(topic, key): the unit of order. A record without a key belongs to none."""
+
+NO_LIMIT = 2**62
+"""More bytes than there are."""
 
 
 class StoredRecord(NamedTuple):
@@ -40,6 +43,16 @@ class StoredRecord(NamedTuple):
     header_values: list[bytes | str | None] | None
     partition: int
     create_time: int
+
+
+def bytes_of(records: Iterable[StoredRecord]) -> int:
+    """What the values and header values of records take in memory, near enough."""
+    return sum(
+        [
+            len(record[3] or b"") + (sum(len(value or b"") for value in record[5]) if record[5] else 0)
+            for record in records
+        ]
+    )
 
 
 class MarkedRows(NamedTuple):
@@ -86,9 +99,18 @@ class OutboxStore(Protocol):
         """Look at the table; return the outbox's identity, `<database>.<schema>.<table>`."""
 
     def mark(
-        self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = (), resting: Collection[int] = ()
+        self,
+        leader_id: UUID,
+        limit: int,
+        excluding: Collection[LaneKey] = (),
+        resting: Collection[int] = (),
+        *,
+        max_bytes: int = NO_LIMIT,
     ) -> MarkedBatch:
-        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them."""
+        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them.
+
+        At most `limit` rows, and no row once those before it hold `max_bytes` of values.
+        """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
@@ -97,9 +119,17 @@ class OutboxStore(Protocol):
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
 
     def scan(
-        self, limit: int, in_flight: Collection[int], excluding: Collection[LaneKey] = ()
+        self,
+        limit: int,
+        in_flight: Collection[int],
+        excluding: Collection[LaneKey] = (),
+        *,
+        max_bytes: int = NO_LIMIT,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing."""
+        """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing.
+
+        Limited as `mark` is.
+        """
 
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""

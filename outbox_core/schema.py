@@ -214,6 +214,42 @@ def create_table_sql(name: TableName, layout: Literal["binary", "text"] = "binar
     return template.format(table=name.quoted, parameters=parameters)
 
 
+NOTIFY_CHANNEL_PREFIX = "kafka_outbox_"
+"""What stands before the table's oid in the name of the channel on which inserts are told of."""
+
+_NOTIFY = """\
+CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM pg_notify('{prefix}' || TG_RELID::text, '');
+    RETURN NULL;
+END
+$$;
+CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {table} FOR EACH STATEMENT EXECUTE FUNCTION {function}();
+"""
+
+_NO_NOTIFY = """\
+DROP TRIGGER IF EXISTS {trigger} ON {table};
+DROP FUNCTION IF EXISTS {function}();
+"""
+
+
+def notify_sql(name: TableName) -> str:
+    """The PostgreSQL DDL of the trigger that tells harvesters of inserts: two statements, which may be repeated."""
+    return _NOTIFY.format(table=name.quoted, prefix=NOTIFY_CHANNEL_PREFIX, **_notify_names(name))
+
+
+def drop_notify_sql(name: TableName) -> str:
+    """The PostgreSQL DDL that removes what `notify_sql` made: two statements, which may be repeated."""
+    return _NO_NOTIFY.format(table=name.quoted, **_notify_names(name))
+
+
+def _notify_names(name: TableName) -> dict[str, str]:
+    """Trigger and function, named after the table; the function stands in the table's schema."""
+    suffix = "_notify"
+    own = name.table.encode()[: _MAX_IDENTIFIER_BYTES - len(suffix)].decode(errors="ignore") + suffix
+    return {"trigger": _quote(own), "function": TableName(own, name.schema).quoted}
+
+
 INBOX_COLUMNS = ("source", "message_id", "accept_time")
 """The columns of an inbox; the first two are its primary key."""
 

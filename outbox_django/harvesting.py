@@ -28,6 +28,7 @@ _KEY_OF_FIELD = {
     "delivery": "DELIVERY",
     "transactional_id": "TRANSACTIONAL_ID",
     "tracking_topic": "TRACKING_TOPIC",
+    "notify": "NOTIFY",
     "name": "NAME",
     "outbox_name": "OUTBOX_NAME",
     "id_header": "ID_HEADER",

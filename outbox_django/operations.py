@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from django.db.migrations.operations.base import Operation
 
-from outbox_core.schema import STORAGE_PARAMETERS
+from outbox_core.schema import STORAGE_PARAMETERS, TableName, drop_notify_sql, notify_sql
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from django.db.backends.base.schema import BaseDatabaseSchemaEditor
     from django.db.migrations.state import ProjectState
 
@@ -53,3 +55,47 @@ class SetStorageParameters(Operation):
         if self.allow_migrate_model(schema_editor.connection.alias, model):
             table = schema_editor.quote_name(model._meta.db_table)  # noqa: SLF001  Django's documented API
             schema_editor.execute(f"ALTER TABLE {table} {action}")
+
+
+class NotifyOnInsert(Operation):
+    """Give the outbox the trigger that tells harvesters with `OUTBOX["NOTIFY"]` of inserts.
+
+    For a migration of the project's own, since the trigger has its price for writers:
+
+        class Migration(migrations.Migration):
+            dependencies = [("outbox_django", "0001_initial")]
+            operations = [NotifyOnInsert()]
+    """
+
+    reversible = True
+    reduces_to_sql = True
+    elidable = False
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        """Change nothing: Django's models know no triggers."""
+
+    def database_forwards(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
+    ) -> None:
+        """Make function and trigger."""
+        del app_label, from_state
+        self._run(schema_editor, to_state, notify_sql)
+
+    def database_backwards(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
+    ) -> None:
+        """Drop them."""
+        del app_label, to_state
+        self._run(schema_editor, from_state, drop_notify_sql)
+
+    def describe(self) -> str:
+        """What `migrate --plan` shows."""
+        return "Tell harvesters of inserts into the outbox"
+
+    def _run(
+        self, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState, statements: Callable[[TableName], str]
+    ) -> None:
+        model = state.apps.get_model("outbox_django", "Outbox")
+        if self.allow_migrate_model(schema_editor.connection.alias, model):
+            table = model._meta.db_table  # noqa: SLF001  Django's documented API
+            schema_editor.execute(statements(TableName.parse(table) if table.startswith('"') else TableName(table)))

@@ -45,6 +45,7 @@ class OutboxSettings:
         delivery: `at-least-once` or `exactly-once`.
         transactional_id: with which exactly-once delivery publishes.
         tracking_topic: where exactly-once delivery keeps track.
+        notify: whether the harvester listens for notices of commits; see `outbox_django.operations.NotifyOnInsert`.
         name: name of this harvester in logs and metrics.
         outbox_name: name of this outbox in the ID header; topics may be fed by several outboxes.
         id_header: name of the record header that tells repeats from new records; "" leaves it out.
@@ -64,6 +65,7 @@ class OutboxSettings:
     delivery: str | None = None
     transactional_id: str | None = None
     tracking_topic: str | None = None
+    notify: bool | None = None
     name: str | None = None
     outbox_name: str | None = None
     id_header: str | None = None
@@ -172,6 +174,12 @@ def _delivery(value: object) -> str | None:
     return value
 
 
+def _truth(value: object) -> bool | None:
+    if not isinstance(value, bool | None):
+        raise InvalidConfig(f"expected True or False, got {value!r}")
+    return value
+
+
 def _port(value: object) -> int | None:
     if value is None:
         return None
@@ -219,6 +227,7 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "DELIVERY": _delivery,
     "TRANSACTIONAL_ID": _text,
     "TRACKING_TOPIC": _text,
+    "NOTIFY": _truth,
     "NAME": _text,
     "OUTBOX_NAME": _text,
     "ID_HEADER": _text_or_empty,

@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 
+from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
+from outbox_core import doorbell
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
 from outbox_core.stasher import Stasher
@@ -51,11 +53,15 @@ class OutboxTable:
 
     def stash(self, record: OutboxRecord, *, using: str | None = None) -> None:
         """Write one record in the current transaction; arguments and errors as of `outbox_django.stash`."""
-        self._stasher.stash(_connection_in_transaction(using or self._using), record)
+        connection = _connection_in_transaction(using or self._using)
+        self._stasher.stash(connection, record)
+        _ring_after_commit(connection)
 
     def stash_many(self, records: Iterable[OutboxRecord], *, using: str | None = None) -> None:
         """Write records in their order, in one batch; arguments and errors as of `outbox_django.stash_many`."""
-        self._stasher.stash_many(_connection_in_transaction(using or self._using), records)
+        connection = _connection_in_transaction(using or self._using)
+        self._stasher.stash_many(connection, records)
+        _ring_after_commit(connection)
 
 
 def stash(record: OutboxRecord, *, using: str | None = None) -> None:
@@ -99,3 +105,11 @@ def _table(name: str, layout: TableLayout) -> OutboxTable:
 
 def _connection_in_transaction(using: str | None) -> BaseDatabaseWrapper:
     return connection_in_transaction(using or stash_alias(), "stash", "record")
+
+
+def _ring_after_commit(connection: BaseDatabaseWrapper) -> None:
+    """Have a harvester in this process, if there is one, look at the outbox once the transaction is committed."""
+    if not doorbell.is_heard() or not connection.in_atomic_block:
+        return
+    if not any(entry[1] is doorbell.ring for entry in connection.run_on_commit):
+        transaction.on_commit(doorbell.ring, using=connection.alias, robust=True)

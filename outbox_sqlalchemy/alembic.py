@@ -6,7 +6,8 @@ In one revision of the host's own chain:
 
     upgrade, downgrade = outbox_0001()          # or outbox_0001("billing.outbox")
 
-`outbox_0002` makes the inbox; hosts that accept no messages leave it out. Every revision here is frozen: it makes the
+`outbox_0002` makes the inbox; hosts that accept no messages leave it out. `outbox_notify` makes the trigger for
+harvesters with `notify`; hosts that want it make a revision of it. Every revision here is frozen: it makes the
 same table for ever, whatever later versions of the library would make. A later version that needs more adds
 `outbox_0003`, and its changelog says so.
 
@@ -16,6 +17,7 @@ Applications without Alembic use the environment in `migrations/`: by its `alemb
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +28,7 @@ from alembic.config import Config
 from sqlalchemy.dialects import postgresql
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import TableName, inbox_beside, inbox_index
+from outbox_core.schema import TableName, drop_notify_sql, inbox_beside, inbox_index, notify_sql
 from outbox_sqlalchemy.table import storage_options
 
 
@@ -119,6 +121,31 @@ def outbox_0002(inbox: str | None = None) -> Revision:
     return Revision(upgrade, downgrade)
 
 
+def outbox_notify(table: str | None = None) -> Revision:
+    """The trigger that tells harvesters with `notify` of inserts. Not part of the chain: who wants it asks for it.
+
+    Args:
+        table: as of `outbox_0001`.
+
+    Raises:
+        InvalidConfig: if `table` is not a table name.
+    """
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        op.execute(sa.text(_escaped(notify_sql(named or _table_of_environment()))))
+
+    def downgrade() -> None:
+        op.execute(sa.text(_escaped(drop_notify_sql(named or _table_of_environment()))))
+
+    return Revision(upgrade, downgrade)
+
+
+def _escaped(statements: str) -> str:
+    """A colon would begin a parameter."""
+    return re.sub(r"(?<!:):(?!:)", r"\:", statements)
+
+
 def _table_of_environment() -> TableName:
     """The table that an `env.py` passed to `context.configure(outbox_table=...)`."""
     return TableName.parse(op.get_context().opts.get("outbox_table") or "outbox")
@@ -130,17 +157,22 @@ def _inbox_of_environment() -> TableName:
     return TableName.parse(given) if given else inbox_beside(_table_of_environment())
 
 
-def alembic_config(dsn: str | None = None, table: str = "outbox", inbox: str | None = None) -> Config:
+def alembic_config(
+    dsn: str | None = None, table: str = "outbox", inbox: str | None = None, *, notify: bool | None = None
+) -> Config:
     """A configuration for `alembic.command` that runs the outbox's own environment.
 
     Args:
         dsn: the database, as `sqlalchemy_url` takes it; by default the environment variable OUTBOX_POSTGRES_DSN.
         table: name of the outbox table. Each outbox has a version table of its own beside it.
         inbox: name of its inbox table; by default `inbox` beside `outbox`, `payments_inbox` beside `payments_outbox`.
+        notify: whether the outbox is to have the trigger that tells harvesters of inserts; None leaves it as it is.
     """
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
     config.attributes.update(outbox_dsn=dsn, outbox_table=table, outbox_inbox=inbox)
+    if notify is not None:
+        config.attributes["outbox_notify"] = "on" if notify else "off"
     return config
 
 

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
+from outbox_sqlalchemy.ringing import ring_after_commit
 from outbox_sqlalchemy.sessions import (
     STASHING,
     AnyAsyncSession,
@@ -108,6 +109,7 @@ class Outbox:
         found = synchronous(session, STASHING)
         if isinstance(found, Session):
             _flush(found)
+            ring_after_commit(found)
         return connection_for(found, self._target)
 
 

@@ -54,6 +54,12 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="exactly once: publish rows that an at-least-once harvester left marked, which may repeat them",
     )
+    parser.add_argument(
+        "--notify",
+        action="store_true",
+        default=None,
+        help="listen for the notices of the trigger that `outbox schema --notify` prints",
+    )
     parser.add_argument("--name", help="name of this instance in logs")
     parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
     parser.add_argument("--metrics-host", metavar="HOST", help="address for them; default: 127.0.0.1")
@@ -97,7 +103,16 @@ def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_SAME_NAME = ("leader_topic", "leader_group_id", "delivery", "accept_marked", "name", "metrics_port", "metrics_host")
+_SAME_NAME = (
+    "leader_topic",
+    "leader_group_id",
+    "delivery",
+    "accept_marked",
+    "notify",
+    "name",
+    "metrics_port",
+    "metrics_host",
+)
 
 
 def run(config: HarvestConfig, *, drain: bool = False) -> int:

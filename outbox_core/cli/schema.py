@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TableName, create_inbox_sql, create_table_sql
+from outbox_core.schema import TableName, create_inbox_sql, create_table_sql, notify_sql
 
 if TYPE_CHECKING:
     import argparse
@@ -35,14 +35,24 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="binary",
         help="binary: bytea values, any key (default); text: goharvest's table",
     )
+    parser.add_argument(
+        "--notify",
+        action="store_true",
+        help="print the trigger for harvesters with `notify` too; any outbox may be given it later",
+    )
     parser.set_defaults(command=_print_schema)
 
 
 def _print_schema(options: argparse.Namespace) -> int:
     if options.inbox is not None:
+        if options.notify:
+            raise InvalidConfig("--notify: belongs to an outbox table, not to an inbox")
         sys.stdout.write(create_inbox_sql(_name("--inbox", options.inbox)))
     else:
-        sys.stdout.write(create_table_sql(_name("--table", options.table), options.layout))
+        name = _name("--table", options.table)
+        sys.stdout.write(create_table_sql(name, options.layout))
+        if options.notify:
+            sys.stdout.write(notify_sql(name))
     return 0
 
 

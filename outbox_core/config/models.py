@@ -57,6 +57,7 @@ def _no_truth_value(value: object) -> object:
 _Pause = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_between("1ms", "1h"))]
 _Lease = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_between("1s", "10m"))]
 _Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=10_000_000)]
+_Bytes = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=2**10, le=2**40)]
 _Port = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0, le=65535)]
 _Name = Annotated[str, Field(min_length=1)]
 
@@ -68,9 +69,13 @@ class Limits(Settings):
         min_poll_interval: the shortest time between two of the leader's heartbeats, unless fewer than five would fit
             into `heartbeat_timeout`.
         heartbeat_timeout: how long leadership lasts without an own heartbeat coming back.
-        mark_backoff: the pause of the mark loop when the table had nothing new.
+        mark_backoff: the longest pause between two looks at the table while it has nothing new. Pauses begin with a
+            millisecond and grow up to it. While `notify` works they may grow to two seconds.
         io_error_backoff: the pause after a statement failed.
+        statement_timeout: after how long the database gives up a statement of the harvester.
         max_in_flight_records: how many records may be marked and not yet purged, in memory.
+        max_in_flight_bytes: how many bytes their values and headers may have. One statement fetches a quarter of that,
+            or a single larger record. The Kafka client holds a second copy of what is under way.
         mark_query_records: how many records one statement marks at most.
         lane_capacity: how many records of one key may wait in memory for their turn.
         min_metrics_interval: the shortest time between two `MeterRead` events.
@@ -81,9 +86,11 @@ class Limits(Settings):
 
     min_poll_interval: _Pause = Field(default=timedelta(milliseconds=100), validation_alias="minPollInterval")
     heartbeat_timeout: _Lease = Field(default=timedelta(seconds=5), validation_alias="heartbeatTimeout")
-    mark_backoff: _Pause = Field(default=timedelta(milliseconds=10), validation_alias="markBackoff")
+    mark_backoff: _Pause = Field(default=timedelta(milliseconds=250), validation_alias="markBackoff")
     io_error_backoff: _Pause = Field(default=timedelta(milliseconds=500), validation_alias="ioErrorBackoff")
+    statement_timeout: _Pause = Field(default=timedelta(seconds=30), validation_alias="statementTimeout")
     max_in_flight_records: _Count = Field(default=20_000, validation_alias="maxInFlightRecords")
+    max_in_flight_bytes: _Bytes = Field(default=32 * 2**20, validation_alias="maxInFlightBytes")
     mark_query_records: _Count = Field(default=5_000, validation_alias="markQueryRecords")
     lane_capacity: _Count = Field(default=1_000, validation_alias="laneCapacity")
     min_metrics_interval: _Pause = Field(default=timedelta(seconds=5), validation_alias="minMetricsInterval")
@@ -153,6 +160,8 @@ class HarvestConfig(Settings):
             and the leader group, with `.manifests` behind it.
         accept_marked: let exactly-once delivery publish rows that an at-least-once leader left marked, although some
             may have been published before.
+        notify: listen for the notices of the trigger that `outbox schema --notify` prints, and look at the table when
+            one comes; without them, or while they do not come, at growing intervals.
         name: the name of this instance in logs, and the default `client.id`.
         outbox_name: what stands before the row's id in the id header; None for database, schema and table.
         id_header: the name of the header that tells repeats apart; empty for none.
@@ -178,6 +187,7 @@ class HarvestConfig(Settings):
     transactional_id: _Name | None = Field(default=None, validation_alias="transactionalID")
     tracking_topic: str | None = Field(default=None, validation_alias="trackingTopic")
     accept_marked: bool = Field(default=False, validation_alias="acceptMarked")
+    notify: bool = Field(default=False, validation_alias="notify")
     name: _Name = Field(default_factory=_default_name, validation_alias="name")
     outbox_name: _Name | None = Field(default=None, validation_alias="outboxName")
     id_header: str = Field(default="outbox-id", validation_alias="idHeader")

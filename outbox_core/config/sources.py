@@ -4,7 +4,7 @@ The file is the YAML of goharvest's `reaper`: `harvest:` holds the settings, `lo
 variables are
 
 - `OUTBOX_POSTGRES_DSN` (data source), `OUTBOX_KAFKA_BOOTSTRAP` (bootstrap servers), `OUTBOX_TABLE`;
-- `OUTBOX_LEADER_TOPIC`, `OUTBOX_LEADER_GROUP_ID`, `OUTBOX_DELIVERY`,
+- `OUTBOX_LEADER_TOPIC`, `OUTBOX_LEADER_GROUP_ID`, `OUTBOX_DELIVERY`, `OUTBOX_NOTIFY`,
   `OUTBOX_TRANSACTIONAL_ID`, `OUTBOX_TRACKING_TOPIC`, `OUTBOX_NAME`, `OUTBOX_OUTBOX_NAME`, `OUTBOX_ID_HEADER`,
   `OUTBOX_METRICS_PORT`, `OUTBOX_METRICS_HOST`, `OUTBOX_LOG_LEVEL`;
 - `OUTBOX_LIMITS_<LIMIT>`, for example `OUTBOX_LIMITS_MARK_BACKOFF`;
@@ -51,6 +51,7 @@ _VARIABLES: dict[str, Path] = {
     "OUTBOX_DELIVERY": ("delivery",),
     "OUTBOX_TRANSACTIONAL_ID": ("transactional_id",),
     "OUTBOX_TRACKING_TOPIC": ("tracking_topic",),
+    "OUTBOX_NOTIFY": ("notify",),
     "OUTBOX_NAME": ("name",),
     "OUTBOX_OUTBOX_NAME": ("outbox_name",),
     "OUTBOX_ID_HEADER": ("id_header",),

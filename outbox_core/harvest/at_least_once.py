@@ -42,24 +42,19 @@ from outbox_core.errors import StoreUnavailable
 from outbox_core.events import LeaderRefreshed, MeterRead
 from outbox_core.harvest.cooling import Cooling
 from outbox_core.harvest.lanes import Lanes
+from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure, Publisher
 from outbox_core.harvest.recovery import Recovery, Transactions
 from outbox_core.harvest.surroundings import Surroundings, Timing
-from outbox_core.ports import MarkedBatch, OutboxStore, StoredRecord
+from outbox_core.ports import MarkedBatch, OutboxStore, StoredRecord, bytes_of
 
 _log = logging.getLogger(__name__)
 
 _ID: Final = 0
 _TOPIC: Final = 1
 _SEND_CHUNK = 500
-_IDLE_SECONDS = 0.05
+_IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
-_FIRST_MARK_DELAY_SECONDS = 0.001
-# A mark that found nothing is not repeated before this many times its own duration: whatever it has to wade through,
-# idle marking takes at most a fifth of one core of the database. If it only took long because the database did not
-# answer, that must not keep records waiting for long.
-_EMPTY_MARK_REST = 4
-_LONGEST_EMPTY_MARK_REST_SECONDS = 2.0
 
 
 class AtLeastOnce:
@@ -103,8 +98,7 @@ class AtLeastOnce:
         self._marking: Future[tuple[MarkedBatch, float]] | None = None
         self._mark_limit = 0
         self._mark_excludes = False
-        self._next_mark_at = 0.0
-        self._mark_delay = _FIRST_MARK_DELAY_SECONDS
+        self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._settling: Future[int] | None = None
         self._settle_not_before = 0.0
         self._being_purged: list[StoredRecord] = []
@@ -133,8 +127,10 @@ class AtLeastOnce:
             raise
 
     def _harvest(self) -> None:
-        while not self._over():
-            self._with.wake.clear()
+        while True:
+            self._with.wake.clear()  # before anything is looked at, so that no change is missed
+            if self._over():
+                return
             self._collect_mark()
             self._collect_settled()
             sent_all = True
@@ -159,14 +155,19 @@ class AtLeastOnce:
     def _room(self) -> int:
         """How many rows to mark next; 0 while no worthwhile batch fits, as few rows cost much the same as many."""
         timing = self._timing
+        if self._room_bytes() < timing.mark_query_bytes and self._lanes.held:
+            return 0
         limit = min(timing.mark_query_records, timing.max_in_flight_records - self._lanes.held)
         return limit if limit >= min(timing.mark_query_records, max(1, timing.max_in_flight_records // 2)) else 0
 
+    def _room_bytes(self) -> int:
+        return self._timing.max_in_flight_bytes - self._lanes.held_bytes
+
     def _start_mark(self) -> None:
         limit = self._room()
-        if self._marking is not None or not limit or now() < self._next_mark_at:
+        if self._marking is not None or not limit or self._pace.due_in():
             return
-        leader_id = self.leader_id
+        leader_id, max_bytes = self.leader_id, self._timing.mark_query_bytes
         lanes, resting = self._cooling.resting()
         lanes |= self._lanes.full
         self._mark_excludes = bool(lanes or resting)
@@ -174,11 +175,12 @@ class AtLeastOnce:
 
         def mark(store: OutboxStore) -> tuple[MarkedBatch, float]:
             began = now()
-            batch = store.mark(leader_id, limit, lanes, resting)
+            batch = store.mark(leader_id, limit, lanes, resting, max_bytes=max_bytes)
             took = now() - began
             self._with.metrics.mark_took(took)
             return batch, took
 
+        self._pace.begin()
         self._marking = self._with.marker.submit(mark)
 
     def _collect_mark(self) -> None:
@@ -189,12 +191,16 @@ class AtLeastOnce:
             batch, took = marking.result()
         except StoreUnavailable as error:
             self._with.database.began(error)
-            self._next_mark_at = now() + self._timing.io_error_backoff
+            self._pace.failed(self._timing.io_error_backoff)
             if error.in_doubt:
                 self._force_remark()
             return
         self._with.database.ended()
-        self._schedule_mark(len(batch.records), took)
+        if batch.records:
+            is_full = len(batch.records) == self._mark_limit or bytes_of(batch.records) >= self._timing.mark_query_bytes
+            self._pace.found(more=is_full)
+        else:
+            self._pace.found_nothing(took)
         if self._remark or batch.selected != len(batch.records) or self._lanes.holds_any(batch.records):
             self._to_reset.extend(record[_ID] for record in batch.records)
             self._force_remark()
@@ -202,18 +208,6 @@ class AtLeastOnce:
             self._lanes.admit(batch.records)
         else:
             self._check_drained()
-
-    def _schedule_mark(self, found: int, took: float) -> None:
-        """After a full batch mark again at once. Otherwise wait, up to `mark_backoff` while nothing is found."""
-        if found == self._mark_limit:
-            self._next_mark_at = 0.0
-        elif found:
-            self._mark_delay = _FIRST_MARK_DELAY_SECONDS
-            self._next_mark_at = now() + self._mark_delay
-        else:
-            self._mark_delay = min(self._timing.mark_backoff, self._mark_delay * 2)
-            rest = min(_LONGEST_EMPTY_MARK_REST_SECONDS, took * _EMPTY_MARK_REST)
-            self._next_mark_at = now() + max(self._mark_delay, rest)
 
     def _check_drained(self) -> None:
         if not self._drain or self._mark_excludes or self._lanes.held:
@@ -344,23 +338,30 @@ class AtLeastOnce:
         due = _IDLE_SECONDS
         time = now()
         if self._marking is None and not self._remark and self._room():
-            due = min(due, self._next_mark_at - time)
+            due = min(due, self._pace.due_in())
         if self._settling is None and (self._to_purge or self._to_reset):
             due = min(due, self._settle_not_before - time)
         return max(0.0, due)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for delivery reports, or with nothing in flight for a statement to end or a wake-up."""
+        """Wait for whatever comes next: a delivery report, the end of a statement, a wake-up; or for the clock."""
         publisher, wake = self._publisher, self._with.wake
         if not publisher.in_flight:
             publisher.poll(0)
             wake.wait(seconds)
         elif seconds == 0.0 or wake.is_set():
             publisher.poll(0)
-        else:
+        elif publisher.lingers:
             # There is nothing to add to what lingers in the producer, so let it go: with few keys the next records
-            # cannot be sent before these have arrived. A statement's end does not interrupt this wait: keep it short.
+            # cannot be sent before these have arrived.
             publisher.push(_TICK_SECONDS)
+        elif self._marking is None and self._settling is None:
+            publisher.poll(min(seconds, _TICK_SECONDS))
+        else:
+            # Rows that have been marked are not to wait for the reports of those before them. Neither of the two waits
+            # ends with what the other one is for, so look after the reports at short intervals.
+            wake.wait(min(seconds, _TICK_SECONDS))
+            publisher.poll(0)
 
     def _finish(self) -> None:
         """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph."""

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 from uuid import UUID
 
+from outbox_core import doorbell
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.election.leadership import now
@@ -27,8 +28,10 @@ from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoke
 from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
 from outbox_core.harvest.exactly_once import ExactlyOnce
+from outbox_core.harvest.listening import Listening
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
+from outbox_core.harvest.pace import News
 from outbox_core.harvest.publisher import Publisher
 from outbox_core.harvest.recovery import Step, Transactions
 from outbox_core.harvest.store_thread import StoreThread
@@ -36,6 +39,7 @@ from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.kafka import Producer, check_connection, ensure_tracking_topic, make_producer
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
+from outbox_core.stores.notices import CommitNotices
 from outbox_core.stores.postgres import PostgresStore
 
 _log = logging.getLogger(__name__)
@@ -84,6 +88,8 @@ class Harvester:
         self._make_producer = producer_factory or (lambda: make_producer(config.producer_settings()))
         self._reached = reached
         self._wake = threading.Event()
+        self._news = News(self._wake)
+        self._listening: Listening | None = None
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._term_changed = threading.Condition()
@@ -115,6 +121,7 @@ class Harvester:
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
             self._transactions_of_outbox.new_producer()  # a wrong setting of it is to be known now
         self._publisher_of_outbox = self._publisher(identity)
+        self._listening = self._make_listening() if self.config.notify else None
         parts = self._surroundings(self._elector), self._backlog_observer()
         self._elector.start()
         self._thread = threading.Thread(target=self._run, args=parts, name="outbox-harvest")
@@ -186,8 +193,20 @@ class Harvester:
     def _postgres_store(self) -> PostgresStore:
         config = self.config
         return PostgresStore(
-            config.data_source, config.outbox_table, application_name=f"kafka-outbox {config.name}"[:63]
+            config.data_source,
+            config.outbox_table,
+            application_name=self._application_name,
+            statement_timeout=config.limits.statement_timeout.total_seconds(),
         )
+
+    @property
+    def _application_name(self) -> str:
+        return f"kafka-outbox {self.config.name}"[:63]
+
+    def _make_listening(self) -> Listening:
+        config = self.config
+        notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
+        return Listening(notices, self._news)
 
     def _identify(self) -> str:
         store = self._make_store()
@@ -229,6 +248,7 @@ class Harvester:
             meter=Meter(config.limits.min_metrics_interval.total_seconds(), now),
             emit=self._emit,
             wake=self._wake,
+            news=self._news,
             database=self._database,
             kafka=self._kafka,
         )
@@ -241,6 +261,7 @@ class Harvester:
         return Timing(
             mark_query_records=limits.mark_query_records,
             max_in_flight_records=limits.max_in_flight_records,
+            max_in_flight_bytes=limits.max_in_flight_bytes,
             lane_capacity=limits.lane_capacity,
             mark_backoff=limits.mark_backoff.total_seconds(),
             io_error_backoff=limits.io_error_backoff.total_seconds(),
@@ -257,6 +278,8 @@ class Harvester:
         self.metrics.leading(isinstance(event, LeaderAcquired))
         self._emit(event)
         self._announced = event.leader_id if isinstance(event, LeaderAcquired) else None
+        if self._listening is not None:
+            self._listening.lead(self._announced is not None)
         self._wake.set()
 
     def _hand_over(self) -> None:
@@ -281,13 +304,19 @@ class Harvester:
     def _run(self, surroundings: Surroundings, observer: BacklogObserver) -> None:
         if self._metrics is not None:
             observer.start()
+        if self._listening is not None:
+            self._listening.start()
+        leave = doorbell.answer(self._news.tell)
         try:
             self._harvest_whenever_leading(surroundings)
         except BaseException as error:
             self._failure = error
         finally:
             self._stopping.set()
+            leave()
             observer.stop()
+            if self._listening is not None:
+                self._listening.stop()
             surroundings.elector.stop()
             surroundings.marker.close()
             surroundings.purger.close()

@@ -14,7 +14,7 @@ Invariants, for any sequence of calls (proven by tests/unit/test_lanes.py):
 
 - of each key at most one record is under way;
 - records of a key become ready in the order in which they were admitted;
-- `held` counts what was admitted and neither purged nor abandoned.
+- `held` counts what was admitted and neither purged nor abandoned, `held_bytes` its bytes.
 
 The structure is pure and belongs to one thread.
 """
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final
 
-from outbox_core.ports import LaneKey, StoredRecord
+from outbox_core.ports import LaneKey, StoredRecord, bytes_of
 
 _TOPIC: Final = 1
 _KEY: Final = 2
@@ -53,11 +53,17 @@ class Lanes:
         self._ready: deque[StoredRecord] = deque()
         self._full: set[LaneKey] = set()
         self._held: set[int] = set()
+        self._held_bytes = 0
 
     @property
     def held(self) -> int:
         """How many records were admitted and neither purged nor abandoned."""
         return len(self._held)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the values of those records take."""
+        return self._held_bytes
 
     @property
     def full(self) -> frozenset[LaneKey]:
@@ -76,6 +82,7 @@ class Lanes:
     def admit(self, records: Sequence[StoredRecord]) -> None:
         """Take in marked records, by ascending id."""
         self._held.update(map(_id_of, records))
+        self._held_bytes += bytes_of(records)
         lanes = self._followers
         ready = self._ready.append
         for record in records:
@@ -112,6 +119,7 @@ class Lanes:
         """The purge of these records is committed: the next record of each key becomes ready."""
         lanes = self._followers
         self._held.difference_update(map(_id_of, records))
+        self._held_bytes -= bytes_of(records)
         for record in records:
             key = record[_KEY]
             if key is None:
@@ -140,4 +148,5 @@ class Lanes:
                 self._followers[lane] = None
         self._full.clear()
         self._held.difference_update(map(_id_of, dropped))
+        self._held_bytes -= bytes_of(dropped)
         return dropped

@@ -49,6 +49,7 @@ class Publisher:
 
     Attributes:
         in_flight: records sent whose delivery report has not arrived.
+        lingers: whether anything was sent since the last `push`.
         delivered: records acknowledged since it was last emptied by `take_delivered`.
         failed: records that failed since the list was last emptied by `take_failed`.
         send_times: when the records delivered since the last `take_send_times` were sent, with how many of each.
@@ -61,6 +62,7 @@ class Publisher:
         self._id_prefix = outbox_name.encode() + b":"
         self._fatal = False
         self.in_flight = 0
+        self.lingers = False
         self.delivered: list[StoredRecord] = []
         self.failed: list[Failure] = []
         self.send_times: Counter[float] = Counter()
@@ -85,6 +87,7 @@ class Publisher:
             self._note_failure(record, KafkaError(KafkaError._INVALID_ARG, str(error)))  # noqa: SLF001
             return True
         self.in_flight += 1
+        self.lingers = True
         return True
 
     def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, _message: object) -> None:
@@ -108,6 +111,7 @@ class Publisher:
 
         Returns when everything is delivered, at the latest after the timeout.
         """
+        self.lingers = False
         self._serve(self._producer.flush, timeout_seconds)
 
     def settle(self) -> None:

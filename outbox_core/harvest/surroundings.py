@@ -9,6 +9,7 @@ from threading import Event as ThreadEvent
 from outbox_core.events import Event
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
+from outbox_core.harvest.pace import News
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import LeaderElector
@@ -16,15 +17,21 @@ from outbox_core.ports import LeaderElector
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Limits, in records and seconds (see `outbox_core.config.Limits`)."""
+    """Limits, in records, bytes and seconds (see `outbox_core.config.Limits`)."""
 
     mark_query_records: int
     max_in_flight_records: int
+    max_in_flight_bytes: int
     lane_capacity: int
     mark_backoff: float
     io_error_backoff: float
     delivery_timeout: float
     drain_timeout: float
+
+    @property
+    def mark_query_bytes(self) -> int:
+        """How many bytes one statement fetches at most, but for its last row: four such batches may be in memory."""
+        return max(1, self.max_in_flight_bytes // 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,7 @@ class Surroundings:
         meter: throughput.
         emit: tells the event handler.
         wake: set whenever there may be something to do.
+        news: told when records may have been committed.
         database: says once when the database goes and comes.
         kafka: says once when deliveries fail and succeed again.
     """
@@ -50,5 +58,6 @@ class Surroundings:
     meter: Meter
     emit: Callable[[Event], None]
     wake: ThreadEvent
+    news: News
     database: Outage
     kafka: Outage

@@ -10,21 +10,17 @@ from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.cooling import Cooling
 from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.harvest.transaction import Aborted, Ended, Outcome, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.ports import OutboxStore, StoredRecord
+from outbox_core.ports import OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _TOPIC: Final = 1
 _CREATE_TIME: Final = 7
-_TICK_SECONDS = 0.05
-_FIRST_SCAN_DELAY_SECONDS = 0.001
-# A scan that found nothing is not repeated before this many times its own duration. If it only took long because the
-# database did not answer, that must not keep records waiting for long.
-_EMPTY_SCAN_REST = 4
-_LONGEST_EMPTY_SCAN_REST_SECONDS = 2.0
+_IDLE_SECONDS = 1.0
 
 
 class LeadershipOfTerm(Protocol):
@@ -64,13 +60,12 @@ class Term:
         self._waiting = Waiting(leadership.over, timing, surroundings)
         self._transactions = transactions
         self._in_flight: set[int] = set()  # scanned, and their purge is not committed: what a scan must exclude
-        self._unpurged: list[StoredRecord] = []  # published, and their purge is not committed
+        self._unpurged: list[tuple[int, int]] = []  # (id, create time): published, and their purge is not committed
         self._purging: Future[int] | None = None
         self._scanning: Future[tuple[Sequence[StoredRecord], float]] | None = None
         self._scan_limit = timing.mark_query_records
         self._scan_excludes = False
-        self._next_scan_at = 0.0
-        self._scan_delay = _FIRST_SCAN_DELAY_SECONDS
+        self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._suspects = 0  # of this many rows at the head one made a transaction fail
         self._cooling = Cooling(timing.io_error_backoff / 10, timing.io_error_backoff * 10, now)
 
@@ -107,20 +102,17 @@ class Term:
         """The next rows to publish, or none if there were none just now."""
         self._purge_is_committed(now())
         if self._scanning is None:
-            self._waiting.pause(min(_TICK_SECONDS, self._next_scan_at - now()))
-            if now() < self._next_scan_at or self._leadership.over():
+            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in()))
+            if self._pace.due_in() or self._leadership.over():
                 return []
             self._start_scan()
         records, took = self._collect_scan()
         if records:
-            self._scan_delay = _FIRST_SCAN_DELAY_SECONDS
-            self._next_scan_at = 0.0
+            self._pace.found(more=True)  # a transaction lies between this scan and the next: that is pause enough
             self._in_flight.update(record[_ID] for record in records)
             self._transactions.reached(Step.AFTER_SCAN)
         else:
-            self._scan_delay = min(self._timing.mark_backoff, self._scan_delay * 2)
-            rest = min(_LONGEST_EMPTY_SCAN_REST_SECONDS, took * _EMPTY_SCAN_REST)
-            self._next_scan_at = now() + max(self._scan_delay, rest)
+            self._pace.found_nothing(took)
             self._look_whether_drained()
         return records
 
@@ -128,16 +120,17 @@ class Term:
         """Send a scan that excludes what is in flight now: the set is copied before the statement begins."""
         lanes, identities = self._cooling.resting()
         excluded = self._in_flight.union(identities)
-        limit = self._scan_limit
+        limit, max_bytes = self._scan_limit, self._timing.mark_query_bytes
         self._scan_excludes = bool(lanes or identities)
 
         def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], float]:
             began = now()
-            records = store.scan(limit, excluded, lanes)
+            records = store.scan(limit, excluded, lanes, max_bytes=max_bytes)
             took = now() - began
             self._with.metrics.mark_took(took)
             return records, took
 
+        self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
 
     def _collect_scan(self) -> tuple[list[StoredRecord], float]:
@@ -163,8 +156,12 @@ class Term:
         """One transaction. Returns `Ended` if the producer is of no more use."""
         self._count_in_flight(len(records))
         began = now()
-        if len(records) == self._scan_limit and not self._suspects:
-            self._start_scan()  # there is more: read it while this batch is published
+        is_full = len(records) == self._scan_limit or bytes_of(records) >= self._timing.mark_query_bytes
+        if is_full and not self._suspects:
+            # There is more: read it while this batch is published. A batch that was not full is another matter: what
+            # is scanned now would leave out all that is committed while this batch is, which would then have to wait
+            # for the transaction after the next.
+            self._start_scan()
         outcome = producer.begin() or self._fill(producer, records) or self._commit(producer)
         self._count_in_flight(0)
         if isinstance(outcome, Ended):
@@ -196,8 +193,6 @@ class Term:
         """Commit, once what the last transaction published is out of the table: the one ordering rule."""
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
             return producer.abort()
-        if self._scanning is None and not self._suspects:
-            self._start_scan()
         self._transactions.reached(Step.BEFORE_COMMIT)
         self._transactions.reached(Step.COMMIT_SENT)
         return producer.commit()
@@ -205,7 +200,7 @@ class Term:
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._transactions.reached(Step.COMMITTED)
         self.committed = True
-        self._unpurged = records
+        self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
         self._transactions.reached(Step.BEFORE_PURGE)
         self._start_purge()
         self._with.metrics.published(len(records))
@@ -221,7 +216,7 @@ class Term:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
         self._join_scan()
         self._purge_is_committed(None)
-        self._in_flight = {record[_ID] for record in self._unpurged}
+        self._in_flight = {identity for identity, _ in self._unpurged}
         if aborted.error is None:
             return
         self._with.metrics.publish_error()
@@ -250,8 +245,8 @@ class Term:
     # -- purge
 
     def _start_purge(self) -> None:
-        ids = [record[_ID] for record in self._unpurged]
-        create_times = [record[_CREATE_TIME] for record in self._unpurged]
+        ids = [identity for identity, _ in self._unpurged]
+        create_times = [create_time for _, create_time in self._unpurged]
 
         def purge(store: OutboxStore) -> int:
             began = now()
@@ -278,7 +273,7 @@ class Term:
                     if self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                         return False
                     continue
-                self._in_flight.difference_update(record[_ID] for record in self._unpurged)
+                self._in_flight.difference_update(identity for identity, _ in self._unpurged)
                 self._unpurged = []
                 self._transactions.reached(Step.AFTER_PURGE)
         return True

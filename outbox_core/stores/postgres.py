@@ -10,12 +10,17 @@ the same page and no index is touched. Address and row part company when another
 between: then the update silently skips it. The mark therefore returns how many rows it *selected* beside those it
 updated; see `MarkedBatch`. It never uses SKIP LOCKED, which would skip a row that is just being marked by another
 leader and return it later, out of order.
+
+Marks and scans are limited by rows and by bytes, from the first one on: thousands of large values must not be fetched
+to find out that they are large. A row is taken if those before it do not fill the limit, so one that exceeds it alone
+is taken too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NoReturn
 from uuid import UUID
@@ -24,13 +29,14 @@ import psycopg
 
 from outbox_core import relay_marks
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
-from outbox_core.ports import Backlog, LaneKey, MarkedBatch, MarkedRows, StoredRecord
+from outbox_core.ports import NO_LIMIT, Backlog, LaneKey, MarkedBatch, MarkedRows, StoredRecord
 from outbox_core.schema import REQUIRED_COLUMNS, TableName
 
 _log = logging.getLogger(__name__)
 
 _SESSION = """
 SELECT set_config('synchronous_commit', 'on', false),
+       set_config('statement_timeout', %(statement_timeout)s, false),
        -- The head of the table is found through its primary key, always. Statistics of a table that is empty one
        -- minute and holds a million rows the next would have the planner sort the whole table instead.
        set_config('enable_seqscan', 'off', false),
@@ -60,11 +66,15 @@ _MARK = """
 WITH head AS MATERIALIZED (
     SELECT array_agg({locator}) AS rows, count(*) AS selected
     FROM (
-        SELECT {locator} FROM {table}
-        WHERE leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
-        ORDER BY id
-        LIMIT %(limit)s
-    ) AS earliest
+        SELECT {locator}, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+        FROM (
+            SELECT {locators}, {size} AS size FROM {table}
+            WHERE leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
+            ORDER BY id
+            LIMIT %(limit)s
+        ) AS earliest
+    ) AS sized
+    WHERE before < %(max_bytes)s
 )
 UPDATE {table} SET leader_id = %(leader_id)s
 WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
@@ -76,13 +86,25 @@ RETURNING id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{
 MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
 
 _SCAN = """
-SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
-       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
-FROM {table}
-WHERE {other_ids} {exclusion}
+SELECT id, kafka_topic, kafka_key, kafka_value, header_keys, header_values, partition, microseconds
+FROM (
+    SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+    FROM (
+        SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}') AS header_keys,
+               NULLIF(kafka_header_values, '{{}}') AS header_values, {partition} AS partition,
+               {microseconds} AS microseconds, {size} AS size
+        FROM {table}
+        WHERE {other_ids} {exclusion}
+        ORDER BY id
+        LIMIT %(limit)s
+    ) AS earliest
+) AS sized
+WHERE before < %(max_bytes)s
 ORDER BY id
-LIMIT %(limit)s
 """
+
+# What a row takes in memory, near enough. Known without reading a value that is stored out of line.
+_SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
 
 _SETTLE = """
 DELETE FROM {table} AS stored
@@ -147,9 +169,18 @@ class PostgresStore:
         data_source: libpq connection string or URL.
         table: name of the outbox table.
         application_name: shown in pg_stat_activity.
+        statement_timeout: after how many seconds a statement is given up; 0.0 for never.
     """
 
-    def __init__(self, data_source: str, table: str = "outbox", *, application_name: str = "kafka-outbox") -> None:
+    def __init__(
+        self,
+        data_source: str,
+        table: str = "outbox",
+        *,
+        application_name: str = "kafka-outbox",
+        statement_timeout: float = 0.0,
+    ) -> None:
+        self._statement_timeout = statement_timeout
         self._data_source = data_source
         self._name = TableName.parse(table)
         self._application_name = application_name
@@ -193,12 +224,18 @@ class PostgresStore:
         return f"{database}.{schema}.{table}"
 
     def mark(
-        self, leader_id: UUID, limit: int, excluding: Collection[LaneKey] = (), resting: Collection[int] = ()
+        self,
+        leader_id: UUID,
+        limit: int,
+        excluding: Collection[LaneKey] = (),
+        resting: Collection[int] = (),
+        *,
+        max_bytes: int = NO_LIMIT,
     ) -> MarkedBatch:
         """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them."""
         if not self._mark:
             self.check()
-        parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit}
+        parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
         if excluding or resting:
             parameters |= {"excluded": _lane_names(excluding), "ids": _multirange(resting)}
             rows = self._query(self._mark_excluding, parameters)
@@ -218,12 +255,17 @@ class PostgresStore:
         return self._change(self._reset, leader_id, ids)
 
     def scan(
-        self, limit: int, in_flight: Collection[int], excluding: Collection[LaneKey] = ()
+        self,
+        limit: int,
+        in_flight: Collection[int],
+        excluding: Collection[LaneKey] = (),
+        *,
+        max_bytes: int = NO_LIMIT,
     ) -> Sequence[StoredRecord]:
         """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing."""
         if not self._scan:
             self.check()
-        parameters: dict[str, Any] = {"limit": limit, "ids": _multirange(in_flight)}
+        parameters: dict[str, Any] = {"limit": limit, "ids": _multirange(in_flight), "max_bytes": max_bytes}
         if excluding:
             return self._query(self._scan_excluding, {**parameters, "excluded": _lane_names(excluding)})  # type: ignore[return-value]
         return self._query(self._scan, parameters)  # type: ignore[return-value]
@@ -234,11 +276,13 @@ class PostgresStore:
 
     def marked(self) -> MarkedRows:
         """The rows that carry a harvester's mark."""
-        return MarkedRows(*self._query(self._marked)[0])
+        with self._without_timeout():
+            return MarkedRows(*self._query(self._marked)[0])
 
     def clear_marks(self) -> int:
         """Clear all marks, whosever they are; return how many."""
-        return self._execute(self._clear_marks, ()).rowcount
+        with self._without_timeout():
+            return self._execute(self._clear_marks, ()).rowcount
 
     def is_empty(self) -> bool:
         """Whether no row is visible."""
@@ -283,6 +327,8 @@ class PostgresStore:
         parts = {
             "locator": "ctid" if by_address else "id",
             "locator_type": "tid" if by_address else "bigint",
+            "locators": "id, ctid" if by_address else "id",
+            "size": _SIZE,
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
         }
         self._mark = self._format(_MARK, exclusion="", **parts)
@@ -297,39 +343,27 @@ class PostgresStore:
     def _query(self, statement: str, parameters: Any = ()) -> list[tuple[Any, ...]]:
         return self._execute(statement, parameters).fetchall()
 
+    @contextmanager
+    def _without_timeout(self) -> Iterator[None]:
+        """For the statements that read the whole table, once, when a leadership begins."""
+        self._execute("SELECT set_config('statement_timeout', '0', false)", ())
+        yield
+        self._execute("SELECT set_config('statement_timeout', %s, false)", (_milliseconds(self._statement_timeout),))
+
     def _execute(self, statement: str, parameters: Any) -> psycopg.Cursor[tuple[Any, ...]]:
         if self._connection is None or self._connection.closed:
-            self._connection = self._connect()
+            self._connection = connect_to_primary(
+                self._data_source, self._application_name, statement_timeout=self._statement_timeout
+            )
         try:
             return self._connection.execute(statement, parameters, prepare=True, binary=True)
         except psycopg.Error as error:
             self._raise(error)
 
-    def _connect(self) -> psycopg.Connection[tuple[Any, ...]]:
-        try:
-            given = psycopg.conninfo.conninfo_to_dict(self._data_source)
-        except psycopg.ProgrammingError:
-            raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
-        settings: dict[str, Any] = {"application_name": self._application_name, **_CONNECTION_DEFAULTS, **given}
-        try:
-            connection = psycopg.connect(**settings, autocommit=True)
-        except psycopg.Error as error:
-            raise StoreUnavailable(f"cannot connect to the database of data_source: {_one_line(error)}") from None
-        try:
-            row = connection.execute(_SESSION).fetchone()
-        except psycopg.Error as error:
-            connection.close()
-            raise StoreUnavailable(f"the database refused the session's settings: {_one_line(error)}") from None
-        if row is None or row[-1]:
-            # A standby lags behind: what has been purged would be found there again.
-            connection.close()
-            raise StoreUnavailable("the server is a standby; data_source must name the primary")
-        return connection
-
     def _raise(self, error: psycopg.Error) -> NoReturn:
         """Translate, and give up the connection: after an error its state is not worth a guess."""
         self.close()
-        message = _one_line(error)
+        message = one_line(error)
         if isinstance(error, _PASSING):
             raise StoreUnavailable(message, in_doubt=True) from error
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
@@ -337,7 +371,47 @@ class PostgresStore:
         raise OutboxTableError(f"outbox table {self._name}: {message}") from error
 
 
-def _one_line(error: psycopg.Error) -> str:
+def connect_to_primary(
+    data_source: str, application_name: str, *, statement_timeout: float = 0.0
+) -> psycopg.Connection[tuple[Any, ...]]:
+    """An autocommit connection as harvesting needs it.
+
+    Args:
+        data_source: libpq connection string or URL.
+        application_name: shown in pg_stat_activity, unless the data source names one.
+        statement_timeout: after how many seconds the server gives a statement up; 0.0 for never.
+
+    Raises:
+        InvalidConfig: if the data source cannot be read.
+        StoreUnavailable: if the server does not let us in, or is a standby.
+    """
+    try:
+        given = psycopg.conninfo.conninfo_to_dict(data_source)
+    except psycopg.ProgrammingError:
+        raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+    settings: dict[str, Any] = {"application_name": application_name, **_CONNECTION_DEFAULTS, **given}
+    try:
+        connection = psycopg.connect(**settings, autocommit=True)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"cannot connect to the database of data_source: {one_line(error)}") from None
+    try:
+        row = connection.execute(_SESSION, {"statement_timeout": _milliseconds(statement_timeout)}).fetchone()
+    except psycopg.Error as error:
+        connection.close()
+        raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from None
+    if row is None or row[-1]:
+        # A standby lags behind: what has been purged would be found there again.
+        connection.close()
+        raise StoreUnavailable("the server is a standby; data_source must name the primary")
+    return connection
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(round(seconds * 1000))
+
+
+def one_line(error: psycopg.Error) -> str:
+    """A driver's message without line breaks."""
     return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from tests.chaos.schedule import outbox_kinds, shared_kinds
 
-pytestmark = [pytest.mark.real_broker, pytest.mark.chaos_run, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
 
-_LONGEST_SECONDS = 240  # on a busy machine; else it takes about one minute
+_LONGEST_SECONDS = 300  # on a busy machine; else it takes about one minute
 _TWO_LEADERS_SECONDS = 15
 _CHANGES = 4
 
@@ -52,7 +52,7 @@ def test_changes_of_mode_under_load(make_run, say):
                         outbox.replace(side, mode)
                 since = time.time()
                 for outbox in chaos.outboxes:
-                    assert chaos.reader.wait_for_delivery(outbox.name, since, 30) is not None, "it does not go on"
+                    assert chaos.reader.wait_for_delivery(outbox.name, since, 90) is not None, "it does not go on"
         report = chaos.settle(time.monotonic() - began)
     say(report.summary())
     _assert_clean(report)

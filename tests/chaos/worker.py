@@ -170,8 +170,8 @@ class TrappedStore(PostgresStore):
         super().__init__(config.data_source, config.outbox_table, application_name=f"kafka-outbox {config.name}"[:63])
         self._trap = trap
 
-    def mark(self, *arguments: Any) -> Any:
-        batch = super().mark(*arguments)
+    def mark(self, *arguments: Any, **limits: Any) -> Any:
+        batch = super().mark(*arguments, **limits)
         if batch.records:
             self._trap.reached("after-mark")
         return batch

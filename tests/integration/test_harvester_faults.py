@@ -212,8 +212,8 @@ class _LostAnswers(PostgresStore):
             raise StoreUnavailable("the answer is lost", in_doubt=True)
         return answer
 
-    def mark(self, *arguments):
-        return self._lose(super().mark(*arguments))
+    def mark(self, *arguments, **limits):
+        return self._lose(super().mark(*arguments, **limits))
 
     def purge(self, *arguments):
         return self._lose(super().purge(*arguments))
