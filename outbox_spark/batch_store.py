@@ -20,19 +20,23 @@ import psycopg
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.ports import StoredRecord
 from outbox_core.relay_marks import FIRST, LAST, RelayMark, term_bounds
-from outbox_core.stores.postgres import MICROSECONDS, PostgresStore
+from outbox_core.stores.postgres import MICROSECONDS, SIZE, PostgresStore
 
 # A row that moved while it was being marked is left out: `selected` tells (see outbox_core.stores.postgres).
 _MARK_BATCH = """
 WITH head AS MATERIALIZED (
     SELECT array_agg({locator}) AS rows, count(*) AS selected
     FROM (
-        SELECT {locator} FROM {table}
-        WHERE (leader_id IS NULL OR leader_id NOT BETWEEN %(first_of_term)s AND %(last_of_relays)s)
-          AND (%(up_to)s::bigint IS NULL OR id <= %(up_to)s)
-        ORDER BY id
-        LIMIT %(limit)s
-    ) AS earliest
+        SELECT {locator}, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+        FROM (
+            SELECT {locators}, {size} AS size FROM {table}
+            WHERE (leader_id IS NULL OR leader_id NOT BETWEEN %(first_of_term)s AND %(last_of_relays)s)
+              AND (%(up_to)s::bigint IS NULL OR id <= %(up_to)s)
+            ORDER BY id
+            LIMIT %(limit)s
+        ) AS earliest
+    ) AS sized
+    WHERE before < %(max_bytes)s
 ), marked AS (
     UPDATE {table} SET leader_id = %(mark)s
     WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
@@ -81,6 +85,9 @@ FROM pg_class AS c WHERE c.oid = to_regclass(%s)
 
 _ROWS_PER_FETCH = 10_000
 
+MOST_BYTES = 64 * 2**20
+"""No row is added to a batch whose values and headers hold that much: a task has its shard in memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -120,7 +127,7 @@ class BatchStore(PostgresStore):
     _found: tuple[bool, bool] | None = None
 
     def mark_batch(self, mark: RelayMark, limit: int | None, up_to: int | None = None) -> Batch | None:
-        """Mark the earliest rows that are free; None if there are none.
+        """Mark the earliest rows that are free, no more once they hold `MOST_BYTES`; None if there are none.
 
         Args:
             mark: of the new batch.
@@ -136,11 +143,12 @@ class BatchStore(PostgresStore):
             "up_to": up_to,
             "first_of_term": term_bounds(mark.term)[0],
             "last_of_relays": LAST,
+            "max_bytes": MOST_BYTES,
         }
-        parts = {"locator": "ctid", "locator_type": "tid"}
+        parts = {"locator": "ctid", "locators": "id, ctid", "locator_type": "tid"}
         if not self._layout()[1]:
-            parts = {"locator": "id", "locator_type": "bigint"}
-        statement = self._format(_MARK_BATCH, **parts)
+            parts = {"locator": "id", "locators": "id", "locator_type": "bigint"}
+        statement = self._format(_MARK_BATCH, size=SIZE, **parts)
         while True:
             selected, rows, first, last = self._query(statement, parameters)[0]
             if rows == selected:
@@ -217,12 +225,8 @@ class BatchStore(PostgresStore):
         return self._found
 
     def _stream(self, statement: str, parameters: dict[str, Any]) -> Iterator[Sequence[StoredRecord]]:
-        if self._connection is None or self._connection.closed:
-            self._connection = self._connect()
-        with (
-            self._connection.transaction(),
-            self._connection.cursor("outbox_shard", binary=True) as cursor,
-        ):
+        connection = self._connected()
+        with connection.transaction(), connection.cursor("outbox_shard", binary=True) as cursor:
             cursor.execute(statement, parameters)
             while rows := cursor.fetchmany(_ROWS_PER_FETCH):
                 yield rows  # type: ignore[misc]

@@ -104,7 +104,7 @@ ORDER BY id
 """
 
 # What a row takes in memory, near enough. Known without reading a value that is stored out of line.
-_SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
+SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
 
 _SETTLE = """
 DELETE FROM {table} AS stored
@@ -328,7 +328,7 @@ class PostgresStore:
             "locator": "ctid" if by_address else "id",
             "locator_type": "tid" if by_address else "bigint",
             "locators": "id, ctid" if by_address else "id",
-            "size": _SIZE,
+            "size": SIZE,
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
         }
         self._mark = self._format(_MARK, exclusion="", **parts)
@@ -350,13 +350,17 @@ class PostgresStore:
         yield
         self._execute("SELECT set_config('statement_timeout', %s, false)", (_milliseconds(self._statement_timeout),))
 
-    def _execute(self, statement: str, parameters: Any) -> psycopg.Cursor[tuple[Any, ...]]:
+    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
         if self._connection is None or self._connection.closed:
             self._connection = connect_to_primary(
                 self._data_source, self._application_name, statement_timeout=self._statement_timeout
             )
+        return self._connection
+
+    def _execute(self, statement: str, parameters: Any) -> psycopg.Cursor[tuple[Any, ...]]:
+        connection = self._connected()
         try:
-            return self._connection.execute(statement, parameters, prepare=True, binary=True)
+            return connection.execute(statement, parameters, prepare=True, binary=True)
         except psycopg.Error as error:
             self._raise(error)
 

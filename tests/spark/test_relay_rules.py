@@ -292,3 +292,13 @@ def test_the_highest_claim_is_read_from_heartbeats_too(scene):
     producer.produce(topic, b"noise")
     producer.flush()
     assert highest_claim(scene.transactions.kafka, topic) == 0
+
+
+def test_a_batch_ends_when_it_is_large(scene, make_topic, monkeypatch):
+    """Rows of large values make small batches: a task holds its shard in memory."""
+    monkeypatch.setattr("outbox_spark.batch_store.MOST_BYTES", 2500)
+    topic = make_topic()
+    scene.stash(*(OutboxRecord(topic=topic, key="k", value=b"x" * 1000) for _ in range(7)))
+    store = BatchStore(scene.database)
+    assert store.mark_batch(RelayMark(0, 1), 100).rows == 3
+    store.close()
