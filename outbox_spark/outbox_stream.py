@@ -40,7 +40,7 @@ _PASSING = (StoreUnavailable, KafkaUnavailable)
 
 
 class NotLeading(OutboxError):
-    """A batch was to be replayed, and another process leads the outbox."""
+    """A query cannot begin, as another process leads the outbox."""
 
 
 class Offset(TypedDict):
@@ -168,7 +168,12 @@ class OutboxStream:
         self._insist(lambda: self._finish(end))
 
     def stop_at_present_end(self) -> None:
-        """Take no rows from now on that are not there yet."""
+        """Take no rows from now on that are not there yet. Waits for leadership, or the run would end with nothing done.
+
+        Raises:
+            NotLeading: if another process leads for too long.
+        """
+        self._lead()
         self._target = self._insist(lambda: self._marker.run(lambda store: store.highest_id()))
 
     def stop(self) -> None:
@@ -193,8 +198,8 @@ class OutboxStream:
         while (term := self._election.term()) is None:
             if time.monotonic() > give_up_at:
                 raise NotLeading(
-                    "this query has a batch to finish, and another process leads the outbox; start it again when that "
-                    "one has ended. What the batch holds is in the table and will be published"
+                    f"another process has led the outbox for {self._settings.patience:g} s, so this query cannot take "
+                    "rows from it; start it again when that one has ended. What the table holds is safe there"
                 )
             time.sleep(_TICK_SECONDS)
         return term

@@ -203,11 +203,13 @@ def test_nothing_is_marked_without_leadership():
 
 
 def test_a_replay_without_leadership_fails():
-    """A batch that has to be finished is not passed over because another process leads: the query ends."""
+    """A batch that has to be finished, or a run that is to take what is there, does not pass for done: it fails."""
     world = World()
     stream = stream_of(world, term=Term(None))
-    with pytest.raises(NotLeading, match="another process leads"):
+    with pytest.raises(NotLeading, match="another process has led"):
         stream.shards(BEGINNING, {"batch": 1, "shards": 1, "first": 1, "last": 1, "rows": 1})
+    with pytest.raises(NotLeading, match="another process has led"):
+        stream.stop_at_present_end()
     stream.stop()
 
 
