@@ -168,7 +168,7 @@ class OutboxStream:
         self._insist(lambda: self._finish(end))
 
     def stop_at_present_end(self) -> None:
-        """Take no rows from now on that are not there yet. Waits for leadership, or the run would end with nothing done.
+        """Take no rows from now on that are not there yet. Waits to lead, or the run would end with nothing done.
 
         Raises:
             NotLeading: if another process leads for too long.

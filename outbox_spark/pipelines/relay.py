@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership
 from outbox_core.election.leadership import now
-from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.errors import InvalidConfig, OutboxError, StoreUnavailable
 from outbox_core.events import Event, LeaderAcquired, LeaderRevoked
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.kafka import check_connection, ensure_tracking_topic
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
+_EMPTY_CHECK_SECONDS = 0.5
 _TRIGGER = "100 milliseconds"
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -113,7 +114,8 @@ def run_relay(
     Args:
         spark: a session with our formats registered.
         config: settings.
-        once: end when what was in the table at the beginning of the leadership has been published.
+        once: end when what was in the table at the beginning of the leadership has been published, or when another
+            leader has emptied the table.
         on_progress: called with Spark's progress of each batch that had rows.
         stopping: set it to end.
         transform: rows of the format `outbox` -> what is published; must not move rows between partitions.
@@ -165,12 +167,22 @@ class Relay:
                     raise self._elector.failure
                 lease = self._begin()
                 if lease is None:
-                    self._stopping.wait(_TICK_SECONDS)
+                    if once and self._is_empty():
+                        return
+                    self._stopping.wait(_TICK_SECONDS if not once else _EMPTY_CHECK_SECONDS)
                 elif self._lead(lease, once=once):
                     return
         finally:
             self._elector.stop()
             self._store.close()
+
+    def _is_empty(self) -> bool:
+        """Whether another process has emptied the table while this one stood by."""
+        try:
+            return self._store.is_empty()
+        except StoreUnavailable as error:
+            _log.warning("the database is away: %s", error)
+            return False
 
     # -- leadership
 
