@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos chaos demo demo-pipeline bench bench-failover bench-latency clean
+.PHONY: help setup lint format test test-chaos chaos demo demo-pipeline bench bench-failover bench-latency bench-pipelines clean
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench-failover: $(STAMP)  ## Measure how long nothing is published when the lead
 
 bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 	$(BIN)/python -m benchmarks.latency
+
+bench-pipelines: $(STAMP)  ## Measure archive, project and audit on Spark beside a bare consumer
+	$(BIN)/python -m benchmarks.spark_pipelines
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,6 +1,7 @@
 """What tests of pipelines that follow topics share: records in topics, and pipelines that die at a chosen place."""
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -45,12 +46,11 @@ def forget_last_commit(checkpoint):
     (commits / f".{last}.crc").unlink(missing_ok=True)
 
 
-def run_and_die(pipeline, bootstrap, settings_json):
+def run_and_die(pipeline, bootstrap, settings):
     """Run a pipeline in a process of its own that dies by SIGKILL between its target's commit and Spark's."""
     script = f"""
-import os, signal, sys, threading
+import os, pickle, signal, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
-from outbox_spark.config import {pipeline.title()}Settings
 from outbox_spark.pipelines import {pipeline}
 from outbox_spark.session import start_session
 
@@ -58,7 +58,7 @@ def die(_):
     os.killpg(0, signal.SIGKILL)
 
 spark = start_session("dies", {{"spark.driver.memory": "512m"}}, master="local[2]")
-settings = {pipeline.title()}Settings(**{settings_json!r})
+settings = pickle.loads({pickle.dumps(settings)!r})
 {pipeline}.run(spark, {{"bootstrap.servers": {bootstrap!r}}}, settings, once=True, stop=threading.Event(), report=die)
 """
     done = subprocess.run([sys.executable, "-c", script], start_new_session=True, check=False, timeout=240, cwd=ROOT)

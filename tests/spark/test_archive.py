@@ -76,7 +76,7 @@ def test_survives_losses_of_the_checkpoint(spark, settings, kafka_bootstrap):
 def test_survives_a_killed_driver(spark, settings, kafka_bootstrap):
     """A driver killed between the archive's commit and Spark's repeats nothing."""
     produce(kafka_bootstrap, settings.topics[0], range(30))
-    run_and_die("archive", kafka_bootstrap, settings.model_dump(mode="json"))
+    run_and_die("archive", kafka_bootstrap, settings)
     assert _archived(spark, settings) == list(range(30))
     produce(kafka_bootstrap, settings.topics[0], range(30, 40))
     run_once(archive, spark, kafka_bootstrap, settings)

@@ -88,8 +88,7 @@ def test_survives_a_killed_driver(spark, settings, database, kafka_bootstrap):
     """A driver killed between the target's commit and Spark's repeats nothing."""
     chosen = settings()
     produce(kafka_bootstrap, chosen.topics[0], range(30))
-    values = chosen.model_dump(mode="json", by_alias=True)
-    run_and_die("project", kafka_bootstrap, values)
+    run_and_die("project", kafka_bootstrap, chosen)
     assert _numbers(database) == list(range(30))
     produce(kafka_bootstrap, chosen.topics[0], range(30, 40))
     run_once(project, spark, kafka_bootstrap, chosen)
