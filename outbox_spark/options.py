@@ -15,7 +15,7 @@ _KAFKA = "kafka."
 _SERVERS = "bootstrap.servers"
 _TRUE, _FALSE = {"true", "1", "yes"}, {"false", "0", "no"}
 # Spark adds these to the options of a sink or a source.
-_OF_SPARK = {"checkpointlocation", "queryname", "path", "paths", "asyncprogresstrackingenabled"}
+_OF_SPARK = {"checkpointlocation", "queryname", "path", "paths"}
 
 
 class Options:
