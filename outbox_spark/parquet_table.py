@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_ORDER = ("topic", "_topic", "partition", "_partition", "offset", "_offset")
+"""Columns by which merged rows are ordered, where a table has them."""
+
 
 class ParquetTable:
     """A folder of Parquet files with a ledger. Used by one thread; one process may write to it at a time.
@@ -114,8 +117,8 @@ class ParquetTable:
             rows = self._spark.read.schema(self._schema).option("basePath", self.url)
             frame = rows.parquet(*(f"{self.url}/{file.path}" for file in files))
             number = math.ceil(sum(file.size for file in files) / self._target_size)
-            order = [name for name in ("topic", "partition", "offset") if name in frame.columns]
-            spread = frame.repartitionByRange(number, "partition", "offset") if number > 1 else frame.coalesce(1)
+            order = [name for name in _ORDER if name in frame.columns]
+            spread = frame.repartitionByRange(number, *order) if number > 1 else frame.coalesce(1)
             added = self._write(spread.sortWithinPartitions(*order))
             self._ledger.commit("compact", added, self.positions, removed=[file.path for file in files])
             _log.info("compacted %d files of %s into %d", len(files), folder or self.url, len(added))
