@@ -65,7 +65,7 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
         wrapped: SQL of what `parsed` gave.
         schema: what is expected.
     """
-    element = f"{wrapped}.{_SINGLE}[0]"
+    element = f"get({wrapped}.{_SINGLE}, 0)"
     missing = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _missing(schema, element, "")]
     misfits = [
         f"CASE WHEN get_json_object({text}, {_path(field.name)}) IS NOT NULL AND {element}.{_name(field.name)} IS NULL "

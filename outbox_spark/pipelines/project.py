@@ -100,7 +100,7 @@ def parse(records: DataFrame, settings: ProjectSettings) -> DataFrame:
     )
     reason = F.expr(json_values.problem("value", "_text", "_parsed", schema)).alias("problem")
     # What the value holds may have any name: everything else is within these two.
-    fields = [F.col("_parsed.single")[0][field.name].alias(field.name) for field in schema.fields]
+    fields = [F.get("_parsed.single", 0)[field.name].alias(field.name) for field in schema.fields]
     named = found.select(record.alias("record"), F.struct("key", "value", reason).alias("_raw"), *fields)
     try:
         return named.select(
