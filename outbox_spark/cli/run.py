@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.cli.harvest import configure_logging
 from outbox_core.cli.signals import stop_on_signals
-from outbox_core.errors import OutboxError
-from outbox_spark.cli import fail
+from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_spark.cli import EXIT_NOT_STARTED, fail
 from outbox_spark.config import PipelineFile, load_pipeline
 from outbox_spark.session import start_session
 
@@ -38,14 +38,18 @@ def main(options: argparse.Namespace) -> int:
     logging.getLogger("py4j").setLevel(logging.WARNING)
     spark = open_session(file)
     stop = threading.Event()
+    # Of an audit, 1 would say that it has found something.
+    ended = EXIT_NOT_STARTED if options.pipeline == "audit" else EXIT_ENDED_BY_ERROR
     try:
         with stop_on_signals(stop.set):
             return _PIPELINES[options.pipeline](spark, file, options, stop)
+    except InvalidConfig as error:
+        return fail(error, EXIT_NOT_STARTED)
     except OutboxError as error:
-        return fail(error, EXIT_ENDED_BY_ERROR)
+        return fail(error, ended)
     except Exception as error:
         _log.exception("ended by an unexpected error")
-        return fail(error, EXIT_ENDED_BY_ERROR)
+        return fail(error, ended)
     finally:
         spark.stop()
 

@@ -183,7 +183,7 @@ class Follower:
 
     def _start(self, *, once: bool) -> StreamingQuery:
         settings = self.settings
-        start = self._log.starting(settings.starting_offsets) | {}
+        start = self._log.starting(settings.starting_offsets)
         known = earliest_of([target.positions() for target in self.targets])
         self._check(known)
         for topic, partition, offset in flat(known):
