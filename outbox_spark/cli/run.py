@@ -15,6 +15,7 @@ from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.cli import EXIT_NOT_STARTED, fail
 from outbox_spark.config import PipelineFile, load_pipeline
+from outbox_spark.failures import reason_of
 from outbox_spark.session import start_session
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ def main(options: argparse.Namespace) -> int:
     except OutboxError as error:
         return fail(error, ended)
     except Exception as error:
-        _log.exception("ended by an unexpected error")
-        return fail(error, ended)
+        _log.debug("ended by an error", exc_info=True)
+        return fail(OutboxError(reason_of(error)), ended)
     finally:
         spark.stop()
 

@@ -25,9 +25,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
 from outbox_spark.config import StreamSettings
+from outbox_spark.failures import reason_of
 from outbox_spark.folder import FileTaken, Folder, HadoopFolder
 from outbox_spark.ledger import LedgerError
 from outbox_spark.positions import Positions, advanced, earliest_of, flat
@@ -276,8 +276,7 @@ class Follower:
     def _reason(self, error: Exception) -> OutboxError:
         if isinstance(self._error, OutboxError):
             return self._error
-        text = str(self._error or error)
-        return PipelineFailed(redact(text.splitlines()[0] if text else type(error).__name__))
+        return PipelineFailed(reason_of(self._error or error))
 
 
 def read_topics(
