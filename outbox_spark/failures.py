@@ -1,7 +1,7 @@
 """What went wrong in a worker, in one line.
 
-Spark hands over the worker's traceback as text, within a message of its own and before the JVM's stack. What people need
-is the line that the last traceback ends with.
+Spark hands over the worker's traceback as text, within a message of its own and before the JVM's stack. What people
+need is the line that the last traceback ends with.
 """
 
 from __future__ import annotations
