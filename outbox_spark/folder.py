@@ -60,8 +60,9 @@ class HadoopFolder:
     """
 
     def __init__(self, spark: SparkSession, url: str) -> None:
-        self._jvm: Any = spark._jvm  # noqa: SLF001  there is no public way to Hadoop's file systems
-        root = self._jvm.org.apache.hadoop.fs.Path(url)
+        jvm: Any = spark._jvm  # noqa: SLF001  there is no public way to Hadoop's file systems
+        self._jvm = jvm
+        root: Any = self._jvm.org.apache.hadoop.fs.Path(url)
         self._fs: Any = root.getFileSystem(spark._jsc.hadoopConfiguration())  # noqa: SLF001
         self._root: Any = self._fs.makeQualified(root)
 

@@ -7,7 +7,7 @@ declared NOT NULL must be there, at any depth. Whole numbers are not rounded, de
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig
 
@@ -29,7 +29,7 @@ def parse_schema(ddl: str) -> StructType:
     from pyspark.sql.types import StructType
 
     try:
-        schema = StructType.fromDDL(ddl)
+        schema: Any = StructType.fromDDL(ddl)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise InvalidConfig(f"schema: is not Spark's DDL (`name TYPE, ...`): {reason}") from None
@@ -37,7 +37,8 @@ def parse_schema(ddl: str) -> StructType:
     taken = sorted({name for name in names if name in ("record", "item", "_raw") or names.count(name) > 1})
     if not names or taken:
         raise InvalidConfig(f"schema: {f'the field {taken[0]!r} is twice or taken' if taken else 'has no fields'}")
-    return schema
+    found: StructType = schema
+    return found
 
 
 def parsed(text: Column, schema: StructType) -> Column:

@@ -56,19 +56,19 @@ def examine(path: str | None) -> Iterator[Finding]:
     """Everything there is to look at, the cheap things first."""
     yield look("Java", _java)
     for package, oldest in _PACKAGES.items():
-        yield look(package, lambda package=package, oldest=oldest: _package(package, oldest))  # type: ignore[misc]
+        yield look(package, _package, package, oldest)
     yield look("workers' Python", _python)
     files: list[PipelineFile] = []
     if path is not None:
-        yield look("file", lambda: _read(path, files))
+        yield look("file", _read, path, files)
         yield from _services(files)
-    yield look("Spark", lambda: _spark(files))
+    yield look("Spark", _spark, files)
 
 
-def look(what: str, find: Callable[[], str]) -> Finding:
-    """What `find` says, or why it fails."""
+def look(what: str, find: Callable[..., str], *arguments: Any) -> Finding:
+    """What `find` says of its arguments, or why it fails."""
     try:
-        return Finding(what, is_well=True, words=find())
+        return Finding(what, is_well=True, words=find(*arguments))
     except OutboxError as error:
         return Finding(what, is_well=False, words=str(error))
     except Exception as error:
@@ -125,19 +125,16 @@ def _services(files: Iterable[PipelineFile]) -> Iterator[Finding]:
         topics = list(getattr(settings, "topics", None) or []) if file.pipeline in ("project", "archive") else []
         topics += [topic for side in sides if side is not None for topic in side.topics or []]
         if topics:
-            yield look(f"{file.pipeline}: topics", lambda file=file, topics=topics: _topics(file.kafka, topics))  # type: ignore[misc]
+            yield look(f"{file.pipeline}: topics", _topics, file.kafka, topics)
         if file.harvest is not None:
-            yield look("relay: Kafka", lambda file=file: _kafka(file.harvest.base_kafka_config))  # type: ignore[misc]
-            yield look("relay: outbox", lambda file=file: _outbox(file.harvest))  # type: ignore[misc]
+            yield look("relay: Kafka", _kafka, file.harvest.base_kafka_config)
+            yield look("relay: outbox", _outbox, file.harvest)
         postgres = getattr(settings, "postgres", None)
         if postgres is not None:
-            yield look(
-                f"{file.pipeline}: PostgreSQL", lambda postgres=postgres: _postgres(postgres.dsn, postgres.table)
-            )  # type: ignore[misc]
+            yield look(f"{file.pipeline}: PostgreSQL", _postgres, postgres.dsn, postgres.table)
         for side in sides:
             if side is not None and side.table is not None:
-                table = side.table
-                yield look("audit: table", lambda table=table: _readable(table.dsn, table.table))  # type: ignore[misc]
+                yield look("audit: table", _readable, side.table.dsn, side.table.table)
 
 
 def _topics(kafka: Mapping[str, str], topics: list[str]) -> str:
@@ -164,10 +161,9 @@ def _kafka(kafka: Mapping[str, Any]) -> str:
 
 
 def _outbox(harvest: Any) -> str:
-    from outbox_core.schema import TableName
     from outbox_core.stores.postgres import PostgresStore
 
-    store = PostgresStore(harvest.data_source, TableName.parse(harvest.outbox_table))
+    store = PostgresStore(harvest.data_source, harvest.outbox_table)
     try:
         store.check()
     finally:

@@ -35,7 +35,7 @@ from outbox_spark.topics import Position, TopicLog
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 _log = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class Follower:
             if topic in start:
                 start[topic][partition] = offset
         trigger: dict[str, Any] = {"availableNow": True} if once else {"processingTime": _interval(settings)}
-        return (
+        query: StreamingQuery = (
             read_topics(self.spark, self.kafka, settings.topics, streaming=True, starting=start)
             .option("maxOffsetsPerTrigger", str(settings.max_records))
             .option("failOnDataLoss", str(not settings.accept_gap).lower())
@@ -201,6 +201,7 @@ class Follower:
             .trigger(**trigger)
             .start()
         )
+        return query
 
     def _check(self, known: Positions) -> None:
         """See that Kafka still has what comes next."""

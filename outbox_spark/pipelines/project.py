@@ -77,8 +77,9 @@ def project(records: DataFrame, settings: ProjectSettings) -> DataFrame:
         "problem AS _problem",
         "posexplode(IF(problem IS NULL, rows, array(NULL))) AS (_row, _values)",
     )
-    meta = ["_outbox_id", "_row", "_topic", F.col("_key").cast("string").alias("_key")]
-    return rows.select(*meta, "_partition", "_offset", "_time", "_problem", "_values.*")
+    text = rows.withColumn("_key", F.col("_key").cast("string"))
+    order = ("_outbox_id", "_row", "_topic", "_key", "_partition", "_offset", "_time", "_problem")
+    return text.select(*order, "_values.*")
 
 
 def parse(records: DataFrame, settings: ProjectSettings) -> DataFrame:
