@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos chaos demo demo-pipeline bench bench-failover bench-latency bench-pipelines clean
+.PHONY: help setup lint format test test-chaos chaos demo demo-pipeline clean
+.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-pipelines bench-relay
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +55,20 @@ bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 
 bench-pipelines: $(STAMP)  ## Measure archive, project and audit on Spark beside a bare consumer
 	$(BIN)/python -m benchmarks.spark_pipelines
+
+bench-relay: $(STAMP)  ## Measure the Spark sources and the relay beside raw reads of the same source
+	$(BIN)/python -m benchmarks.spark_relay
+
+bench-backlog: $(STAMP)  ## Measure throughput and memory over a backlog of 10 million records
+	$(BIN)/python -m benchmarks.backlog
+
+bench-idle: $(STAMP)  ## Measure what an idle leader costs
+	$(BIN)/python -m benchmarks.idle
+
+bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
+	$(BIN)/python -m benchmarks.notify
+
+bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-pipelines bench-relay  ## All of the above, one after the other
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
