@@ -9,6 +9,7 @@ nothing is committed to Kafka.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -200,33 +201,17 @@ def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
     """Messages as rows. Of headers with the same name the map has the last, the list all, in their order."""
     # confluent-kafka's annotations have headers as a dict, too; what comes is a list of pairs of text and bytes.
     header_lists: list[Any] = [message.headers() or () for message in messages]
-    identities = []
-    names: list[str] = []
-    values: list[bytes | None] = []
-    offsets = [0]
-    map_names: list[str] = []
-    map_values: list[bytes | None] = []
-    map_offsets = [0]
-    for headers in header_lists:
-        identity = None
-        for name, value in headers:
-            names.append(name)
-            values.append(value)
-            if name == id_header and value is not None:
-                identity = value.decode("utf-8", "replace")
-        unique = dict(headers)
-        map_names.extend(unique)
-        map_values.extend(unique.values())
-        offsets.append(len(names))
-        map_offsets.append(len(map_names))
-        identities.append(identity)
-    entries = pa.StructArray.from_arrays(
-        [pa.array(names, pa.string()), pa.array(values, pa.binary())], fields=list(_HEADER)
-    )
-    lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), entries, type=_ARROW.field("header_list").type)
-    maps = pa.MapArray.from_arrays(
-        pa.array(map_offsets, pa.int32()), pa.array(map_names, pa.string()), pa.array(map_values, pa.binary())
-    )
+    offsets, names, values = _flat(header_lists)
+    entries = pa.StructArray.from_arrays([names, values], fields=list(_HEADER))
+    lists = pa.ListArray.from_arrays(offsets, entries, type=_ARROW.field("header_list").type)
+    unique = [dict(headers) for headers in header_lists]
+    if sum(map(len, unique)) != len(names):
+        offsets, names, values = _flat([tuple(headers.items()) for headers in unique])
+    maps = pa.MapArray.from_arrays(offsets, names, values)
+    identities = [
+        identity.decode("utf-8", "replace") if (identity := headers.get(id_header)) is not None else None
+        for headers in unique
+    ]
     return pa.RecordBatch.from_arrays(
         [
             pa.array([message.key() for message in messages], pa.binary()),
@@ -241,6 +226,14 @@ def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
         ],
         schema=_ARROW,
     )
+
+
+def _flat(header_lists: Sequence[Any]) -> tuple[pa.Array, pa.Array, pa.Array]:
+    """Lists of pairs as Arrow has them: where each list begins, all names, all values."""
+    offsets = list(itertools.accumulate(map(len, header_lists), initial=0))
+    pairs = list(itertools.chain.from_iterable(header_lists))
+    names, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return pa.array(offsets, pa.int32()), pa.array(names, pa.string()), pa.array(values, pa.binary())
 
 
 def _microseconds(message: Message) -> int | None:
