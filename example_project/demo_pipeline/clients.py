@@ -16,10 +16,13 @@ from example_project.demo.children import DemoError
 _CANCEL_EVERY = 7
 _TIMEOUT_SECONDS = 10.0
 _ATTEMPTS = 20
+_SECONDS_HALF_WAY = 300.0
 
 
 class Clients:
     """Several threads that place so many orders together. `placed` and `cancelled` may be read at any time.
+
+    Half-way they wait for `second_half` to be set: on a slow machine, Spark needs longer to start than they need.
 
     Args:
         url: of the shop.
@@ -37,6 +40,7 @@ class Clients:
         self._lock = threading.Lock()
         self._begun = 0
         self._error: Exception | None = None
+        self.second_half = threading.Event()
         self.placed = 0
         self.cancelled = 0
         self._threads = [threading.Thread(target=self._run, name=f"client-{n}", daemon=True) for n in range(threads)]
@@ -71,7 +75,10 @@ class Clients:
             if self._begun == self._orders or self._error is not None:
                 return None
             self._begun += 1
-            return self._begun
+            number = self._begun
+        if number > self._orders // 2:
+            self.second_half.wait(_SECONDS_HALF_WAY)
+        return number
 
     def _order(self, http: httpx.Client, number: int) -> None:
         basket = {str(product): random.randint(1, 3) for product in random.sample(self._products, 3)}

@@ -199,8 +199,9 @@ class _Demo:
             if not self._harvesters.killed and self._harvesters.leader is not None and share > 1 / 3:
                 victim = self._harvesters.kill_leader()
                 self._kill_said(f"{victim.name} (pid {victim.pid}), the leading harvester")
-            if len(self._kills) == 1 and pipeline and share > 1 / 2:
+            if len(self._kills) == 1 and pipeline and share > 0.45:
                 self._kill_driver()
+                clients.second_half.set()
             done = clients.are_done
             if (
                 done
