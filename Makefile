@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format test test-chaos chaos demo demo-pipeline clean
-.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-pipelines bench-relay
+.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-pipelines bench-relay
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,7 +68,10 @@ bench-idle: $(STAMP)  ## Measure what an idle leader costs
 bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
 	$(BIN)/python -m benchmarks.notify
 
-bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-pipelines bench-relay  ## All of the above, one after the other
+bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
+	$(BIN)/python -m benchmarks.held_snapshot
+
+bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-pipelines bench-relay  ## All of the above, one after the other
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

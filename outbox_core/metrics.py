@@ -57,6 +57,23 @@ class Health:
     detail: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class FloorGauge:
+    """How far the settled floor has come (`outbox_core.harvest.floor`).
+
+    Attributes:
+        enabled: whether there can be one.
+        distance: ids between the floor and the last one drawn; None while marks and scans begin at the head.
+        stragglers: open transactions that it waits for.
+        oldest_straggler_seconds: for how long it has waited for the first of them.
+    """
+
+    enabled: bool
+    distance: int | None
+    stragglers: int
+    oldest_straggler_seconds: float
+
+
 class WeightedHistogram:
     """Counts of observations by upper bound; one call observes any number of equal values."""
 
@@ -93,6 +110,7 @@ class HarvestMetrics:
         self._in_flight = 0
         self._leader = False
         self._backlog: Backlog | None = None
+        self._floor: FloorGauge | None = None
         self._publish_latency = WeightedHistogram()
         self._mark_duration = WeightedHistogram()
         self._purge_duration = WeightedHistogram()
@@ -120,6 +138,10 @@ class HarvestMetrics:
         """How much waits; None when this harvester does not know (any more), so that no stale number is shown."""
         self._backlog = backlog
 
+    def floor(self, gauge: FloorGauge) -> None:
+        """Where the settled floor is; shown while this harvester leads."""
+        self._floor = gauge
+
     def publish_latency(self, seconds: float, count: int = 1) -> None:
         """So many records took this long from `produce()` to their acknowledgement."""
         with self._lock:
@@ -137,7 +159,7 @@ class HarvestMetrics:
 
     def add_to(self, families: _Families) -> None:
         """Write a consistent copy of the numbers into the families."""
-        name, backlog = self.outbox_name, self._backlog
+        name, backlog, floor = self.outbox_name, self._backlog, self._floor if self._leader else None
         with self._lock:
             families.published.add_metric([name], self._published)
             families.errors.add_metric([name], self._errors)
@@ -149,6 +171,12 @@ class HarvestMetrics:
         if backlog is not None:
             families.pending.add_metric([name], backlog.pending)
             families.oldest_age.add_metric([name], backlog.oldest_age_seconds)
+        if floor is not None:
+            families.floor_enabled.add_metric([name], float(floor.enabled))
+            families.stragglers.add_metric([name], floor.stragglers)
+            families.straggler_age.add_metric([name], floor.oldest_straggler_seconds)
+            if floor.distance is not None:
+                families.floor_distance.add_metric([name], floor.distance)
 
 
 class _Families:
@@ -166,6 +194,20 @@ class _Families:
         self.pending = GaugeMetricFamily("outbox_pending_records", "Records in the outbox table.", labels=by)
         self.oldest_age = GaugeMetricFamily(
             "outbox_oldest_pending_age_seconds", "Age of the first record in the outbox table.", labels=by
+        )
+        self.floor_enabled = GaugeMetricFamily(
+            "outbox_floor_enabled", "1 where a settled floor can be proven, else 0 (the log says why).", labels=by
+        )
+        self.floor_distance = GaugeMetricFamily(
+            "outbox_floor_distance_ids", "Ids between the settled floor and the last one drawn.", labels=by
+        )
+        self.stragglers = GaugeMetricFamily(
+            "outbox_floor_stragglers", "Open transactions that the settled floor waits for.", labels=by
+        )
+        self.straggler_age = GaugeMetricFamily(
+            "outbox_floor_oldest_straggler_seconds",
+            "For how long the settled floor has waited for the first of them.",
+            labels=by,
         )
         self.leader = GaugeMetricFamily("outbox_leader", "1 where this harvester leads, else 0.", labels=by)
         self.publish_latency = HistogramMetricFamily(

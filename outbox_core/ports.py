@@ -6,7 +6,7 @@ A harvester needs a place that holds records (`OutboxStore`) and somebody who sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
@@ -89,6 +89,59 @@ class Backlog(NamedTuple):
     oldest_age_seconds: float
 
 
+class Floor(NamedTuple):
+    """An id up to which a mark or scan need not look (`outbox_core.harvest.floor` proves it).
+
+    Attributes:
+        id: nothing new will be found up to this id.
+        place: where that was proven, see `Sight`. Anywhere else a store looks from the head of the table.
+    """
+
+    id: int
+    place: Hashable
+
+
+NO_FLOOR = Floor(-(2**63), None)
+"""Look from the head of the table."""
+
+
+class Sight(NamedTuple):
+    """How far ids have been drawn, and who may still write a row with one of them.
+
+    Attributes:
+        last_id: no id drawn before this look is higher.
+        place: one connection, and one incarnation of table and sequence; equal to nothing else, ever.
+        writers: names of the transactions that were writing to the table *after* `last_id` was read. A transaction
+            has one name from its first write until its rows are visible or gone, also while it is prepared.
+        unusable: why ids of this table prove nothing; '' if they do.
+    """
+
+    last_id: int
+    place: Hashable
+    writers: frozenset[str]
+    unusable: str = ""
+
+
+class OpenWriter(NamedTuple):
+    """A transaction that has written to the outbox and is still open.
+
+    Attributes:
+        name: as in `Sight.writers`.
+        pid: of its server process; None once it is prepared.
+        gid: of a prepared transaction, else None.
+        age_seconds: how long ago it began, or was prepared; 0.0 if we may not know.
+        application: application_name of its session.
+        state: of its session, such as "idle in transaction"; '' if we may not know.
+    """
+
+    name: str
+    pid: int | None
+    gid: str | None
+    age_seconds: float
+    application: str
+    state: str
+
+
 class OutboxStore(Protocol):
     """One connection to the database that holds an outbox table. Used by one thread at a time.
 
@@ -105,12 +158,13 @@ class OutboxStore(Protocol):
         limit: int,
         excluding: Collection[LaneKey] = (),
         resting: Collection[int] = (),
+        floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
     ) -> MarkedBatch:
-        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them.
+        """Mark the earliest rows above the floor not marked by `leader_id`, except those of the given lanes and ids.
 
-        At most `limit` rows, and no row once those before it hold `max_bytes` of values.
+        At most `limit` rows, and no row once those before it hold `max_bytes` of values. Returns them.
         """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
@@ -124,13 +178,20 @@ class OutboxStore(Protocol):
         limit: int,
         in_flight: Collection[int],
         excluding: Collection[LaneKey] = (),
+        floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing.
+        """The earliest rows above the floor, by id, except those of the given ids and lanes. Changes nothing.
 
         Limited as `mark` is.
         """
+
+    def sight(self) -> Sight:
+        """How far ids have been drawn; then, by a second statement (alone among these methods), who is writing."""
+
+    def describe(self, writers: Collection[str]) -> Sequence[OpenWriter]:
+        """Those of these writers that are still open."""
 
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox_core.config import HarvestConfig
+    from outbox_core.ports import Sight
 
 EXIT_PROBLEM = 1
 
@@ -145,6 +146,7 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
         findings = examination.findings()
         if config.notify:
             findings.append(_examine_notices(config))
+        findings.append(_settled_floor(store.sight()))
         return findings, identity, [head.topic for head in examination.topics_at_head()]
 
 
@@ -159,6 +161,13 @@ def _examine_notices(config: HarvestConfig) -> Finding:
     finally:
         notices.dispose()
     return fine("notices", "the trigger is there, and notices come through")
+
+
+def _settled_floor(sight: Sight) -> Finding:
+    if sight.unusable:
+        remedy = "nothing is lost, but while old snapshots are open harvesting gets slower the more is harvested"
+        return warning("settled floor", f"is off: {sight.unusable}", remedy)
+    return fine("settled floor", "can be proven")
 
 
 def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str]) -> Iterator[Finding]:

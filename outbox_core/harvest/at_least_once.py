@@ -8,8 +8,9 @@ statements run elsewhere, on the two threads that own a store each.
                    '--------------------------------------------------------------'
 
 - **Mark.** One statement claims the earliest rows that do not carry our leader ID, from the head of the table, and
-  returns them. A later commit with a lower id is found by the next mark, because no mark begins at an offset. Rows
-  that a dead leader marked are found like any other: there is no recovery branch.
+  returns them. A later commit with a lower id is found by the next mark, because no mark begins at an offset, unless
+  nothing can appear below it any more (`floor`). Rows that a dead leader marked are found like any other: there is no
+  recovery branch.
   A mark that returns a row we already hold shows that another leader has marked it in between: force remark, as the
   row would otherwise be published a second time after its followers.
 - **Send.** At most one record of a key is under way (`lanes`). The lease is looked at immediately before each send,
@@ -41,6 +42,7 @@ from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.events import LeaderRefreshed, MeterRead
 from outbox_core.harvest.cooling import Cooling
+from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.lanes import Lanes
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure, Publisher
@@ -95,8 +97,9 @@ class AtLeastOnce:
         self._lanes = Lanes(timing.lane_capacity)
         self._cooling = Cooling(timing.io_error_backoff / 10, timing.io_error_backoff * 10, now)
         self._remark = False
-        self._marking: Future[tuple[MarkedBatch, float]] | None = None
+        self._marking: Future[tuple[MarkedBatch, Look | None, float]] | None = None
         self._mark_limit = 0
+        self._reading: Reading | None = None
         self._mark_excludes = False
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._settling: Future[int] | None = None
@@ -118,6 +121,7 @@ class AtLeastOnce:
 
     def run(self) -> None:
         """Harvest until the leadership ends, `stop` is called or, when draining, the table is empty."""
+        self._with.floor.reset("a new leader ID")
         Recovery(self._transactions, self._over, self._timing, self._with).settle_if_tracked()
         try:
             self._harvest()
@@ -172,13 +176,15 @@ class AtLeastOnce:
         lanes |= self._lanes.full
         self._mark_excludes = bool(lanes or resting)
         self._mark_limit = limit
+        reading = self._reading = self._with.floor.begin(lanes | resting)
 
-        def mark(store: OutboxStore) -> tuple[MarkedBatch, float]:
+        def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float]:
+            look = reading.look(store)
             began = now()
-            batch = store.mark(leader_id, limit, lanes, resting, max_bytes=max_bytes)
+            batch = store.mark(leader_id, limit, lanes, resting, reading.floor, max_bytes=max_bytes)
             took = now() - began
             self._with.metrics.mark_took(took)
-            return batch, took
+            return batch, look, took
 
         self._pace.begin()
         self._marking = self._with.marker.submit(mark)
@@ -188,7 +194,7 @@ class AtLeastOnce:
             return
         marking, self._marking = self._marking, None
         try:
-            batch, took = marking.result()
+            batch, look, took = marking.result()
         except StoreUnavailable as error:
             self._with.database.began(error)
             self._pace.failed(self._timing.io_error_backoff)
@@ -204,7 +210,10 @@ class AtLeastOnce:
         if self._remark or batch.selected != len(batch.records) or self._lanes.holds_any(batch.records):
             self._to_reset.extend(record[_ID] for record in batch.records)
             self._force_remark()
-        elif batch.records:
+            return
+        if self._reading is not None:
+            self._with.floor.ended(self._reading, look, batch.records, took)
+        if batch.records:
             self._lanes.admit(batch.records)
         else:
             self._check_drained()
@@ -323,6 +332,7 @@ class AtLeastOnce:
         self._lanes = Lanes(self._timing.lane_capacity)
         self._remark = False
         self.leader_id = uuid4()
+        self._with.floor.reset("a new leader ID")
         self._with.emit(LeaderRefreshed(self.leader_id))
 
     def _busy(self) -> bool:

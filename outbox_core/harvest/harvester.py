@@ -28,6 +28,7 @@ from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoke
 from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
 from outbox_core.harvest.exactly_once import ExactlyOnce
+from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.listening import Listening
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
@@ -244,6 +245,7 @@ class Harvester:
             elector=elector,
             marker=StoreThread(self._make_store(), "outbox-mark", self._wake.set),
             purger=StoreThread(self._make_store(), "outbox-purge", self._wake.set),
+            floor=SettledFloor(self.metrics, now),
             metrics=self.metrics,
             meter=Meter(config.limits.min_metrics_interval.total_seconds(), now),
             emit=self._emit,

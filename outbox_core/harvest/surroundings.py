@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from threading import Event as ThreadEvent
 
 from outbox_core.events import Event
+from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.pace import News
@@ -42,6 +43,7 @@ class Surroundings:
         elector: says whether we still lead.
         marker: thread that runs the marks or scans.
         purger: thread that runs purges and resets.
+        floor: where marks and scans begin.
         metrics: where to count.
         meter: throughput.
         emit: tells the event handler.
@@ -54,6 +56,7 @@ class Surroundings:
     elector: LeaderElector
     marker: StoreThread
     purger: StoreThread
+    floor: SettledFloor
     metrics: HarvestMetrics
     meter: Meter
     emit: Callable[[Event], None]

@@ -9,6 +9,7 @@ from typing import Final, Protocol
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.cooling import Cooling
+from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
@@ -62,7 +63,8 @@ class Term:
         self._in_flight: set[int] = set()  # scanned, and their purge is not committed: what a scan must exclude
         self._unpurged: list[tuple[int, int]] = []  # (id, create time): published, and their purge is not committed
         self._purging: Future[int] | None = None
-        self._scanning: Future[tuple[Sequence[StoredRecord], float]] | None = None
+        self._scanning: Future[tuple[Sequence[StoredRecord], Look | None, float]] | None = None
+        self._reading: Reading | None = None
         self._scan_limit = timing.mark_query_records
         self._scan_excludes = False
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
@@ -75,6 +77,7 @@ class Term:
         Raises:
             OutboxError: if going on could repeat or lose a record.
         """
+        self._with.floor.reset("a new term")
         producer = self._transactions.new_producer()
         try:
             return self._run(producer)
@@ -121,14 +124,16 @@ class Term:
         lanes, identities = self._cooling.resting()
         excluded = self._in_flight.union(identities)
         limit, max_bytes = self._scan_limit, self._timing.mark_query_bytes
+        reading = self._reading = self._with.floor.begin(lanes | identities)
         self._scan_excludes = bool(lanes or identities)
 
-        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], float]:
+        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float]:
+            look = reading.look(store)
             began = now()
-            records = store.scan(limit, excluded, lanes, max_bytes=max_bytes)
+            records = store.scan(limit, excluded, lanes, reading.floor, max_bytes=max_bytes)
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, took
+            return records, look, took
 
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
@@ -137,7 +142,12 @@ class Term:
         scanning, self._scanning = self._scanning, None
         if scanning is None or not self._waiting.until_done(scanning):
             return [], 0.0
-        records, took = self._waiting.result(scanning) or ((), 0.0)
+        result = self._waiting.result(scanning)
+        if result is None:
+            return [], 0.0
+        records, look, took = result
+        if self._reading is not None:
+            self._with.floor.ended(self._reading, look, records, took)
         return list(records), took
 
     def _join_scan(self) -> None:
@@ -215,6 +225,7 @@ class Term:
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
         self._join_scan()
+        self._with.floor.reset("a transaction was aborted")
         self._purge_is_committed(None)
         self._in_flight = {identity for identity, _ in self._unpurged}
         if aborted.error is None:

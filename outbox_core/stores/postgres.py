@@ -22,14 +22,25 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from uuid import UUID
 
 import psycopg
 
 from outbox_core import relay_marks
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
-from outbox_core.ports import NO_LIMIT, Backlog, LaneKey, MarkedBatch, MarkedRows, StoredRecord
+from outbox_core.ports import (
+    NO_FLOOR,
+    NO_LIMIT,
+    Backlog,
+    Floor,
+    LaneKey,
+    MarkedBatch,
+    MarkedRows,
+    OpenWriter,
+    Sight,
+    StoredRecord,
+)
 from outbox_core.schema import REQUIRED_COLUMNS, TableName
 
 _log = logging.getLogger(__name__)
@@ -69,7 +80,7 @@ WITH head AS MATERIALIZED (
         SELECT {locator}, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
         FROM (
             SELECT {locators}, {size} AS size FROM {table}
-            WHERE leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
+            WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
             ORDER BY id
             LIMIT %(limit)s
         ) AS earliest
@@ -94,7 +105,7 @@ FROM (
                NULLIF(kafka_header_values, '{{}}') AS header_values, {partition} AS partition,
                {microseconds} AS microseconds, {size} AS size
         FROM {table}
-        WHERE {other_ids} {exclusion}
+        WHERE {above} AND {other_ids} {exclusion}
         ORDER BY id
         LIMIT %(limit)s
     ) AS earliest
@@ -120,6 +131,69 @@ WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
 """
 
 _CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
+
+# The floor holds for one incarnation of table and sequence, and while the sequence is not set back. Both are looked at
+# by the statement that uses it, which by then has the table's lock: TRUNCATE ... RESTART IDENTITY, say, comes before
+# it or after it. (A subquery is evaluated once, and its value is an index condition. CASE guards the right to read the
+# sequence.)
+_ABOVE = """id > (
+            SELECT CASE
+                WHEN pg_relation_filenode(to_regclass(%(name)s::text)) = %(table_file)s::oid
+                 AND pg_relation_filenode(to_regclass(%(sequence)s::text)) = %(sequence_file)s::oid
+                THEN CASE WHEN pg_sequence_last_value(to_regclass(%(sequence)s::text)) >= %(floor)s::bigint
+                     THEN %(floor)s::bigint ELSE {lowest} END
+                ELSE {lowest} END)"""
+
+# Where the ids come from: the sequence of an identity column, or the one that its default names.
+_SEQUENCE = """
+SELECT quote_ident(n.nspname) || '.' || quote_ident(s.relname),
+       a.attidentity <> '' OR pg_get_expr(d.adbin, d.adrelid) = format('nextval(%%L::regclass)', s.oid::regclass::text),
+       has_sequence_privilege(s.oid, 'SELECT')
+FROM pg_attribute AS a
+LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+JOIN pg_depend AS p ON CASE
+    WHEN a.attidentity <> '' THEN p.refclassid = 'pg_class'::regclass AND p.refobjid = a.attrelid
+        AND p.refobjsubid = a.attnum AND p.classid = 'pg_class'::regclass AND p.deptype = 'i'
+    ELSE p.classid = 'pg_attrdef'::regclass AND p.objid = d.oid AND p.refclassid = 'pg_class'::regclass END
+JOIN pg_class AS s ON s.relkind = 'S' AND s.oid = CASE WHEN a.attidentity <> '' THEN p.objid ELSE p.refobjid END
+JOIN pg_namespace AS n ON n.oid = s.relnamespace
+WHERE a.attrelid = to_regclass(%(name)s) AND a.attname = 'id'
+"""
+
+# A sequence that nobody has drawn from says 1 and means 0: to take it at its word would hide the first record.
+_DRAWN = """
+SELECT CASE WHEN is_called THEN last_value
+            ELSE last_value - (SELECT seqincrement FROM pg_sequence WHERE seqrelid = to_regclass(%(sequence)s)) END,
+       pg_relation_filenode(to_regclass(%(name)s)), pg_relation_filenode(to_regclass(%(sequence)s))
+FROM {sequence}
+"""
+
+# An INSERT, whatever its form, takes this lock before it draws its id, and keeps it until its rows are visible or gone.
+# Not by pid: a prepared transaction has none, and keeps its locks. Whatever could make the ids prove nothing is looked
+# at here, after they were read: by a snapshot taken before, a change in between would be overlooked.
+_WRITERS = """
+SELECT ARRAY(SELECT DISTINCT virtualtransaction FROM pg_locks
+             WHERE locktype = 'relation' AND relation = c.oid AND mode = 'RowExclusiveLock' AND granted
+               AND database = (SELECT oid FROM pg_database WHERE datname = current_database())),
+       c.relkind = 'r' AND NOT c.relispartition AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid),
+       s.seqcache, s.seqincrement > 0 AND NOT s.seqcycle
+FROM pg_class AS c, pg_sequence AS s
+WHERE c.oid = to_regclass(%(name)s) AND s.seqrelid = to_regclass(%(sequence)s)
+"""
+
+_DESCRIBE = """
+SELECT l.virtualtransaction, l.pid, p.gid,
+       coalesce(extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared)), 0)::float8,
+       coalesce(a.application_name, ''), coalesce(a.state, '')
+FROM pg_locks AS l
+LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+LEFT JOIN pg_locks AS t ON l.pid IS NULL AND t.pid IS NULL AND t.locktype = 'transactionid'
+    AND t.virtualtransaction = l.virtualtransaction
+LEFT JOIN pg_prepared_xacts AS p ON p.transaction = t.transactionid
+WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode = 'RowExclusiveLock' AND l.granted
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.virtualtransaction = ANY (%(writers)s::text[])
+"""
 
 # The lanes are a handful of hot or failing keys. The record's own columns are compared as one text, which Postgres
 # looks up in a hash table; the separator cannot occur in a topic.
@@ -160,6 +234,23 @@ _id_of = itemgetter(0)
 # A server that has become a standby is as good as away: the next connection may find the new primary.
 _PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
 _SELECTED = 8
+# Before, a transaction took another name when it was prepared.
+_TRANSACTIONS_KEEP_THEIR_NAMES = 140001
+
+
+class _Place(NamedTuple):
+    """Where a floor holds: on this connection, and while table and sequence are stored in these files."""
+
+    session: object
+    table_file: int | None
+    sequence_file: int | None
+
+
+class _Sequence(NamedTuple):
+    """Where a table's ids come from, or why that tells nothing."""
+
+    name: str
+    unusable: str
 
 
 class PostgresStore:
@@ -185,6 +276,8 @@ class PostgresStore:
         self._name = TableName.parse(table)
         self._application_name = application_name
         self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._session = object()
+        self._sequence: _Sequence | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
         self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
         self._marked = self._format(_MARKED, first_of_relays=relay_marks.FIRST, last_of_relays=relay_marks.LAST)
@@ -216,7 +309,7 @@ class PostgresStore:
         if cache is not None and cache > 1:
             _log.warning(
                 "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
-                "transactions in different sessions; ALTER SEQUENCE ... CACHE 1",
+                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
                 self._name,
                 cache,
             )
@@ -229,13 +322,15 @@ class PostgresStore:
         limit: int,
         excluding: Collection[LaneKey] = (),
         resting: Collection[int] = (),
+        floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
     ) -> MarkedBatch:
-        """Mark the earliest rows not marked by `leader_id`, except those of the given lanes and ids; return them."""
+        """Mark the earliest rows above the floor not marked by `leader_id`, except those of the given lanes and ids."""
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
+        parameters |= self._above(floor)
         if excluding or resting:
             parameters |= {"excluded": _lane_names(excluding), "ids": _multirange(resting)}
             rows = self._query(self._mark_excluding, parameters)
@@ -259,16 +354,41 @@ class PostgresStore:
         limit: int,
         in_flight: Collection[int],
         excluding: Collection[LaneKey] = (),
+        floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows, by ascending id, except those of the given ids and lanes. Changes nothing."""
+        """The earliest rows above the floor, by id, except those of the given ids and lanes. Changes nothing."""
         if not self._scan:
             self.check()
         parameters: dict[str, Any] = {"limit": limit, "ids": _multirange(in_flight), "max_bytes": max_bytes}
+        parameters |= self._above(floor)
         if excluding:
             return self._query(self._scan_excluding, {**parameters, "excluded": _lane_names(excluding)})  # type: ignore[return-value]
         return self._query(self._scan, parameters)  # type: ignore[return-value]
+
+    def sight(self) -> Sight:
+        """How far ids have been drawn; then, by a later statement, who is writing to the table."""
+        try:
+            session = self._connected() and self._session
+            sequence = self._sequence = self._sequence or self._find_sequence()
+            if sequence.unusable:
+                return Sight(NO_FLOOR.id, None, frozenset(), sequence.unusable)
+            names = {"name": self._name.quoted, "sequence": sequence.name}
+            drawn = self._query(_DRAWN.format(sequence=sequence.name.replace("%", "%%")), names)
+            found = self._query(_WRITERS, names)
+        except OutboxTableError as error:  # it has gone, or may not be read: the next mark says what is wrong
+            return Sight(NO_FLOOR.id, None, frozenset(), str(error))
+        if not found or self._session is not session:
+            raise StoreUnavailable(f"table {self._name} or sequence {sequence.name} was replaced at this moment")
+        (last_id, *files), (writers, is_alone, cache, ascends) = drawn[0], found[0]
+        unusable = self._why_unusable(is_alone=is_alone, cache=cache, ascends=ascends)
+        return Sight(last_id, _Place(session, *files), frozenset(writers), unusable)
+
+    def describe(self, writers: Collection[str]) -> Sequence[OpenWriter]:
+        """Those of these writers that are still open."""
+        rows = self._query(_DESCRIBE, {"name": self._name.quoted, "writers": list(writers)})
+        return [OpenWriter(*row) for row in rows]
 
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
@@ -330,12 +450,52 @@ class PostgresStore:
             "locators": "id, ctid" if by_address else "id",
             "size": SIZE,
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
+            "above": _ABOVE.format(lowest=f"({NO_FLOOR.id})::bigint"),
         }
         self._mark = self._format(_MARK, exclusion="", **parts)
         self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS}", **parts)
         parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
         self._scan = self._format(_SCAN, exclusion="", **parts)
         self._scan_excluding = self._format(_SCAN, exclusion=_EXCLUSION, **parts)
+
+    def _above(self, floor: Floor) -> dict[str, Any]:
+        """Parameters of a floor; on another connection than the one it was proven on, it is none."""
+        self._connected()
+        name, place, sequence = self._name.quoted, floor.place, self._sequence
+        if (
+            sequence is None
+            or not isinstance(place, _Place)
+            or place.session is not self._session
+            or None in place  # a partitioned table has no file
+        ):
+            return {"name": name, "floor": None, "sequence": None, "table_file": None, "sequence_file": None}
+        return {
+            "name": name,
+            "floor": str(floor.id),
+            "sequence": sequence.name,
+            "table_file": str(place.table_file),
+            "sequence_file": str(place.sequence_file),
+        }
+
+    def _find_sequence(self) -> _Sequence:
+        """The sequence that the table's ids come from."""
+        found = self._query(_SEQUENCE, {"name": self._name.quoted})
+        if len(found) != 1 or not found[0][1]:
+            return _Sequence("", f"the ids of {self._name} are not simply drawn from one sequence")
+        name, _, may_read = found[0]
+        if self._connected().info.server_version < _TRANSACTIONS_KEEP_THEIR_NAMES:
+            return _Sequence(name, "it needs PostgreSQL 14.1 or later")
+        return _Sequence(name, "" if may_read else f"GRANT SELECT ON SEQUENCE {name} to the harvester's role")
+
+    def _why_unusable(self, *, is_alone: bool, cache: int, ascends: bool) -> str:
+        if not is_alone:
+            return f"{self._name} is partitioned or inherited from: an insert into a part does not lock the whole"
+        if cache > 1:
+            return (
+                f"the sequence of {self._name}.id has CACHE {cache}, so ids are drawn ahead; "
+                "ALTER SEQUENCE ... CACHE 1, and restart the applications"
+            )
+        return "" if ascends else f"the sequence of {self._name}.id descends or cycles"
 
     def _change(self, statement: str, leader_id: UUID, ids: Sequence[int]) -> int:
         return self._execute(statement, {"leader_id": leader_id, "ids": _array(ids)}).rowcount
@@ -350,19 +510,22 @@ class PostgresStore:
         yield
         self._execute("SELECT set_config('statement_timeout', %s, false)", (_milliseconds(self._statement_timeout),))
 
-    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
-        if self._connection is None or self._connection.closed:
-            self._connection = connect_to_primary(
-                self._data_source, self._application_name, statement_timeout=self._statement_timeout
-            )
-        return self._connection
-
     def _execute(self, statement: str, parameters: Any) -> psycopg.Cursor[tuple[Any, ...]]:
         connection = self._connected()
         try:
             return connection.execute(statement, parameters, prepare=True, binary=True)
         except psycopg.Error as error:
             self._raise(error)
+
+    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
+        """The connection; if there is none, another one, on which nothing holds that was seen on the last."""
+        if self._connection is None or self._connection.closed:
+            self._connection = connect_to_primary(
+                self._data_source, self._application_name, statement_timeout=self._statement_timeout
+            )
+            self._session = object()
+            self._sequence = None
+        return self._connection
 
     def _raise(self, error: psycopg.Error) -> NoReturn:
         """Translate, and give up the connection: after an error its state is not worth a guess."""

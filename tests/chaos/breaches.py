@@ -21,9 +21,13 @@ from outbox_core.stores.postgres import PostgresStore
 
 
 class ForcedOverlap(Term):
-    """The next batch is scanned before this one is committed, and looked at once this one is purged."""
+    """The next batch is scanned before this one is committed, and looked at once this one is purged.
+
+    From the head, as where there is no settled floor, which would hide that the set is wrong.
+    """
 
     def _start_scan(self):
+        self._with.floor.reset("the set of ids alone must do")
         super()._start_scan()
         if self._scanning is not None:
             self._waiting.until_done(self._scanning)

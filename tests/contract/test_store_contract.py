@@ -8,9 +8,10 @@ import psycopg
 import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.ports import NO_FLOOR, Floor
 from outbox_core.schema import TableName, create_table_sql
 from outbox_core.stores.postgres import PostgresStore
-from tests.harvesting import Scene, wait_until
+from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
 
 _PARTITIONED = create_table_sql(TableName("outbox")).partition("WITH (")[0] + " PARTITION BY HASH (id)"
 _STORES = {
@@ -250,6 +251,112 @@ def test_backlog(scene, store):
     assert 240 <= age < 300
     scene.execute("UPDATE outbox SET create_time = now() + interval '1 minute'")
     assert store.backlog().oldest_age_seconds == 0.0
+
+
+def _floor(store):
+    """A floor at 2, where the store can tell how far ids are drawn."""
+    sight = store.sight()
+    if sight.unusable:
+        pytest.skip(sight.unusable)
+    return Floor(2, sight.place)
+
+
+def _found(store, floor):
+    """What a scan and a mark find above the floor."""
+    scanned = [record[0] for record in store.scan(10, (), (), floor)]
+    assert ids(store.mark(uuid4(), 10, (), (), floor)) == scanned
+    return scanned
+
+
+def test_mark_and_scan_begin_above_the_floor(scene, store):
+    """Rows up to the floor are not looked at, with and without lanes that are left out."""
+    put(scene, *(("t", str(n)) for n in range(1, 6)))
+    floor = _floor(store)
+    assert _found(store, floor) == [3, 4, 5]
+    assert [record[0] for record in store.scan(10, [3], {("t", "4")}, floor)] == [5]
+    assert ids(store.mark(OURS, 10, {("t", "4")}, [5], floor)) == [3]
+
+
+def test_where_ids_prove_nothing(scene, store):
+    """A store that cannot tell how far ids are drawn says why, and looks at every row whatever floor it is given."""
+    put(scene, ("t", "1"), ("t", "2"), ("t", "3"))
+    sight = store.sight()
+    assert sight.unusable == "" or _found(store, Floor(2, sight.place)) == [1, 2, 3]
+
+
+def test_no_floor_is_the_head(scene, store):
+    """Without a floor every row is found, however low its id."""
+    put(scene, ("t", "k"))
+    scene.execute("UPDATE outbox SET id = -5")
+    assert _found(store, NO_FLOOR) == [-5]
+
+
+def test_floor_of_another_connection(scene, store):
+    """A floor that was proven on a connection that is gone, or on another store's, is none."""
+    put(scene, *(("t", str(n)) for n in range(1, 6)))
+    floor = _floor(store)
+    other = PostgresStore(scene.database)
+    assert _found(other, floor) == [1, 2, 3, 4, 5]
+    other.close()
+    _end_sessions(scene)
+    with pytest.raises(StoreUnavailable):
+        store.scan(10, (), (), floor)
+    assert _found(store, floor) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "TRUNCATE outbox RESTART IDENTITY",
+        "DELETE FROM outbox; ALTER SEQUENCE outbox_id_seq RESTART",
+        "DELETE FROM outbox; SELECT setval('outbox_id_seq', 1, false)",
+        "ALTER TABLE outbox RENAME TO old; CREATE TABLE outbox (LIKE old INCLUDING ALL)",
+        "DROP TABLE outbox; {create}",
+    ],
+)
+def test_floor_of_another_incarnation(scene, store, request, change):
+    """Where ids begin anew, or the table is another one, the floor is none, in the very next statement."""
+    put(scene, *(("t", str(n)) for n in range(1, 6)))
+    floor = _floor(store)
+    for statement in change.format(create=_STORES[request.node.callspec.params["scene"]][0]).split(";"):
+        if statement.strip():
+            scene.execute(statement)
+    put(scene, ("t", "1"))
+    assert len(_found(store, floor)) == 1
+    assert store.sight().place != floor.place or store.sight().last_id < 5
+
+
+def test_sight_of_ids(scene, store):
+    """The last id is that of the sequence, committed or not; before the first one it is lower than any."""
+    _floor(store)
+    assert store.sight().last_id < 1
+    put(scene, ("t", "1"), ("t", "2"))
+    assert store.sight().last_id == 2
+    with psycopg.connect(scene.database) as undone:
+        undone.execute("SELECT nextval(pg_get_serial_sequence('outbox', 'id'))")
+        undone.rollback()
+    assert store.sight().last_id == 3
+
+
+def test_sight_of_writers(scene, store):
+    """A writer has one name, and pid and age, until its end; prepared it has a gid instead of the pid."""
+    _floor(store)
+    assert store.sight().writers == frozenset()
+    gid = f"contract-{uuid4()}"
+    with psycopg.connect(scene.database, application_name="shop") as writer:
+        writer.execute("DELETE FROM outbox")
+        (name,) = store.sight().writers
+        (described,) = store.describe([name, "99/99"])
+        assert described[:3] == (name, writer.info.backend_pid, None)
+        assert described[4:] == ("shop", "idle in transaction")
+        assert 0 <= described.age_seconds < GENEROUS_SECONDS
+        writer.execute(f"PREPARE TRANSACTION '{gid}'")
+    assert store.sight().writers == {name}
+    (described,) = store.describe([name])
+    assert described[:3] == (name, None, gid)
+    scene.execute(f"COMMIT PREPARED '{gid}'")
+    assert store.sight().writers == frozenset()
+    assert store.describe([name]) == []
 
 
 def _sessions(scene):

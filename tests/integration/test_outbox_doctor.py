@@ -58,6 +58,15 @@ def test_sound_surroundings_have_no_problem(run):
     assert code == 0
     assert not of(findings, "problem")
     assert set(of(findings, "warning")) <= {"leader group", "old snapshot"}
+    assert "settled floor" in of(findings, "ok")
+
+
+def test_tables_without_a_settled_floor_are_told(run, connection):
+    """What keeps the harvester from proving a floor is a warning, with the reason."""
+    connection.execute("CREATE TABLE child () INHERITS (outbox)")
+    code, findings = run("doctor")
+    assert code == 0
+    assert "inherited" in of(findings, "warning")["settled floor"]["detail"]
     assert {"server", "table", "sequence", "cluster", "leader topic"} <= set(of(findings, "ok"))
 
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
-from outbox_core.ports import NO_LIMIT
+from outbox_core.ports import NO_LIMIT, Floor
 from outbox_core.schema import TableName, create_table_sql
 from outbox_core.stores import postgres as store_module
 from outbox_core.stores.postgres import PostgresStore
@@ -60,7 +60,8 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
         scene.execute("ALTER TABLE child ADD PRIMARY KEY (id)")
         store.check()
     me = uuid4()
-    bounds = {"limit": 100, "max_bytes": NO_LIMIT}
+    above = store._above(Floor(10, store.sight().place))
+    bounds = {"limit": 100, "max_bytes": NO_LIMIT, **above}
     excluded = {**bounds, "excluded": [f"t/k{n}" for n in range(5)], "ids": "{[1,3],[7,7]}"}
     statements = {
         "mark": (store._mark, {"leader_id": me, **bounds}),
@@ -75,6 +76,8 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
         nodes = _plan(store, statement, parameters)
         assert not {"Seq Scan", "Sort", "Bitmap Heap Scan"} & {node["Node Type"] for node in nodes}, name
         assert "outbox_pkey" in {node.get("Index Name") for node in nodes}, name
+        if name.startswith(("mark", "scan")):
+            assert "(id > " in "".join(node.get("Index Cond", "") for node in nodes), f"{name}: the floor is a filter"
         if name.startswith("mark") and by_address:
             assert "Tid Scan" in {node["Node Type"] for node in nodes}
 
