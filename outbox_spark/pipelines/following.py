@@ -16,6 +16,7 @@ markers and aborted records have offsets too.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import operator
 import threading
@@ -284,8 +285,6 @@ def read_topics(
     spark: SparkSession, kafka: Mapping[str, str], topics: Sequence[str], *, streaming: bool, starting: Position
 ) -> Any:
     """A reader of the format `outbox_kafka`, ready for more options and `load`."""
-    import json
-
     reader: Any = spark.readStream if streaming else spark.read
     reader = reader.format("outbox_kafka").option("subscribe", ",".join(topics))
     for name, value in kafka.items():
@@ -299,8 +298,6 @@ def parse_offset_log(text: str) -> Position:
     Raises:
         PipelineFailed: it has not this form.
     """
-    import json
-
     lines = text.strip().splitlines()
     try:
         found = json.loads(lines[-1])

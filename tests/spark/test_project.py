@@ -1,6 +1,8 @@
 """Projection: typed rows once each, what does not fit in quarantine, totals that follow, whatever dies."""
 
 import shutil
+import threading
+import time
 from decimal import Decimal
 
 import psycopg
@@ -206,8 +208,6 @@ def test_a_foreign_table_is_refused(spark, settings, database, kafka_bootstrap):
 
 def test_services_may_restart(spark, settings, private_stack, private_database, make_topic):
     """PostgreSQL and the broker are restarted while it follows: each record is there once."""
-    import threading
-
     bootstrap = private_stack.kafka.bootstrap
     topic = make_topic(2, bootstrap=bootstrap)
     chosen = settings(topics=[topic], trigger="200ms", postgres={"dsn": private_database, "table": "lines"})
@@ -248,8 +248,6 @@ def test_services_may_restart(spark, settings, private_stack, private_database, 
 
 
 def _wait_for(database, count, thread):
-    import time
-
     deadline = time.monotonic() + 240
     while len(_numbers(database)) < count:
         assert thread.is_alive()
