@@ -31,7 +31,7 @@ Position = dict[str, dict[str, int]]
 EARLIEST, LATEST = -2, -1
 _GROUP = "kafka-outbox-spark"
 _ASK_SECONDS = 10.0
-_POLL_SECONDS = 0.2
+_POLL_SECONDS = 0.1
 _MESSAGES_PER_POLL = 5_000
 _SILENCE_SECONDS = 60.0
 
@@ -282,11 +282,14 @@ class RangeReader:
         if at.offset >= wanted.end:
             return
         consumer.assign([at])
+        position = at.offset
         heard_at = time.monotonic()
         while True:
-            messages = consumer.consume(_MESSAGES_PER_POLL, _POLL_SECONDS)
+            # No more than can come: the client waits for as many as it was asked for.
+            messages = consumer.consume(min(_MESSAGES_PER_POLL, wanted.end - position), _POLL_SECONDS)
             if messages:
                 heard_at = time.monotonic()
+                position = min(wanted.end - 1, max(position, (messages[-1].offset() or 0) + 1))
             elif time.monotonic() - heard_at > _SILENCE_SECONDS:
                 raise KafkaUnavailable(
                     f"{wanted.topic}[{wanted.partition}]: nothing came for {_SILENCE_SECONDS:g} s, "
