@@ -26,9 +26,10 @@ from confluent_kafka import (
     TopicCollection,
     TopicPartition,
 )
-from confluent_kafka.admin import AclOperation, AdminClient
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._acl import AclOperation
 from confluent_kafka.admin._config import ConfigResource
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from outbox_core.errors import (
     DeadLetterTopicError,
@@ -65,6 +66,7 @@ __all__ = [
     "make_admin",
     "make_consumer",
     "make_producer",
+    "partition_count",
     "topic_exists",
     "topic_settings",
 ]
@@ -283,9 +285,16 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
 
 
 def ensure_tracking_topic(
-    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+    config: KafkaConfig, topic: str, *, width: int = 1, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
 ) -> None:
     """Make the tracking topic of exactly-once delivery if it is missing, and check its settings.
+
+    Args:
+        config: librdkafka settings.
+        topic: its name.
+        width: how many transactional.ids keep their manifests there, each on a partition of its own: 1 for a harvester,
+            one for each of a relay's shards. A relay's topic gets more partitions if it has less.
+        timeout_seconds: for everything together.
 
     Raises:
         TrackingTopicError: naming the setting that is wrong, or what keeps the topic from being made or described.
@@ -294,8 +303,10 @@ def ensure_tracking_topic(
     inquiry = Inquiry(config, timeout_seconds)
     if not inquiry.can_create():
         raise TrackingTopicError("this Kafka cluster is a mock without transactions; exactly once needs a real broker")
-    partitions = _ensure(inquiry, _TRACKING_TOPIC, topic)
-    if partitions != 1:
+    partitions = _ensure(inquiry, _TRACKING_TOPIC._replace(partitions=width), topic)
+    if partitions < width:
+        _widen(inquiry, _TRACKING_TOPIC, topic, width)
+    elif width == 1 and partitions != 1:
         raise TrackingTopicError(
             f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
         )
@@ -370,6 +381,15 @@ def topic_settings(
         return None
 
 
+def partition_count(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:
+    """How many partitions a topic has, 0 if it is not there; it does not appear by that.
+
+    Raises:
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    return Inquiry(config, timeout_seconds).partitions(topic)
+
+
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
     """Whether a topic is there, without making it appear.
 
@@ -423,6 +443,20 @@ def _cannot_make(kind: TopicKind, topic: str, reason: str) -> OutboxError:
         f"{kind.name} {topic!r} does not exist and cannot be made: {reason}; "
         f"create it with {_counted(kind.partitions)}, or grant CREATE on it"
     )
+
+
+def _widen(inquiry: Inquiry, kind: TopicKind, topic: str, width: int) -> None:
+    """Give a topic more partitions, and wait until they are known."""
+    answer = inquiry.admin.create_partitions([NewPartitions(topic, width)], request_timeout=inquiry.remaining)[topic]
+    try:
+        answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
+    except (KafkaException, FutureTimeoutError) as error:
+        reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+        raise kind.error(
+            f"{kind.name} {topic!r} cannot be given {width} partitions: {reason}; do it, or grant ALTER on it"
+        ) from None
+    while inquiry.partitions(topic) < width and not inquiry.is_late:
+        time.sleep(_APPEAR_INTERVAL_SECONDS)
 
 
 def _partitions_once_there(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:

@@ -122,7 +122,7 @@ class Harvester:
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
         self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
-        self._transactions_of_outbox = self._transactions(identity)
+        self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
             self._transactions_of_outbox.new_producer()  # a wrong setting of it is to be known now
@@ -277,23 +277,6 @@ class Harvester:
         finally:
             store.close()
         self._dead_letters_of_outbox.ensure()
-
-    def _transactions(self, identity: str) -> Transactions:
-        config = self.config
-        transactional_id, topic = config.tracking_names(identity)
-        return Transactions(
-            kafka=config.base_kafka_config,
-            producer=config.transactional_settings(transactional_id),
-            transactional_id=transactional_id,
-            tracking_topic=topic,
-            outbox=identity,
-            outbox_name=config.outbox_name or identity,
-            id_header=config.id_header,
-            timeout=config.limits.transaction_timeout.total_seconds(),
-            heartbeat_timeout=config.limits.heartbeat_timeout.total_seconds(),
-            accept_marked=config.accept_marked,
-            reached=self._reached,
-        )
 
     def _surroundings(self, elector: LeaderElector) -> Surroundings:
         config = self.config
