@@ -127,7 +127,7 @@ class BatchStore(PostgresStore):
     _found: tuple[bool, bool] | None = None
 
     def mark_batch(self, mark: RelayMark, limit: int | None, up_to: int | None = None) -> Batch | None:
-        """Mark the earliest rows that are free and not held, no more once they are `MOST_BYTES`; None if there are none.
+        """Mark the earliest rows that are free and not held, no more once they are `MOST_BYTES`. None if none are left.
 
         Args:
             mark: of the new batch.
