@@ -101,6 +101,11 @@ class HoldSet:
     def __len__(self) -> int:
         return len(self.topics) + len(self.lanes) + len(self.ids)
 
+    @property
+    def items(self) -> frozenset[Hashable]:
+        """Everything that is held: topics, lanes and ids."""
+        return frozenset().union(self.topics, self.lanes, self.ids)
+
     def with_topics(self, topics: frozenset[str]) -> HoldSet:
         """The same, and some topics more."""
         return HoldSet(self.topics | topics, self.lanes, self.ids) if topics else self
@@ -220,9 +225,7 @@ class OutboxStore(Protocol):
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor that `leader_id` has not marked, but for what is held or given.
-
-        Neither what is held nor the given lanes and ids are marked.
+        """Mark the earliest rows above the floor not marked by `leader_id`; not what is held, nor these lanes and ids.
 
         At most `limit` rows, and no row once those before it hold `max_bytes` of values. Returns them.
         """
@@ -243,7 +246,7 @@ class OutboxStore(Protocol):
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows above the floor, by id, but for what is held and the given ids and lanes. Changes nothing.
+        """The earliest rows above the floor, by id; not what is held, nor the given ids and lanes. Changes nothing.
 
         Limited as `mark` is.
         """

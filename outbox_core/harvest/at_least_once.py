@@ -179,7 +179,7 @@ class AtLeastOnce:
     def _start_mark(self) -> None:
         """Send a mark if one is due; if not, see now and then at least what is held."""
         bad = self._bad
-        limit = 0 if self._pace.due_in() else self._room()
+        limit = 0 if self._pace.due_in() or not bad.book.was_read else self._room()
         if self._marking is not None or not (limit or self._wants_holds()):
             return
         leader_id, book, max_bytes = self.leader_id, bad.book, self._timing.mark_query_bytes
@@ -191,31 +191,27 @@ class AtLeastOnce:
         lanes |= self._lanes.full
         self._mark_excludes = bool(lanes or ids or topics)
         self._mark_limit = limit
-        reading = self._reading = self._with.floor.begin(frozenset({*lanes, *ids, *topics}), book.current)
+        # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
+        holds = bad.holds
+        reading = self._reading = self._with.floor.begin(frozenset(lanes | ids | topics | holds.items))
 
         def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float, HoldSet]:
             look = reading.look(store)
-            holds = book.look_before(store)
             began = now()
             batch = store.mark(
-                leader_id,
-                limit,
-                lanes,
-                ids,
-                reading.floor_with(holds),
-                max_bytes=max_bytes,
-                holds=holds.with_topics(topics),
+                leader_id, limit, lanes, ids, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
             )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return batch, look, took, book.look_after(store) if batch.records else holds
+            return batch, look, took, book.look_after(store) if batch.records or holds else holds
 
         self._pace.begin()
         self._marking = self._with.marker.submit(mark)
 
     def _wants_holds(self) -> bool:
         """Whether the holds are to be read although no mark is due: something is held, or waits in memory."""
-        return self._bad.book.is_old and bool(self._bad.holds or self._lanes.held)
+        book = self._bad.book
+        return not book.was_read or (book.is_old and bool(self._bad.holds or self._lanes.held))
 
     def _collect_mark(self) -> None:
         if self._marking is None or not self._marking.done():
@@ -226,7 +222,7 @@ class AtLeastOnce:
         except StoreUnavailable as error:
             self._with.database.began(error)
             self._pace.failed(self._timing.io_error_backoff)
-            if error.in_doubt:
+            if error.in_doubt and self._mark_limit:
                 self._force_remark()
             return
         self._with.database.ended()
@@ -245,7 +241,7 @@ class AtLeastOnce:
             self._force_remark()
             return
         if self._reading is not None:
-            self._with.floor.ended(self._reading, look, batch.records, took, holds)
+            self._with.floor.ended(self._reading, look, batch.records, took)
         if batch.records:
             records, back = self._bad.sift(batch.records)
             self._give_back(back)
@@ -337,8 +333,8 @@ class AtLeastOnce:
         """Clear the marks of records that are in no lane any more."""
         ids = [record[_ID] for record in records]
         if ids:
-            self._to_reset += ids
-            self._with.floor.reset("records are given back")
+            self._with.floor.reset("records went back to the table")
+            self._to_reset.extend(ids)
 
     # -- purge and reset
 
@@ -377,8 +373,6 @@ class AtLeastOnce:
             return
         self._with.database.ended()
         self._bad.reset_done(self._being_reset)
-        if self._being_reset:
-            self._with.floor.reset("records were given back")
         if purged == len(self._being_purged):
             self._lanes.purged(self._being_purged)
         else:

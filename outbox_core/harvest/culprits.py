@@ -105,23 +105,30 @@ class Culprits:
         probe_due = self._parking.next_due
         return max(0.0, due if probe_due is None else min(due, probe_due - now()))
 
+    def read_holds(self) -> None:
+        """Before the first scan: see what is held."""
+        self._waiting.insist(self._with.marker, self.book.read)
+        self.holds = self.book.current
+
     def look_at_holds(self) -> None:
         """While the table brings nothing new, see whether something that is held is released."""
         if not self.holds or not self.book.is_old:
             return
-        book, before = self.book, self.holds
-        self._waiting.insist(self._with.marker, book.read)
-        self.holds = book.current
+        before = self.holds
+        self.read_holds()
         if self.holds is not before:
             self._with.news.tell()
 
-    def sift(self, records: Iterable[StoredRecord], holds: HoldSet) -> list[StoredRecord]:
+    def sift(self, records: Sequence[StoredRecord], holds: HoldSet) -> list[StoredRecord]:
         """What of a scan's records may be published."""
         self.holds = holds
         if not holds and not self._since_scan:
             return list(records)
         since = self._since_scan
-        return [record for record in records if not holds.covers(record) and who_is(record) not in since]
+        kept = [record for record in records if not holds.covers(record) and who_is(record) not in since]
+        if len(kept) < len(records):
+            self._with.floor.reset("records that were read are held")
+        return kept
 
     # -- trials
 
@@ -146,9 +153,13 @@ class Culprits:
             probe = self._probes.popleft()
             if self.holds.covers(probe):
                 self._parking.give_up_probe(probe)
+                self._with.floor.reset("a record that was tried again and again is held")
                 return (), None
             return [probe], _PROBE_PATIENCE_SECONDS
-        return self._trials.next(self._is_kept_back), None
+        group = self._trials.next(self._is_kept_back)
+        if self._trials.let_go:
+            self._with.floor.reset("records of a failed transaction are held or parked meanwhile")
+        return group, None
 
     def _is_kept_back(self, record: StoredRecord) -> bool:
         who = who_is(record)

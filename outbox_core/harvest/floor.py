@@ -54,7 +54,7 @@ from operator import itemgetter
 from typing import Final
 
 from outbox_core.metrics import FloorGauge, HarvestMetrics
-from outbox_core.ports import NO_FLOOR, NO_HOLDS, Floor, HoldSet, OpenWriter, OutboxStore, Sight, StoredRecord
+from outbox_core.ports import NO_FLOOR, Floor, OpenWriter, OutboxStore, Sight, StoredRecord
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,6 @@ class Reading:
         believed: the floor, even if this reading begins at the head to see whether it is right.
         looks: whether S and V are to be read first.
         describes: the writers to be described.
-        holds: what is held, as it was known when the floor was taken.
         resets: how many resets there had been; rows of a reading that a reset has overtaken may not be in our hands.
     """
 
@@ -102,12 +101,7 @@ class Reading:
     believed: Floor
     looks: bool
     describes: frozenset[str]
-    holds: HoldSet
     resets: int
-
-    def floor_with(self, holds: HoldSet) -> Floor:
-        """The floor for a mark or scan with these holds: none, if it was proven with others."""
-        return self.floor if holds is self.holds else NO_FLOOR
 
     def look(self, store: OutboxStore) -> Look | None:
         """Read S and V if they are to be read. On the marker's thread, before the mark or scan, on its connection."""
@@ -154,7 +148,6 @@ class SettledFloor:
         self._idle = False
         self._from_head_at = 0.0
         self._from_head_took = 0.0
-        self._holds = NO_HOLDS
         self._refuting: tuple[int, Floor] | None = None  # a row that was found, and the floor it was found below
 
     # -- for the harvest
@@ -172,31 +165,20 @@ class SettledFloor:
         self._left_out = dict.fromkeys(self._left_out, NO_FLOOR)
         self._show()
 
-    def begin(self, left_out: frozenset[object], holds: HoldSet = NO_HOLDS) -> Reading:
+    def begin(self, left_out: frozenset[object]) -> Reading:
         """Prepare a mark or scan.
 
         Args:
             left_out: whatever it will leave out although it is not in our hands, in any terms that can be compared.
-            holds: what it will leave out besides, as far as is known now; compared as an object.
         """
-        if holds is not self._holds:
-            self._holds = holds
-            self.reset("the set of holds has changed")
         if self._left_out.keys() != left_out:
             self._let_in(self._left_out.keys() - left_out)
             self._left_out.update(dict.fromkeys(left_out - self._left_out.keys(), self.floor))
         time = self._clock()
         floor = NO_FLOOR if self._from_head_is_due(time) else self.floor
-        return Reading(floor, self.floor, self._look_is_due(time), self._to_describe(time), holds, self._resets)
+        return Reading(floor, self.floor, self._look_is_due(time), self._to_describe(time), self._resets)
 
-    def ended(
-        self,
-        reading: Reading,
-        look: Look | None,
-        records: Sequence[StoredRecord],
-        took: float,
-        holds: HoldSet = NO_HOLDS,
-    ) -> None:
+    def ended(self, reading: Reading, look: Look | None, records: Sequence[StoredRecord], took: float) -> None:
         """Take in a mark or scan whose rows are in our hands now. Not to be called for one that was thrown away.
 
         Args:
@@ -204,10 +186,7 @@ class SettledFloor:
             look: what it looked at.
             records: the rows, by ascending id.
             took: how long it took, in seconds.
-            holds: what is held, as it was read last when the mark or scan was over.
         """
-        if holds is not reading.holds:
-            self.reset("the set of holds has changed")
         if look is not None and not self.off and reading.resets == self._resets:
             self._take_in(look)
         if self.off or reading.resets != self._resets:

@@ -2,10 +2,11 @@
 
 The rules:
 
-- Holds are read by a statement of their own, *before* the mark or scan that they are handed to as parameters. A release
-  then takes effect for a whole statement, which begins at the head: nothing that it lets go can be overtaken.
-- What a mark or scan brings is looked at once more if the holds were not read lately: an idle outbox is not asked for
-  its holds over and over, and a topic that was paused while it was idle is paused all the same.
+- Holds are read by a statement of their own, *before* the mark or scan that they are handed to as parameters, and known
+  to the settled floor when that begins. A release so takes effect for a whole statement, which begins at the head of
+  what it lets go: nothing can overtake that.
+- What a mark or scan brings is compared with the holds, read again if they were not read lately: an idle outbox is not
+  asked for its holds over and over, and a topic that was paused while it was idle is paused all the same.
 - A hold of the harvester's own is written before the key may be asked for again.
 
 All of that happens on the marker's thread, one statement after the other; the harvest thread sees frozen values.
@@ -48,6 +49,11 @@ class HoldBook:
         self._metrics = metrics
 
     @property
+    def was_read(self) -> bool:
+        """Whether it was read at all."""
+        return self.read_at > float("-inf")
+
+    @property
     def is_old(self) -> bool:
         """Whether it was read so long ago that a change would not take effect soon."""
         return now() - self.read_at > (READ_EVERY_SECONDS if self.is_kept else _LOOK_FOR_TABLE_EVERY_SECONDS)
@@ -55,12 +61,6 @@ class HoldBook:
     def due_in(self) -> float:
         """Seconds until it is old."""
         return max(0.0, self.read_at + (READ_EVERY_SECONDS if self.is_kept else _LOOK_FOR_TABLE_EVERY_SECONDS) - now())
-
-    def look_before(self, store: OutboxStore) -> HoldSet:
-        """What is held, for a statement that follows: while nothing is, it need not be the newest."""
-        if self.is_old and (self.current or self.read_at == float("-inf")):
-            self.read(store)
-        return self.current
 
     def look_after(self, store: OutboxStore) -> HoldSet:
         """What is held, for records that a statement has brought."""

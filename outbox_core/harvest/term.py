@@ -95,6 +95,7 @@ class Term:
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
             recovery.refuse_marks()
+            self._culprits.read_holds()
             self._with.kafka.ended()
         while ended is None and not over():
             ended = self._turn(producer)
@@ -143,24 +144,19 @@ class Term:
         excluded = self._in_flight.union(identities)
         limit, max_bytes = self._timing.mark_query_records, self._timing.mark_query_bytes
         self._scan_excludes = bool(lanes or identities or topics)
-        book = self._culprits.book
-        reading = self._reading = self._with.floor.begin(frozenset({*lanes, *identities, *topics}), book.current)
+        # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
+        book, holds = self._culprits.book, self._culprits.holds
+        reading = self._reading = self._with.floor.begin(frozenset(lanes | identities | topics | holds.items))
 
         def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float, HoldSet]:
             look = reading.look(store)
-            holds = book.look_before(store)
             began = now()
             records = store.scan(
-                limit,
-                excluded,
-                lanes,
-                reading.floor_with(holds),
-                max_bytes=max_bytes,
-                holds=holds.with_topics(topics),
+                limit, excluded, lanes, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
             )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, look, took, book.look_after(store) if records else holds
+            return records, look, took, book.look_after(store) if records or holds else holds
 
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
@@ -174,11 +170,8 @@ class Term:
             return [], 0.0
         records, look, took, holds = result
         if self._reading is not None:
-            self._with.floor.ended(self._reading, look, records, took, holds)
-        kept = self._culprits.sift(records, holds)
-        if len(kept) < len(records):
-            self._with.floor.reset("scanned rows were put aside")
-        return kept, took
+            self._with.floor.ended(self._reading, look, records, took)
+        return self._culprits.sift(records, holds), took
 
     def _join_scan(self) -> None:
         """Wait for the scan under way and throw its rows away."""
@@ -242,10 +235,10 @@ class Term:
         return producer.send_manifest(self._transactions.tracking_topic, manifest.encode())
 
     def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
+        self._with.floor.reset("records were left out of a transaction")
         kept = {record[_ID] for record in sent}
         self._in_flight.difference_update(record[_ID] for record in records if record[_ID] not in kept)
         records[:] = sent
-        self._with.floor.reset("a transaction went on without some of its records")
 
     def _commit(self, producer: TransactionalProducer) -> Outcome:
         """Commit, once what the last transaction published is out of the table: the one ordering rule."""

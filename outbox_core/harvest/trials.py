@@ -37,10 +37,14 @@ class Trials:
 
     Args:
         most: with more records than this, they go before any other work: they are in memory.
+
+    Attributes:
+        let_go: whether the group that was taken last is without records that meanwhile are held or parked.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self.let_go = False
         self._groups: deque[Group] = deque()
         self._credit = 0.0
         self._smallest_refused: dict[str, int] = {}  # topic -> size of the smallest record that was too large alone
@@ -80,7 +84,9 @@ class Trials:
     def next(self, is_kept_back: Callable[[StoredRecord], bool]) -> Group:
         """The next group to try, without those that meanwhile are held or parked."""
         group = self._groups.popleft()
-        return [record for record in group if not is_kept_back(record)]
+        kept = [record for record in group if not is_kept_back(record)]
+        self.let_go = len(kept) < len(group)
+        return kept
 
     def put_back(self, group: Group) -> None:
         """A group that was not tried after all."""

@@ -405,7 +405,7 @@ class PostgresStore:
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor that `leader_id` has not marked, but for what is held or given."""
+        """Mark the earliest rows above the floor, but for what is held, and for the given lanes and ids; return them."""
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
@@ -438,7 +438,7 @@ class PostgresStore:
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows above the floor, by id, but for what is held and the given ids and lanes."""
+        """The earliest rows above the floor, by id; not what is held, nor the given ids and lanes. Changes nothing."""
         if not self._scan:
             self.check()
         parameters: dict[str, Any] = {"limit": limit, "ids": _multirange(in_flight), "max_bytes": max_bytes}
