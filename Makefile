@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos chaos demo bench bench-failover bench-latency bench-snapshot clean
+.PHONY: help setup lint format test test-chaos chaos demo clean
+.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +52,17 @@ bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 
 bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
 	$(BIN)/python -m benchmarks.held_snapshot
+
+bench-backlog: $(STAMP)  ## Measure throughput and memory over a backlog of 10 million records
+	$(BIN)/python -m benchmarks.backlog
+
+bench-idle: $(STAMP)  ## Measure what an idle leader costs
+	$(BIN)/python -m benchmarks.idle
+
+bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
+	$(BIN)/python -m benchmarks.notify
+
+bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot  ## All of the above, one after the other
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

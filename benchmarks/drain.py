@@ -27,11 +27,13 @@ class _Memory(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.samples: list[float] = []
+        self.times: list[float] = []
 
     def run(self) -> None:
         while True:
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             self.samples.append(pages * _PAGE / 2**20)
+            self.times.append(time.perf_counter())
             time.sleep(0.1)
 
 
@@ -39,20 +41,20 @@ def main() -> None:
     """Drain and print."""
     dsn, bootstrap, rows, delivery, *limits = sys.argv[1:]
     began = [0.0]
-    interval_rates: list[float] = []
+    progress: list[tuple[float, int]] = []
 
     def on_event(event: Event) -> None:
         if isinstance(event, LeaderAcquired):
             began[0] = time.perf_counter()
         elif isinstance(event, MeterRead):
-            interval_rates.append(round(event.stats.interval_rate))
+            progress.append((time.perf_counter(), event.stats.total_count))
 
     config = HarvestConfig(
         data_source=dsn,
         base_kafka_config={"bootstrap.servers": bootstrap},
         delivery=delivery,
         limits={
-            "min_metrics_interval": "1s",
+            "min_metrics_interval": "200ms",
             **{name: int(value) for name, value in (pair.split("=") for pair in limits)},
         },
     )
@@ -70,7 +72,8 @@ def main() -> None:
             "cpu_seconds": time.process_time(),
             "rss_mib": max(memory.samples),
             "rss_growth_mib": max(memory.samples[half:]) - max(memory.samples[: half + 1]),
-            "interval_rates": interval_rates,
+            "progress": [(at - began[0], count) for at, count in progress],
+            "memory": [(at - began[0], mib) for at, mib in zip(memory.times, memory.samples, strict=False)][::10],
         },
         sys.stdout,
     )

@@ -2,7 +2,8 @@
 
 Records are committed one by one at a steady rate; each value is the time right before its commit. A consumer of the
 same topic (read_committed) notes when it has them. For exactly-once delivery a bare loop stands beside it in the same
-run: begin, produce one record, commit, as fast as the rate asks for, through the same broker and consumer.
+run: begin, produce what is due, commit, again at once, through the same broker and consumer. A record every two seconds
+shows what the pauses of an idle harvester cost, without and with NOTIFY. Writes docs/images/latency-over-rate.png.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import psycopg
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import charts
 from benchmarks.failover import tail
 from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
 from outbox_core.kafka import Consumer, make_producer
+from outbox_core.schema import TableName, notify_sql
 
 _INSERT = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) VALUES (%s, %s, %s)"
 
@@ -61,12 +64,16 @@ def measure(at: Services, topic: str, count: int, write: Callable[[], None]) -> 
     return sorted(1000 * latency for latency in latencies[count // 10 :])
 
 
-def through_outbox(at: Services, delivery: str, rate: float, seconds: float) -> list[float]:
+def through_outbox(at: Services, delivery: str, rate: float, seconds: float, *, notify: bool = False) -> list[float]:
     """Latencies through a harvester process of its own."""
     topic, count = fresh_topic("latency"), int(rate * seconds)
     fill(at.dsn, topic, rows=0, keys=1)
+    with psycopg.connect(at.dsn, autocommit=True) as connection:
+        if notify:
+            connection.execute(notify_sql(TableName("outbox")))
     command = [sys.executable, "-m", "outbox_core", "harvest", "--dsn", at.dsn, "--bootstrap-servers", at.bootstrap]
-    harvester = subprocess.Popen([*command, "--delivery", delivery, "--log-level", "error"], cwd=ROOT)
+    command += ["--delivery", delivery, "--log-level", "error", *(["--notify"] if notify else [])]
+    harvester = subprocess.Popen(command, cwd=ROOT)
 
     def write() -> None:
         with psycopg.connect(at.dsn, autocommit=True) as connection:
@@ -108,11 +115,17 @@ def bare_transactions(at: Services, rate: float, seconds: float) -> list[float]:
     return measure(at, topic, count, write)
 
 
+def sparse(at: Services, delivery: str, seconds: float, *, notify: bool) -> list[float]:
+    """Latencies of a record every two seconds."""
+    return through_outbox(at, delivery, 0.5, seconds, notify=notify)
+
+
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, print a table, draw the chart."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--rates", type=float, nargs="*", default=[100.0, 1000.0], help="records per second")
+    parser.add_argument("--rates", type=float, nargs="*", default=[10, 100, 1000, 3000], help="records per second")
+    parser.add_argument("--sparse-seconds", type=float, default=60.0, help="0 leaves out a record every two seconds")
     options = parser.parse_args()
     console = Console()
     console.print(machine())
@@ -120,6 +133,15 @@ def main() -> None:
     for column in ("records/s", "through", "p50", "p90", "p99"):
         table.add_column(column, justify="right")
     os.environ.pop("OUTBOX_POSTGRES_DSN", None)
+    points: dict[str, dict[str, list[tuple[float, float]]]] = {"p50": {}, "p99": {}}
+
+    def add(rate: float, name: str, latencies: list[float]) -> None:
+        percentiles = statistics.quantiles(latencies, n=100, method="inclusive")
+        table.add_row(f"{rate:,g}", name, *(f"{percentiles[index]:.1f}" for index in (49, 89, 98)))
+        if rate >= 1:
+            points["p50"].setdefault(name, []).append((rate, percentiles[49]))
+            points["p99"].setdefault(name, []).append((rate, percentiles[98]))
+
     with services() as running:
         for rate in options.rates:
             for name, latencies in (
@@ -127,9 +149,14 @@ def main() -> None:
                 ("exactly once", through_outbox(running, "exactly-once", rate, options.seconds)),
                 ("bare transactions", bare_transactions(running, rate, options.seconds)),
             ):
-                percentiles = statistics.quantiles(latencies, n=100)
-                table.add_row(f"{rate:,.0f}", name, *(f"{percentiles[index]:.1f}" for index in (49, 89, 98)))
+                add(rate, name, latencies)
+        for delivery in ("at-least-once", "exactly-once") if options.sparse_seconds else ():
+            for notify in (False, True):
+                name = f"{delivery.replace('-', ' ')}{', NOTIFY' if notify else ''}"
+                add(0.5, name, sparse(running, delivery, options.sparse_seconds, notify=notify))
     console.print(table)
+    if options.rates:
+        console.print(charts.latency(points))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,9 +60,16 @@ def fresh_topic(prefix: str) -> str:
     return f"{prefix}-{time.time_ns()}"
 
 
-def harvest(services: Services, delivery: str, *, rows: int) -> dict[str, Any]:
-    """Drain the table with one harvester process; return what it measured (see `benchmarks.drain`)."""
-    command = [sys.executable, "-m", "benchmarks.drain", services.dsn, services.bootstrap, str(rows), delivery]
+def harvest(services: Services, delivery: str, *, rows: int, limits: Sequence[str] = ()) -> dict[str, Any]:
+    """Drain the table with one harvester process; return what it measured (see `benchmarks.drain`).
+
+    Args:
+        services: database and broker.
+        delivery: `at-least-once` or `exactly-once`.
+        rows: how many records the table has.
+        limits: limits of the harvester, as `name=value`.
+    """
+    command = [sys.executable, "-m", "benchmarks.drain", services.dsn, services.bootstrap, str(rows), delivery, *limits]
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured

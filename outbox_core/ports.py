@@ -45,14 +45,15 @@ class StoredRecord(NamedTuple):
     create_time: int
 
 
+def size_of(record: StoredRecord) -> int:
+    """What the value and header values of a record take in memory, in bytes, near enough."""
+    size = len(record[3]) if record[3] else 0
+    return size if not record[5] else size + sum(len(value or b"") for value in record[5])
+
+
 def bytes_of(records: Iterable[StoredRecord]) -> int:
-    """What the values and header values of records take in memory, near enough."""
-    return sum(
-        [
-            len(record[3] or b"") + (sum(len(value or b"") for value in record[5]) if record[5] else 0)
-            for record in records
-        ]
-    )
+    """What records take together; see `size_of`."""
+    return sum(map(size_of, records))
 
 
 class MarkedRows(NamedTuple):

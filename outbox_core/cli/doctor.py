@@ -144,7 +144,22 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
     with closing(store), closing(examination):
         identity = store.check()
         findings = [*examination.findings(), _settled_floor(store.sight())]
+        if config.notify:
+            findings.append(_examine_notices(config))
         return findings, identity, [head.topic for head in examination.topics_at_head()]
+
+
+def _examine_notices(config: HarvestConfig) -> Finding:
+    from outbox_core.stores.notices import CommitNotices, NoNotices
+
+    notices = CommitNotices(config.data_source, config.outbox_table, application_name="kafka-outbox doctor")
+    try:
+        notices.open()
+    except NoNotices as error:
+        return warning("notices", str(error), "until then the harvester looks at intervals, up to markBackoff")
+    finally:
+        notices.dispose()
+    return fine("notices", "the trigger is there, and notices come through")
 
 
 def _settled_floor(sight: Sight) -> Finding:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import Final
 
-from outbox_core.ports import LaneKey, StoredRecord, bytes_of
+from outbox_core.ports import LaneKey, StoredRecord, size_of
 
 _TOPIC: Final = 1
 _KEY: Final = 2
@@ -52,7 +52,7 @@ class Lanes:
         self._followers: dict[LaneKey, deque[StoredRecord] | None] = {}  # a key is here while its lane is in use
         self._ready: deque[StoredRecord] = deque()
         self._full: set[LaneKey] = set()
-        self._held: set[int] = set()
+        self._held: dict[int, int] = {}  # id -> size
         self._held_bytes = 0
 
     @property
@@ -77,12 +77,13 @@ class Lanes:
 
     def holds_any(self, records: Sequence[StoredRecord]) -> bool:
         """Whether any of these records is held already."""
-        return not self._held.isdisjoint(map(_id_of, records))
+        return not self._held.keys().isdisjoint(map(_id_of, records))
 
     def admit(self, records: Sequence[StoredRecord]) -> None:
         """Take in marked records, by ascending id."""
-        self._held.update(map(_id_of, records))
-        self._held_bytes += bytes_of(records)
+        sizes = {record[0]: size_of(record) for record in records}
+        self._held.update(sizes)
+        self._held_bytes += sum(sizes.values())
         lanes = self._followers
         ready = self._ready.append
         for record in records:
@@ -118,8 +119,7 @@ class Lanes:
     def purged(self, records: Sequence[StoredRecord]) -> None:
         """The purge of these records is committed: the next record of each key becomes ready."""
         lanes = self._followers
-        self._held.difference_update(map(_id_of, records))
-        self._held_bytes -= bytes_of(records)
+        self._let_go(records)
         for record in records:
             key = record[_KEY]
             if key is None:
@@ -147,6 +147,8 @@ class Lanes:
                 dropped.extend(followers)
                 self._followers[lane] = None
         self._full.clear()
-        self._held.difference_update(map(_id_of, dropped))
-        self._held_bytes -= bytes_of(dropped)
+        self._let_go(dropped)
         return dropped
+
+    def _let_go(self, records: Sequence[StoredRecord]) -> None:
+        self._held_bytes -= sum(map(self._held.pop, map(_id_of, records)))

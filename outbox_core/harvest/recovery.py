@@ -148,7 +148,7 @@ class Recovery:
             if ended is None:
                 return
             self._with.kafka.began(ended.reason)
-            self._waiting.pause(self._timing.io_error_backoff)
+            self._waiting.rest(self._timing.io_error_backoff)
 
     def _settle_alone(self) -> Ended | None:
         producer = self._transactions.new_producer()

@@ -233,7 +233,7 @@ class Term:
         self._with.metrics.publish_error()
         if not aborted.record_at_fault:
             self._with.kafka.began(aborted.error.str())
-            self._waiting.pause(self._timing.io_error_backoff)
+            self._waiting.rest(self._timing.io_error_backoff)
         elif len(records) == 1:
             self._blame(records[0], aborted.error.str())
             self._narrow_down(0)

@@ -50,13 +50,20 @@ class Waiting:
             self._with.wake.wait(seconds)
             self._with.wake.clear()
 
+    def rest(self, seconds: float) -> None:
+        """Wait a while, whatever happens: what failed is not to be tried again for every commit that is told of."""
+        rested_at = now() + seconds
+        while (remaining := rested_at - now()) > 0 and not self._over():
+            self._with.wake.wait(remaining)
+            self._with.wake.clear()
+
     def result(self, future: Future[T]) -> T | None:
         """The result of a statement that has ended; None, after a pause, if the database is away."""
         try:
             result = future.result()
         except StoreUnavailable as error:
             self._with.database.began(error)
-            self.pause(self._timing.io_error_backoff)
+            self.rest(self._timing.io_error_backoff)
             return None
         self._with.database.ended()
         return result

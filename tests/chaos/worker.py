@@ -77,6 +77,7 @@ class WorkerSettings:
             base_kafka_config={"bootstrap.servers": self.bootstrap, **self.kafka},
             name=self.name,
             delivery=self.delivery,
+            notify=True,
             limits=self.limits,
         )
 

@@ -81,6 +81,48 @@ def test_mark_takes_the_earliest_rows(scene, store):
     assert ids(store.mark(OURS, 100)) == []
 
 
+def test_batches_are_limited_by_bytes(scene, store):
+    """Marks and scans end behind the row that fills the limit, from the first one on; one large row always fits."""
+    put(scene, *(("t", str(n), "x" * 9_000) for n in range(5)), *(("t", str(n), "x") for n in range(5)))
+    assert [record[0] for record in store.scan(100, (), max_bytes=22_500)] == [1, 2, 3]
+    assert [record[0] for record in store.scan(100, {1, 2, 3}, max_bytes=1)] == [4]
+    assert ids(store.mark(OURS, 100, max_bytes=1)) == [1]
+    assert ids(store.mark(OURS, 100, max_bytes=13_500)) == [2, 3]
+    assert ids(store.mark(OURS, 100, {("t", "3")}, max_bytes=13_500)) == [5, 6, 7, 8, 10]
+    assert list(marks(scene).values()) == [OURS] * 3 + [None] + [OURS] * 4 + [None] + [OURS]
+
+
+def test_statement_that_takes_too_long(scene):
+    """A statement that waits for a lock is given up after the timeout; the store can be used again."""
+    put(scene, ("t", "k"))
+    hasty = PostgresStore(scene.database, statement_timeout=0.2)
+    with psycopg.connect(scene.database) as other:
+        other.execute("SELECT FROM outbox FOR UPDATE")
+        with pytest.raises(StoreUnavailable, match="timeout"):
+            hasty.mark(OURS, 10)
+        other.rollback()
+    assert ids(hasty.mark(OURS, 10)) == [1]
+    hasty.close()
+
+
+def test_timeout_spares_what_reads_the_whole_table(scene):
+    """Counting and clearing all marks may take their time; the timeout is back afterwards."""
+    put(scene, ("t", "k"))
+    hasty = PostgresStore(scene.database, statement_timeout=0.2)
+    hasty.mark(OURS, 10)
+    with psycopg.connect(scene.database) as other:
+        other.execute("SELECT FROM outbox FOR UPDATE")
+        release = threading.Timer(0.6, other.rollback)
+        release.start()
+        assert hasty.clear_marks() == 1
+        release.join()
+        assert hasty.marked().number == 0
+        other.execute("SELECT FROM outbox FOR UPDATE")
+        with pytest.raises(StoreUnavailable, match="timeout"):
+            hasty.mark(OURS, 10)
+    hasty.close()
+
+
 def test_mark_returns_whole_records(scene, store):
     """A record comes with id, topic, key, value, headers and partition; -1 is no partition, None is no headers."""
     put(scene, ("t", "k", "value"), ("u", "\u00e9\u4e2d"))

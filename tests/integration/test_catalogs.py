@@ -6,13 +6,14 @@ import sys
 
 import psycopg
 import pytest
+from alembic import command
 from psycopg.rows import dict_row
 from sqlalchemy import MetaData, create_engine
 from sqlalchemy.orm import DeclarativeBase
 
 from outbox_core.schema import STORAGE_PARAMETERS, TEXT_LAYOUT, TableName, create_inbox_sql, create_table_sql
 from outbox_sqlalchemy import OutboxMixin, make_inbox_table, make_outbox_table, sqlalchemy_url
-from outbox_sqlalchemy.alembic import migrations_folder
+from outbox_sqlalchemy.alembic import alembic_config, migrations_folder
 
 _QUERIES = {
     "relation": """
@@ -205,6 +206,57 @@ def test_comparison_sees_a_difference(reference, database):
             connection.execute(statement)
     made = catalog(database)
     assert {part for part in _QUERIES if made[part] != reference[part]} == set(details)
+
+
+def notify_by_sql(database: str) -> None:
+    """Add the trigger as `outbox schema --notify` prints it."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "outbox_core", "schema", "--notify"], check=True, capture_output=True, text=True
+    ).stdout
+    with psycopg.connect(database) as connection:
+        connection.execute(printed)
+
+
+def notify_by_alembic(database: str) -> None:
+    """Add the trigger by the outbox's own environment."""
+    command.upgrade(alembic_config(database, notify=True), "head")
+
+
+def notify_by_django(database: str) -> None:
+    """Add the trigger by the operation of a project's migration, to the table of our own."""
+    script = (
+        _DJANGO_MIGRATE
+        + """
+from django.apps import apps
+from django.db import connection
+from django.db.migrations.state import ProjectState
+from outbox_django.operations import NotifyOnInsert
+state = ProjectState.from_apps(apps)
+for method in ("database_forwards", "database_backwards", "database_forwards"):
+    with connection.schema_editor() as editor:
+        getattr(NotifyOnInsert(), method)("shop", editor, state, state)
+"""
+    )
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.django_settings"}
+    subprocess.run([sys.executable, "-c", script, database], check=True, env=environment)
+
+
+def test_same_trigger(postgres, topic_name):
+    """Plain SQL, Alembic and Django add the same trigger and function for NOTIFY, and Alembic drops them again."""
+    function = "SELECT prosrc, prosecdef, provolatile, prolang FROM pg_proc WHERE proname = 'outbox_notify'"
+    made = []
+    for add in (notify_by_sql, notify_by_alembic, notify_by_django):
+        name = topic_name("triggers").replace("-", "_")
+        database = postgres.create_database(name)
+        add(database)
+        with psycopg.connect(database) as connection:
+            made.append((catalog(database)["triggers"], connection.execute(function).fetchall()))
+        if add is notify_by_alembic:
+            command.upgrade(alembic_config(database, notify=False), "head")
+            assert not catalog(database)["triggers"]
+        postgres.drop_database(name)
+    assert len(made[0][0]) == len(made[0][1]) == 1
+    assert made[0] == made[1] == made[2]
 
 
 def test_text_layout_by_sqlalchemy(database):

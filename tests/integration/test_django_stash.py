@@ -9,6 +9,7 @@ from django.db import DatabaseError, connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 import outbox_django as outbox
+from outbox_core import doorbell
 from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TEXT_LAYOUT, TableName, create_table_sql
 from outbox_django.models import Outbox
@@ -348,3 +349,32 @@ def test_the_setting_names_table_and_layout(settings):
     with connection.cursor() as cursor:
         cursor.execute("SELECT kafka_value FROM text_outbox")
         assert cursor.fetchall() == [("text",)]
+
+
+def test_commit_rings_for_an_embedded_harvester():
+    """A transaction that stashed rings once, when it is committed; one that is rolled back does not."""
+    rings = []
+    leave = doorbell.answer(lambda: rings.append(_keys()))
+    try:
+        with transaction.atomic():
+            outbox.stash(_record("a"))
+            with transaction.atomic():
+                outbox.stash_many([_record("b"), _record("c")])
+            assert not rings
+        assert rings == [["a", "b", "c"]]
+        with _failing_atomic():
+            outbox.stash(_record("d"))
+        with transaction.atomic():
+            with _failing_atomic():
+                outbox.stash(_record("e"))
+            assert len(rings) == 1
+        assert len(rings) == 1
+    finally:
+        leave()
+
+
+def test_nobody_to_ring_for():
+    """Without a harvester in the process a stash leaves no callback in the transaction."""
+    with transaction.atomic():
+        outbox.stash(_record())
+        assert not connection.run_on_commit

@@ -11,7 +11,7 @@ from django.core.management import call_command
 from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
 from outbox_core.harvest import Harvester
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_table_sql
+from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_table_sql, notify_sql
 from outbox_core.stores import postgres_examination
 from tests.harvesting import wait_until
 from tests.integration.django_fixtures import django_db_modify_db_settings
@@ -172,3 +172,12 @@ def test_django_commands_look_at_the_database_of_the_settings(kafka_bootstrap, s
     out = StringIO()
     call_command("outbox_doctor", stdout=out)
     assert "sequence" in out.getvalue()
+
+
+def test_notify_without_its_trigger(run, connection, monkeypatch):
+    """With `notify` on, a missing trigger is a warning; with the trigger, notices are seen to come through."""
+    assert "notices" not in of(run("doctor")[1], "ok")
+    monkeypatch.setenv("OUTBOX_NOTIFY", "true")
+    assert "outbox schema --table outbox --notify" in of(run("doctor")[1], "warning")["notices"]["detail"]
+    connection.execute(notify_sql(TableName("outbox")))
+    assert "notices" in of(run("doctor")[1], "ok")
