@@ -50,9 +50,6 @@ bench-failover: $(STAMP)  ## Measure how long nothing is published when the lead
 bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 	$(BIN)/python -m benchmarks.latency
 
-bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
-	$(BIN)/python -m benchmarks.held_snapshot
-
 bench-backlog: $(STAMP)  ## Measure throughput and memory over a backlog of 10 million records
 	$(BIN)/python -m benchmarks.backlog
 
@@ -61,6 +58,9 @@ bench-idle: $(STAMP)  ## Measure what an idle leader costs
 
 bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
 	$(BIN)/python -m benchmarks.notify
+
+bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
+	$(BIN)/python -m benchmarks.held_snapshot
 
 bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot  ## All of the above, one after the other
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 
 import pytest
+from hypothesis import settings
 
 from devstack.jars import KAFKA_VERSION
 from devstack.postgres import wheel_binaries
@@ -12,6 +13,9 @@ from devstack.stack import FORCE_EMBEDDED
 pytest.register_assert_rewrite("tests.contract")
 
 pytest_plugins = ["tests.services"]
+
+settings.register_profile("patient", deadline=None)  # how long an example takes says more about the machine
+settings.load_profile("patient")
 
 
 def pytest_report_header():

@@ -143,9 +143,10 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
     store, examination = _database(config)
     with closing(store), closing(examination):
         identity = store.check()
-        findings = [*examination.findings(), _settled_floor(store.sight())]
+        findings = examination.findings()
         if config.notify:
             findings.append(_examine_notices(config))
+        findings.append(_settled_floor(store.sight()))
         return findings, identity, [head.topic for head in examination.topics_at_head()]
 
 
