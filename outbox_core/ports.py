@@ -279,7 +279,7 @@ class OutboxStore(Protocol):
         """Delete the holds of records that are no longer there; return how many."""
 
     def marked(self) -> MarkedRows:
-        """The rows that carry a mark, whosever it is."""
+        """The rows that carry any harvester's mark; a relay's (`outbox_core.relay_marks`) do not count."""
 
     def clear_marks(self) -> int:
         """Clear all marks, whosever they are; return how many."""

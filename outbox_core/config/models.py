@@ -133,6 +133,7 @@ class TrackingNames(NamedTuple):
 
     transactional_id: str
     topic: str
+    relay_topic: str
 
 
 def _default_name() -> str:
@@ -294,12 +295,13 @@ class HarvestConfig(Settings):
         return LeaderNames(group_id, self.leader_topic or _topic_name(group_id, ".neli"))
 
     def tracking_names(self, identity: str) -> TrackingNames:
-        """transactional.id and tracking topic of exactly-once delivery, for an outbox of this identity."""
+        """What exactly-once delivery is known by in Kafka, for an outbox of this identity; a relay's topic too."""
         group_id = self.leader_group_id or identity
         default_id = identity if group_id == identity else f"{identity}:{group_id}"
         return TrackingNames(
             self.transactional_id or f"kafka-outbox:{default_id}",
             self.tracking_topic or _topic_name(default_id.replace(":", "-"), ".manifests"),
+            _topic_name(self.tracking_topic or default_id.replace(":", "-"), ".relay-manifests"),
         )
 
     def dead_letter_name(self, identity: str) -> str:

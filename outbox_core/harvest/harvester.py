@@ -46,9 +46,7 @@ from outbox_core.kafka import (
     make_producer,
 )
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
-from outbox_core.stores.notices import CommitNotices
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
 
 _log = logging.getLogger(__name__)
 
@@ -124,7 +122,7 @@ class Harvester:
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
         self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
-        self._transactions_of_outbox = self._transactions(identity)
+        self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
             self._transactions_of_outbox.new_producer()  # a wrong setting of it is to be known now
@@ -201,7 +199,10 @@ class Harvester:
 
     # -- making the parts
 
-    def _postgres_store(self) -> PostgresStore:
+    def _postgres_store(self) -> OutboxStore:
+        # Here, so that a store of another kind, and the parts that queues share, need no psycopg.
+        from outbox_core.stores.postgres import PostgresStore
+
         config = self.config
         return PostgresStore(
             config.data_source,
@@ -215,6 +216,8 @@ class Harvester:
         return f"kafka-outbox {self.config.name}"[:63]
 
     def _make_listening(self) -> Listening:
+        from outbox_core.stores.notices import CommitNotices
+
         config = self.config
         notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
         return Listening(notices, self._news)
@@ -274,23 +277,6 @@ class Harvester:
         finally:
             store.close()
         self._dead_letters_of_outbox.ensure()
-
-    def _transactions(self, identity: str) -> Transactions:
-        config = self.config
-        transactional_id, topic = config.tracking_names(identity)
-        return Transactions(
-            kafka=config.base_kafka_config,
-            producer=config.transactional_settings(transactional_id),
-            transactional_id=transactional_id,
-            tracking_topic=topic,
-            outbox=identity,
-            outbox_name=config.outbox_name or identity,
-            id_header=config.id_header,
-            timeout=config.limits.transaction_timeout.total_seconds(),
-            heartbeat_timeout=config.limits.heartbeat_timeout.total_seconds(),
-            accept_marked=config.accept_marked,
-            reached=self._reached,
-        )
 
     def _surroundings(self, elector: LeaderElector) -> Surroundings:
         config = self.config

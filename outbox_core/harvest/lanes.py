@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import itemgetter
 from typing import Final
 
@@ -178,4 +179,4 @@ class Lanes:
         return dropped
 
     def _let_go(self, records: Sequence[StoredRecord]) -> None:
-        self._held_bytes -= sum(map(self._held.pop, map(_id_of, records)))
+        self._held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))

@@ -199,13 +199,14 @@ class TransactionalProducer:
             raise ValueError(f"{topic[:300]!r} is not a legal topic name")
         self._legal_topics.add(topic)
 
-    def send_manifest(self, topic: str, value: bytes) -> Ended | None:
-        """Produce the manifest into the open transaction."""
+    def send_manifest(self, topic: str, value: bytes, partition: int = 0) -> Ended | None:
+        """Produce the manifest into the open transaction, on the partition that belongs to this transactional.id."""
         self._manifest_error = None
         try:
             while True:
                 try:
-                    self._producer.produce(topic, value, self._transactional_id, 0, on_delivery=self._note_manifest)
+                    key, note = self._transactional_id, self._note_manifest
+                    self._producer.produce(topic, value, key, partition, on_delivery=note)
                 except BufferError:
                     self._producer.poll(_QUEUE_FULL_POLL_SECONDS)
                 else:

@@ -27,6 +27,7 @@ from uuid import UUID
 
 import psycopg
 
+from outbox_core import relay_marks
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.ports import (
     NO_FLOOR,
@@ -96,7 +97,7 @@ RETURNING id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{
 """
 
 # Exact for every timestamp, the infinite ones apart, which nobody draws twice by chance.
-_MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
+MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
 
 _SCAN = """
 SELECT id, kafka_topic, kafka_key, kafka_value, header_keys, header_values, partition, microseconds
@@ -117,7 +118,7 @@ ORDER BY id
 """
 
 # What a row takes in memory, near enough. Known without reading a value that is stored out of line.
-_SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
+SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
 
 _SETTLE = """
 DELETE FROM {table} AS stored
@@ -126,8 +127,10 @@ WHERE stored.id = published.id AND {microseconds} = published.microseconds
 """
 
 # Reads the whole table: a mark may be anywhere, behind any number of rows of keys that were left out of the marks.
+# What a relay marked (outbox_core.relay_marks) is not counted: its manifests tell what it published.
 _MARKED = """
-SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table} WHERE leader_id IS NOT NULL
+SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table}
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
 """
 
 _CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
@@ -207,7 +210,7 @@ _OTHER_IDS = "NOT (id::bigint <@ %(ids)s::int8multirange)"
 
 # What is held was read by an earlier statement and comes as parameters. Read here, in the same snapshot, a release
 # would take effect for a statement that was prepared for the hold: one that begins behind the rows it releases.
-_HELD = """
+HELD = """
 AND kafka_topic NOT IN (SELECT unnest(%(held_topics)s::text[]))
 AND (kafka_key IS NULL OR (kafka_topic, kafka_key) NOT IN
      (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
@@ -353,8 +356,8 @@ class PostgresStore:
         self._has_holds: bool | None = None
         self._fetch = ""
         self._held_parameters = _HeldParameters()
-        self._settle = self._format(_SETTLE, microseconds=_MICROSECONDS)
-        self._marked = self._format(_MARKED)
+        self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
+        self._marked = self._format(_MARKED, first_of_relays=relay_marks.FIRST, last_of_relays=relay_marks.LAST)
         self._clear_marks = self._format(_CLEAR_MARKS)
         self._purge = self._format(_PURGE)
         self._reset = self._format(_RESET)
@@ -514,7 +517,7 @@ class PostgresStore:
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
         parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
-        return int(self._query(self._format(_BURY, microseconds=_MICROSECONDS), parameters)[0][0])
+        return int(self._query(self._format(_BURY, microseconds=MICROSECONDS), parameters)[0][0])
 
     def keep(self, ids: Sequence[int], error: str) -> int:
         """Let records be held as before, as the dead-letter topic refused them; return how many."""
@@ -528,7 +531,7 @@ class PostgresStore:
         ).rowcount
 
     def marked(self) -> MarkedRows:
-        """The rows that carry a mark."""
+        """The rows that carry a harvester's mark."""
         with self._without_timeout():
             return MarkedRows(*self._query(self._marked)[0])
 
@@ -604,15 +607,15 @@ class PostgresStore:
             "locator": "ctid" if by_address else "id",
             "locator_type": "tid" if by_address else "bigint",
             "locators": "id, ctid" if by_address else "id",
-            "size": _SIZE,
+            "size": SIZE,
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
             "above": _ABOVE.format(lowest=f"({NO_FLOOR.id})::bigint"),
         }
         self._mark = self._format(_MARK, exclusion="", **parts)
-        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {_HELD}", **parts)
-        parts |= {"microseconds": _MICROSECONDS, "other_ids": _OTHER_IDS}
+        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **parts)
+        parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
         self._scan = self._format(_SCAN, exclusion="", **parts)
-        self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {_HELD}", **parts)
+        self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **parts)
         self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts)
 
     def _above(self, floor: Floor) -> dict[str, Any]:
@@ -773,7 +776,7 @@ class _HeldParameters:
         self._written = {"held_lane_topics": "{}", "held_lane_keys": "{}", "held_ids": "{}"}
 
     def of(self, holds: HoldSet) -> dict[str, Any]:
-        """As parameters of `_HELD`."""
+        """As parameters of `HELD`."""
         if holds.lanes is not self._lanes or holds.ids is not self._ids:
             self._lanes, self._ids = holds.lanes, holds.ids
             lanes = list(holds.lanes)
