@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format test test-chaos test-queues chaos demo demo-pipeline clean
-.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot
+.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay
 
 help:  ## Show this list
@@ -81,7 +81,10 @@ bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
 bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
 	$(BIN)/python -m benchmarks.held_snapshot
 
-bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot  ## All of the above, one after the other
+bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the rest
+	$(BIN)/python -m benchmarks.holds
+
+bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
 bench-all: bench-queue bench-tracker bench-pipelines bench-relay
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
