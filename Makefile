@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos chaos demo clean
+.PHONY: help setup lint format test test-chaos test-queues chaos demo demo-pipeline clean
 .PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,7 +17,7 @@ setup: $(STAMP)  ## Make .venv with the packages, all extras and the development
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --editable '.[harvester,sqlalchemy,django]' --group dev
+	$(BIN)/python -m pip install --quiet --editable '.[harvester,sqlalchemy,django,queue,spark]' --group dev
 	@touch $@
 
 lint: $(STAMP)  ## Check style, types and import directions
@@ -35,11 +36,17 @@ test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker
 test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
 	$(BIN)/pytest tests/chaos
 
+test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes
+	OUTBOX_TEST_QUEUE_MESSAGES=$(or $(MESSAGES),100000) $(BIN)/pytest tests/acceptance/test_queue_faults.py
+
 chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-once SEED=n), with a report
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --mode $(or $(MODE),exactly-once) $(if $(SEED),--seed $(SEED))
 
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo
+
+demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exactly once through two kills, to the cent
+	$(BIN)/python -m example_project.demo_pipeline
 
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput
@@ -49,6 +56,18 @@ bench-failover: $(STAMP)  ## Measure how long nothing is published when the lead
 
 bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 	$(BIN)/python -m benchmarks.latency
+
+bench-queue: $(STAMP)  ## Measure sending, receiving and acknowledging messages of a queue
+	$(BIN)/python -m benchmarks.queue
+
+bench-tracker: $(STAMP)  ## Measure how soon a tracker is ready, with 10 million markers and with a normal history
+	$(BIN)/python -m benchmarks.queue_tracker
+
+bench-pipelines: $(STAMP)  ## Measure archive, project and audit on Spark beside a bare consumer
+	$(BIN)/python -m benchmarks.spark_pipelines
+
+bench-relay: $(STAMP)  ## Measure the Spark sources and the relay beside raw reads of the same source
+	$(BIN)/python -m benchmarks.spark_relay
 
 bench-backlog: $(STAMP)  ## Measure throughput and memory over a backlog of 10 million records
 	$(BIN)/python -m benchmarks.backlog
@@ -63,6 +82,7 @@ bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open
 	$(BIN)/python -m benchmarks.held_snapshot
 
 bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot  ## All of the above, one after the other
+bench-all: bench-queue bench-tracker bench-pipelines bench-relay
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

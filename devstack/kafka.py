@@ -40,6 +40,9 @@ _SETTINGS = {
     "share.coordinator.state.topic.num.partitions": "1",
     "share.coordinator.state.topic.replication.factor": "1",
     "share.coordinator.state.topic.min.isr": "1",
+    # Everybody may do everything, but with a topic for which a test sets ACLs.
+    "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+    "allow.everyone.if.no.acl.found": "true",
     # A single consumer need not wait for others to join its group.
     "group.initial.rebalance.delay.ms": "0",
     "group.min.session.timeout.ms": "1000",

@@ -30,6 +30,16 @@ DATABASES = {
 INSTALLED_APPS = ["outbox_django", "example_project.shop"]
 OUTBOX = {"KAFKA": {"bootstrap.servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092")}}
 
+# What the shop's queues need, beside a tracker: see shop/emails.py.
+QUEUES = {
+    "bootstrap_servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092"),
+    "message_topic": "shop.messages",
+    "marker_topic": "shop.markers",
+}
+EMAIL_BACKEND = os.environ.get("SHOP_EMAIL_BACKEND", "django.core.mail.backends.console.EmailBackend")
+EMAIL_FILE_PATH = os.environ.get("SHOP_EMAIL_FOLDER")
+DEFAULT_FROM_EMAIL = "shop@example.org"
+
 SECRET_KEY = os.environ.get("SHOP_SECRET_KEY", "an example's, and no secret")
 DEBUG = os.environ.get("SHOP_DEBUG") == "1"
 ALLOWED_HOSTS = os.environ.get("SHOP_HOSTS", "localhost,127.0.0.1").split(",")

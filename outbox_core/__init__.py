@@ -5,6 +5,7 @@ application already has. Harvesting needs the extra `[harvester]`.
 """
 
 from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired
+from outbox_core.holds import Hold, Holds
 from outbox_core.inbox import Inbox
 from outbox_core.record import Header, OutboxRecord
 from outbox_core.stasher import Stasher
@@ -12,6 +13,8 @@ from outbox_core.stasher import Stasher
 __version__ = "0.1.0"
 __all__ = [
     "Header",
+    "Hold",
+    "Holds",
     "Inbox",
     "InvalidMessageId",
     "InvalidRecord",

@@ -55,6 +55,10 @@ class TrackingTopicError(OutboxError):
     """The tracking topic of exactly-once delivery has wrong settings or foreign content, or cannot be used."""
 
 
+class DeadLetterTopicError(OutboxError):
+    """The dead-letter topic is missing and cannot be made, or cannot be used."""
+
+
 class MarkedRowsFound(OutboxError):
     """Exactly-once delivery found rows marked by an at-least-once leader, which may have been published already."""
 

@@ -14,26 +14,39 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import (
+    OFFSET_BEGINNING,
     OFFSET_END,
+    TIMESTAMP_LOG_APPEND_TIME,
     TIMESTAMP_NOT_AVAILABLE,
     Consumer,
     KafkaError,
     KafkaException,
     Message,
     Producer,
+    TopicCollection,
     TopicPartition,
 )
 from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._acl import AclOperation
 from confluent_kafka.admin._config import ConfigResource
-from confluent_kafka.cimpl import NewTopic
+from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from outbox_core.errors import InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError, TrackingTopicError
+from outbox_core.errors import (
+    DeadLetterTopicError,
+    InvalidConfig,
+    KafkaUnavailable,
+    LeaderTopicError,
+    OutboxError,
+    TrackingTopicError,
+)
 
 if TYPE_CHECKING:
     from confluent_kafka.admin._metadata import ClusterMetadata
 
 __all__ = [
+    "OFFSET_BEGINNING",
     "OFFSET_END",
+    "TIMESTAMP_LOG_APPEND_TIME",
     "TIMESTAMP_NOT_AVAILABLE",
     "Consumer",
     "Inquiry",
@@ -42,14 +55,20 @@ __all__ = [
     "KafkaException",
     "Message",
     "Producer",
+    "TopicKind",
     "TopicPartition",
     "check_connection",
+    "ensure_dead_letter_topic",
     "ensure_leader_topic",
+    "ensure_topic",
     "ensure_tracking_topic",
+    "forbidden_topics",
     "make_admin",
     "make_consumer",
     "make_producer",
+    "partition_count",
     "topic_exists",
+    "topic_settings",
 ]
 
 KafkaConfig = Mapping[str, Any]
@@ -64,6 +83,12 @@ _LEADER_TOPIC_SETTINGS = {
     "segment.ms": "3600000",
 }
 
+_DEAD_LETTER_TOPIC_SETTINGS = {
+    # Somebody has to look at each: none expires by itself. It takes what the brokers' default refuses in other topics.
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",
+    "max.message.bytes": str(16 * 2**20),
+}
 _TRACKING_TOPIC_SETTINGS = {
     # Only the last manifest is ever read, and it must never expire. Manifests come in quickly: compact often.
     "cleanup.policy": "compact",
@@ -120,6 +145,24 @@ def _make(client: Any, config: KafkaConfig) -> Any:
 def _ignore_client_error(error: KafkaError) -> None:
     """Client-wide errors are informational: librdkafka recovers, and each caller sees its own failures."""
     _client_log.debug("librdkafka: %s", error)
+
+
+class TopicKind(NamedTuple):
+    """A topic that is made if it is missing.
+
+    Attributes:
+        name: what it is, for errors.
+        settings: Kafka's, for when it is made.
+        error: raised if it is missing and cannot be made, or cannot be used.
+        partitions: for when it is made.
+        replication_factor: for when it is made; -1 for the cluster's own.
+    """
+
+    name: str
+    settings: Mapping[str, str]
+    error: type[OutboxError]
+    partitions: int = 1
+    replication_factor: int = -1
 
 
 class Inquiry:
@@ -183,16 +226,25 @@ class Inquiry:
         cluster = self.metadata()
         return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
 
+    def topic_settings(self, topic: str) -> dict[str, str]:
+        """A topic's settings.
+
+        Raises:
+            KafkaException: if they may not be read.
+            TimeoutError: if there is no answer.
+        """
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+        answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
+        return {name: str(entry.value) for name, entry in answer.result(self.remaining + _ATTEMPT_SECONDS).items()}
+
     def topic_setting(self, topic: str, name: str) -> str:
-        """One of a topic's settings.
+        """One of the tracking topic's settings.
 
         Raises:
             TrackingTopicError: if it may not be read.
         """
-        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
-        answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
         try:
-            return str(answer.result(self.remaining + _ATTEMPT_SECONDS)[name].value)
+            return self.topic_settings(topic)[name]
         except (KafkaException, FutureTimeoutError) as error:
             reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
             raise TrackingTopicError(
@@ -233,9 +285,16 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
 
 
 def ensure_tracking_topic(
-    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+    config: KafkaConfig, topic: str, *, width: int = 1, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
 ) -> None:
     """Make the tracking topic of exactly-once delivery if it is missing, and check its settings.
+
+    Args:
+        config: librdkafka settings.
+        topic: its name.
+        width: how many transactional.ids keep their manifests there, each on a partition of its own: 1 for a harvester,
+            one for each of a relay's shards. A relay's topic gets more partitions if it has less.
+        timeout_seconds: for everything together.
 
     Raises:
         TrackingTopicError: naming the setting that is wrong, or what keeps the topic from being made or described.
@@ -244,8 +303,10 @@ def ensure_tracking_topic(
     inquiry = Inquiry(config, timeout_seconds)
     if not inquiry.can_create():
         raise TrackingTopicError("this Kafka cluster is a mock without transactions; exactly once needs a real broker")
-    partitions = _ensure(inquiry, _TRACKING_TOPIC, topic)
-    if partitions != 1:
+    partitions = _ensure(inquiry, _TRACKING_TOPIC._replace(partitions=width), topic)
+    if partitions < width:
+        _widen(inquiry, _TRACKING_TOPIC, topic, width)
+    elif width == 1 and partitions != 1:
         raise TrackingTopicError(
             f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
         )
@@ -254,6 +315,79 @@ def ensure_tracking_topic(
         raise TrackingTopicError(
             f"tracking topic {topic!r} has cleanup.policy={policy}, expected compact: the last manifest must not expire"
         )
+
+
+def ensure_dead_letter_topic(
+    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> None:
+    """Make the dead-letter topic if it is missing. One that is there is taken as it is, however many partitions it has.
+
+    Raises:
+        DeadLetterTopicError: if it is missing and cannot be made, or cannot be described.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    _ensure(Inquiry(config, timeout_seconds), _DEAD_LETTER_TOPIC, topic)
+
+
+def forbidden_topics(
+    config: KafkaConfig, topics: set[str], *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> set[str]:
+    """Those of the topics to which we may not write, as far as the cluster tells."""
+    admin = make_admin(config)
+    asked = admin.describe_topics(
+        TopicCollection(sorted(topics)), include_authorized_operations=True, request_timeout=timeout_seconds
+    )
+    forbidden = set()
+    for topic, answer in asked.items():
+        try:
+            allowed = answer.result(timeout_seconds + _ATTEMPT_SECONDS).authorized_operations
+        except KafkaException as error:
+            if error.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                forbidden.add(topic)
+        except FutureTimeoutError:
+            continue
+        else:
+            if allowed is not None and not {AclOperation.WRITE, AclOperation.ALL} & set(allowed):
+                forbidden.add(topic)
+    return forbidden
+
+
+def ensure_topic(
+    config: KafkaConfig, kind: TopicKind, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> int:
+    """Make a topic if it is missing; return its number of partitions.
+
+    Raises:
+        OutboxError: `kind.error` if it is missing and cannot be made, or cannot be described.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    return _ensure(Inquiry(config, timeout_seconds), kind, topic)
+
+
+def topic_settings(
+    config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
+) -> dict[str, str] | None:
+    """A topic's settings; None if they may not be read, or if the broker has none to show.
+
+    Raises:
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    inquiry = Inquiry(config, timeout_seconds)
+    if not inquiry.can_create():
+        return None
+    try:
+        return inquiry.topic_settings(topic)
+    except (KafkaException, FutureTimeoutError):
+        return None
+
+
+def partition_count(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:
+    """How many partitions a topic has, 0 if it is not there; it does not appear by that.
+
+    Raises:
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    return Inquiry(config, timeout_seconds).partitions(topic)
 
 
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
@@ -265,20 +399,15 @@ def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _C
     return Inquiry(config, timeout_seconds).partitions(topic) > 0
 
 
-class _Kind(NamedTuple):
-    """A topic that the harvester makes for itself."""
-
-    name: str
-    settings: dict[str, str]
-    error: type[OutboxError]
+_LEADER_TOPIC = TopicKind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
+_TRACKING_TOPIC = TopicKind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
 
 
-_LEADER_TOPIC = _Kind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
-_TRACKING_TOPIC = _Kind("tracking topic", _TRACKING_TOPIC_SETTINGS, TrackingTopicError)
+_DEAD_LETTER_TOPIC = TopicKind("dead-letter topic", _DEAD_LETTER_TOPIC_SETTINGS, DeadLetterTopicError)
 
 
-def _ensure(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
-    """Make a topic of one partition if it is missing; return its number of partitions."""
+def _ensure(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:
+    """Make a topic if it is missing; return its number of partitions."""
     partitions = inquiry.partitions(topic)
     if partitions == 0:
         if inquiry.can_create():
@@ -287,8 +416,13 @@ def _ensure(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
     return partitions
 
 
-def _create(inquiry: Inquiry, kind: _Kind, topic: str) -> None:
-    new_topic = NewTopic(topic, num_partitions=1, replication_factor=-1, config=kind.settings)
+def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:
+    new_topic = NewTopic(
+        topic,
+        num_partitions=kind.partitions,
+        replication_factor=kind.replication_factor,
+        config=dict(kind.settings),
+    )
     answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
     try:
         answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
@@ -300,14 +434,32 @@ def _create(inquiry: Inquiry, kind: _Kind, topic: str) -> None:
         raise _cannot_make(kind, topic, "no answer") from None
 
 
-def _cannot_make(kind: _Kind, topic: str, reason: str) -> OutboxError:
+def _counted(partitions: int) -> str:
+    return "one partition" if partitions == 1 else f"{partitions} partitions"
+
+
+def _cannot_make(kind: TopicKind, topic: str, reason: str) -> OutboxError:
     return kind.error(
         f"{kind.name} {topic!r} does not exist and cannot be made: {reason}; "
-        "create it with one partition, or grant CREATE on it"
+        f"create it with {_counted(kind.partitions)}, or grant CREATE on it"
     )
 
 
-def _partitions_once_there(inquiry: Inquiry, kind: _Kind, topic: str) -> int:
+def _widen(inquiry: Inquiry, kind: TopicKind, topic: str, width: int) -> None:
+    """Give a topic more partitions, and wait until they are known."""
+    answer = inquiry.admin.create_partitions([NewPartitions(topic, width)], request_timeout=inquiry.remaining)[topic]
+    try:
+        answer.result(inquiry.remaining + _ATTEMPT_SECONDS)
+    except (KafkaException, FutureTimeoutError) as error:
+        reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+        raise kind.error(
+            f"{kind.name} {topic!r} cannot be given {width} partitions: {reason}; do it, or grant ALTER on it"
+        ) from None
+    while inquiry.partitions(topic) < width and not inquiry.is_late:
+        time.sleep(_APPEAR_INTERVAL_SECONDS)
+
+
+def _partitions_once_there(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:
     """Ask for the topic by name until all brokers' metadata have caught up with its creation."""
     while True:
         found = inquiry.metadata(topic).topics[topic]

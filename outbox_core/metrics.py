@@ -108,6 +108,8 @@ class HarvestMetrics:
         self._published = 0
         self._errors = 0
         self._in_flight = 0
+        self._holds = 0
+        self._dead_letters = 0
         self._leader = False
         self._backlog: Backlog | None = None
         self._floor: FloorGauge | None = None
@@ -129,6 +131,15 @@ class HarvestMetrics:
     def in_flight(self, count: int) -> None:
         """So many records were sent and are not yet acknowledged."""
         self._in_flight = count
+
+    def held(self, count: int) -> None:
+        """So many records, keys and topics are held."""
+        self._holds = count
+
+    def dead_letters(self, count: int) -> None:
+        """So many records were published to the dead-letter topic."""
+        with self._lock:
+            self._dead_letters += count
 
     def leading(self, leader: bool) -> None:
         """Whether this harvester leads."""
@@ -165,6 +176,8 @@ class HarvestMetrics:
             families.errors.add_metric([name], self._errors)
             families.in_flight.add_metric([name], self._in_flight)
             families.leader.add_metric([name], float(self._leader))
+            families.holds.add_metric([name], self._holds)
+            families.dead_letters.add_metric([name], self._dead_letters)
             self._publish_latency.add_to(families.publish_latency, name)
             self._mark_duration.add_to(families.mark_duration, name)
             self._purge_duration.add_to(families.purge_duration, name)
@@ -187,6 +200,10 @@ class _Families:
         self.published = CounterMetricFamily("outbox_records_published", "Records acknowledged by Kafka.", labels=by)
         self.errors = CounterMetricFamily(
             "outbox_publish_errors", "Records that Kafka refused or did not acknowledge in time.", labels=by
+        )
+        self.holds = GaugeMetricFamily("outbox_holds", "Records, keys and topics that are held.", labels=by)
+        self.dead_letters = CounterMetricFamily(
+            "outbox_dead_letters", "Records published to the dead-letter topic.", labels=by
         )
         self.in_flight = GaugeMetricFamily(
             "outbox_in_flight_records", "Records sent and not yet acknowledged.", labels=by

@@ -6,7 +6,9 @@ A harvester needs a place that holds records (`OutboxStore`) and somebody who sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
@@ -75,6 +77,66 @@ class MarkedBatch(NamedTuple):
 
     selected: int
     records: Sequence[StoredRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSet:
+    """What is held at a moment: read by one statement, and handed to later ones as their parameter.
+
+    Attributes:
+        topics: topics of which nothing is published.
+        lanes: keys of which nothing is published.
+        ids: records without a key that are not published.
+        requests: of the held records those that are to go to the dead-letter topic, with what is known of their error.
+    """
+
+    topics: frozenset[str] = frozenset()
+    lanes: frozenset[LaneKey] = frozenset()
+    ids: frozenset[int] = frozenset()
+    requests: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __bool__(self) -> bool:
+        return bool(self.topics or self.lanes or self.ids)
+
+    def __len__(self) -> int:
+        return len(self.topics) + len(self.lanes) + len(self.ids)
+
+    @property
+    def items(self) -> frozenset[Hashable]:
+        """Everything that is held: topics, lanes and ids."""
+        return frozenset().union(self.topics, self.lanes, self.ids)
+
+    def with_topics(self, topics: frozenset[str]) -> HoldSet:
+        """The same, and some topics more."""
+        return HoldSet(self.topics | topics, self.lanes, self.ids) if topics else self
+
+    def covers(self, record: StoredRecord) -> bool:
+        """Whether a record is not to be published."""
+        identity, topic, key = record[:3]
+        return topic in self.topics or (identity in self.ids if key is None else (topic, key) in self.lanes)
+
+
+NO_HOLDS = HoldSet()
+
+
+class NewHold(NamedTuple):
+    """A hold that the harvester sets.
+
+    Attributes:
+        topic: Kafka topic.
+        key: key of the record, None if it has none or the topic is held.
+        record_id: the record, None if the topic is held.
+        reason: why, in few words.
+        error: what Kafka said.
+        dead_letter: whether the record is to go to the dead-letter topic.
+    """
+
+    topic: str
+    key: str | None
+    record_id: int | None
+    reason: str
+    error: str
+    dead_letter: bool = False
 
 
 class Backlog(NamedTuple):
@@ -161,8 +223,9 @@ class OutboxStore(Protocol):
         floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
+        holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor not marked by `leader_id`, except those of the given lanes and ids.
+        """Mark the earliest rows above the floor not marked by `leader_id`; not what is held, nor these lanes and ids.
 
         At most `limit` rows, and no row once those before it hold `max_bytes` of values. Returns them.
         """
@@ -181,8 +244,9 @@ class OutboxStore(Protocol):
         floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
+        holds: HoldSet = NO_HOLDS,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows above the floor, by id, except those of the given ids and lanes. Changes nothing.
+        """The earliest rows above the floor, by id; not what is held, nor the given ids and lanes. Changes nothing.
 
         Limited as `mark` is.
         """
@@ -196,8 +260,26 @@ class OutboxStore(Protocol):
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
 
+    def holds(self) -> HoldSet | None:
+        """What is held now, None if this outbox has no table of holds."""
+
+    def hold(self, holds: Sequence[NewHold]) -> None:
+        """Hold what is not held yet."""
+
+    def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """The held rows of these ids, by ascending id, whoever marked them."""
+
+    def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
+
+    def keep(self, ids: Sequence[int], error: str) -> int:
+        """Let records be held as before, as the dead-letter topic refused them; return how many."""
+
+    def release_gone(self) -> int:
+        """Delete the holds of records that are no longer there; return how many."""
+
     def marked(self) -> MarkedRows:
-        """The rows that carry a mark, whosever it is."""
+        """The rows that carry any harvester's mark; a relay's (`outbox_core.relay_marks`) do not count."""
 
     def clear_marks(self) -> int:
         """Clear all marks, whosever they are; return how many."""

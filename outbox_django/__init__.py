@@ -15,6 +15,7 @@ Add "outbox_django" to INSTALLED_APPS and run `manage.py migrate`; `manage.py ru
 from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired
 from outbox_core.record import Header, OutboxRecord
 from outbox_django.consuming import consume
+from outbox_django.holding import holds
 from outbox_django.inbox import InboxTable, accept
 from outbox_django.stashing import OutboxTable, stash, stash_many
 
@@ -29,6 +30,7 @@ __all__ = [
     "TransactionRequired",
     "accept",
     "consume",
+    "holds",
     "stash",
     "stash_many",
 ]

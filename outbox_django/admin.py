@@ -1,4 +1,4 @@
-"""The outbox in Django's admin: to look at, not to change.
+"""The outbox in Django's admin: to look at, not to change; and its holds, to decide about.
 
 The table may hold millions of rows and is busy, so the list reads one page by primary key: it does not fetch values
 (Postgres tells their size), and counts no further than a bound.
@@ -11,21 +11,26 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.core.paginator import Paginator
 from django.db import models
 from django.utils.html import format_html, format_html_join
 
-from outbox_django.models import Outbox
+from outbox_core.errors import OutboxError
+from outbox_django.databases import write_alias
+from outbox_django.holding import holds
+from outbox_django.models import Hold, Outbox
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
     OutboxAdminBase = admin.ModelAdmin[Outbox]
+    HoldAdminBase = admin.ModelAdmin[Hold]
     PaginatorBase = Paginator[Outbox]
 else:
     OutboxAdminBase = admin.ModelAdmin
+    HoldAdminBase = admin.ModelAdmin
     PaginatorBase = Paginator
 
 _COUNT_BOUND = 10_000
@@ -67,7 +72,7 @@ class OutboxAdmin(OutboxAdminBase):
     show_facets = admin.ShowFacets.NEVER
     list_per_page = 50
     list_max_show_all = 0
-    actions = None
+    actions = ("hold_records",)
     fields = readonly_fields = (
         "id",
         "create_time",
@@ -105,6 +110,21 @@ class OutboxAdmin(OutboxAdminBase):
         del request, obj
         return False
 
+    @admin.action(description="Hold the selected records, with their keys", permissions=["hold"])
+    def hold_records(self, request: HttpRequest, records: models.QuerySet[Outbox]) -> None:
+        """Set records aside that are still there."""
+        held = 0
+        for identity in records.values_list("pk", flat=True):
+            try:
+                held += holds(records.db).add_record(identity, reason=f"by {request.user}")
+            except OutboxError as error:  # published meanwhile
+                self.message_user(request, str(error), messages.WARNING)
+        self.message_user(request, f"Held: {held}.")
+
+    def has_hold_permission(self, request: HttpRequest) -> bool:
+        """Whoever may add holds."""
+        return request.user.has_perm("outbox_django.add_hold")
+
     @admin.display(description="size (bytes)")
     def size(self, record: Outbox) -> int | str:
         """Bytes of the value."""
@@ -123,6 +143,70 @@ class OutboxAdmin(OutboxAdminBase):
         text = _indented(as_text(record.kafka_value))
         cut = "" if len(text) <= _SHOWN_CHARACTERS else f"\n... {len(text) - _SHOWN_CHARACTERS} more characters"
         return format_html('<pre style="white-space: pre-wrap">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut)
+
+
+@admin.register(Hold)
+class HoldAdmin(HoldAdminBase):
+    """What the harvester does not publish, and what is to become of it. The actions are those of `outbox hold`."""
+
+    list_display = ("id", "kafka_topic", "kafka_key", "record_id", "reason", "error", "dead_letter", "create_time")
+    search_fields = ("kafka_topic__startswith", "kafka_key__startswith", "=record_id")
+    search_help_text = "Beginning of a topic or of a key, or a record's id"
+    list_filter = ("dead_letter", ("record_id", admin.EmptyFieldListFilter))
+    ordering = ("id",)
+    show_full_result_count = False
+    list_per_page = 50
+    actions = ("release", "skip", "send_to_dead_letters")
+    fields = ("kafka_topic", "kafka_key", "reason")
+
+    def save_model(self, request: HttpRequest, obj: Hold, form: Any, change: bool) -> None:
+        """Pause a topic or a key, as `outbox hold add` does."""
+        del form, change
+        key = obj.kafka_key or None
+        which = holds(write_alias("Hold"))
+        if not which.add(obj.kafka_topic, key, reason=obj.reason or f"by {request.user}"):
+            self.message_user(request, "It was held already.", messages.WARNING)
+        obj.pk = which.list(topic=obj.kafka_topic, key=key)[0].id
+
+    def get_form(self, request: HttpRequest, obj: Hold | None = None, change: bool = False, **kwargs: Any) -> Any:
+        """The key and the reason may be left out."""
+        form = super().get_form(request, obj, change, **kwargs)
+        for name in ("kafka_key", "reason"):
+            if name in form.base_fields:
+                form.base_fields[name].required = False
+        return form
+
+    def has_change_permission(self, request: HttpRequest, obj: Hold | None = None) -> bool:
+        """Nobody: a hold is released, and another one made."""
+        del request, obj
+        return False
+
+    def has_decide_permission(self, request: HttpRequest) -> bool:
+        """Whoever may delete holds may say what becomes of what they hold."""
+        return request.user.has_perm("outbox_django.delete_hold")
+
+    @admin.action(description="Release: publish what was held", permissions=["decide"])
+    def release(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
+        """End the selected holds."""
+        number, _ = chosen.delete()
+        self.message_user(request, f"Released: {number}.")
+
+    @admin.action(description="Skip: delete the held records for good", permissions=["decide"])
+    def skip(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
+        """Delete the records of the selected holds."""
+        number = holds(chosen.db).skip(records=self._records(chosen))
+        self.message_user(request, f"Skipped records: {number}.")
+
+    @admin.action(description="Publish the held records to the dead-letter topic instead", permissions=["decide"])
+    def send_to_dead_letters(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
+        """Ask the harvester for it."""
+        number = holds(chosen.db).dead_letter(records=self._records(chosen))
+        self.message_user(request, f"Asked for: {number}.")
+
+    @staticmethod
+    def _records(chosen: models.QuerySet[Hold]) -> list[int]:
+        records = chosen.values_list("record_id", flat=True)
+        return [identity for identity in records if identity is not None]
 
 
 def as_text(value: Any) -> str:

@@ -28,6 +28,8 @@ _KEY_OF_FIELD = {
     "delivery": "DELIVERY",
     "transactional_id": "TRANSACTIONAL_ID",
     "tracking_topic": "TRACKING_TOPIC",
+    "on_poison": "ON_POISON",
+    "dead_letter_topic": "DEAD_LETTER_TOPIC",
     "notify": "NOTIFY",
     "name": "NAME",
     "outbox_name": "OUTBOX_NAME",

@@ -1,4 +1,4 @@
-"""The outbox and the inbox table as Django models: for migrations, the admin, and looking at them in tests.
+"""The outbox, its holds and the inbox as Django models: for migrations, the admin, and looking at them in tests.
 
 Write with `outbox_django.stash` and `accept`, which validate and insist on a transaction; read with the models.
 """
@@ -10,7 +10,7 @@ from django.db.models.expressions import RawSQL
 
 from outbox_core.record import Header
 from outbox_django.fields import PostgresArrayField
-from outbox_django.settings import inbox_model_table, model_table
+from outbox_django.settings import hold_model_table, inbox_model_table, model_table
 
 
 class Outbox(models.Model):
@@ -43,6 +43,33 @@ class Outbox(models.Model):
         """The record's headers, in order."""
         pairs = zip(self.kafka_header_keys, self.kafka_header_values, strict=True)
         return tuple(Header(key, _as_bytes(value)) for key, value in pairs)
+
+
+class Hold(models.Model):
+    """Something that the harvester does not publish. The columns are those of `outbox_core.schema`."""
+
+    id = models.BigAutoField(primary_key=True)
+    outbox = models.TextField()
+    kafka_topic = models.TextField("topic")
+    kafka_key = models.TextField("key", null=True)  # noqa: DJ001  NULL: no key is named
+    record_id = models.BigIntegerField("record", null=True)
+    reason = models.TextField(db_default="")
+    error = models.TextField(null=True)  # noqa: DJ001  NULL: Kafka said nothing
+    dead_letter = models.BooleanField(db_default=False)
+    create_time = models.DateTimeField(db_default=models.Func(function="now"))
+
+    class Meta:
+        """Only PostgreSQL has the table; other databases are left alone by `migrate`."""
+
+        db_table = hold_model_table()
+        required_db_vendor = "postgresql"
+        verbose_name = "hold"
+        verbose_name_plural = "holds"
+
+    def __str__(self) -> str:
+        if self.record_id is not None:
+            return f"record {self.record_id} of {self.kafka_topic}"
+        return self.kafka_topic if self.kafka_key is None else f"key {self.kafka_key} of {self.kafka_topic}"
 
 
 class Inbox(models.Model):

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from django.conf import settings
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName
+from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName, hold_beside
 
 DEFAULT_TABLE = "outbox"
 DEFAULT_INBOX_TABLE = "inbox"
@@ -45,6 +45,8 @@ class OutboxSettings:
         delivery: `at-least-once` or `exactly-once`.
         transactional_id: with which exactly-once delivery publishes.
         tracking_topic: where exactly-once delivery keeps track.
+        on_poison: what becomes of a record that Kafka refuses for good: `hold` or `dead-letter`.
+        dead_letter_topic: where dead letters go.
         notify: whether the harvester listens for notices of commits; see `outbox_django.operations.NotifyOnInsert`.
         name: name of this harvester in logs and metrics.
         outbox_name: name of this outbox in the ID header; topics may be fed by several outboxes.
@@ -65,6 +67,8 @@ class OutboxSettings:
     delivery: str | None = None
     transactional_id: str | None = None
     tracking_topic: str | None = None
+    on_poison: str | None = None
+    dead_letter_topic: str | None = None
     notify: bool | None = None
     name: str | None = None
     outbox_name: str | None = None
@@ -110,6 +114,15 @@ def model_table() -> str:
 def inbox_model_table() -> str:
     """The inbox table, in the same way."""
     return _model_table("INBOX_TABLE", DEFAULT_INBOX_TABLE)
+
+
+def hold_model_table() -> str:
+    """The table of the outbox's holds: the outbox's name with `_hold` behind it."""
+    raw = getattr(settings, "OUTBOX", {})
+    try:
+        return as_db_table(hold_beside(_table(raw.get("TABLE", DEFAULT_TABLE))))
+    except (AttributeError, InvalidConfig):
+        return as_db_table(hold_beside(_DEFAULT_TABLE_NAME))
 
 
 def _model_table(key: str, default: str) -> str:
@@ -174,6 +187,12 @@ def _delivery(value: object) -> str | None:
     return value
 
 
+def _on_poison(value: object) -> str | None:
+    if value not in (None, "hold", "dead-letter"):
+        raise InvalidConfig(f"expected 'hold' or 'dead-letter', got {value!r}")
+    return value
+
+
 def _truth(value: object) -> bool | None:
     if not isinstance(value, bool | None):
         raise InvalidConfig(f"expected True or False, got {value!r}")
@@ -227,6 +246,8 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "DELIVERY": _delivery,
     "TRANSACTIONAL_ID": _text,
     "TRACKING_TOPIC": _text,
+    "ON_POISON": _on_poison,
+    "DEAD_LETTER_TOPIC": _text,
     "NOTIFY": _truth,
     "NAME": _text,
     "OUTBOX_NAME": _text,

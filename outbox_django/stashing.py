@@ -88,6 +88,16 @@ def stash_many(records: Iterable[OutboxRecord], *, using: str | None = None) -> 
     _configured_table().stash_many(records, using=using)
 
 
+def stash_on(connection: BaseDatabaseWrapper, record: OutboxRecord) -> None:
+    """`stash` in the transaction of one of Django's connections, for callers that know no aliases.
+
+    Raises:
+        TransactionRequired: if it is in autocommit mode and outside an `atomic` block; nothing was written.
+        InvalidRecord: if the record does not fit the table; nothing was sent to the database.
+    """
+    stash(record, using=connection.alias)
+
+
 def stash_alias() -> str:
     """Alias of the database that `stash` writes to unless told otherwise."""
     return write_alias("Outbox")

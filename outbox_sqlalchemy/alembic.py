@@ -1,4 +1,4 @@
-"""The outbox's and the inbox's schema as Alembic revisions, for a host application's chain or by themselves.
+"""Outbox, inbox and holds as Alembic revisions, for a host application's chain or by themselves.
 
 In one revision of the host's own chain:
 
@@ -6,10 +6,10 @@ In one revision of the host's own chain:
 
     upgrade, downgrade = outbox_0001()          # or outbox_0001("billing.outbox")
 
-`outbox_0002` makes the inbox; hosts that accept no messages leave it out. `outbox_notify` makes the trigger for
-harvesters with `notify`; hosts that want it make a revision of it. Every revision here is frozen: it makes the
-same table for ever, whatever later versions of the library would make. A later version that needs more adds
-`outbox_0003`, and its changelog says so.
+`outbox_0002` makes the inbox; hosts that accept no messages leave it out. `outbox_0003` makes the table of an outbox's
+holds. `outbox_notify` makes the trigger for harvesters with `notify`; hosts that want it make a revision of it. Every
+revision here is frozen: it makes the same table for ever, whatever later versions of the library would make. A later
+version that needs more adds another revision, and its changelog says so.
 
 Applications without Alembic use the environment in `migrations/`: by its `alembic.ini` from a checkout, by
 `alembic.command.upgrade(alembic_config(dsn), "head")` from an installed package.
@@ -28,7 +28,7 @@ from alembic.config import Config
 from sqlalchemy.dialects import postgresql
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import TableName, drop_notify_sql, inbox_beside, inbox_index, notify_sql
+from outbox_core.schema import TableName, drop_notify_sql, hold_beside, inbox_beside, inbox_index, notify_sql
 from outbox_sqlalchemy.table import storage_options
 
 
@@ -116,6 +116,41 @@ def outbox_0002(inbox: str | None = None) -> Revision:
 
     def downgrade() -> None:
         name = named or _inbox_of_environment()
+        op.drop_table(name.table, schema=name.schema)
+
+    return Revision(upgrade, downgrade)
+
+
+def outbox_0003(table: str | None = None) -> Revision:
+    """The table of an outbox's holds, as of version 0.2.
+
+    Args:
+        table: the outbox's table, `outbox` or `billing.outbox`; the holds' has `_hold` behind it. By default what the
+            environment was told, `outbox` if it was told nothing.
+
+    Raises:
+        InvalidConfig: if `table` is not a table name.
+    """
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        name = hold_beside(named or _table_of_environment())
+        op.create_table(
+            name.table,
+            sa.Column("id", sa.BigInteger(), sa.Identity(always=False), primary_key=True),
+            sa.Column("outbox", sa.Text(), nullable=False),
+            sa.Column("kafka_topic", sa.Text(), nullable=False),
+            sa.Column("kafka_key", sa.Text()),
+            sa.Column("record_id", sa.BigInteger()),
+            sa.Column("reason", sa.Text(), server_default=sa.text("''"), nullable=False),
+            sa.Column("error", sa.Text()),
+            sa.Column("dead_letter", sa.Boolean(), server_default=sa.text("false"), nullable=False),
+            sa.Column("create_time", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+            schema=name.schema,
+        )
+
+    def downgrade() -> None:
+        name = hold_beside(named or _table_of_environment())
         op.drop_table(name.table, schema=name.schema)
 
     return Revision(upgrade, downgrade)

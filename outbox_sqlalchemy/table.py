@@ -1,4 +1,4 @@
-"""The outbox table, and the inbox table, as SQLAlchemy sees them: made, mapped, or recognised.
+"""The outbox table, its holds, and the inbox table, as SQLAlchemy sees them: made, mapped, or recognised.
 
 What is made here equals the DDL of `outbox_core.schema`, column by column and with the storage parameters; a test
 compares the catalogs. The PostgreSQL dialect's own types are used on purpose: Alembic renders them with their module,
@@ -15,6 +15,7 @@ from uuid import UUID
 from sqlalchemy import ARRAY as GENERIC_ARRAY
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     DateTime,
     Identity,
@@ -41,6 +42,7 @@ from outbox_core.schema import (
     STORAGE_PARAMETERS,
     TableLayout,
     TableName,
+    hold_beside,
     inbox_index,
 )
 
@@ -102,6 +104,34 @@ def make_inbox_table(metadata: MetaData, name: str = "inbox", schema: str | None
         Column("message_id", Text, primary_key=True),
         Column("accept_time", DateTime(timezone=True), nullable=False, server_default=text(_NOW)),
         Index(inbox_index(parsed), "accept_time"),
+        schema=parsed.schema,
+    )
+
+
+def make_hold_table(metadata: MetaData, outbox: str = "outbox", schema: str | None = None) -> Table:
+    """Add an outbox's table of holds to `metadata`, for `create_all` and Alembic's autogenerate to find.
+
+    Args:
+        metadata: usually the application's own, `Base.metadata`.
+        outbox: the outbox's table, `outbox` or with its schema `billing.outbox`; `_hold` is added to the name.
+        schema: the schema, if it is not in `outbox`.
+
+    Raises:
+        InvalidConfig: if `outbox` is not a table name.
+    """
+    parsed = hold_beside(TableName(outbox, schema) if schema is not None else TableName.parse(outbox))
+    return Table(
+        parsed.table,
+        metadata,
+        Column("id", BigInteger, Identity(always=False), primary_key=True),
+        Column("outbox", Text, nullable=False),
+        Column("kafka_topic", Text, nullable=False),
+        Column("kafka_key", Text),
+        Column("record_id", BigInteger),
+        Column("reason", Text, nullable=False, server_default=text("''")),
+        Column("error", Text),
+        Column("dead_letter", Boolean, nullable=False, server_default=text("false")),
+        Column("create_time", DateTime(timezone=True), nullable=False, server_default=text(_NOW)),
         schema=parsed.schema,
     )
 

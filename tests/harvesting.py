@@ -16,7 +16,8 @@ from outbox_core.config import HarvestConfig, Limits
 from outbox_core.election import Leadership
 from outbox_core.events import LeaderAcquired, LeaderRefreshed, LeaderRevoked
 from outbox_core.harvest import Harvester
-from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableName, create_table_sql
+from outbox_core.holds import Holds
+from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableName, create_hold_sql, create_table_sql
 from outbox_core.stasher import Stasher
 from tests.kafka_reader import read_topic
 
@@ -135,9 +136,10 @@ class Scene:
         bootstrap: address of the broker.
         table: name of the outbox; made unless `layout` is None.
         layout: "binary", "text" or None.
+        holds: whether to make the table of its holds, too.
     """
 
-    def __init__(self, database, bootstrap, *, table="outbox", layout="binary"):
+    def __init__(self, database, bootstrap, *, table="outbox", layout="binary", holds=True):
         self.database = database
         self.bootstrap = bootstrap
         self.table = TableName.parse(table)
@@ -145,6 +147,9 @@ class Scene:
         self.harvesters = []
         if layout is not None:
             self.execute(create_table_sql(self.table, layout))
+        if layout is not None and holds:
+            self.execute(create_hold_sql(self.table))
+        self.holds = Holds(self.table)
 
     # -- the table
 
@@ -183,6 +188,18 @@ class Scene:
     def count(self, condition="true"):
         """Number of rows that fulfil the condition."""
         return self.execute(f"SELECT count(*) FROM {self.table.quoted} WHERE {condition}")[0].count
+
+    # -- its holds
+
+    def held(self, **which):
+        """What is held."""
+        with self.connect() as connection:
+            return self.holds.list(connection, **which)
+
+    def hold(self, action, *arguments, **which):
+        """Call a method of `Holds` in a transaction of its own."""
+        with self.connect() as connection:
+            return getattr(self.holds, action)(connection, *arguments, **which)
 
     # -- harvesters
 

@@ -17,7 +17,13 @@ def order_placed(event: OrderEvent, order: Order) -> OutboxRecord:
         {"product": line.product_id, "quantity": line.quantity, "price_cents": line.price_cents}
         for line in order.lines.all()
     ]
-    value = {"order": order.pk, "customer": order.customer, "total_cents": order.total_cents, "lines": lines}
+    value = {
+        "order": order.pk,
+        "customer": order.customer,
+        "placed_at": order.placed_at,
+        "total_cents": order.total_cents,
+        "lines": lines,
+    }
     return OutboxRecord(topic=ORDERS, key=order.pk, value=value, headers=_headers("order-placed", event))
 
 

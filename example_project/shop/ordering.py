@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from django.db import transaction
 
 import outbox_django as outbox
-from example_project.shop import messages
+from example_project.shop import emails, messages
 from example_project.shop.models import Order, OrderLine, Product, StockMovement
 
 # A shop whose customers log in would add the account: its clients choose the keys.
@@ -73,6 +73,7 @@ def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str =
     movements = _move_stock(order, products, {number: -quantity for number, quantity in basket.items()})
     event = order.events.create(number=1, status=order.status)
     outbox.stash_many([messages.order_placed(event, order), *map(messages.stock_moved, movements)])
+    emails.request_confirmation(order)
     return order
 
 

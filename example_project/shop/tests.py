@@ -2,20 +2,23 @@
 
 Real transactions that commit (`TransactionTestCase`), for they are what this is about.
 """
-# ruff: noqa: PT009  Django's own test runner runs unittest's assertions
+# ruff: noqa: PT009, PT027  Django's own test runner runs unittest's assertions
 
 import json
 from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
+from django.core import mail
 from django.core.management import call_command
 from django.db import DatabaseError, connection
 from django.http import HttpResponse
 from django.test import Client, TransactionTestCase
 
+from example_project.shop.emails import send_confirmation
 from example_project.shop.models import Order, OrderEvent, OrderLine, Product, StockMovement
 from outbox_django.models import Outbox
+from outbox_queue import Reject
 
 
 class ShopTests(TransactionTestCase):
@@ -45,7 +48,7 @@ class ShopTests(TransactionTestCase):
         number = answer.json()["order"]
         self.pen.refresh_from_db()
         self.assertEqual((self.pen.stock, self.pen.movements_count), (7, 1))
-        order, *stock = Outbox.objects.order_by("id")
+        order, *stock, email = Outbox.objects.order_by("id")
         self.assertEqual((order.kafka_topic, order.kafka_key), ("shop.orders", str(number)))
         self.assertEqual(json.loads(bytes(order.kafka_value))["customer"], "Zoë")
         self.assertEqual(
@@ -55,6 +58,8 @@ class ShopTests(TransactionTestCase):
         self.assertEqual(json.loads(bytes(stock[0].kafka_value))["stock"], 7)
         events = {str(event.pk) for event in (*OrderEvent.objects.all(), *StockMovement.objects.all())}
         self.assertEqual({_header(row, "event-id") for row in (order, *stock)}, events)
+        self.assertEqual((email.kafka_topic, email.kafka_key), ("shop.messages", "order-emails"))
+        self.assertEqual(json.loads(bytes(email.kafka_value)), {"order": number})
 
     def test_an_order_that_cannot_be_leaves_nothing(self) -> None:
         """Too little stock, an unknown product and bad JSON are refused; neither data nor records are written."""
@@ -90,10 +95,10 @@ class ShopTests(TransactionTestCase):
         self.assertEqual([answer.status_code for answer in answers], [201] * 3)
         self.assertEqual(answers[1].json(), answers[0].json())
         self.assertEqual(answers[2].json(), answers[0].json())
-        self.assertEqual(self.written(), [1, 1, 1, 1, 2])
+        self.assertEqual(self.written(), [1, 1, 1, 1, 3])
         for key in ("k2", None, None):
             self.assertNotEqual(self.order({self.pen.pk: 1}, key=key).json(), answers[0].json())
-        self.assertEqual(self.written(), [4, 4, 4, 4, 8])
+        self.assertEqual(self.written(), [4, 4, 4, 4, 12])
         self.pen.refresh_from_db()
         self.assertEqual(self.pen.stock, 4)
 
@@ -115,7 +120,7 @@ class ShopTests(TransactionTestCase):
         with ThreadPoolExecutor(8) as clients:
             answers = set(clients.map(send, range(8)))
         self.assertEqual(answers, {(201, Order.objects.get().pk)})
-        self.assertEqual(self.written(), [1, 1, 1, 1, 2])
+        self.assertEqual(self.written(), [1, 1, 1, 1, 3])
 
     def test_a_refused_request_frees_its_key(self) -> None:
         """What was refused may be sent again with the same key; what was placed may not be asked for differently."""
@@ -125,7 +130,7 @@ class ShopTests(TransactionTestCase):
         self.assertEqual(self.order({self.ink.pk: 1}, key="k1").status_code, 422)
         self.assertEqual(self.order({self.ink.pk: 2}, customer="Ada", key="k1").status_code, 422)
         self.assertEqual(self.order({self.ink.pk: 2}, key="k" * 1001).status_code, 400)
-        self.assertEqual(self.written(), [1, 1, 1, 1, 2])
+        self.assertEqual(self.written(), [1, 1, 1, 1, 3])
 
     def test_a_cancelled_order_becomes_a_tombstone(self) -> None:
         """Cancelling puts the products back, stashes a tombstone under the order's key, and works once."""
@@ -139,6 +144,17 @@ class ShopTests(TransactionTestCase):
         self.assertEqual(placed.kafka_key, cancelled.kafka_key)
         self.assertIsNone(cancelled.kafka_value)
         self.assertEqual([_header(row, "number") for row in (placed, cancelled)], ["1", "2"])
+
+    def test_a_job_becomes_an_email(self) -> None:
+        """The worker's handler tells the customer what was ordered, and rejects a job that never can be done."""
+        number = self.order({self.pen.pk: 3}).json()["order"]
+        send_confirmation(Mock(payload=json.dumps({"order": number}).encode()))
+        (email,) = mail.outbox
+        self.assertEqual((email.subject, email.to), (f"Your order {number}", ["zoë@example.org"]))
+        self.assertIn("3 x Pen", email.body)
+        for payload in (b"{", b"{}", b"[]", b'{"order": 0}'):
+            with self.assertRaises(Reject):
+                send_confirmation(Mock(payload=payload))
 
     def test_the_front_page_shows_products_and_orders(self) -> None:
         """The page lists what there is and what was ordered, escaped."""
@@ -156,7 +172,7 @@ class ShopTests(TransactionTestCase):
         tally = json.loads(output.getvalue())
         self.assertEqual((tally["placed"], tally["cancelled"]), (20, 2))
         self.assertGreater(tally["rolled_back"]["shop.orders"], 0)
-        self.assertEqual(self.written(), [20, 80, 22, 88, 110])
+        self.assertEqual(self.written(), [20, 80, 22, 88, 130])
 
 
 _LOCAL = {"host": "localhost"}

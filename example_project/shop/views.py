@@ -1,6 +1,7 @@
 """The shop over HTTP: a page to look at, and orders as JSON.
 
 GET    /              products and the latest orders
+GET    /revenue/      revenue per product and hour, as a Spark pipeline computes it from the order events
 POST   /orders/       {"customer": "Ada", "basket": {"1": 2}} -> 201, 400, 404 (no such product), 409 (out of stock);
                       with the header Idempotency-Key, which a repeated request repeats: the same 201, or 422 if it
                       asks for something else
@@ -18,6 +19,7 @@ from django.views.decorators.http import require_GET, require_http_methods, requ
 
 from example_project.shop.models import Order, Product
 from example_project.shop.ordering import KeyReused, NotPlaced, OutOfStock, UnknownProduct, cancel_order, place_order
+from example_project.shop.revenue import read_revenue
 
 _LATEST = 20
 _MOST_OF_A_PRODUCT = 1_000
@@ -29,6 +31,12 @@ def front_page(request: HttpRequest) -> HttpResponse:
     """What there is, and what was ordered last."""
     latest = Order.objects.prefetch_related("lines__product").order_by("-pk")[:_LATEST]
     return render(request, "shop/front_page.html", {"products": Product.objects.order_by("name"), "orders": latest})
+
+
+@require_GET
+def revenue_page(request: HttpRequest) -> HttpResponse:
+    """What was earned in the latest hours."""
+    return render(request, "shop/revenue.html", {"revenue": read_revenue()})
 
 
 @csrf_exempt  # programs place orders here; no browser's session is used

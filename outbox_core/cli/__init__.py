@@ -1,13 +1,16 @@
 """The command `outbox`.
 
-`schema` prints DDL, `harvest` publishes an outbox's records, `status` shows what waits, `doctor` looks for what is
-wrong, `inbox prune` forgets old messages.
+`schema` prints DDL, `harvest` publishes an outbox's records, `hold` says which it is not to publish, `status` shows
+what waits, `doctor` looks for what is wrong, `inbox prune` forgets old messages.
+
+Other packages add commands by entry points of the group `outbox.commands`: a function that takes the arguments behind
+the command's name and returns the exit code. It is imported when its command is run.
 
 Exit codes: 0 for success, 2 for anything wrong before work began (arguments, settings, a service that cannot be
 reached, a table that is not there), 1 for a harvester that was ended by an error and for a doctor who found a problem,
 130 and 143 after a second SIGINT or SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
 
-Nothing here needs more than the base install until `outbox harvest` or `outbox inbox` is run.
+Nothing here needs more than the base install until one of the others but `schema` is run.
 """
 
 from __future__ import annotations
@@ -15,23 +18,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from outbox_core import __version__
-from outbox_core.cli import doctor, harvest, inbox, schema
-from outbox_core.errors import OutboxError
+from outbox_core.cli import doctor, harvest, hold, inbox, schema
+from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_COMMANDS = "outbox.commands"
 _EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    options = build_parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        code: int = options.command(options)
+        code = _run(arguments)
         sys.stdout.flush()
     except OutboxError as error:
         return harvest.fail(str(error))
@@ -50,4 +55,29 @@ def build_parser() -> argparse.ArgumentParser:
     harvest.add_command(commands)
     doctor.add_commands(commands)
     inbox.add_command(commands)
+    hold.add_command(commands)
+    for added in entry_points(group=_COMMANDS):
+        commands.add_parser(added.name, help=f"see outbox {added.name} --help")
     return parser
+
+
+def _run(arguments: list[str]) -> int:
+    for added in entry_points(group=_COMMANDS):
+        if arguments[:1] == [added.name]:
+            return _run_added(added, arguments[1:])
+    options = build_parser().parse_args(arguments)
+    code: int = options.command(options)
+    return code
+
+
+def _run_added(added: EntryPoint, arguments: list[str]) -> int:
+    try:
+        main_of_command = added.load()
+    except ImportError as error:
+        if (error.name or "").startswith("outbox_"):
+            raise
+        raise MissingExtra(
+            f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[{added.name}]'"
+        ) from None
+    code: int = main_of_command(arguments)
+    return code

@@ -178,8 +178,7 @@ def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str
     group, leader_topic = config.leader_names(identity)
     yield kafka.leader_topic(leader_topic)
     yield kafka.leader_group(group)
-    _, tracking_topic = config.tracking_names(identity)
-    yield kafka.tracking_topic(tracking_topic, needed=config.delivery == "exactly-once")
+    yield kafka.tracking_topic(config.tracking_names(identity).topic, needed=config.delivery == "exactly-once")
     if topics:
         yield from kafka.topics(topics)
 

@@ -55,6 +55,12 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
         help="exactly once: publish rows that an at-least-once harvester left marked, which may repeat them",
     )
     parser.add_argument(
+        "--on-poison",
+        choices=["hold", "dead-letter"],
+        help="what becomes of a record that Kafka refuses for good; default: hold",
+    )
+    parser.add_argument("--dead-letter-topic", metavar="TOPIC", help="topic for such records")
+    parser.add_argument(
         "--notify",
         action="store_true",
         default=None,
@@ -108,6 +114,8 @@ _SAME_NAME = (
     "leader_group_id",
     "delivery",
     "accept_marked",
+    "on_poison",
+    "dead_letter_topic",
     "notify",
     "name",
     "metrics_port",

@@ -6,19 +6,18 @@ Importing this needs only the base install; pruning needs psycopg 3, and nothing
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from outbox_core.errors import InvalidConfig, MissingExtra, OutboxTableError, StoreUnavailable
+from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.inbox import PRUNE_BATCH, Inbox
 
 if TYPE_CHECKING:
     import psycopg
 
-_DATA_SOURCE = "OUTBOX_POSTGRES_DSN"
 _SECONDS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _PART = re.compile(r"([0-9]+)([dhms])")
 _LONGEST = timedelta(days=36_500)
@@ -34,7 +33,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser = actions.add_parser("prune", help="forget what was accepted long ago", description=description)
     parser.add_argument(
-        "--dsn", metavar="DSN", help=f"the database: key=value pairs or a postgresql:// URL; default: {_DATA_SOURCE}"
+        "--dsn",
+        metavar="DSN",
+        help=f"the database: key=value pairs or a postgresql:// URL; default: {DATA_SOURCE_VARIABLE}",
     )
     parser.add_argument("--table", metavar="NAME", default="inbox", help="`table` or `schema.table`; default: inbox")
     add_prune_arguments(parser)
@@ -74,7 +75,7 @@ def _prune(options: argparse.Namespace) -> int:
         inbox = Inbox(options.table)
     except InvalidConfig as error:
         raise InvalidConfig(f"--table: {error}") from None
-    with _connect(options.dsn or os.environ.get(_DATA_SOURCE)) as connection:
+    with connect(options.dsn) as connection:
         pruned = _prune_on(connection, inbox, options)
     sys.stdout.write(report(pruned, inbox.table))
     return 0
@@ -91,34 +92,6 @@ def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, 
         raise OutboxTableError(f"{error.diag.message_primary}; pruning needs SELECT and DELETE") from None
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database failed: {error}; run the command again to go on") from None
-
-
-def _connect(dsn: str | None) -> psycopg.Connection[tuple[object, ...]]:
-    try:
-        import psycopg
-    except ImportError:
-        raise MissingExtra("needs psycopg, which is not installed; pip install 'psycopg[binary]'") from None
-    if not dsn:
-        raise InvalidConfig(f"no database: pass --dsn or set {_DATA_SOURCE}")
-    try:
-        return psycopg.connect(_as_libpq_reads_it(dsn), autocommit=True, connect_timeout=10)
-    except psycopg.ProgrammingError:
-        # Without the driver's words: they quote the DSN, perhaps its password.
-        raise InvalidConfig("--dsn: neither key=value pairs nor a postgresql:// URL") from None
-    except psycopg.OperationalError as error:
-        raise StoreUnavailable(f"cannot connect to the database: {error}") from None
-
-
-def _as_libpq_reads_it(dsn: str) -> str:
-    """The notations of `outbox harvest`; where only psycopg is installed, libpq's own."""
-    try:
-        from outbox_core.config import normalise_data_source
-    except ImportError:
-        return dsn
-    try:
-        return normalise_data_source(dsn)
-    except ValueError as error:
-        raise InvalidConfig(f"--dsn: {error}") from None
 
 
 def _age(text: str) -> timedelta:

@@ -1,4 +1,4 @@
-"""`outbox schema`: the DDL of an outbox table, or of an inbox table."""
+"""`outbox schema`: the DDL of an outbox table and its holds, or of an inbox table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TableName, create_inbox_sql, create_table_sql, notify_sql
+from outbox_core.schema import TableName, create_hold_sql, create_inbox_sql, create_table_sql, notify_sql
 
 if TYPE_CHECKING:
     import argparse
@@ -17,7 +17,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "schema",
         help="print the DDL of an outbox table",
-        description="Print the DDL of an outbox table, or with --inbox that of an inbox table.",
+        description="Print the DDL of an outbox table and its holds, or with --inbox that of an inbox table.",
     )
     parser.add_argument("--dialect", choices=["postgresql"], default="postgresql", help="default: %(default)s")
     tables = parser.add_mutually_exclusive_group()
@@ -28,6 +28,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         nargs="?",
         const="inbox",
         help="print an inbox table instead; its name; default: inbox",
+    )
+    parser.add_argument(
+        "--only",
+        choices=["outbox", "hold"],
+        help="print one of the two: the outbox table, or the table of its holds",
     )
     parser.add_argument(
         "--layout",
@@ -47,12 +52,17 @@ def _print_schema(options: argparse.Namespace) -> int:
     if options.inbox is not None:
         if options.notify:
             raise InvalidConfig("--notify: belongs to an outbox table, not to an inbox")
+        if options.only:
+            raise InvalidConfig("--only: an inbox is one table; leave it out")
         sys.stdout.write(create_inbox_sql(_name("--inbox", options.inbox)))
-    else:
-        name = _name("--table", options.table)
+        return 0
+    name = _name("--table", options.table)
+    if options.only != "hold":
         sys.stdout.write(create_table_sql(name, options.layout))
-        if options.notify:
-            sys.stdout.write(notify_sql(name))
+    if options.only != "outbox":
+        sys.stdout.write(create_hold_sql(name))
+    if options.notify:
+        sys.stdout.write(notify_sql(name))
     return 0
 
 

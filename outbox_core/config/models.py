@@ -133,6 +133,7 @@ class TrackingNames(NamedTuple):
 
     transactional_id: str
     topic: str
+    relay_topic: str
 
 
 def _default_name() -> str:
@@ -159,6 +160,10 @@ class HarvestConfig(Settings):
             and the leader group, with `.manifests` behind it.
         accept_marked: let exactly-once delivery publish rows that an at-least-once leader left marked, although some
             may have been published before.
+        on_poison: what becomes of a record that Kafka refuses for good: `hold` it, with the later records of its key
+            behind it, until somebody decides; or publish it to the `dead-letter` topic, and go on.
+        dead_letter_topic: where dead letters go; None to derive it from the outbox's identity, with `.dead-letter`
+            behind it.
         notify: listen for the notices of the trigger that `outbox schema --notify` prints, and look at the table when
             one comes; without them, or while they do not come, at growing intervals.
         name: the name of this instance in logs, and the default `client.id`.
@@ -186,6 +191,8 @@ class HarvestConfig(Settings):
     transactional_id: _Name | None = Field(default=None, validation_alias="transactionalID")
     tracking_topic: str | None = Field(default=None, validation_alias="trackingTopic")
     accept_marked: bool = Field(default=False, validation_alias="acceptMarked")
+    on_poison: Literal["hold", "dead-letter"] = Field(default="hold", validation_alias="onPoison")
+    dead_letter_topic: str | None = Field(default=None, validation_alias="deadLetterTopic")
     notify: bool = Field(default=False, validation_alias="notify")
     name: _Name = Field(default_factory=_default_name, validation_alias="name")
     outbox_name: _Name | None = Field(default=None, validation_alias="outboxName")
@@ -224,7 +231,7 @@ class HarvestConfig(Settings):
     def _know_the_servers(cls, settings: dict[str, Any]) -> dict[str, Any]:
         return settings if any(key in settings for key in kafka_settings.SERVERS) else _DEFAULT_SERVERS | settings
 
-    @field_validator("leader_topic", "tracking_topic")
+    @field_validator("leader_topic", "tracking_topic", "dead_letter_topic")
     @classmethod
     def _a_topic_of_its_own(cls, topic: str | None) -> str | None:
         if topic is None:
@@ -288,13 +295,24 @@ class HarvestConfig(Settings):
         return LeaderNames(group_id, self.leader_topic or _topic_name(group_id, ".neli"))
 
     def tracking_names(self, identity: str) -> TrackingNames:
-        """transactional.id and tracking topic of exactly-once delivery, for an outbox of this identity."""
+        """What exactly-once delivery is known by in Kafka, for an outbox of this identity; a relay's topic too."""
         group_id = self.leader_group_id or identity
         default_id = identity if group_id == identity else f"{identity}:{group_id}"
         return TrackingNames(
             self.transactional_id or f"kafka-outbox:{default_id}",
             self.tracking_topic or _topic_name(default_id.replace(":", "-"), ".manifests"),
+            _topic_name(self.tracking_topic or default_id.replace(":", "-"), ".relay-manifests"),
         )
+
+    def dead_letter_name(self, identity: str) -> str:
+        """The dead-letter topic, for an outbox of this identity."""
+        return self.dead_letter_topic or _topic_name(identity, ".dead-letter")
+
+    def lone_producer_settings(self) -> dict[str, Any]:
+        """The librdkafka settings of the producer whose batches have one record each."""
+        aliases = ("linger.ms", "queue.buffering.max.ms", "batch.num.messages")
+        kept = {name: value for name, value in self.producer_settings().items() if name not in aliases}
+        return {**kept, "linger.ms": 0, "batch.num.messages": 1}
 
     def transactional_settings(self, transactional_id: str) -> dict[str, Any]:
         """The librdkafka settings of the transactional producer."""

@@ -18,10 +18,10 @@ statements run elsewhere, on the two threads that own a store each.
   can end, so a successor never meets the sends of its predecessor.
 - **Purge.** Acknowledged rows are deleted where they still carry our leader ID. Fewer than asked means that another
   leader has marked them since: no lane moves, and everything is marked again.
-- **Reset.** Rows of failed sends lose our leader ID. Since an older record is now back in the table, what was marked
-  after it must not be sent: *force remark* drops all that is not yet sent, lets what is in flight finish under the
-  old leader ID, takes a new one (`LeaderRefreshed`), and marks again from the head. The keys that failed cool down
-  first, and are left out of the marks until then.
+- **Reset.** A failed delivery concerns its own key, its partition or its topic (`bad_records`): the rows of these lose
+  our leader ID and are left out of the marks for a while, or held. Everything else flows.
+- **Force remark**, where more is in doubt: drop all that is not yet sent, let what is in flight finish under the old
+  leader ID, take a new one (`LeaderRefreshed`), and mark again from the head.
 - **Unknown outcomes.** A mark that the connection did not survive may have marked rows that we were never told of:
   force remark. A purge that it did not survive is repeated; if the first one did happen, the second deletes fewer
   rows than asked, which is the case above.
@@ -34,6 +34,7 @@ starts before that, so the lanes' promise holds across leaderships of one proces
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Final
 from uuid import UUID, uuid4
@@ -41,19 +42,21 @@ from uuid import UUID, uuid4
 from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.events import LeaderRefreshed, MeterRead
-from outbox_core.harvest.cooling import Cooling
+from outbox_core.harvest.bad_records import BadRecords
+from outbox_core.harvest.burials import Burials
 from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.lanes import Lanes
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure, Publisher
 from outbox_core.harvest.recovery import Recovery, Transactions
-from outbox_core.harvest.surroundings import Surroundings, Timing
-from outbox_core.ports import MarkedBatch, OutboxStore, StoredRecord, bytes_of
+from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.verdicts import Verdict, verdict_on
+from outbox_core.ports import HoldSet, MarkedBatch, OutboxStore, StoredRecord, bytes_of
 
 _log = logging.getLogger(__name__)
 
 _ID: Final = 0
-_TOPIC: Final = 1
+_NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
@@ -68,6 +71,7 @@ class AtLeastOnce:
         surroundings: what to work with.
         publisher: the producer and its delivery reports; it outlives the leadership.
         transactions: what exactly-once delivery of this outbox published with, if there ever was any.
+        dead_letters: where bad records go.
         drain: whether to end once the table is empty.
 
     Attributes:
@@ -83,6 +87,7 @@ class AtLeastOnce:
         publisher: Publisher,
         transactions: Transactions,
         *,
+        dead_letters: DeadLetters,
         drain: bool = False,
     ) -> None:
         self.leader_id = leader_id
@@ -95,9 +100,10 @@ class AtLeastOnce:
         self._drain = drain
         self._stopping = False
         self._lanes = Lanes(timing.lane_capacity)
-        self._cooling = Cooling(timing.io_error_backoff / 10, timing.io_error_backoff * 10, now)
+        self._bad = BadRecords(timing, surroundings, dead_letter=dead_letters.on_poison)
+        self._burials = Burials(dead_letters, timing, surroundings, publisher)
         self._remark = False
-        self._marking: Future[tuple[MarkedBatch, Look | None, float]] | None = None
+        self._marking: Future[tuple[MarkedBatch, Look | None, float, HoldSet]] | None = None
         self._mark_limit = 0
         self._reading: Reading | None = None
         self._mark_excludes = False
@@ -137,12 +143,15 @@ class AtLeastOnce:
                 return
             self._collect_mark()
             self._collect_settled()
+            self._give_back(self._bad.collect_written(self._lanes))
+            self._burials.step(self._bad.holds)
             sent_all = True
             if self._remark:
                 self._refresh_when_quiet()
             else:
                 sent_all = self._send()
                 self._start_mark()
+            self._bad.start_writing()
             self._start_settling()
             self._wait(self._patience() if sent_all else 0.0)
             self._collect_reports()
@@ -168,40 +177,60 @@ class AtLeastOnce:
         return self._timing.max_in_flight_bytes - self._lanes.held_bytes
 
     def _start_mark(self) -> None:
-        limit = self._room()
-        if self._marking is not None or not limit or self._pace.due_in():
+        """Send a mark if one is due; if not, see now and then at least what is held."""
+        bad = self._bad
+        limit = 0 if self._pace.due_in() or not bad.book.was_read else self._room()
+        if self._marking is not None or not (limit or self._wants_holds()):
             return
-        leader_id, max_bytes = self.leader_id, self._timing.mark_query_bytes
-        lanes, resting = self._cooling.resting()
+        leader_id, book, max_bytes = self.leader_id, bad.book, self._timing.mark_query_bytes
+        if not limit:
+            self._mark_limit = 0
+            self._marking = self._with.marker.submit(lambda store: (_NOTHING_MARKED, None, 0.0, book.look_after(store)))
+            return
+        lanes, ids, topics = bad.exclusion()
         lanes |= self._lanes.full
-        self._mark_excludes = bool(lanes or resting)
+        self._mark_excludes = bool(lanes or ids or topics)
         self._mark_limit = limit
-        reading = self._reading = self._with.floor.begin(lanes | resting)
+        # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
+        holds = bad.holds
+        reading = self._reading = self._with.floor.begin(frozenset(lanes | ids | topics | holds.items))
 
-        def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float]:
+        def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float, HoldSet]:
             look = reading.look(store)
             began = now()
-            batch = store.mark(leader_id, limit, lanes, resting, reading.floor, max_bytes=max_bytes)
+            batch = store.mark(
+                leader_id, limit, lanes, ids, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
+            )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return batch, look, took
+            return batch, look, took, book.look_after(store) if batch.records or holds else holds
 
         self._pace.begin()
         self._marking = self._with.marker.submit(mark)
+
+    def _wants_holds(self) -> bool:
+        """Whether the holds are to be read although no mark is due: something is held, or waits in memory."""
+        book = self._bad.book
+        return not book.was_read or (book.is_old and bool(self._bad.holds or self._lanes.held))
 
     def _collect_mark(self) -> None:
         if self._marking is None or not self._marking.done():
             return
         marking, self._marking = self._marking, None
         try:
-            batch, look, took = marking.result()
+            batch, look, took, holds = marking.result()
         except StoreUnavailable as error:
             self._with.database.began(error)
             self._pace.failed(self._timing.io_error_backoff)
-            if error.in_doubt:
+            if error.in_doubt and self._mark_limit:
                 self._force_remark()
             return
         self._with.database.ended()
+        if holds is not self._bad.holds:
+            self._with.news.tell()  # something may have been released
+        self._give_back(self._bad.learn(holds, self._lanes))
+        if not self._mark_limit:
+            return
         if batch.records:
             is_full = len(batch.records) == self._mark_limit or bytes_of(batch.records) >= self._timing.mark_query_bytes
             self._pace.found(more=is_full)
@@ -214,12 +243,18 @@ class AtLeastOnce:
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, batch.records, took)
         if batch.records:
-            self._lanes.admit(batch.records)
+            records, back = self._bad.sift(batch.records)
+            self._give_back(back)
+            self._lanes.admit(records)
         else:
             self._check_drained()
 
     def _check_drained(self) -> None:
-        if not self._drain or self._mark_excludes or self._lanes.held:
+        if not self._drain or self._mark_excludes or self._lanes.held or self._bad.is_writing or self._burials.is_busy:
+            return
+        holds = self._bad.holds
+        if holds:
+            self.drained = not holds.requests
             return
         try:
             self.drained = self._with.marker.submit(lambda store: store.is_empty()).result()
@@ -239,18 +274,33 @@ class AtLeastOnce:
             closes_at = leadership.deadline - self._timing.delivery_timeout
         send = self._publisher.send
         sent_at = now()
+        if not self._send_alone(closes_at):
+            self._lanes.put_back(batch)
+            return True
         for position, record in enumerate(batch):
             if now() >= closes_at or elector.leadership is None or not send(record, sent_at):
                 self._lanes.put_back(batch[position:])
                 return True
         return not self._lanes.has_ready
 
+    def _send_alone(self, closes_at: float) -> bool:
+        """Send what must be judged by itself. False if nothing more can be sent now."""
+        for source in (self._bad, self._burials):
+            again = source.take()
+            for position, record in enumerate(again):
+                if now() >= closes_at or not self._publisher.send_alone(record, now()):
+                    source.put_back(again[position:])
+                    return False
+        return True
+
     def _collect_reports(self) -> None:
         publisher, metrics = self._publisher, self._with.metrics
         if publisher.delivered:
-            self._succeed(publisher.take_delivered())
+            delivered = publisher.take_delivered()
+            self._succeed(self._burials.delivered(delivered) if self._burials.is_busy else delivered)
         if publisher.failed:
-            self._fail(publisher.take_failed())
+            failures = publisher.take_failed()
+            self._fail(self._burials.failed(failures) if self._burials.is_busy else failures)
         metrics.in_flight(publisher.in_flight)
 
     def _succeed(self, delivered: list[StoredRecord]) -> None:
@@ -259,22 +309,32 @@ class AtLeastOnce:
         arrived = now()
         for sent_at, count in self._publisher.take_send_times().items():
             self._with.metrics.publish_latency(arrived - sent_at, count)
-        self._cooling.succeeded(delivered)
-        self._with.kafka.worked(all_of_it=not self._cooling)
+        self._bad.succeeded(delivered)
+        self._with.kafka.worked(all_of_it=not self._bad.parking)
         stats = self._with.meter.add(len(delivered))
         if stats is not None:
             self._with.emit(MeterRead(stats))
 
     def _fail(self, failures: list[Failure]) -> None:
-        self._to_reset.extend(record[_ID] for record, _ in failures)
-        self._force_remark()
-        if self._over():
-            return  # dropped on purpose
-        self._with.metrics.publish_error(len(failures))
-        record, error = failures[0]
-        self._with.kafka.began(f"record {record[_ID]} for topic {record[_TOPIC]}: {error.str()}")
-        for record, _ in failures:
-            self._cooling.failed(record)
+        broken = [failure for failure in failures if verdict_on(failure.error) is Verdict.BROKEN]
+        if (
+            self._over() or self._remark or broken or self._publisher.is_broken
+        ):  # dropped on purpose, on the way back anyhow, or with the producer
+            self._to_reset.extend(record[_ID] for record, *_ in failures)
+            self._force_remark()
+        else:
+            self._give_back(self._bad.judge(failures, self._lanes))
+        if not self._over():
+            self._with.metrics.publish_error(len(failures))
+        if broken:
+            self._with.kafka.began(f"the producer has failed: {broken[0].error.str()}")
+
+    def _give_back(self, records: Iterable[StoredRecord]) -> None:
+        """Clear the marks of records that are in no lane any more."""
+        ids = [record[_ID] for record in records]
+        if ids:
+            self._with.floor.reset("records went back to the table")
+            self._to_reset.extend(ids)
 
     # -- purge and reset
 
@@ -312,6 +372,7 @@ class AtLeastOnce:
             self._to_reset = self._being_reset + self._to_reset
             return
         self._with.database.ended()
+        self._bad.reset_done(self._being_reset)
         if purged == len(self._being_purged):
             self._lanes.purged(self._being_purged)
         else:
@@ -323,23 +384,25 @@ class AtLeastOnce:
     def _force_remark(self) -> None:
         """Send nothing more under this leader ID, and give back what has not been sent."""
         self._remark = True
-        self._to_reset.extend(record[_ID] for record in self._lanes.abandon())
+        self._give_back(self._lanes.abandon())
+        self._give_back(self._bad.give_up())
 
     def _refresh_when_quiet(self) -> None:
         if self._busy():
             return
         self._publisher.renew_if_broken()
         self._lanes = Lanes(self._timing.lane_capacity)
+        self._bad.refreshed()
         self._remark = False
         self.leader_id = uuid4()
         self._with.floor.reset("a new leader ID")
         self._with.emit(LeaderRefreshed(self.leader_id))
 
     def _busy(self) -> bool:
-        return bool(self._publisher.in_flight) or self._busy_with_database()
+        return bool(self._publisher.in_flight) or self._busy_with_database() or self._bad.is_writing
 
     def _busy_with_database(self) -> bool:
-        return bool(self._marking or self._settling or self._to_purge or self._to_reset)
+        return bool(self._marking or self._settling or self._to_purge or self._to_reset or self._burials.is_burying)
 
     # -- wait and finish
 
@@ -351,6 +414,10 @@ class AtLeastOnce:
             due = min(due, self._pace.due_in())
         if self._settling is None and (self._to_purge or self._to_reset):
             due = min(due, self._settle_not_before - time)
+        if not self._remark:
+            due = min(due, max(_TICK_SECONDS, self._bad.due_in()), self._burials.due_in())
+            if self._marking is None and (self._bad.holds or self._lanes.held):
+                due = min(due, self._bad.book.due_in())
         return max(0.0, due)
 
     def _wait(self, seconds: float) -> None:
@@ -383,6 +450,7 @@ class AtLeastOnce:
             self._with.wake.clear()
             self._collect_mark()
             self._collect_settled()
+            self._burials.finish()
             self._start_settling()
             self._wait(self._patience())
             self._collect_reports()

@@ -27,8 +27,9 @@ Kafka does the fencing; the election only decides who tries. A fence therefore e
 transaction that was open for too long is fenced with no rival in sight. The next term begins once a heartbeat of our
 own, sent after the fence, has come back, after a pause with jitter.
 
-A transaction that Kafka refuses because of a record is aborted and tried again in halves, in order, until the record
-that fails alone is found. Its key rests for a while, longer each time; everything else goes on.
+A transaction that Kafka refuses because of a record is aborted, and its records are set aside and tried in ever smaller
+groups until the one that fails alone is found (`trials`). It is held, with its key, or goes to the dead-letter topic in
+a transaction like any other, manifest included. Everything else goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from uuid import UUID
 
 from outbox_core.election.leadership import now
 from outbox_core.harvest.recovery import Transactions
-from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.term import Term
 
 _TICK_SECONDS = 0.05
@@ -54,6 +55,7 @@ class ExactlyOnce:
         timing: limits.
         surroundings: what to work with.
         transactions: what to publish with.
+        dead_letters: where bad records go.
         drain: whether to end once the table is empty.
 
     Attributes:
@@ -69,6 +71,7 @@ class ExactlyOnce:
         surroundings: Surroundings,
         transactions: Transactions,
         *,
+        dead_letters: DeadLetters,
         drain: bool = False,
     ) -> None:
         self.leader_id = leader_id
@@ -78,6 +81,7 @@ class ExactlyOnce:
         self._timing = timing
         self._with = surroundings
         self._transactions = transactions
+        self._dead_letters = dead_letters
         self._stopping = False
 
     def stop(self) -> None:
@@ -103,7 +107,7 @@ class ExactlyOnce:
         """
         rest = _FIRST_REST_SECONDS
         while not self.over():
-            term = Term(self, self._timing, self._with, self._transactions)
+            term = Term(self, self._timing, self._with, self._transactions, self._dead_letters)
             ended = term.run()
             self.in_flight_records = 0
             if ended is None:

@@ -23,7 +23,7 @@ from outbox_core import doorbell
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.election.leadership import now
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
 from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
@@ -36,12 +36,17 @@ from outbox_core.harvest.pace import News
 from outbox_core.harvest.publisher import Publisher
 from outbox_core.harvest.recovery import Step, Transactions
 from outbox_core.harvest.store_thread import StoreThread
-from outbox_core.harvest.surroundings import Surroundings, Timing
-from outbox_core.kafka import Producer, check_connection, ensure_tracking_topic, make_producer
+from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.kafka import (
+    Producer,
+    check_connection,
+    ensure_dead_letter_topic,
+    ensure_tracking_topic,
+    forbidden_topics,
+    make_producer,
+)
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.ports import ElectorFactory, LeaderElector, StoreFactory
-from outbox_core.stores.notices import CommitNotices
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
 
 _log = logging.getLogger(__name__)
 
@@ -117,10 +122,13 @@ class Harvester:
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
         self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
-        self._transactions_of_outbox = self._transactions(identity)
+        self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
             self._transactions_of_outbox.new_producer()  # a wrong setting of it is to be known now
+        self._dead_letters_of_outbox = self._dead_letters(identity)
+        if self._dead_letters_of_outbox.on_poison:
+            self._check_dead_letters()
         self._publisher_of_outbox = self._publisher(identity)
         self._listening = self._make_listening() if self.config.notify else None
         parts = self._surroundings(self._elector), self._backlog_observer()
@@ -191,7 +199,10 @@ class Harvester:
 
     # -- making the parts
 
-    def _postgres_store(self) -> PostgresStore:
+    def _postgres_store(self) -> OutboxStore:
+        # Here, so that a store of another kind, and the parts that queues share, need no psycopg.
+        from outbox_core.stores.postgres import PostgresStore
+
         config = self.config
         return PostgresStore(
             config.data_source,
@@ -205,6 +216,8 @@ class Harvester:
         return f"kafka-outbox {self.config.name}"[:63]
 
     def _make_listening(self) -> Listening:
+        from outbox_core.stores.notices import CommitNotices
+
         config = self.config
         notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
         return Listening(notices, self._news)
@@ -236,25 +249,34 @@ class Harvester:
         if self.config.delivery == "exactly-once":
             return None
         return Publisher(
-            self._make_producer, id_header=self.config.id_header, outbox_name=self.config.outbox_name or identity
+            self._make_producer,
+            lambda: make_producer(self.config.lone_producer_settings()),
+            id_header=self.config.id_header,
+            outbox_name=self.config.outbox_name or identity,
         )
 
-    def _transactions(self, identity: str) -> Transactions:
-        config = self.config
-        transactional_id, topic = config.tracking_names(identity)
-        return Transactions(
-            kafka=config.base_kafka_config,
-            producer=config.transactional_settings(transactional_id),
-            transactional_id=transactional_id,
-            tracking_topic=topic,
-            outbox=identity,
-            outbox_name=config.outbox_name or identity,
-            id_header=config.id_header,
-            timeout=config.limits.transaction_timeout.total_seconds(),
-            heartbeat_timeout=config.limits.heartbeat_timeout.total_seconds(),
-            accept_marked=config.accept_marked,
-            reached=self._reached,
+    def _dead_letters(self, identity: str) -> DeadLetters:
+        topic, kafka = self.config.dead_letter_name(identity), self.config.base_kafka_config
+        return DeadLetters(
+            topic=topic,
+            on_poison=self.config.on_poison == "dead-letter",
+            ensure=lambda: ensure_dead_letter_topic(kafka, topic),
+            forbidden=lambda topics: forbidden_topics(kafka, topics),
         )
+
+    def _check_dead_letters(self) -> None:
+        """See that a bad record can go to the dead-letter topic: a hold is what takes it there."""
+        store = self._make_store()
+        try:
+            if store.holds() is None:
+                raise OutboxTableError(
+                    f"on_poison: dead-letter needs the holds of {self.config.outbox_table}, which cannot be used (the "
+                    "log says why); make their table with `outbox schema --only hold`, with Alembic or with "
+                    "`manage.py migrate`"
+                )
+        finally:
+            store.close()
+        self._dead_letters_of_outbox.ensure()
 
     def _surroundings(self, elector: LeaderElector) -> Surroundings:
         config = self.config
@@ -374,10 +396,25 @@ class Harvester:
             return self._term
 
     def _new_term(self, leader_id: UUID, surroundings: Surroundings) -> AtLeastOnce | ExactlyOnce:
-        timing, transactions = self._timing(), self._transactions_of_outbox
-        if self._publisher_of_outbox is None:
-            return ExactlyOnce(leader_id, timing, surroundings, transactions, drain=self._drain)
-        return AtLeastOnce(leader_id, timing, surroundings, self._publisher_of_outbox, transactions, drain=self._drain)
+        timing, transactions, publisher = self._timing(), self._transactions_of_outbox, self._publisher_of_outbox
+        if publisher is None:
+            return ExactlyOnce(
+                leader_id,
+                timing,
+                surroundings,
+                transactions,
+                dead_letters=self._dead_letters_of_outbox,
+                drain=self._drain,
+            )
+        return AtLeastOnce(
+            leader_id,
+            timing,
+            surroundings,
+            publisher,
+            transactions,
+            dead_letters=self._dead_letters_of_outbox,
+            drain=self._drain,
+        )
 
 
 class _StandbyDrain:

@@ -22,7 +22,8 @@ The structure is pure and belongs to one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import itemgetter
 from typing import Final
 
@@ -133,6 +134,33 @@ class Lanes:
             if self._full and len(followers) <= self._capacity // 2:
                 self._full.discard(lane)
 
+    def withdraw(self, record: StoredRecord) -> list[StoredRecord]:
+        """Drop a record that is under way and not in flight any more, with its followers; return them all."""
+        lane = lane_of(record)
+        dropped = [record, *((self._followers.pop(lane, None) or ()) if lane is not None else ())]
+        if lane is not None:
+            self._full.discard(lane)
+        self._let_go(dropped)
+        return dropped
+
+    def withdraw_unsent(self, covers: Callable[[StoredRecord], bool]) -> list[StoredRecord]:
+        """Drop what is covered and not taken; return it. What is under way keeps its lane, without followers."""
+        dropped = [record for record in self._ready if covers(record)]
+        if dropped:
+            self._ready = deque(record for record in self._ready if not covers(record))
+        for record in list(dropped):
+            lane = lane_of(record)
+            if lane is not None:
+                dropped.extend(self._followers.pop(lane, None) or ())
+                self._full.discard(lane)
+        for lane, followers in self._followers.items():
+            if followers and covers(followers[0]):
+                dropped.extend(followers)
+                self._followers[lane] = None
+                self._full.discard(lane)
+        self._let_go(dropped)
+        return dropped
+
     def abandon(self) -> list[StoredRecord]:
         """Drop every record that has not been taken, and return them. What is under way keeps its lane."""
         ready = list(self._ready)
@@ -151,4 +179,4 @@ class Lanes:
         return dropped
 
     def _let_go(self, records: Sequence[StoredRecord]) -> None:
-        self._held_bytes -= sum(map(self._held.pop, map(_id_of, records)))
+        self._held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))

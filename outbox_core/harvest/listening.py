@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from typing import TYPE_CHECKING
 
 from outbox_core.errors import OutboxError
 from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.pace import News
-from outbox_core.stores.notices import CommitNotices
+
+if TYPE_CHECKING:
+    from outbox_core.stores.notices import CommitNotices  # needs psycopg, which queues do without
 
 _log = logging.getLogger(__name__)
 

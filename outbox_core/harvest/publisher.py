@@ -1,4 +1,4 @@
-"""Sends records through one Kafka producer and collects what became of them.
+"""Sends records through a Kafka producer and collects what became of them.
 
 Delivery reports arrive on the thread that calls `poll`, which is the thread that sends: nothing here is shared.
 """
@@ -6,24 +6,41 @@ Delivery reports arrive on the thread that calls `poll`, which is the thread tha
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from outbox_core.kafka import KafkaError, KafkaException, Producer
+from outbox_core.kafka import KafkaError, KafkaException, Message, Producer
 from outbox_core.ports import StoredRecord
 
 _log = logging.getLogger(__name__)
 
 _SETTLE_POLL_SECONDS = 0.1
+_REMEMBERED_TOPICS = 10_000
+_LEGAL_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
+
+ORIGIN_HEADER = "outbox-original-topic"
+ORIGIN_PARTITION_HEADER = "outbox-original-partition"
+ERROR_HEADER = "outbox-error"
+"""Headers of a dead letter: where it was to go, and why it did not arrive there."""
 
 
 class Failure(NamedTuple):
-    """A record that was not delivered, as far as the producer knows."""
+    """A record that was not delivered, as far as the producer knows.
+
+    Attributes:
+        record: the record.
+        error: what it failed of.
+        alone: whether it was judged by itself; else it shares the fate of its batch.
+        partition: where it was to go; -1 if that was not known yet, None if it was never on its way.
+    """
 
     record: StoredRecord
     error: KafkaError
+    alone: bool = False
+    partition: int | None = None
 
 
 def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> list[tuple[str, Any]]:
@@ -39,11 +56,37 @@ def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> l
     return headers
 
 
+def _partition(message: Message | None) -> int:
+    found = message.partition() if message is not None else None
+    return -1 if found is None else found
+
+
+def dead_letter(record: StoredRecord, topic: str, error: str) -> StoredRecord:
+    """The record as it goes to the dead-letter topic: the same, with where it was to go and why it did not."""
+    _, origin, _, _, keys, values, partition = record[:7]
+    # Not strict: that there are not as many values as names may be what is wrong with it.
+    headers: list[tuple[str, Any]] = [*zip(keys or (), values or (), strict=False), (ORIGIN_HEADER, origin)]
+    if partition >= 0:
+        headers.append((ORIGIN_PARTITION_HEADER, str(partition)))
+    headers.append((ERROR_HEADER, error))
+    names, texts = [name for name, _ in headers], [value for _, value in headers]
+    return StoredRecord(record[0], topic, record[2], record[3], names, texts, -1, record[7])
+
+
+def is_legal_topic(topic: str) -> bool:
+    """Whether Kafka could have a topic of this name."""
+    return _LEGAL_TOPIC.match(topic) is not None and topic not in (".", "..")
+
+
 class Publisher:
-    """One producer and the records in flight through it.
+    """Its producers and the records in flight through them.
+
+    Most records go through one producer. One that may be to blame for the failure of its batch goes alone: through a
+    second producer, made when it is first needed, whose batches have one record each.
 
     Args:
         make_producer: makes a producer; called at once, and again after a fatal error.
+        make_lone_producer: makes a producer whose batches have one record; by default the same as the other.
         id_header: name of the header that carries the record's identity; '' for none.
         outbox_name: identity of the outbox, written before the record's id.
 
@@ -55,9 +98,20 @@ class Publisher:
         send_times: when the records delivered since the last `take_send_times` were sent, with how many of each.
     """
 
-    def __init__(self, make_producer: Callable[[], Producer], *, id_header: str, outbox_name: str) -> None:
+    def __init__(
+        self,
+        make_producer: Callable[[], Producer],
+        make_lone_producer: Callable[[], Producer] | None = None,
+        *,
+        id_header: str,
+        outbox_name: str,
+    ) -> None:
         self._make_producer = make_producer
+        self._make_lone_producer = make_lone_producer or make_producer
         self._producer = make_producer()
+        self._lone_producer: Producer | None = None
+        self._alone_in_flight = 0
+        self._legal_topics: set[str] = set()
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
         self._fatal = False
@@ -72,39 +126,70 @@ class Publisher:
 
         A record that the producer refuses is a failed one, like one that the broker refuses.
         """
+        return self._hand_over(self._producer, record, partial(self._report, record, sent_at))
+
+    def send_alone(self, record: StoredRecord, sent_at: float) -> bool:
+        """The same, in a batch of its own: if it fails, no other record is to blame."""
+        if self._lone_producer is None:
+            self._lone_producer = self._make_lone_producer()
+        before = self.in_flight
+        taken = self._hand_over(self._lone_producer, record, partial(self._report_alone, record, sent_at))
+        self._alone_in_flight += self.in_flight - before
+        return taken
+
+    def _hand_over(self, producer: Producer, record: StoredRecord, on_delivery: Callable[..., None]) -> bool:
         _, topic, key, value, _, _, partition = record[:7]
         try:
             headers = message_headers(record, self._id_header, self._id_prefix)
-            self._producer.produce(
-                topic, value, key, partition, on_delivery=partial(self._report, record, sent_at), headers=headers
-            )
+            if topic not in self._legal_topics:
+                self._check_topic(topic)
+            producer.produce(topic, value, key, partition, on_delivery=on_delivery, headers=headers)
         except BufferError:
             return False
         except KafkaException as error:
-            self._note_failure(record, error.args[0])
+            self._note_failure(Failure(record, error.args[0], alone=True))
             return True
         except (TypeError, ValueError, OverflowError) as error:  # a row that is no message, written by hand
-            self._note_failure(record, KafkaError(KafkaError._INVALID_ARG, str(error)))  # noqa: SLF001
+            cause = KafkaError(KafkaError._INVALID_ARG, str(error))  # noqa: SLF001
+            self._note_failure(Failure(record, cause, alone=True))
             return True
         self.in_flight += 1
         self.lingers = True
         return True
 
-    def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, _message: object) -> None:
+    def _check_topic(self, topic: str) -> None:
+        if not is_legal_topic(topic):
+            raise ValueError(f"{topic[:300]!r} is not a legal topic name")
+        if len(self._legal_topics) >= _REMEMBERED_TOPICS:
+            self._legal_topics.clear()
+        self._legal_topics.add(topic)
+
+    def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message | None) -> None:
         self.in_flight -= 1
         if error is None:
             self.delivered.append(record)
             self.send_times[sent_at] += 1
         else:
-            self._note_failure(record, error)
+            self._note_failure(Failure(record, error, alone=False, partition=_partition(message)))
 
-    def _note_failure(self, record: StoredRecord, error: KafkaError) -> None:
+    def _report_alone(
+        self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message | None
+    ) -> None:
+        self._alone_in_flight -= 1
+        if error is None:
+            self._report(record, sent_at, None, message)
+        else:
+            self.in_flight -= 1
+            self._note_failure(Failure(record, error, alone=True, partition=_partition(message)))
+
+    def _note_failure(self, failure: Failure) -> None:
+        error = failure.error
         self._fatal = self._fatal or error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001  its public name
-        self.failed.append(Failure(record, error))
+        self.failed.append(failure)
 
     def poll(self, timeout_seconds: float) -> None:
         """Serve delivery reports; wait up to the timeout for the first."""
-        self._serve(self._producer.poll, timeout_seconds)
+        self._serve(self._producer.poll, self._serve_lone(timeout_seconds))
 
     def push(self, timeout_seconds: float) -> None:
         """Serve delivery reports, and put on the wire at once what still lingers in the producer's queue.
@@ -112,7 +197,15 @@ class Publisher:
         Returns when everything is delivered, at the latest after the timeout.
         """
         self.lingers = False
-        self._serve(self._producer.flush, timeout_seconds)
+        self._serve(self._producer.flush, self._serve_lone(timeout_seconds))
+
+    def _serve_lone(self, timeout_seconds: float) -> float:
+        """Serve the reports of what goes alone; return how long to wait for the others."""
+        if self._lone_producer is None:
+            return timeout_seconds
+        nothing_else = 0 < self._alone_in_flight == self.in_flight
+        self._serve(self._lone_producer.poll, timeout_seconds if nothing_else else 0.0)
+        return 0.0 if nothing_else else timeout_seconds
 
     def settle(self) -> None:
         """Wait until nothing is in flight any more: at most `delivery.timeout.ms`."""
@@ -129,6 +222,11 @@ class Publisher:
                 raise
             self._fatal = True
             _log.warning("the producer has failed for good and is replaced: %s", error.args[0].str())
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a producer has failed for good: see `renew_if_broken`."""
+        return self._fatal
 
     def take_delivered(self) -> list[StoredRecord]:
         """The records delivered since the last call."""
@@ -147,10 +245,13 @@ class Publisher:
 
     def drop_unsent(self) -> None:
         """Fail at once what the producer has queued and not yet put on the wire."""
-        self._producer.purge(in_queue=True, in_flight=False, blocking=False)
+        for producer in (self._producer, self._lone_producer):
+            if producer is not None:
+                producer.purge(in_queue=True, in_flight=False, blocking=False)
 
     def renew_if_broken(self) -> None:
         """After a fatal error the producer accepts nothing more; make a new one. Only with nothing in flight."""
         if self._fatal:
             self._producer = self._make_producer()
+            self._lone_producer = None
             self._fatal = False

@@ -4,17 +4,20 @@ The order matters. `init_transactions()` first: it fences the last owner of the 
 transaction is committed or aborted. Only then is the last committed manifest read; before that it may not be the last.
 What it lists is in Kafka for certain. Only when those rows are deleted may anything be read from the table.
 
-At-least-once delivery does the same where a tracking topic exists, so that a change of mode repeats nothing.
+At-least-once delivery does the same where a tracking topic exists, so that a change of mode repeats nothing. Both do it
+for each shard of a relay on Spark too, if there ever was one: a relay's shards are transactional.ids with a manifest
+each, like the harvester's own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from outbox_core.config import HarvestConfig
 from outbox_core.election.leadership import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
 from outbox_core.harvest.manifest import Manifest
@@ -22,7 +25,7 @@ from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
 from outbox_core.harvest.transaction import Ended, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.kafka import ensure_tracking_topic, topic_exists
+from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class Transactions:
         heartbeat_timeout: length of a lease, in seconds.
         accept_marked: publish rows that carry an at-least-once leader's mark, although that may repeat them.
         reached: called at every step of a term.
+        tracking_partition: which partition of the tracking topic belongs to this transactional.id.
+        relay_topic: where a relay on Spark leaves the manifests of its shards, one partition for each.
     """
 
     kafka: Mapping[str, Any]
@@ -77,6 +82,47 @@ class Transactions:
     heartbeat_timeout: float
     accept_marked: bool
     reached: Callable[[Step], None] = _nothing
+    tracking_partition: int = 0
+    relay_topic: str = ""
+
+    @classmethod
+    def of(cls, config: HarvestConfig, identity: str, reached: Callable[[Step], None] = _nothing) -> Transactions:
+        """Those of an outbox with this identity (`<database>.<schema>.<table>`)."""
+        names = config.tracking_names(identity)
+        return cls(
+            kafka=config.base_kafka_config,
+            producer=config.transactional_settings(names.transactional_id),
+            transactional_id=names.transactional_id,
+            tracking_topic=names.topic,
+            outbox=identity,
+            outbox_name=config.outbox_name or identity,
+            id_header=config.id_header,
+            timeout=config.limits.transaction_timeout.total_seconds(),
+            heartbeat_timeout=config.limits.heartbeat_timeout.total_seconds(),
+            accept_marked=config.accept_marked,
+            reached=reached,
+            relay_topic=names.relay_topic,
+        )
+
+    def of_shard(self, shard: int) -> Transactions:
+        """What a relay publishes one of its shards with."""
+        transactional_id = f"{self.transactional_id}:shard-{shard}"
+        return replace(
+            self,
+            producer={**self.producer, "transactional.id": transactional_id},
+            transactional_id=transactional_id,
+            tracking_topic=self.relay_topic,
+            tracking_partition=shard,
+        )
+
+    def relay_shards(self) -> list[Transactions]:
+        """All shards that a relay of this outbox may ever have had; none if there never was one.
+
+        Raises:
+            KafkaUnavailable: if the cluster does not answer.
+        """
+        width = partition_count(self.kafka, self.relay_topic) if self.relay_topic else 0
+        return [self.of_shard(shard) for shard in range(width)]
 
     def new_producer(self) -> TransactionalProducer:
         """A producer for one term."""
@@ -86,7 +132,14 @@ class Transactions:
 
     def last_manifest(self, give_up: Callable[[], bool]) -> Manifest | None:
         """The manifest of the last committed transaction; only valid after a producer's `init`."""
-        return last_manifest(self.kafka, self.tracking_topic, self.transactional_id, self.outbox, give_up=give_up)
+        return last_manifest(
+            self.kafka,
+            self.tracking_topic,
+            self.transactional_id,
+            self.outbox,
+            give_up=give_up,
+            partition=self.tracking_partition,
+        )
 
 
 class Recovery:
@@ -117,14 +170,28 @@ class Recovery:
         return None
 
     def settle(self, producer: TransactionalProducer) -> Ended | None:
-        """Fence the last owner, settle its transaction, delete what it published."""
+        """Fence the last owner, settle its transaction, delete what it published; a relay's likewise."""
+        return self._settle(self._transactions, producer) or self._settle_shards()
+
+    def _settle_shards(self) -> Ended | None:
+        try:
+            shards = self._transactions.relay_shards()
+        except KafkaUnavailable as error:
+            return Ended(str(error))
+        for shard in shards:
+            ended = self._settle_alone(shard)
+            if ended is not None:
+                return ended
+        return None
+
+    def _settle(self, transactions: Transactions, producer: TransactionalProducer) -> Ended | None:
         ended = producer.init(self._over)
         if ended is not None:
             return ended
-        self._transactions.reached(Step.AFTER_INIT)
-        give_up_at = now() + 2 * self._transactions.timeout
+        transactions.reached(Step.AFTER_INIT)
+        give_up_at = now() + 2 * transactions.timeout
         try:
-            manifest = self._transactions.last_manifest(lambda: self._over() or now() > give_up_at)
+            manifest = transactions.last_manifest(lambda: self._over() or now() > give_up_at)
         except ManifestNotRead as error:
             return Ended(f"cannot read the tracking topic: {error}")
         if manifest is not None:
@@ -137,12 +204,12 @@ class Recovery:
         return None
 
     def settle_if_tracked(self) -> None:
-        """Before at-least-once delivery: settle the last exactly-once term, if there ever was one."""
+        """Before at-least-once delivery: settle the last exactly-once term, and a relay's, if there ever was one."""
         while not self._over():
             try:
-                if not topic_exists(self._transactions.kafka, self._transactions.tracking_topic):
-                    return
-                ended = self._settle_alone()
+                ended = self._settle_shards()
+                if ended is None and topic_exists(self._transactions.kafka, self._transactions.tracking_topic):
+                    ended = self._settle_alone(self._transactions)
             except KafkaUnavailable as error:
                 ended = Ended(str(error))
             if ended is None:
@@ -150,10 +217,10 @@ class Recovery:
             self._with.kafka.began(ended.reason)
             self._waiting.rest(self._timing.io_error_backoff)
 
-    def _settle_alone(self) -> Ended | None:
-        producer = self._transactions.new_producer()
+    def _settle_alone(self, transactions: Transactions) -> Ended | None:
+        producer = transactions.new_producer()
         try:
-            return self.settle(producer)
+            return self._settle(transactions, producer)
         finally:
             producer.discard()
 

@@ -36,6 +36,23 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeadLetters:
+    """Where records go that Kafka refuses, and that somebody gives up.
+
+    Attributes:
+        topic: the dead-letter topic.
+        on_poison: whether bad records go there by themselves; else only those that somebody asks for.
+        ensure: makes the topic if it is missing; called before the first of them, on the marker's thread.
+        forbidden: tells to which of some topics we may not write.
+    """
+
+    topic: str
+    on_poison: bool
+    ensure: Callable[[], None]
+    forbidden: Callable[[set[str]], set[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Surroundings:
     """What a leadership works with.
 

@@ -8,18 +8,18 @@ from typing import Final, Protocol
 
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
-from outbox_core.harvest.cooling import Cooling
+from outbox_core.harvest.culprits import Culprits
 from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.pace import Pace
+from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
-from outbox_core.harvest.surroundings import Surroundings, Timing
-from outbox_core.harvest.transaction import Aborted, Ended, Outcome, TransactionalProducer
+from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.ports import OutboxStore, StoredRecord, bytes_of
+from outbox_core.ports import HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
-_TOPIC: Final = 1
 _CREATE_TIME: Final = 7
 _IDLE_SECONDS = 1.0
 
@@ -46,13 +46,19 @@ class Term:
         timing: limits.
         surroundings: what to work with.
         transactions: what to publish with.
+        dead_letters: where bad records go.
 
     Attributes:
         committed: whether any of its transactions was committed.
     """
 
     def __init__(
-        self, leadership: LeadershipOfTerm, timing: Timing, surroundings: Surroundings, transactions: Transactions
+        self,
+        leadership: LeadershipOfTerm,
+        timing: Timing,
+        surroundings: Surroundings,
+        transactions: Transactions,
+        dead_letters: DeadLetters,
     ) -> None:
         self.committed = False
         self._leadership = leadership
@@ -62,14 +68,13 @@ class Term:
         self._transactions = transactions
         self._in_flight: set[int] = set()  # scanned, and their purge is not committed: what a scan must exclude
         self._unpurged: list[tuple[int, int]] = []  # (id, create time): published, and their purge is not committed
+        self._are_buried = False  # those were dead letters: their holds go with them
         self._purging: Future[int] | None = None
-        self._scanning: Future[tuple[Sequence[StoredRecord], Look | None, float]] | None = None
+        self._scanning: Future[tuple[Sequence[StoredRecord], Look | None, float, HoldSet]] | None = None
         self._reading: Reading | None = None
-        self._scan_limit = timing.mark_query_records
         self._scan_excludes = False
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
-        self._suspects = 0  # of this many rows at the head one made a transaction fail
-        self._cooling = Cooling(timing.io_error_backoff / 10, timing.io_error_backoff * 10, now)
+        self._culprits = Culprits(timing, surroundings, self._waiting, dead_letters)
 
     def run(self) -> Ended | None:
         """Run until the leadership is over (None) or the producer is of no more use.
@@ -90,14 +95,25 @@ class Term:
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
             recovery.refuse_marks()
+            self._culprits.read_holds()
             self._with.kafka.ended()
         while ended is None and not over():
-            records = self._next_batch()
-            if records:
-                ended = self._publish(producer, records)
+            ended = self._turn(producer)
         self._join_scan()
         self._purge_is_committed(now() + self._timing.drain_timeout)
         return None if over() else ended
+
+    def _turn(self, producer: TransactionalProducer) -> Ended | None:
+        """One transaction, if there is anything to publish: a trial, dead letters, or the next rows."""
+        culprits = self._culprits
+        culprits.call_probes()
+        if culprits.is_trial_due:
+            return self._try(producer)
+        letters = culprits.next_letters()
+        if letters:
+            return self._bury(producer, letters)
+        records = self._next_batch()
+        return self._publish(producer, records) if records else None
 
     # -- scan
 
@@ -105,7 +121,8 @@ class Term:
         """The next rows to publish, or none if there were none just now."""
         self._purge_is_committed(now())
         if self._scanning is None:
-            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in()))
+            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in(), self._culprits.due_in()))
+            self._culprits.look_at_holds()
             if self._pace.due_in() or self._leadership.over():
                 return []
             self._start_scan()
@@ -114,26 +131,32 @@ class Term:
             self._pace.found(more=True)  # a transaction lies between this scan and the next: that is pause enough
             self._in_flight.update(record[_ID] for record in records)
             self._transactions.reached(Step.AFTER_SCAN)
+            self._culprits.is_idle = False
         else:
+            self._culprits.is_idle = True
             self._pace.found_nothing(took)
             self._look_whether_drained()
         return records
 
     def _start_scan(self) -> None:
         """Send a scan that excludes what is in flight now: the set is copied before the statement begins."""
-        lanes, identities = self._cooling.resting()
+        lanes, identities, topics = self._culprits.exclusion()
         excluded = self._in_flight.union(identities)
-        limit, max_bytes = self._scan_limit, self._timing.mark_query_bytes
-        reading = self._reading = self._with.floor.begin(lanes | identities)
-        self._scan_excludes = bool(lanes or identities)
+        limit, max_bytes = self._timing.mark_query_records, self._timing.mark_query_bytes
+        self._scan_excludes = bool(lanes or identities or topics)
+        # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
+        book, holds = self._culprits.book, self._culprits.holds
+        reading = self._reading = self._with.floor.begin(frozenset(lanes | identities | topics | holds.items))
 
-        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float]:
+        def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float, HoldSet]:
             look = reading.look(store)
             began = now()
-            records = store.scan(limit, excluded, lanes, reading.floor, max_bytes=max_bytes)
+            records = store.scan(
+                limit, excluded, lanes, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
+            )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, look, took
+            return records, look, took, book.look_after(store) if records or holds else holds
 
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
@@ -145,10 +168,10 @@ class Term:
         result = self._waiting.result(scanning)
         if result is None:
             return [], 0.0
-        records, look, took = result
+        records, look, took, holds = result
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, records, took)
-        return list(records), took
+        return self._culprits.sift(records, holds), took
 
     def _join_scan(self) -> None:
         """Wait for the scan under way and throw its rows away."""
@@ -157,8 +180,13 @@ class Term:
             self._waiting.until_done(scanning, now() + self._timing.drain_timeout)
 
     def _look_whether_drained(self) -> None:
-        if self._leadership.drain and not self._scan_excludes and self._purge_is_committed(None):
-            self._leadership.drained = bool(self._waiting.insist(self._with.marker, lambda store: store.is_empty()))
+        """Whether nothing is left; what is held may be."""
+        culprits = self._culprits
+        if not self._leadership.drain or self._scan_excludes or culprits.is_busy or not self._purge_is_committed(None):
+            return
+        self._leadership.drained = bool(
+            culprits.holds or self._waiting.insist(self._with.marker, lambda store: store.is_empty())
+        )
 
     # -- publish
 
@@ -166,38 +194,51 @@ class Term:
         """One transaction. Returns `Ended` if the producer is of no more use."""
         self._count_in_flight(len(records))
         began = now()
-        is_full = len(records) == self._scan_limit or bytes_of(records) >= self._timing.mark_query_bytes
-        if is_full and not self._suspects:
+        is_full = len(records) == self._timing.mark_query_records or bytes_of(records) >= self._timing.mark_query_bytes
+        if is_full:
             # There is more: read it while this batch is published. A batch that was not full is another matter: what
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
         outcome = producer.begin() or self._fill(producer, records) or self._commit(producer)
         self._count_in_flight(0)
+        took = now() - began
+        self._culprits.published(took)
         if isinstance(outcome, Ended):
+            self._culprits.blame_topics(outcome.cause, records)
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
-        else:
-            self._succeed(records, now() - began)
+        elif records:
+            self._succeed(records, took)
         return None
 
-    def _fill(self, producer: TransactionalProducer, records: list[StoredRecord]) -> Aborted | Ended | None:
-        """Put the records and their manifest into the open transaction."""
-        refused = producer.send(records, self._leadership.over)
-        if isinstance(refused, Ended):
-            return refused
+    def _fill(
+        self, producer: TransactionalProducer, records: list[StoredRecord], failures: list[Failure] | None = None
+    ) -> Aborted | Ended | None:
+        """Put the records and their manifest into the open transaction; `records` is left with those that are in it."""
+        sent = producer.send(records, self._leadership.over, failures)
+        if isinstance(sent, Ended):
+            return sent
         self._transactions.reached(Step.AFTER_PRODUCE)
-        if refused:
-            self._with.metrics.publish_error(len(refused))
-        for failure in refused or ():
-            self._blame(failure.record, failure.error.str())
-        if refused is None or refused or not self._leadership.leads():
+        if sent is not None and sent.refused:
+            self._culprits.refused(sent.refused)  # alone, by nature; the transaction goes on without them
+            self._leave_out(records, sent.records)
+        if sent is None or not records or not self._leadership.leads():
             return producer.abort()
+        return self._send_manifest(producer, records)
+
+    def _send_manifest(self, producer: TransactionalProducer, records: Sequence[StoredRecord]) -> Ended | None:
         manifest = Manifest(
             self._transactions.outbox, [record[_ID] for record in records], [record[_CREATE_TIME] for record in records]
         )
         return producer.send_manifest(self._transactions.tracking_topic, manifest.encode())
+
+    def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
+        self._with.floor.reset("records were left out of a transaction")
+        kept = {record[_ID] for record in sent}
+        self._in_flight.difference_update(record[_ID] for record in records if record[_ID] not in kept)
+        records[:] = sent
 
     def _commit(self, producer: TransactionalProducer) -> Outcome:
         """Commit, once what the last transaction published is out of the table: the one ordering rule."""
@@ -208,46 +249,113 @@ class Term:
         return producer.commit()
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
-        self._transactions.reached(Step.COMMITTED)
-        self.committed = True
-        self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
-        self._transactions.reached(Step.BEFORE_PURGE)
-        self._start_purge()
+        self._publication_is_committed(records, are_buried=False)
         self._with.metrics.published(len(records))
         self._with.metrics.publish_latency(took, len(records))
-        self._cooling.succeeded(records)
-        self._with.kafka.worked(all_of_it=not self._cooling)
-        self._narrow_down(self._suspects - len(records))
+        self._culprits.succeeded(records)
         stats = self._with.meter.add(len(records))
         if stats is not None:
             self._with.emit(MeterRead(stats))
 
+    def _publication_is_committed(self, records: list[StoredRecord], *, are_buried: bool) -> None:
+        self._transactions.reached(Step.COMMITTED)
+        self.committed = True
+        self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
+        self._are_buried = are_buried
+        self._transactions.reached(Step.BEFORE_PURGE)
+        self._start_purge()
+
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
+        if aborted.error is not None and aborted.record_at_fault:
+            self._culprits.set_aside(records)
+        self._forget_scanned()
+        if aborted.error is not None:
+            self._with.metrics.publish_error()
+            if not aborted.record_at_fault:
+                self._with.kafka.began(aborted.error.str())
+                self._waiting.rest(self._timing.io_error_backoff)
+
+    def _forget_scanned(self) -> None:
         self._join_scan()
         self._with.floor.reset("a transaction was aborted")
         self._purge_is_committed(None)
-        self._in_flight = {identity for identity, _ in self._unpurged}
-        if aborted.error is None:
+        self._in_flight = {identity for identity, _ in self._unpurged} | self._culprits.ids
+
+    # -- trials and dead letters
+
+    def _try(self, producer: TransactionalProducer) -> Ended | None:
+        """A transaction of records one of which may be to blame for the failure of another transaction."""
+        group, patience = self._culprits.next_group()
+        records = list(group)
+        began = now()
+        if records:
+            self._in_flight.update(record[_ID] for record in records)
+            self._count_in_flight(len(records))
+            failures: list[Failure] = []
+            outcome = self._attempt(producer, records, failures, patience)
+            self._count_in_flight(0)
+            if isinstance(outcome, Ended):
+                self._culprits.blame_topics(outcome.cause, records)
+                return outcome
+            self._conclude(outcome, records, failures, now() - began)
+        self._culprits.tried(now() - began)
+        return None
+
+    def _attempt(
+        self,
+        producer: TransactionalProducer,
+        records: list[StoredRecord],
+        failures: list[Failure],
+        patience: float | None,
+    ) -> Outcome:
+        unfinished = producer.begin() or self._fill(producer, records, failures)
+        if unfinished is not None:
+            return unfinished
+        if patience is not None and not producer.all_arrive(patience):
+            aborted = producer.abort()
+            return aborted if isinstance(aborted, Ended) else self._culprits.was_too_slow(records, failures)
+        return self._commit(producer)
+
+    def _conclude(
+        self, outcome: Committed | Aborted, records: list[StoredRecord], failures: list[Failure], took: float
+    ) -> None:
+        if isinstance(outcome, Committed):
+            self._succeed(records, took)
             return
-        self._with.metrics.publish_error()
-        if not aborted.record_at_fault:
-            self._with.kafka.began(aborted.error.str())
-            self._waiting.rest(self._timing.io_error_backoff)
-        elif len(records) == 1:
-            self._blame(records[0], aborted.error.str())
-            self._narrow_down(0)
+        if records:
+            self._culprits.judge(outcome, records, failures)
+        self._forget_scanned()
+
+    def _write_letters(
+        self, producer: TransactionalProducer, records: list[StoredRecord], failures: list[Failure]
+    ) -> Outcome:
+        ended = producer.begin()
+        sent = ended or producer.send(records, self._leadership.over, failures)
+        if isinstance(sent, Ended):
+            return sent
+        if sent is not None:
+            failures += sent.refused
+            self._leave_out(records, sent.records)
+        if sent is None or not records or not self._leadership.leads():
+            return producer.abort()
+        return self._send_manifest(producer, records) or self._commit(producer)
+
+    def _bury(self, producer: TransactionalProducer, letters: Sequence[StoredRecord]) -> Ended | None:
+        """A transaction of dead letters."""
+        records: list[StoredRecord] = list(letters)
+        failures: list[Failure] = []
+        self._in_flight.update(record[_ID] for record in records)
+        outcome = self._write_letters(producer, records, failures)
+        if isinstance(outcome, Ended):
+            return outcome
+        if isinstance(outcome, Committed):
+            self._publication_is_committed(records, are_buried=True)
+            self._with.metrics.dead_letters(len(records))
         else:
-            self._narrow_down(len(records))
-
-    def _narrow_down(self, suspects: int) -> None:
-        """Publish half of the suspects next, or full batches if there are none."""
-        self._suspects = max(0, suspects)
-        self._scan_limit = max(1, self._suspects // 2) if self._suspects else self._timing.mark_query_records
-
-    def _blame(self, record: StoredRecord, error: str) -> None:
-        self._with.kafka.began(f"record {record[_ID]} for topic {record[_TOPIC]}: {error}")
-        self._cooling.failed(record)
+            self._forget_scanned()
+        self._culprits.buried(records if isinstance(outcome, Committed) else [], failures, outcome)
+        return None
 
     def _count_in_flight(self, count: int) -> None:
         self._leadership.in_flight_records = count
@@ -259,9 +367,11 @@ class Term:
         ids = [identity for identity, _ in self._unpurged]
         create_times = [create_time for _, create_time in self._unpurged]
 
+        are_buried = self._are_buried
+
         def purge(store: OutboxStore) -> int:
             began = now()
-            count = store.settle(ids, create_times)
+            count = (store.bury if are_buried else store.settle)(ids, create_times)
             self._with.metrics.purge_took(now() - began)
             return count
 

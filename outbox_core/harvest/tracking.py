@@ -1,7 +1,8 @@
 """The tracking topic: where each transaction leaves its manifest, and where a new term finds the last one.
 
-The topic is compacted, so that the last manifest never expires, and has one partition, which belongs to a single
-transactional.id: another producer's open transaction would hide the manifest behind the last stable offset.
+The topic is compacted, so that the last manifest never expires. Each partition belongs to a single transactional.id:
+another producer's open transaction would hide the manifest behind the last stable offset. A harvester's topic has one
+partition; a relay's (`outbox_spark`) has one for each of its shards.
 
 `last_manifest` may only be called after `init_transactions()`. Until then the predecessor's transaction may still be
 open, and whatever is read is not the last word.
@@ -27,7 +28,13 @@ class ManifestNotRead(Exception):
 
 
 def last_manifest(
-    kafka: Mapping[str, Any], topic: str, transactional_id: str, outbox: str, *, give_up: Callable[[], bool]
+    kafka: Mapping[str, Any],
+    topic: str,
+    transactional_id: str,
+    outbox: str,
+    *,
+    give_up: Callable[[], bool],
+    partition: int = 0,
 ) -> Manifest | None:
     """The manifest of the last committed transaction, or None if there never was one.
 
@@ -37,12 +44,13 @@ def last_manifest(
         transactional_id: whose manifests they must be; the records' key.
         outbox: identity of the outbox, which the manifest must name.
         give_up: asked now and then; when true, `ManifestNotRead` is raised.
+        partition: which partition belongs to this transactional.id.
 
     Raises:
         TrackingTopicError: if the topic holds something else, or another outbox's manifest.
         ManifestNotRead: if the end was not reached.
     """
-    reader = _Reader(kafka, topic, give_up)
+    reader = _Reader(kafka, topic, partition, give_up)
     try:
         message = reader.last_committed()
     except KafkaException as error:
@@ -72,8 +80,9 @@ class _Reader:
     from the end: a stretch before the end is read, and a longer one if there was nothing in it.
     """
 
-    def __init__(self, kafka: Mapping[str, Any], topic: str, give_up: Callable[[], bool]) -> None:
+    def __init__(self, kafka: Mapping[str, Any], topic: str, partition: int, give_up: Callable[[], bool]) -> None:
         self._topic = topic
+        self._partition = partition
         self._give_up = give_up
         self._settings = {
             **{name: value for name, value in kafka.items() if name != "group.instance.id"},
@@ -106,7 +115,7 @@ class _Reader:
             while not self._give_up():
                 try:
                     return consumer.get_watermark_offsets(
-                        TopicPartition(self._topic, 0), timeout=_WATERMARK_SECONDS, cached=False
+                        TopicPartition(self._topic, self._partition), timeout=_WATERMARK_SECONDS, cached=False
                     )
                 except KafkaException as error:
                     if not error.args[0].retriable() and error.args[0].code() not in _PASSING:
@@ -119,7 +128,7 @@ class _Reader:
         """The last committed record from `start` on, once everything before `end` has been seen."""
         if start >= end:
             return None
-        self._consumer.assign([TopicPartition(self._topic, 0, start)])
+        self._consumer.assign([TopicPartition(self._topic, self._partition, start)])
         last = None
         while not self._give_up():
             message = self._consumer.poll(_POLL_SECONDS)

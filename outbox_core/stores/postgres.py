@@ -19,7 +19,7 @@ is taken too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
@@ -27,20 +27,24 @@ from uuid import UUID
 
 import psycopg
 
+from outbox_core import relay_marks
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.ports import (
     NO_FLOOR,
+    NO_HOLDS,
     NO_LIMIT,
     Backlog,
     Floor,
+    HoldSet,
     LaneKey,
     MarkedBatch,
     MarkedRows,
+    NewHold,
     OpenWriter,
     Sight,
     StoredRecord,
 )
-from outbox_core.schema import REQUIRED_COLUMNS, TableName
+from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +97,7 @@ RETURNING id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{
 """
 
 # Exact for every timestamp, the infinite ones apart, which nobody draws twice by chance.
-_MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
+MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
 
 _SCAN = """
 SELECT id, kafka_topic, kafka_key, kafka_value, header_keys, header_values, partition, microseconds
@@ -114,7 +118,7 @@ ORDER BY id
 """
 
 # What a row takes in memory, near enough. Known without reading a value that is stored out of line.
-_SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
+SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
 
 _SETTLE = """
 DELETE FROM {table} AS stored
@@ -123,8 +127,10 @@ WHERE stored.id = published.id AND {microseconds} = published.microseconds
 """
 
 # Reads the whole table: a mark may be anywhere, behind any number of rows of keys that were left out of the marks.
+# What a relay marked (outbox_core.relay_marks) is not counted: its manifests tell what it published.
 _MARKED = """
-SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table} WHERE leader_id IS NOT NULL
+SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table}
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
 """
 
 _CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
@@ -192,12 +198,81 @@ WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode 
   AND l.virtualtransaction = ANY (%(writers)s::text[])
 """
 
-# The lanes are a handful of hot or failing keys. The record's own columns are compared as one text, which Postgres
-# looks up in a hash table; the separator cannot occur in a topic.
-_EXCLUSION = "AND (kafka_key IS NULL OR kafka_topic || '/' || kafka_key <> ALL (%(excluded)s::text[]))"
+# Hot keys and failing ones. The record's own columns are compared as one text; the separator cannot occur in a topic.
+# A subquery that does not depend on the row is hashed, also in a generic plan; `<> ALL (parameter)` is searched there
+# from its beginning for every row.
+_EXCLUSION = """
+AND (kafka_key IS NULL OR kafka_topic || '/' || kafka_key NOT IN (SELECT unnest(%(excluded)s::text[])))
+"""
 
 # Ids come in runs: a multirange is searched by halves, where an array is walked.
 _OTHER_IDS = "NOT (id::bigint <@ %(ids)s::int8multirange)"
+
+# What is held was read by an earlier statement and comes as parameters. Read here, in the same snapshot, a release
+# would take effect for a statement that was prepared for the hold: one that begins behind the rows it releases.
+HELD = """
+AND kafka_topic NOT IN (SELECT unnest(%(held_topics)s::text[]))
+AND (kafka_key IS NULL OR (kafka_topic, kafka_key) NOT IN
+     (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
+AND NOT (id::bigint <@ %(held_ids)s::int8multirange)
+"""
+
+_INSPECT_HOLDS = """
+SELECT has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'INSERT')
+           AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE'),
+       (SELECT array_agg(attname::text) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped)
+FROM pg_class AS c WHERE c.oid = to_regclass(%s)
+"""
+
+_HOLDS = "SELECT kafka_topic, kafka_key, record_id, dead_letter, error FROM {holds} WHERE outbox = %(outbox)s"
+
+_HOLD = """
+INSERT INTO {holds} (outbox, kafka_topic, kafka_key, record_id, reason, error, dead_letter)
+SELECT %(outbox)s, wanted.*
+FROM unnest(%(topics)s::text[], %(keys)s::text[], %(ids)s::bigint[], %(reasons)s::text[], %(errors)s::text[],
+            %(dead)s::boolean[]) AS wanted (topic, key, record_id, reason, error, dead_letter)
+WHERE NOT EXISTS (
+    SELECT FROM {holds} AS old
+    WHERE old.outbox = %(outbox)s AND old.kafka_topic = wanted.topic AND old.kafka_key IS NOT DISTINCT FROM wanted.key
+      AND old.record_id IS NOT DISTINCT FROM wanted.record_id
+)
+"""
+
+_FETCH = """
+SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
+FROM {table} AS stored
+WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
+ORDER BY id
+"""
+
+# Ids may come back: a hold is of the row that has its topic and key, too.
+_IS_OF_RECORD = """
+held.outbox = %(outbox)s AND held.record_id = stored.id AND held.kafka_topic = stored.kafka_topic
+AND held.kafka_key IS NOT DISTINCT FROM stored.kafka_key
+"""
+
+_BURY = """
+WITH buried AS (
+    DELETE FROM {table} AS stored
+    USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
+    WHERE stored.id = published.id AND {microseconds} = published.microseconds
+    RETURNING stored.id
+), released AS (
+    DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id = ANY (%(ids)s::bigint[])
+)
+SELECT count(*) FROM buried
+"""
+
+_KEEP = """
+UPDATE {holds} SET dead_letter = false, error = %(error)s
+WHERE outbox = %(outbox)s AND record_id = ANY (%(ids)s::bigint[])
+"""
+
+_RELEASE_GONE = """
+DELETE FROM {holds} AS held
+WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+"""
 
 _PURGE = "DELETE FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
@@ -276,8 +351,13 @@ class PostgresStore:
         self._session = object()
         self._sequence: _Sequence | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
-        self._settle = self._format(_SETTLE, microseconds=_MICROSECONDS)
-        self._marked = self._format(_MARKED)
+        self._hold_name = hold_beside(self._name)
+        self._outbox = ""  # <schema>.<table>, as holds know it
+        self._has_holds: bool | None = None
+        self._fetch = ""
+        self._held_parameters = _HeldParameters()
+        self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
+        self._marked = self._format(_MARKED, first_of_relays=relay_marks.FIRST, last_of_relays=relay_marks.LAST)
         self._clear_marks = self._format(_CLEAR_MARKS)
         self._purge = self._format(_PURGE)
         self._reset = self._format(_RESET)
@@ -310,6 +390,7 @@ class PostgresStore:
                 self._name,
                 cache,
             )
+        self._outbox = f"{schema}.{table}"
         self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
 
@@ -322,15 +403,16 @@ class PostgresStore:
         floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
+        holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor not marked by `leader_id`, except those of the given lanes and ids."""
+        """Mark the earliest rows above the floor, but for what is held and the given lanes and ids. Returns them."""
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
         parameters |= self._above(floor)
-        if excluding or resting:
+        if excluding or resting or holds:
             parameters |= {"excluded": _lane_names(excluding), "ids": _multirange(resting)}
-            rows = self._query(self._mark_excluding, parameters)
+            rows = self._query(self._mark_excluding, parameters | self._held_parameters.of(holds))
         else:
             rows = self._query(self._mark, parameters)
         if not rows:
@@ -354,14 +436,16 @@ class PostgresStore:
         floor: Floor = NO_FLOOR,
         *,
         max_bytes: int = NO_LIMIT,
+        holds: HoldSet = NO_HOLDS,
     ) -> Sequence[StoredRecord]:
-        """The earliest rows above the floor, by id, except those of the given ids and lanes. Changes nothing."""
+        """The earliest rows above the floor, by id; not what is held, nor the given ids and lanes. Changes nothing."""
         if not self._scan:
             self.check()
         parameters: dict[str, Any] = {"limit": limit, "ids": _multirange(in_flight), "max_bytes": max_bytes}
         parameters |= self._above(floor)
-        if excluding:
-            return self._query(self._scan_excluding, {**parameters, "excluded": _lane_names(excluding)})  # type: ignore[return-value]
+        if excluding or holds:
+            parameters |= {"excluded": _lane_names(excluding)}
+            return self._query(self._scan_excluding, parameters | self._held_parameters.of(holds))  # type: ignore[return-value]
         return self._query(self._scan, parameters)  # type: ignore[return-value]
 
     def sight(self) -> Sight:
@@ -391,8 +475,63 @@ class PostgresStore:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
         return self._execute(self._settle, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
 
+    def holds(self) -> HoldSet | None:
+        """What is held now, None if this outbox has no table of holds that may be used."""
+        if not self._has_holds and not self._find_holds():
+            return None
+        try:
+            rows = self._query(self._format(_HOLDS), {"outbox": self._known_as()})
+        except OutboxTableError:
+            self._has_holds = None  # dropped, or rights withdrawn: say which
+            if self._find_holds():
+                raise
+            return None
+        return HoldSet(
+            frozenset(topic for topic, key, record_id, _, _ in rows if key is None and record_id is None),
+            frozenset((topic, key) for topic, key, _, _, _ in rows if key is not None),
+            frozenset(record_id for _, key, record_id, _, _ in rows if key is None and record_id is not None),
+            {record_id: error or "" for _, _, record_id, dead, error in rows if dead and record_id is not None},
+        )
+
+    def hold(self, holds: Sequence[NewHold]) -> None:
+        """Hold what is not held yet."""
+        topics, keys, ids, reasons, errors, dead = (list(column) for column in zip(*holds, strict=True))
+        self._execute(
+            self._format(_HOLD),
+            {
+                "outbox": self._known_as(),
+                "topics": topics,
+                "keys": keys,
+                "ids": ids,
+                "dead": dead,
+                "reasons": reasons,
+                "errors": [error.replace("\0", "") for error in errors],
+            },
+        )
+
+    def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """The held rows of these ids, by ascending id, whoever marked them."""
+        parameters = {"ids": _array(ids), "outbox": self._known_as()}
+        return self._query(self._fetch, parameters)  # type: ignore[return-value]
+
+    def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
+        parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
+        return int(self._query(self._format(_BURY, microseconds=MICROSECONDS), parameters)[0][0])
+
+    def keep(self, ids: Sequence[int], error: str) -> int:
+        """Let records be held as before, as the dead-letter topic refused them; return how many."""
+        parameters = {"ids": _array(ids), "error": error.replace("\0", ""), "outbox": self._known_as()}
+        return self._execute(self._format(_KEEP), parameters).rowcount
+
+    def release_gone(self) -> int:
+        """Delete the holds of records that are no longer there; return how many."""
+        return self._execute(
+            self._format(_RELEASE_GONE, is_of_record=_IS_OF_RECORD), {"outbox": self._known_as()}
+        ).rowcount
+
     def marked(self) -> MarkedRows:
-        """The rows that carry a mark."""
+        """The rows that carry a harvester's mark."""
         with self._without_timeout():
             return MarkedRows(*self._query(self._marked)[0])
 
@@ -417,7 +556,30 @@ class PostgresStore:
             connection.close()
 
     def _format(self, statement: str, **parts: object) -> str:
-        return statement.format(table=self._name.quoted.replace("%", "%%"), **parts)
+        names = {"table": self._name.quoted.replace("%", "%%"), "holds": self._hold_name.quoted.replace("%", "%%")}
+        return statement.format(**names, **parts)
+
+    def _known_as(self) -> str:
+        """What holds call this outbox."""
+        if not self._outbox:
+            self.check()
+        return self._outbox
+
+    def _find_holds(self) -> bool:
+        """See whether there is a table of holds to work with; say it if there is none, once for each time it is so."""
+        before = self._has_holds
+        rows = self._query(_INSPECT_HOLDS, (self._hold_name.quoted,))
+        missing = [column for column in HOLD_COLUMNS if column not in rows[0][1]] if rows else []
+        self._has_holds = bool(rows) and not missing and bool(rows[0][0])
+        if before is None and not self._has_holds:
+            if not rows:
+                why = f"there is no table {self._hold_name}; make it with `outbox schema --only hold`, or migrate"
+            elif missing:
+                why = f"table {self._hold_name} lacks the column(s) {', '.join(missing)}"
+            else:
+                why = f"missing rights on {self._hold_name}: holds need SELECT, INSERT, UPDATE and DELETE"
+            _log.warning("nothing can be held or paused, and a bad record is tried for ever: %s", why)
+        return self._has_holds
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]
@@ -445,15 +607,16 @@ class PostgresStore:
             "locator": "ctid" if by_address else "id",
             "locator_type": "tid" if by_address else "bigint",
             "locators": "id, ctid" if by_address else "id",
-            "size": _SIZE,
+            "size": SIZE,
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
             "above": _ABOVE.format(lowest=f"({NO_FLOOR.id})::bigint"),
         }
         self._mark = self._format(_MARK, exclusion="", **parts)
-        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS}", **parts)
-        parts |= {"microseconds": _MICROSECONDS, "other_ids": _OTHER_IDS}
+        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **parts)
+        parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
         self._scan = self._format(_SCAN, exclusion="", **parts)
-        self._scan_excluding = self._format(_SCAN, exclusion=_EXCLUSION, **parts)
+        self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **parts)
+        self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts)
 
     def _above(self, floor: Floor) -> dict[str, Any]:
         """Parameters of a floor; on another connection than the one it was proven on, it is none."""
@@ -602,3 +765,30 @@ def _multirange(ids: Collection[int]) -> str:
     if first is not None:
         runs.append(f"[{first},{last}]")
     return f"{{{','.join(runs)}}}"
+
+
+class _HeldParameters:
+    """The parameters of what is held, written anew only when it has changed: there may be ten thousand keys."""
+
+    def __init__(self) -> None:
+        self._lanes: frozenset[LaneKey] = frozenset()
+        self._ids: frozenset[int] = frozenset()
+        self._written = {"held_lane_topics": "{}", "held_lane_keys": "{}", "held_ids": "{}"}
+
+    def of(self, holds: HoldSet) -> dict[str, Any]:
+        """As parameters of `HELD`."""
+        if holds.lanes is not self._lanes or holds.ids is not self._ids:
+            self._lanes, self._ids = holds.lanes, holds.ids
+            lanes = list(holds.lanes)
+            self._written = {
+                "held_lane_topics": _text_array(topic for topic, _ in lanes),
+                "held_lane_keys": _text_array(key for _, key in lanes),
+                "held_ids": _multirange(holds.ids),
+            }
+        return {**self._written, "held_topics": _text_array(holds.topics)}
+
+
+def _text_array(texts: Iterable[str]) -> str:
+    """An array of text as one text parameter."""
+    quoted = ('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts)
+    return f"{{{','.join(quoted)}}}"

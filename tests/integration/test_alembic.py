@@ -136,21 +136,23 @@ def _create_schema(database: str) -> None:
 def test_upgrade_check_downgrade(database):
     """The checkout's environment makes the tables, finds them as they should be, and removes them again."""
     _alembic("upgrade", "head", OUTBOX_POSTGRES_DSN=database)
-    assert _tables(database) == {"public.outbox", "public.inbox", "public.outbox_alembic_version"}
+    assert _tables(database) == {"public.outbox", "public.inbox", "public.outbox_hold", "public.outbox_alembic_version"}
     assert "No new upgrade operations" in _alembic("check", OUTBOX_POSTGRES_DSN=database)
     _alembic("downgrade", "base", OUTBOX_POSTGRES_DSN=database)
     assert _tables(database) == {"public.outbox_alembic_version"}
 
 
-def test_the_inbox_comes_after_the_outbox(database):
-    """A database that has the outbox already gets the inbox and nothing else; one step down removes it alone."""
+def test_inbox_and_holds_come_after_the_outbox(database):
+    """A database that has the outbox already gets each of the others by one step; going down removes them alone."""
     config = alembic_config(database)
     command.upgrade(config, "outbox_0001")
     with psycopg.connect(database) as connection:
         Stasher().stash(connection, OutboxRecord("orders", "kept"))
-    command.upgrade(config, "head")
-    assert "public.inbox" in _tables(database)
-    command.downgrade(config, "-1")
+    command.upgrade(config, "outbox_0002")
+    assert _tables(database) == {"public.outbox", "public.inbox", "public.outbox_alembic_version"}
+    command.upgrade(config, "outbox_0003")
+    assert "public.outbox_hold" in _tables(database)
+    command.downgrade(config, "outbox_0001")
     assert _tables(database) == {"public.outbox", "public.outbox_alembic_version"}
     with psycopg.connect(database) as connection:
         assert connection.execute("SELECT kafka_key FROM outbox").fetchall() == [("kept",)]
@@ -183,9 +185,11 @@ def test_table_and_data_source_as_arguments(database):
     assert _tables(database) == {
         "billing.outbox",
         "billing.inbox",
+        "billing.outbox_hold",
         "billing.outbox_alembic_version",
         "public.mailbox",
         "public.mailbox_inbox",
+        "public.mailbox_hold",
         "public.mailbox_alembic_version",
     }
     _alembic("-x", f"dsn={database}", "-x", "table=billing.outbox", "check")

@@ -11,8 +11,15 @@ from psycopg.rows import dict_row
 from sqlalchemy import MetaData, create_engine
 from sqlalchemy.orm import DeclarativeBase
 
-from outbox_core.schema import STORAGE_PARAMETERS, TEXT_LAYOUT, TableName, create_inbox_sql, create_table_sql
-from outbox_sqlalchemy import OutboxMixin, make_inbox_table, make_outbox_table, sqlalchemy_url
+from outbox_core.schema import (
+    STORAGE_PARAMETERS,
+    TEXT_LAYOUT,
+    TableName,
+    create_hold_sql,
+    create_inbox_sql,
+    create_table_sql,
+)
+from outbox_sqlalchemy import OutboxMixin, make_hold_table, make_inbox_table, make_outbox_table, sqlalchemy_url
 from outbox_sqlalchemy.alembic import alembic_config, migrations_folder
 
 _QUERIES = {
@@ -64,12 +71,14 @@ def by_sql(database: str) -> None:
     with psycopg.connect(database) as connection:
         connection.execute(create_table_sql(TableName("outbox")))
         connection.execute(create_inbox_sql(TableName("inbox")))
+        connection.execute(create_hold_sql(TableName("outbox")))
 
 
 def by_sqlalchemy_table(database: str) -> None:
     """Make the tables by `create_all`, from Tables of an application's metadata."""
     _create_all(database, make_outbox_table)
     _create_all(database, make_inbox_table)
+    _create_all(database, make_hold_table)
 
 
 def by_sqlalchemy_model(database: str) -> None:
@@ -138,7 +147,7 @@ def references(postgres):
     name = f"reference_{os.getpid()}"
     database = postgres.create_database(name)
     by_sql(database)
-    yield {table: catalog(database, table) for table in ("outbox", "inbox")}
+    yield {table: catalog(database, table) for table in ("outbox", "inbox", "outbox_hold")}
     postgres.drop_database(name)
 
 
@@ -151,10 +160,10 @@ def reference(references):
 @pytest.mark.parametrize(
     ("make", "tables"),
     [
-        (by_sqlalchemy_table, ["outbox", "inbox"]),
+        (by_sqlalchemy_table, ["outbox", "inbox", "outbox_hold"]),
         (by_sqlalchemy_model, ["outbox"]),
-        (by_alembic, ["outbox", "inbox"]),
-        (by_django, ["outbox", "inbox"]),
+        (by_alembic, ["outbox", "inbox", "outbox_hold"]),
+        (by_django, ["outbox", "inbox", "outbox_hold"]),
     ],
 )
 def test_same_catalog(make, tables, references, database):

@@ -201,6 +201,35 @@ def test_the_demo_refuses_nonsense(records):
     assert "--records: expected a whole number" in ran.stderr
 
 
+@pytest.mark.real_broker
+def test_the_shop_sends_its_emails(example_environment, kafka_bootstrap, tmp_path):
+    """Orders are placed, their jobs published and worked on; the worker ends cleanly on SIGTERM."""
+    folder = tmp_path / "emails"
+    environment = example_environment | {
+        "OUTBOX_KAFKA_BOOTSTRAP": kafka_bootstrap,
+        "SHOP_EMAIL_BACKEND": "django.core.mail.backends.filebased.EmailBackend",
+        "SHOP_EMAIL_FOLDER": str(folder),
+    }
+    for arguments in (["migrate"], ["place_orders", "--count=3", "--concurrency=1"], ["run_harvester", "--drain"]):
+        _succeed([*_MANAGE, *arguments], environment)
+    worker = subprocess.Popen([*_MANAGE, "send_emails"], cwd=_CHECKOUT, env=environment)
+    try:
+        deadline = time.monotonic() + 60
+        while _emails(folder) < 3:
+            assert time.monotonic() < deadline, "not every e-mail was sent"
+            time.sleep(0.1)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(60) == 0
+    finally:
+        worker.kill()
+        worker.wait()
+    assert _emails(folder) == 3
+
+
+def _emails(folder):
+    return sum(path.read_text().count("Subject: Your order") for path in folder.glob("*")) if folder.exists() else 0
+
+
 def _succeed(arguments, environment):
     ran = subprocess.run(arguments, cwd=_CHECKOUT, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -50,11 +50,12 @@ def test_delivery_errors(scene, make_topic):
     assert_only_adjacent_repeats(messages, 2000)
     assert sum(producer.faults for producer in producers) > 20
     assert len(messages) > 2000
-    assert len(set(harvester.leader_ids)) == len(harvester.leader_ids) > 10
+    assert len(harvester.leader_ids) == 1, "nobody else is marked again"
 
 
 def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
-    """While a record that Kafka refuses is retried with growing pauses, other keys flow; its own key waits in order."""
+    """Without holds a record that Kafka refuses is retried with growing pauses; others flow, its key waits in order."""
+    scene.execute("DROP TABLE outbox_hold")
     topic = make_topic()
     scene.stash(OutboxRecord(topic, "large", b"x" * 1_100_000), OutboxRecord(topic, "large", b"behind"))
     scene.fill(topic, 500, keys=20)

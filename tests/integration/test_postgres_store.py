@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
-from outbox_core.ports import NO_LIMIT, Floor
+from outbox_core.ports import NO_LIMIT, Floor, HoldSet
 from outbox_core.schema import TableName, create_table_sql
 from outbox_core.stores import postgres as store_module
 from outbox_core.stores.postgres import PostgresStore
@@ -60,12 +60,15 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
         scene.execute("ALTER TABLE child ADD PRIMARY KEY (id)")
         store.check()
     me = uuid4()
-    limits = {"limit": 100, "max_bytes": NO_LIMIT, **store._above(Floor(10, store.sight().place))}
-    excluded = {"excluded": [f"t/k{n}" for n in range(5)], "ids": "{[1,3],[7,7]}", **limits}
+    above = store._above(Floor(10, store.sight().place))
+    bounds = {"limit": 100, "max_bytes": NO_LIMIT, **above}
+    excluded = {**bounds, "excluded": [f"t/k{n}" for n in range(5)], "ids": "{[1,3],[7,7]}"}
+    holds = HoldSet(frozenset({"other"}), frozenset({("t", "k6")}), frozenset({9}))
+    excluded |= store._held_parameters.of(holds)
     statements = {
-        "mark": (store._mark, {"leader_id": me, **limits}),
+        "mark": (store._mark, {"leader_id": me, **bounds}),
         "mark_excluding": (store._mark_excluding, {"leader_id": me, **excluded}),
-        "scan": (store._scan, {"ids": "{[1,3],[7,7]}", **limits}),
+        "scan": (store._scan, {**bounds, "ids": "{[1,3],[7,7]}"}),
         "scan_excluding": (store._scan_excluding, excluded),
         "settle": (store._settle, {"ids": "{1,2,3}", "create_times": "{1,2,3}"}),
         "purge": (store._purge, {"leader_id": me, "ids": "{1,2,3}"}),

@@ -81,6 +81,12 @@ def complete(wheel, tmp_path_factory):
     return _Environment(tmp_path_factory.mktemp("complete"), f"{wheel}[harvester,sqlalchemy,django]")
 
 
+@pytest.fixture(scope="module")
+def queue_only(wheel, tmp_path_factory):
+    """An environment with the extra for queues and no database driver."""
+    return _Environment(tmp_path_factory.mktemp("queue"), f"{wheel}[queue]")
+
+
 def test_contents(wheel):
     """The wheel holds the packages and the migrations, marks itself as typed, and nothing of tests or devstack."""
     with zipfile.ZipFile(wheel) as archive:
@@ -92,13 +98,14 @@ def test_contents(wheel):
         "outbox_core",
         "outbox_sqlalchemy",
         "outbox_django",
+        "outbox_queue",
     }
     assert "outbox_sqlalchemy/migrations/versions/0001_outbox.py" in names
     assert "outbox_django/migrations/0001_initial.py" in names
     assert "outbox_core/py.typed" in names
     required = metadata.get_all("Requires-Dist")
     assert all("extra ==" in requirement for requirement in required), required
-    assert {"harvester", "sqlalchemy", "django"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"harvester", "sqlalchemy", "django", "queue"} <= set(metadata.get_all("Provides-Extra"))
 
 
 def test_base_install_stashes(base):
@@ -128,6 +135,20 @@ def test_base_install_does_not_harvest(base):
     (line,) = done.stderr.strip().splitlines()
     assert "kafka-outbox[harvester]" in line
     assert done.stdout == ""
+
+
+def test_queues_need_their_extra_alone(base, queue_only):
+    """With `[queue]` everything of queues can be imported, its command included; the base install names the extra."""
+    told = queue_only.python(
+        "import outbox_queue, outbox_queue.tracker\n"
+        "from importlib.metadata import entry_points\n"
+        "print(sorted(entry.name for entry in entry_points(group='outbox.stash')))"
+    )
+    assert told.splitlines() == ["['django', 'sqlalchemy']"]
+    assert "tracker" in queue_only.run("outbox", "queue", "--help", check=True).stdout
+    refused = base.run("outbox", "queue", "stats")
+    assert refused.returncode == 2
+    assert "kafka-outbox[queue]" in refused.stderr
 
 
 def test_host_application_runs_the_revision(complete, database):
@@ -166,7 +187,7 @@ def test_django_app_is_found(complete):
         "print(sorted(name for app, name in MigrationLoader(None).disk_migrations if app == 'outbox_django'))\n"
         "print(get_commands()['run_harvester'])\n"
     )
-    assert told.splitlines() == ["['0001_initial', '0002_inbox']", "outbox_django"]
+    assert told.splitlines() == ["['0001_initial', '0002_inbox', '0003_hold']", "outbox_django"]
 
 
 def test_installed_harvester_drains(complete, database, kafka_bootstrap, make_topic):

@@ -20,7 +20,7 @@ from outbox_core.errors import KafkaUnavailable, LeaderTopicError, StoreUnavaila
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead, MeterStats
 from outbox_core.harvest import harvester as harvester_module
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.schema import TableName, create_table_sql
+from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 
 
 class PlayedHarvester:
@@ -79,17 +79,22 @@ def run_outbox(*arguments, stdin=None, **environ):
 
 
 def test_schema_prints_the_ddl():
-    """What create_table_sql says, and nothing else."""
+    """The outbox and its holds, and nothing else."""
     done = run_outbox("schema", "--dialect", "postgresql")
     assert done.returncode == 0
-    assert done.stdout == create_table_sql(TableName("outbox"))
+    assert done.stdout == create_table_sql(TableName("outbox")) + create_hold_sql(TableName("outbox"))
     assert done.stderr == ""
 
 
 def test_schema_takes_table_and_layout(capsys):
-    """Another name, and goharvest's layout."""
+    """Another name, and goharvest's layout; and one of the two tables alone."""
+    name = TableName("outbox", "billing")
     assert main(["schema", "--table", "billing.outbox", "--layout", "text"]) == 0
-    assert capsys.readouterr().out == create_table_sql(TableName("outbox", "billing"), "text")
+    assert capsys.readouterr().out == create_table_sql(name, "text") + create_hold_sql(name)
+    assert main(["schema", "--table", "billing.outbox", "--only", "hold"]) == 0
+    assert capsys.readouterr().out == create_hold_sql(name)
+    assert main(["schema", "--only", "outbox"]) == 0
+    assert capsys.readouterr().out == create_table_sql(TableName("outbox"))
 
 
 def test_schema_refuses_what_is_no_table_name(capsys):

@@ -11,7 +11,7 @@ from outbox_core.cli import main
 from outbox_core.cli.inbox import parse_age
 from outbox_core.errors import InvalidMessageId
 from outbox_core.inbox import Inbox, inbox_key
-from outbox_core.schema import TableName, create_inbox_sql, create_table_sql, inbox_beside, inbox_index
+from outbox_core.schema import TableName, create_hold_sql, create_inbox_sql, create_table_sql, inbox_beside, inbox_index
 
 
 @pytest.mark.parametrize(
@@ -29,9 +29,10 @@ def test_schema_prints_the_inbox(arguments, name, capsys):
 
 
 def test_schema_without_inbox_is_what_it_was(capsys):
-    """Without the option the outbox is printed alone; both at once are refused, and so is a wrong name."""
+    """Without the option no inbox is printed; both at once are refused, and so is a wrong name."""
     assert main(["schema"]) == 0
-    assert capsys.readouterr().out == create_table_sql(TableName("outbox"))
+    name = TableName("outbox")
+    assert capsys.readouterr().out == create_table_sql(name) + create_hold_sql(name)
     with pytest.raises(SystemExit):
         main(["schema", "--table", "mine", "--inbox"])
     assert main(["schema", "--inbox", "a b"]) == 2

@@ -81,6 +81,7 @@ class HarvestingModel(RuleBasedStateMachine):
     def purge(self, count):
         rows, self.acknowledged = self.acknowledged[:count], self.acknowledged[count:]
         self.table = [row for row in self.table if row not in rows]
+        self.marked.difference_update(row[0] for row in rows)  # ids may come back
         self.lanes.purged(rows)
 
     @precondition(lambda self: self.remark and not self.sent and not self.acknowledged)

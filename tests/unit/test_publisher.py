@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox_core.harvest.publisher import Publisher
+from outbox_core.harvest.publisher import Failure, Publisher
 
 
 class _Producer:
@@ -95,7 +95,7 @@ def test_reports(publisher, producers):
     publisher.poll(0)
     assert publisher.in_flight == 1
     assert publisher.take_delivered() == [records[0], records[2]]
-    assert publisher.take_failed() == [(records[1], timed_out)]
+    assert [failure[:2] for failure in publisher.take_failed()] == [(records[1], timed_out)]
     assert publisher.take_send_times() == {0.0: 1, 1.0: 1}
     assert publisher.take_delivered() == publisher.take_failed() == []
     assert not publisher.take_send_times()
@@ -107,7 +107,7 @@ def test_refused_record_is_a_failed_one(publisher, producers):
     producers[0].raises = KafkaException(error)
     assert publisher.send(_record(5), 0.0)
     assert publisher.in_flight == 0
-    assert publisher.take_failed() == [(_record(5), error)]
+    assert publisher.take_failed() == [Failure(_record(5), error, alone=True)]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,8 @@ def test_refused_record_is_a_failed_one(publisher, producers):
 def test_row_that_is_no_message(publisher, producers, fields):
     """A row whose headers do not pair up fails like a refused record, and is not sent without them."""
     assert publisher.send(_record(3, **fields), 0.0)
-    ((failed, error),) = publisher.take_failed()
+    ((failed, error, alone, _),) = publisher.take_failed()
+    assert alone
     assert failed[0] == 3
     assert error.code() == KafkaError._INVALID_ARG
     assert publisher.in_flight == 0

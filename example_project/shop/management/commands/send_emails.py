@@ -1,0 +1,35 @@
+"""`manage.py send_emails`: a worker that sends the shop's e-mails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandParser
+from django.db import close_old_connections
+
+from example_project.shop.emails import order_emails, send_confirmation
+from outbox_queue import Message
+
+
+class Command(BaseCommand):
+    """A door onto `example_project.shop.emails`."""
+
+    help = "Send the e-mails of orders, until SIGTERM. Needs `outbox queue tracker` for those that fail."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        """How many at a time."""
+        parser.add_argument("--concurrency", type=int, default=4, help="threads (default: %(default)s)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Work until told to stop."""
+        del args
+        order_emails().run(_in_a_fresh_connection, concurrency=options["concurrency"])
+
+
+def _in_a_fresh_connection(message: Message) -> None:
+    """Threads live long, and database connections do not."""
+    close_old_connections()
+    try:
+        send_confirmation(message)
+    finally:
+        close_old_connections()

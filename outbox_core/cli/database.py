@@ -1,0 +1,52 @@
+"""The database connection of commands that need no harvester."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from outbox_core.errors import InvalidConfig, MissingExtra, StoreUnavailable
+
+if TYPE_CHECKING:
+    import psycopg
+
+DATA_SOURCE_VARIABLE = "OUTBOX_POSTGRES_DSN"
+
+
+def connect(dsn: str | None) -> psycopg.Connection[tuple[object, ...]]:
+    """An autocommit connection.
+
+    Args:
+        dsn: `key=value` pairs or a URL; None for what the environment says.
+
+    Raises:
+        MissingExtra: if psycopg is not installed.
+        InvalidConfig: if there is no DSN, or it is none.
+        StoreUnavailable: if the database does not answer.
+    """
+    try:
+        import psycopg
+    except ImportError:
+        raise MissingExtra("needs psycopg, which is not installed; pip install 'psycopg[binary]'") from None
+    dsn = dsn or os.environ.get(DATA_SOURCE_VARIABLE)
+    if not dsn:
+        raise InvalidConfig(f"no database: pass --dsn or set {DATA_SOURCE_VARIABLE}")
+    try:
+        return psycopg.connect(_as_libpq_reads_it(dsn), autocommit=True, connect_timeout=10)
+    except psycopg.ProgrammingError:
+        # Without the driver's words: they quote the DSN, perhaps its password.
+        raise InvalidConfig("--dsn: neither key=value pairs nor a postgresql:// URL") from None
+    except psycopg.OperationalError as error:
+        raise StoreUnavailable(f"cannot connect to the database: {error}") from None
+
+
+def _as_libpq_reads_it(dsn: str) -> str:
+    """The notations of `outbox harvest`; where only psycopg is installed, libpq's own."""
+    try:
+        from outbox_core.config import normalise_data_source
+    except ImportError:
+        return dsn
+    try:
+        return normalise_data_source(dsn)
+    except ValueError as error:
+        raise InvalidConfig(f"--dsn: {error}") from None

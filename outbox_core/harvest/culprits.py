@@ -1,0 +1,363 @@
+"""What exactly-once delivery does about records that make a transaction fail, and about what is held.
+
+`trials` finds the record, `verdicts` sorts what its failure means:
+
+    failed alone, with a code that a record may be to blame for --> held, or a dead letter
+    the topic may not be written to -----------------------------> the topic is held
+    the topic is not there --------------------------------------> the topic is parked (`parking`)
+    a time-out --------------------------------------------------> what goes to that partition is parked
+
+Holds are written before anything else is scanned for their keys: between the failure and the hold, the key is among
+those that scans leave out, and what a scan under way brings of it is thrown away.
+
+A **dead letter** is a held record that was asked for: by a harvester whose `on_poison` says so, or by `outbox hold
+dead-letter`. It is published in a transaction with a manifest, like any record, and its row and hold are deleted
+together once that is committed.
+
+Belongs to the harvest thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from outbox_core.election.leadership import now
+from outbox_core.errors import OutboxError, StoreUnavailable
+from outbox_core.harvest.bad_records import Exclusion, new_hold, place_of
+from outbox_core.harvest.burials import BATCH, RETRY_SECONDS
+from outbox_core.harvest.holding import HoldBook
+from outbox_core.harvest.parking import Parking
+from outbox_core.harvest.publisher import Failure, dead_letter
+from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.transaction import Aborted, Committed
+from outbox_core.harvest.trials import Group, Trials
+from outbox_core.harvest.verdicts import Verdict, verdict_on
+from outbox_core.harvest.waiting import Waiting
+from outbox_core.harvest.withdrawals import Who, who_is
+from outbox_core.kafka import KafkaError
+from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, OutboxStore, StoredRecord
+
+_log = logging.getLogger(__name__)
+
+_ID: Final = 0
+_TOPIC: Final = 1
+# A probe holds up everything else for as long as it is waited for: not long, and not often.
+_PROBE_PATIENCE_SECONDS = 1.0
+_LONGEST_REST_FACTOR = 40
+
+
+class Culprits:
+    """Suspects, bad records, what is parked, and dead letters of one term.
+
+    Args:
+        timing: limits.
+        surroundings: what to work with.
+        waiting: waits for statements.
+        dead_letters: where bad records go.
+
+    Attributes:
+        book: the holds; used on the marker's thread.
+        holds: what is held, as far as the harvest thread has heard.
+        is_idle: whether the last scan found nothing: then there is time for trials.
+    """
+
+    def __init__(self, timing: Timing, surroundings: Surroundings, waiting: Waiting, dead_letters: DeadLetters) -> None:
+        self.book = HoldBook(surroundings.metrics)
+        self.holds: HoldSet = NO_HOLDS
+        self.is_idle = False
+        self._with = surroundings
+        self._waiting = waiting
+        self._dead_letters = dead_letters
+        self._backoff = timing.io_error_backoff
+        self._trials = Trials(4 * timing.mark_query_records)
+        self._parking = Parking(timing.io_error_backoff / 10, timing.io_error_backoff * _LONGEST_REST_FACTOR, now)
+        self._probes: deque[StoredRecord] = deque()
+        self._since_scan: set[Who] = set()  # held or parked since the scan under way was sent
+        self._asked: set[int] = set()  # dead letters that are done, as far as the requests read last still list them
+        self._letters_not_before = 0.0
+        self._letters_at_once = BATCH
+        self._is_topic_there = False
+        self._told = -1
+
+    # -- scans
+
+    def exclusion(self) -> Exclusion:
+        """What the next scan must leave out; it is sent now."""
+        self._since_scan.clear()
+        parking = self._parking
+        return Exclusion(self._trials.lanes | parking.lanes, self.ids | parking.ids, parking.topics)
+
+    @property
+    def ids(self) -> set[int]:
+        """Records that are in memory for a trial, or as probes."""
+        return self._trials.ids | {probe[_ID] for probe in [*self._parking.probes, *self._probes]}
+
+    def due_in(self) -> float:
+        """Seconds until there is something to do here: read the holds, send a probe, go on with trials or letters."""
+        if self._trials or self._probes:
+            return 0.0
+        due = self.book.due_in() if self.holds else float("inf")
+        if self.holds.requests.keys() - self._asked:
+            due = min(due, self._letters_not_before - now())
+        probe_due = self._parking.next_due
+        return max(0.0, due if probe_due is None else min(due, probe_due - now()))
+
+    def read_holds(self) -> None:
+        """Before the first scan: see what is held."""
+        self._waiting.insist(self._with.marker, self.book.read)
+        self.holds = self.book.current
+
+    def look_at_holds(self) -> None:
+        """While the table brings nothing new, see whether something that is held is released."""
+        if not self.holds or not self.book.is_old:
+            return
+        before = self.holds
+        self.read_holds()
+        if self.holds is not before:
+            self._with.news.tell()
+
+    def sift(self, records: Sequence[StoredRecord], holds: HoldSet) -> list[StoredRecord]:
+        """What of a scan's records may be published."""
+        self.holds = holds
+        if not holds and not self._since_scan:
+            return list(records)
+        since = self._since_scan
+        kept = [record for record in records if not holds.covers(record) and who_is(record) not in since]
+        if len(kept) < len(records):
+            self._with.floor.reset("records that were read are held")
+        return kept
+
+    # -- trials
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is still to be tried or buried."""
+        return bool(self._trials or self._parking or self._probes or self.holds.requests.keys() - self._asked)
+
+    @property
+    def is_trial_due(self) -> bool:
+        """Whether a group, or a probe, is to be tried now."""
+        return bool(self._probes) or self._trials.is_due or (self.is_idle and bool(self._trials))
+
+    def call_probes(self) -> None:
+        """See which probes are due."""
+        if self._parking:
+            self._probes.extend(self._parking.due())
+
+    def next_group(self) -> tuple[Group, float | None]:
+        """What to try now, and how many seconds to wait for it; None to wait as for any transaction."""
+        if self._probes:
+            probe = self._probes.popleft()
+            if self.holds.covers(probe):
+                self._parking.give_up_probe(probe)
+                self._with.floor.reset("a record that was tried again and again is held")
+                return (), None
+            return [probe], _PROBE_PATIENCE_SECONDS
+        group = self._trials.next(self._is_kept_back)
+        if self._trials.let_go:
+            self._with.floor.reset("records of a failed transaction are held or parked meanwhile")
+        return group, None
+
+    def _is_kept_back(self, record: StoredRecord) -> bool:
+        who = who_is(record)
+        return self.holds.covers(record) or who in self._parking or record[_TOPIC] in self._parking.topics
+
+    def set_aside(self, records: Sequence[StoredRecord]) -> None:
+        """A transaction of these failed: they are tried again, by themselves."""
+        self._trials.set_aside(list(records))
+
+    def published(self, seconds: float) -> None:
+        """So much time went into ordinary work."""
+        self._trials.published(seconds)
+
+    def tried(self, seconds: float) -> None:
+        """So much time went into a trial."""
+        self._trials.tried(seconds)
+
+    def succeeded(self, records: Sequence[StoredRecord]) -> None:
+        """These records are published."""
+        for topic, part in self._parking.succeeded(records) if self._parking else ():
+            _log.info("records for %s arrive again", topic if part is None else f"{topic}, {part}")
+        self._with.kafka.worked(all_of_it=not self._parking)
+
+    def was_too_slow(self, records: Sequence[StoredRecord], failures: list[Failure]) -> Aborted:
+        """A probe did not arrive in time, which says as much as a time-out."""
+        error = KafkaError(KafkaError._MSG_TIMED_OUT, "not acknowledged in time")  # noqa: SLF001
+        if not failures:
+            failures += [Failure(record, error, partition=-1) for record in records]
+        return Aborted(failures[0].error, record_at_fault=True)
+
+    def judge(self, aborted: Aborted, group: Sequence[StoredRecord], failures: list[Failure]) -> None:
+        """A trial failed.
+
+        Args:
+            aborted: how the transaction ended.
+            group: the records that were in it.
+            failures: what delivery reports said.
+        """
+        if aborted.error is None:  # our own choice
+            self._trials.put_back(group)
+            return
+        self._with.metrics.publish_error()
+        if not failures and not aborted.record_at_fault:  # it is about the cluster, and not about the group
+            self._with.kafka.began(aborted.error.str())
+            self._trials.put_back(group)
+            self._waiting.rest(self._backoff)
+            return
+        if not failures and len(group) == 1:
+            failures = [Failure(group[0], aborted.error, partition=-1)]
+        about_record = [failure for failure in failures if verdict_on(failure.error) is Verdict.RECORD]
+        others = [failure for failure in failures if verdict_on(failure.error) is not Verdict.RECORD]
+        self._condemn_topics(failure for failure in others if verdict_on(failure.error) is Verdict.FORBIDDEN)
+        for failure in others:
+            if verdict_on(failure.error) is not Verdict.FORBIDDEN:
+                self._park(failure)
+        if len(group) == 1:
+            self.condemn(about_record)
+            return
+        rest = [record for record in group if not self._is_kept_back(record)]
+        if len(rest) < len(group) and not about_record:
+            self._trials.put_back(rest)
+        elif rest:
+            code = about_record[0].error.code() if about_record else aborted.error.code()
+            named = {failure.record[_ID] for failure in about_record}
+            if len(rest) == 1:
+                self._trials.put_back(rest)
+            else:
+                self._trials.failed(rest, named, code)
+
+    def _park(self, failure: Failure) -> None:
+        record, verdict = failure.record, verdict_on(failure.error)
+        place = place_of(failure, verdict)
+        is_new = place not in self._parking
+        self._parking.failed(record, place)
+        self._since_scan.add(who_is(record))
+        if verdict is Verdict.RETRY:
+            self._with.kafka.began(f"record {record[_ID]} for topic {record[_TOPIC]}: {failure.error.str()}")
+        elif is_new:
+            what = f"topic {record[_TOPIC]}" if place[1] is None else f"record {record[_ID]} for topic {record[_TOPIC]}"
+            _log.warning("%s: %s; it is tried again, with rests in between", what, failure.error.str())
+
+    # -- holds
+
+    def refused(self, failures: Sequence[Failure]) -> None:
+        """The client refused these: no other record is to blame for that."""
+        about_record = [failure for failure in failures if verdict_on(failure.error) is Verdict.RECORD]
+        self.condemn(about_record)
+        for failure in failures:
+            if verdict_on(failure.error) is not Verdict.RECORD:
+                self._park(failure)
+
+    def blame_topics(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> None:
+        """A transaction ended its producer because we may not write to a topic: see which one, and hold it."""
+        if cause is None or verdict_on(cause) is not Verdict.FORBIDDEN:
+            return
+        first = {record[_TOPIC]: record for record in reversed(records)}
+        topics = set(first) if len(first) == 1 else self._dead_letters.forbidden(set(first))
+        self._condemn_topics(Failure(first[topic], cause, alone=True) for topic in sorted(topics))
+
+    def condemn(self, failures: Sequence[Failure]) -> None:
+        """These records failed alone: hold them, and know it before anything else is scanned."""
+        if not failures:
+            return
+        self._with.metrics.publish_error(len(failures))
+        for failure in failures:
+            self._trials.refused(failure.record, failure.error.code())
+        if not self.book.is_kept:
+            for failure in failures:
+                self._rest(failure)
+            return
+        for failure in failures:
+            self._parking.give_up_probe(failure.record)
+        self._since_scan.update(who_is(failure.record) for failure in failures)
+        self._write([new_hold(failure, dead_letter=self._dead_letters.on_poison) for failure in failures])
+
+    def _rest(self, failure: Failure) -> None:
+        """Without a table of holds: the record is tried again and again."""
+        record = failure.record
+        if record[_ID] != self._told:
+            self._told = record[_ID]
+            what = f"record {record[_ID]} for topic {record[_TOPIC]}"
+            _log.warning("%s: %s; it is tried again, with rests in between", what, failure.error.str())
+        self._parking.rest(record)
+        self._since_scan.add(who_is(record))
+
+    def _condemn_topics(self, failures: Iterable[Failure]) -> None:
+        by_topic = {failure.record[_TOPIC]: failure for failure in failures}
+        if not self.book.is_kept:
+            for failure in by_topic.values():
+                self._park(failure)
+        elif by_topic:
+            self._write([new_hold(failure, dead_letter=False) for failure in by_topic.values()])
+
+    def _write(self, holds: Sequence[NewHold]) -> None:
+        book = self.book
+        written = self._waiting.insist(self._with.marker, lambda store: book.write(store, holds))
+        if written is not None:
+            self.holds = written
+
+    # -- dead letters
+
+    def next_letters(self) -> Sequence[StoredRecord]:
+        """Dead letters to publish now."""
+        if not self.holds.requests or now() < self._letters_not_before:
+            return ()
+        self._asked.intersection_update(self.holds.requests)
+        ids = sorted(self.holds.requests.keys() - self._asked)[: self._letters_at_once]
+        if not ids:
+            return ()
+        rows = self._fetch(ids)
+        self._asked.update(set(ids) - {row[_ID] for row in rows or ()} if rows is not None else ())
+        errors, topic = self.holds.requests, self._dead_letters.topic
+        return [dead_letter(row, topic, errors[row[_ID]]) for row in rows or ()]
+
+    def _fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord] | None:
+        """The rows; None if they cannot be had now."""
+        ensure = None if self._is_topic_there else self._dead_letters.ensure
+
+        def fetch(store: OutboxStore) -> Sequence[StoredRecord]:
+            if ensure is not None:
+                ensure()
+            return store.fetch(ids)
+
+        fetching = self._with.marker.submit(fetch)
+        if not self._waiting.until_done(fetching):
+            return None
+        try:
+            rows = fetching.result()
+        except StoreUnavailable as error:
+            self._with.database.began(error)
+            self._letters_not_before = now() + 1.0
+            return None
+        except OutboxError as error:
+            self._letters_rest(str(error))
+            return None
+        self._is_topic_there = True
+        return rows
+
+    def buried(
+        self, letters: Sequence[StoredRecord], failures: Sequence[Failure], outcome: Committed | Aborted
+    ) -> None:
+        """What became of dead letters: those that are published, those that failed, and how the transaction ended."""
+        self._asked.update(letter[_ID] for letter in letters)
+        refused = [f for f in failures if verdict_on(f.error) in (Verdict.RECORD, Verdict.FORBIDDEN)]
+        if isinstance(outcome, Aborted) and self._letters_at_once > 1 and not all(f.alone for f in refused):
+            self._letters_at_once = 1  # one of them is to blame for the others
+            return
+        for failure in refused:
+            why = f"the dead-letter topic refused it: {failure.error.str()}"
+            identity = failure.record[_ID]
+            _log.warning("record %d stays held: %s", identity, why)
+            self._waiting.insist(self._with.marker, lambda store: store.keep([identity], why))  # noqa: B023
+            self._asked.add(identity)
+        if isinstance(outcome, Aborted) and not refused:
+            self._letters_rest(outcome.error.str() if outcome.error is not None else "given up")
+        elif not refused:
+            self._letters_at_once = BATCH
+
+    def _letters_rest(self, why: str) -> None:
+        _log.warning("dead letters wait: topic %s: %s", self._dead_letters.topic, why)
+        self._letters_not_before = now() + RETRY_SECONDS

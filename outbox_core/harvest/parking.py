@@ -1,0 +1,232 @@
+"""What cannot be delivered now, parked by the place that it would go to, so that the rest flows.
+
+A **place** is a partition of a topic, or a topic as a whole (one that is not there). When a delivery to it fails for a
+reason that may pass, the place is closed:
+
+- the record that found it closed stays in memory as its **probe**, and is sent again after a rest, which doubles each
+  time. Nothing else is sent there that is known to go there;
+- its key, and that of every other record that fails there, is parked: left out of the marks. The others go back to the
+  table. So they take no room among the records in flight, however many there are.
+
+Once the probe arrives, the place is open and everything parked there may come again. A place whose probe was given up
+(a remark, a hold) opens by itself after its rest, and whoever fails there next is the probe.
+
+Where a key goes is known only once one of its records has failed there, so each key fails once. If a place collects
+`_MOST` of them and nothing at all has arrived in its topic for a while, the topic is closed instead: with the whole
+cluster away, the list of keys does not grow with the table.
+
+The structure is pure and belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from outbox_core.harvest.withdrawals import Who, who_is
+from outbox_core.ports import LaneKey, StoredRecord
+
+Place = tuple[str, int | LaneKey | None]
+"""(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
+
+_MOST = 1_000
+_QUIET_SECONDS = 5.0
+_MOST_RESTED = 10_000
+_TOPIC: Final = 1
+
+
+@dataclass(slots=True)
+class _Closed:
+    """A closed place."""
+
+    since: float
+    rest: float
+    until: float
+    probe: StoredRecord | None
+    is_sent: bool = False
+    parked: set[Who] = field(default_factory=set)
+
+
+class Parking:
+    """Closed places, their probes, and who is parked there.
+
+    Args:
+        first: length of the first rest, in seconds.
+        longest: length that rests do not exceed, in seconds.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(self, first: float, longest: float, clock: Callable[[], float]) -> None:
+        self._first = first
+        self._longest = longest
+        self._clock = clock
+        self._places: dict[Place, _Closed] = {}
+        self._probes: dict[int, Place] = {}
+        self._where: dict[Who, Place] = {}
+        self._rested: dict[Who, float] = {}  # how long records rested last that cannot be held
+        self._arrived: dict[str, float] = {}  # of the topics with closed places, when a record last arrived
+
+    def __bool__(self) -> bool:
+        """Whether any place is closed, or was lately."""
+        return bool(self._places or self._rested)
+
+    def __contains__(self, what: object) -> bool:
+        """Whether this place is closed, or a key or record without one parked."""
+        return what in self._places or what in self._where
+
+    @property
+    def probes(self) -> list[StoredRecord]:
+        """All probes, resting or under way."""
+        return [closed.probe for closed in self._places.values() if closed.probe is not None]
+
+    @property
+    def lanes(self) -> set[LaneKey]:
+        """Keys that no mark may bring."""
+        return {who for who in self._where if not isinstance(who, int)}
+
+    @property
+    def ids(self) -> set[int]:
+        """Records without a key that no mark may bring."""
+        return {who for who in self._where if isinstance(who, int)}
+
+    @property
+    def topics(self) -> frozenset[str]:
+        """Topics that no mark may bring."""
+        return frozenset(topic for topic, part in self._places if part is None)
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next probe is to be sent or the next place opens by itself."""
+        return min((closed.until for closed in self._places.values() if not closed.is_sent), default=None)
+
+    def failed(self, record: StoredRecord, place: Place) -> bool:
+        """A record could not be delivered to a place now. Returns whether it stays in memory, as the probe."""
+        mine = self._probes.get(record[0])
+        if mine is not None and mine in self._places:
+            self._rest_again(self._places[mine])
+            return True
+        if (place[0], None) in self._places:
+            place = (place[0], None)
+        closed = self._places.get(place)
+        if closed is None:
+            self._arrived.setdefault(place[0], 0.0)
+            closed = self._places[place] = _Closed(self._clock(), self._first, self._clock() + self._first, record)
+            self._probes[record[0]] = place
+            self._park(record, place, closed)
+            return True
+        if closed.probe is None:
+            closed.probe = record
+            self._probes[record[0]] = place
+            self._rest_again(closed)
+            self._park(record, place, closed)
+            return True
+        if place[1] is not None:
+            self._park(record, place, closed)
+            quiet_since = max(closed.since, self._arrived[place[0]])
+            if len(closed.parked) > _MOST and self._clock() - quiet_since > _QUIET_SECONDS:
+                self._close_topic(place)
+        return False
+
+    def rest(self, record: StoredRecord) -> None:
+        """A record failed alone, and cannot be held: it rests with its key, without a probe in memory.
+
+        So a row that is corrected or deleted meanwhile is read anew.
+        """
+        who = who_is(record)
+        place: Place = (record[_TOPIC], who if not isinstance(who, int) else ("", str(who)))
+        rest = self._first if who not in self._rested else min(self._longest, self._rested[who] * 2)
+        if len(self._rested) >= _MOST_RESTED:
+            self._rested.clear()
+        self._rested[who] = rest
+        self.give_up_probe(record)
+        closed = self._places[place] = _Closed(self._clock(), rest, self._clock() + rest, None)
+        self._park(record, place, closed)
+        self._arrived.setdefault(place[0], 0.0)
+
+    def due(self) -> Iterator[StoredRecord]:
+        """Probes to send now."""
+        if not self._places:
+            return
+        time = self._clock()
+        for place, closed in list(self._places.items()):
+            if time < closed.until or closed.is_sent:
+                continue
+            if closed.probe is None:
+                self._open(place)  # whoever fails there next is the probe
+            else:
+                closed.is_sent = True
+                yield closed.probe
+
+    def not_sent(self, record: StoredRecord) -> bool:
+        """A record could not be sent after all. Returns whether it is a probe, which stays due."""
+        place = self._probes.get(record[0])
+        if place is None:
+            return False
+        self._places[place].is_sent = False
+        return True
+
+    def succeeded(self, records: Iterable[StoredRecord]) -> list[Place]:
+        """These records arrived; return the places that are open because their probes are among them."""
+        opened: list[Place] = []
+        time = self._clock()
+        for record in records:
+            topic = record[_TOPIC]
+            if topic in self._arrived:
+                self._arrived[topic] = time
+            if self._rested:
+                self._rested.pop(who_is(record), None)
+            place = self._probes.pop(record[0], None)
+            if place is not None:
+                self._open(place)
+                opened.append(place)
+        return opened
+
+    def give_up_probe(self, record: StoredRecord) -> None:
+        """The record is no probe any more: it was judged, or is held."""
+        place = self._probes.pop(record[0], None)
+        if place is not None:
+            self._places[place].probe = None
+            self._places[place].is_sent = False
+
+    def take_probes(self) -> list[StoredRecord]:
+        """Give up all probes that rest, and return them; the places stay closed until their rests are over."""
+        probes = [closed.probe for closed in self._places.values() if closed.probe is not None and not closed.is_sent]
+        for closed in self._places.values():
+            closed.probe, closed.is_sent = None, False
+        self._probes.clear()
+        return probes
+
+    def waiting_probes(self) -> list[StoredRecord]:
+        """The probes that rest."""
+        return [closed.probe for closed in self._places.values() if closed.probe is not None and not closed.is_sent]
+
+    def _park(self, record: StoredRecord, place: Place, closed: _Closed) -> None:
+        who = who_is(record)
+        if self._where.setdefault(who, place) == place:
+            closed.parked.add(who)
+
+    def _rest_again(self, closed: _Closed) -> None:
+        closed.rest = min(self._longest, closed.rest * 2)
+        closed.until = self._clock() + closed.rest
+        closed.is_sent = False
+
+    def _open(self, place: Place) -> None:
+        closed = self._places.pop(place)
+        for who in closed.parked:
+            self._where.pop(who, None)
+        if all(topic != place[0] for topic, _ in self._places):
+            self._arrived.pop(place[0], None)
+
+    def _close_topic(self, place: Place) -> None:
+        """Close the topic in the place's stead; its probe stays on."""
+        closed = self._places[place]
+        for who in closed.parked:
+            self._where.pop(who, None)
+        closed.parked.clear()
+        whole: Place = (place[0], None)
+        if whole not in self._places:
+            del self._places[place]
+            self._places[whole] = closed
+            if closed.probe is not None:
+                self._probes[closed.probe[0]] = whole

@@ -1,0 +1,148 @@
+"""Which record made a transaction fail?
+
+A transaction fails as a whole, and a delivery report names a batch; so a record is bad only if it fails alone. The
+records of a failed transaction are set aside as a group: they stay in memory, scans leave them and their keys out, and
+the harvester goes on with everything else. Between its ordinary transactions, for a bounded share of its time, it tries
+groups, each in a transaction of its own:
+
+- a group that is committed is published;
+- a group that fails is split, and its parts take its place: those that delivery reports named from those that they
+  did not; the large from the small, where a record was too large; else the first half from the second;
+- a group of one that fails with a code that a record may be to blame for is bad.
+
+Order is kept: the parts of a group are tried one after the other, the records of a key in their order, and a record
+moves to a later part together with all that follow it in its key.
+
+The structure is pure and belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from outbox_core.harvest.lanes import lane_of
+from outbox_core.kafka import KafkaError
+from outbox_core.ports import LaneKey, StoredRecord
+
+Group = Sequence[StoredRecord]
+
+_SHARE = 0.25
+_HUGE = 2**62
+_TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_MSG_SIZE)
+
+
+class Trials:
+    """Groups of records that wait for their trial.
+
+    Args:
+        most: with more records than this, they go before any other work: they are in memory.
+
+    Attributes:
+        let_go: whether the group that was taken last is without records that meanwhile are held or parked.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.let_go = False
+        self._groups: deque[Group] = deque()
+        self._credit = 0.0
+        self._smallest_refused: dict[str, int] = {}  # topic -> size of the smallest record that was too large alone
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def lanes(self) -> set[LaneKey]:
+        """Keys that no scan may bring."""
+        lanes = (lane_of(record) for group in self._groups for record in group)
+        return {lane for lane in lanes if lane is not None}
+
+    @property
+    def ids(self) -> set[int]:
+        """Records that are set aside."""
+        return {record[0] for group in self._groups for record in group}
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the ordinary work of the last time leaves time for a trial."""
+        return bool(self._groups) and (self._credit >= 0 or sum(map(len, self._groups)) > self._most)
+
+    def published(self, seconds: float) -> None:
+        """So much time went into ordinary work."""
+        self._credit = min(self._credit + _SHARE * seconds, 1.0)
+
+    def tried(self, seconds: float) -> None:
+        """So much time went into a trial."""
+        self._credit -= seconds
+
+    def set_aside(self, group: Group) -> None:
+        """A transaction of these records failed."""
+        if group:
+            self._groups.append(group)
+
+    def next(self, is_kept_back: Callable[[StoredRecord], bool]) -> Group:
+        """The next group to try, without those that meanwhile are held or parked."""
+        group = self._groups.popleft()
+        kept = [record for record in group if not is_kept_back(record)]
+        self.let_go = len(kept) < len(group)
+        return kept
+
+    def put_back(self, group: Group) -> None:
+        """A group that was not tried after all."""
+        if group:
+            self._groups.appendleft(group)
+
+    def refused(self, record: StoredRecord, code: int) -> None:
+        """This record is bad."""
+        if code in _TOO_LARGE:
+            size, topic = _size(record), record[1]
+            self._smallest_refused[topic] = min(size, self._smallest_refused.get(topic, size))
+
+    def failed(self, group: Group, named: Collection[int], code: int | None) -> None:
+        """A group of several failed; its parts take its place.
+
+        Args:
+            group: the records, by ascending id.
+            named: ids of those of which a delivery report said that they failed.
+            code: the error.
+        """
+        for part in reversed(self._parts(group, named, code)):
+            self._groups.appendleft(part)
+
+    def _parts(self, group: Group, named: Collection[int], code: int | None) -> list[Group]:
+        chosen: Collection[int] = named
+        if code in _TOO_LARGE:
+            sure = {record[0] for record in group if _size(record) >= self._smallest_refused.get(record[1], _HUGE)}
+            if sure:
+                others, suspects = _apart(group, sure)
+                return [part for part in (others, *([record] for record in suspects)) if part]
+            largest = max(map(_size, group))
+            chosen = {record[0] for record in group if _size(record) > largest // 2}
+        others, later = _apart(group, chosen)
+        if others and later:
+            return [others, later]
+        middle = len(group) // 2
+        return [group[:middle], group[middle:]]
+
+
+def _apart(group: Group, chosen: Collection[int]) -> tuple[Group, Group]:
+    """The others, and then the chosen with whatever follows them in their keys."""
+    others: list[StoredRecord] = []
+    later: list[StoredRecord] = []
+    moved: set[LaneKey] = set()
+    for record in group:
+        lane = lane_of(record)
+        if record[0] in chosen or lane in moved:
+            later.append(record)
+            if lane is not None:
+                moved.add(lane)
+        else:
+            others.append(record)
+    return others, later
+
+
+def _size(record: StoredRecord) -> int:
+    """About as many bytes as it has in Kafka."""
+    headers = sum(len(name) for name in record[4] or ()) + sum(len(value or "") for value in record[5] or ())
+    return len(record[2] or "") + len(record[3] or "") + headers

@@ -1,0 +1,368 @@
+"""Holds: what the harvester must not publish, and what is to become of it.
+
+A hold is a row beside the outbox (`outbox_core.schema.create_hold_sql`). It holds
+
+- a **record**, if it names one: Kafka refused it, or somebody set it aside. If the record has a key, the later records
+  of the key wait behind it, in order;
+- a **key** of a topic, if it names a key and no record;
+- a **topic**, if it names neither.
+
+The harvester reads the holds at most half a second before it reads the outbox, and hands them to that statement as
+parameters. It sets holds itself, for records that Kafka refuses and topics it may not write to.
+
+A `Holds` looks after them from outside, at any time, whether a harvester runs or not:
+
+    Holds().add(connection, "orders")                # pause a topic
+    Holds().release(connection, topic="orders")      # and go on, where it stopped
+    Holds().skip(connection, records=[17])           # delete a held record; its key goes on
+    Holds().dead_letter(connection, records=[17])    # have the harvester publish it to the dead-letter topic instead
+
+Every call is one statement: it happens as a whole, in the connection's transaction if there is one, and may be
+repeated. Only held records are ever skipped or dead-lettered, so that nobody races with the harvester for a record
+that is about to be published. A release lets a record be published as if it had never been held: before its followers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
+from outbox_core.schema import TableName, hold_beside
+from outbox_core.stasher import Connection
+
+# Both tables must be there: without this the subqueries below would find nothing, and no error would say so.
+_NAME = """
+SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)
+"""
+
+_LIST = """
+SELECT id, kafka_topic, kafka_key, record_id, reason, error, dead_letter, create_time::text FROM {holds} AS held
+WHERE {filter} ORDER BY kafka_topic, kafka_key NULLS FIRST, record_id NULLS FIRST, id LIMIT %s
+"""
+
+_ADD = """
+INSERT INTO {holds} (outbox, kafka_topic, kafka_key, reason)
+SELECT %s, %s, %s, %s WHERE NOT EXISTS (
+    SELECT FROM {holds} WHERE outbox = %s AND kafka_topic = %s AND kafka_key IS NOT DISTINCT FROM %s::text
+    AND record_id IS NULL
+)
+"""
+
+_ADD_RECORD = """
+WITH wanted AS (SELECT id, kafka_topic, kafka_key FROM {table} WHERE id = %s), added AS (
+    INSERT INTO {holds} (outbox, kafka_topic, kafka_key, record_id, reason)
+    SELECT %s, kafka_topic, kafka_key, id, %s FROM wanted
+    WHERE NOT EXISTS (SELECT FROM {holds} AS old WHERE old.outbox = %s AND old.record_id = wanted.id
+                      AND old.kafka_topic = wanted.kafka_topic)
+    RETURNING 1
+)
+SELECT (SELECT count(*) FROM wanted), (SELECT count(*) FROM added)
+"""
+
+_RELEASE = "DELETE FROM {holds} AS held WHERE {filter}"
+
+# The row must be of the hold's topic and key: ids come back when a table is truncated or restored.
+_SKIP = """
+WITH released AS (
+    DELETE FROM {holds} AS held WHERE {filter} AND record_id IS NOT NULL RETURNING record_id, kafka_topic, kafka_key
+), skipped AS (
+    DELETE FROM {table} AS stored USING released
+    WHERE stored.id = released.record_id AND stored.kafka_topic = released.kafka_topic
+      AND stored.kafka_key IS NOT DISTINCT FROM released.kafka_key
+    RETURNING stored.id
+)
+SELECT count(*) FROM skipped
+"""
+
+_DEAD_LETTER = """
+UPDATE {holds} AS held SET dead_letter = true WHERE {filter} AND record_id IS NOT NULL AND NOT dead_letter
+"""
+
+_BIGINTS = range(-(2**63), 2**63)
+
+
+class Hold(NamedTuple):
+    """One hold, as it is listed.
+
+    Attributes:
+        id: number of the hold.
+        topic: Kafka topic.
+        key: Kafka key, or None.
+        record_id: the held record, or None if a key or a topic is held.
+        reason: why, in words.
+        error: what Kafka said, or None.
+        dead_letter: whether the harvester has been asked to publish the record to the dead-letter topic.
+        create_time: since when.
+    """
+
+    id: int
+    topic: str
+    key: str | None
+    record_id: int | None
+    reason: str
+    error: str | None
+    dead_letter: bool
+    create_time: datetime
+
+
+_Rows = list[tuple[Any, ...]]
+_Listing = list[Hold]
+
+
+class Holds:
+    """The holds of one outbox. Immutable; may be shared between threads, each with its own connection.
+
+    Works with psycopg 3, psycopg2 and every other PostgreSQL driver of paramstyle `format`. Nothing is committed here:
+    on a connection outside autocommit a call takes effect when its transaction is committed.
+
+    Args:
+        outbox: name of the outbox table, `outbox` or `billing.outbox`.
+
+    Attributes:
+        outbox: the parsed name of the outbox table.
+        table: the name of the table of its holds.
+
+    Raises:
+        InvalidConfig: if `outbox` is not a table name.
+    """
+
+    __slots__ = ("outbox", "table")
+
+    def __init__(self, outbox: str | TableName = "outbox") -> None:
+        self.outbox = TableName.parse(outbox) if isinstance(outbox, str) else outbox
+        self.table = hold_beside(self.outbox)
+
+    def __repr__(self) -> str:
+        return f"Holds({str(self.outbox)!r})"
+
+    def list(
+        self,
+        connection: Connection,
+        *,
+        topic: str | None = None,
+        key: str | bytes | None = None,
+        limit: int | None = None,
+    ) -> _Listing:
+        """The holds, by topic, key and record; those of one topic or of one key of it, if that is given.
+
+        Args:
+            connection: to the outbox's database.
+            topic: only what concerns this topic.
+            key: only what concerns this key of the topic.
+            limit: no more than so many; None for all.
+
+        Raises:
+            OutboxTableError: if there is no outbox, or no table of holds.
+        """
+        wanted = _Selection(self._identify(connection), topic=topic, key=_text(key, "key"))
+        rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, limit])
+        return [Hold._make([*row[:-1], datetime.fromisoformat(row[-1])]) for row in rows]
+
+    def add(self, connection: Connection, topic: str, key: str | bytes | None = None, *, reason: str = "") -> bool:
+        """Pause a topic, or one key of it. Returns False if it was paused already.
+
+        Args:
+            connection: to the outbox's database.
+            topic: Kafka topic. Nobody asks whether there is such a topic, or a record for it.
+            key: Kafka key; None for the whole topic.
+            reason: why, for those who look at the list.
+
+        Raises:
+            InvalidConfig: if topic or key cannot be one.
+            OutboxTableError: if there is no outbox, or no table of holds.
+        """
+        name = self._identify(connection)
+        which = [_named(topic, "topic"), _text(key, "key")]
+        return self._change(connection, self._sql(_ADD), [name, *which, _text(reason, "reason"), name, *which]) > 0
+
+    def add_record(self, connection: Connection, record_id: int, *, reason: str = "") -> bool:
+        """Hold one record, and with its key what comes behind it. Returns False if it was held already.
+
+        A record that the harvester has sent by then is published all the same.
+
+        Raises:
+            OutboxError: if there is no such record.
+            OutboxTableError: if there is no outbox, or no table of holds.
+        """
+        name = self._identify(connection)
+        identity = _number(record_id)
+        parameters = [identity, name, _text(reason, "reason"), name]
+        found, added = self._fetch(connection, self._sql(_ADD_RECORD), parameters)[0]
+        if not found:
+            raise OutboxError(f"there is no record {identity} in {self.outbox}: it is published, or never was there")
+        return bool(added)
+
+    def release(
+        self,
+        connection: Connection,
+        *,
+        records: Iterable[int] | None = None,
+        topic: str | None = None,
+        key: str | bytes | None = None,
+    ) -> int:
+        """Let records, a key or a topic be published again; return how many holds that ended.
+
+        Args:
+            connection: to the outbox's database.
+            records: the holds of these records.
+            topic: alone: the hold of the topic, while held keys and records of it stay held.
+            key: with `topic`: everything that holds this key, its held records too.
+
+        Raises:
+            InvalidConfig: if it is not said what to release.
+            OutboxTableError: if there is no outbox, or no table of holds.
+        """
+        if records is None and topic is None:
+            raise InvalidConfig("release: name records, a topic, or a topic and a key")
+        wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
+        condition = wanted.filter
+        if records is None and key is None:
+            condition += " AND held.kafka_key IS NULL AND held.record_id IS NULL"
+        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters)
+
+    def release_records(
+        self, connection: Connection, *, topic: str | None = None, key: str | bytes | None = None
+    ) -> int:
+        """Let every held record be published again (of one topic, or of one key of it); return how many holds ended."""
+        wanted = _Selection(self._identify(connection), topic=topic, key=_text(key, "key"))
+        condition = f"{wanted.filter} AND held.record_id IS NOT NULL"
+        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters)
+
+    def skip(
+        self,
+        connection: Connection,
+        *,
+        records: Iterable[int] | None = None,
+        topic: str | None = None,
+        key: str | bytes | None = None,
+    ) -> int:
+        """Delete held records for good, with their holds; what waited behind them goes on. Returns how many.
+
+        Args:
+            connection: to the outbox's database.
+            records: these records, as far as they are held; None for every held one.
+            topic: only those of this topic.
+            key: only those of this key of the topic.
+
+        Raises:
+            InvalidConfig: if a key is named without its topic.
+            OutboxTableError: if there is no outbox, or no table of holds.
+        """
+        wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
+        count: int = self._fetch(connection, self._sql(_SKIP, wanted.filter), wanted.parameters)[0][0]
+        return count
+
+    def dead_letter(
+        self,
+        connection: Connection,
+        *,
+        records: Iterable[int] | None = None,
+        topic: str | None = None,
+        key: str | bytes | None = None,
+    ) -> int:
+        """Ask the harvester to publish held records to the dead-letter topic, and to remove them. Returns how many.
+
+        They stay held until that is done. If the dead-letter topic refuses one, it is held as before, with that error.
+
+        Args:
+            connection: to the outbox's database.
+            records: these records, as far as they are held; None for every held one.
+            topic: only those of this topic.
+            key: only those of this key of the topic.
+
+        Raises:
+            InvalidConfig: if a key is named without its topic.
+            OutboxTableError: if there is no outbox, or no table of holds.
+        """
+        wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
+        return self._change(connection, self._sql(_DEAD_LETTER, wanted.filter), wanted.parameters)
+
+    def _identify(self, connection: Connection) -> str:
+        rows = self._fetch(connection, _NAME, [self.table.quoted, self.outbox.quoted])
+        if not rows:
+            raise OutboxTableError(f"outbox table {self.outbox} does not exist in this database")
+        if not rows[0][1]:
+            raise OutboxTableError(
+                f"there is no table {self.table}, so nothing can be held; make it with "
+                f"`outbox schema --only hold --table {self.outbox}`, with Alembic or with `manage.py migrate`"
+            )
+        name: str = rows[0][0]
+        return name
+
+    def _sql(self, statement: str, condition: str = "") -> str:
+        escaped = {"table": self.outbox.quoted.replace("%", "%%"), "holds": self.table.quoted.replace("%", "%%")}
+        return statement.format(**escaped, filter=condition)
+
+    @staticmethod
+    def _fetch(connection: Connection, sql: str, parameters: Sequence[Any]) -> _Rows:
+        with closing(connection.cursor()) as cursor:
+            cursor.execute(sql, parameters)
+            return [tuple(row) for row in cursor.fetchall()]
+
+    @staticmethod
+    def _change(connection: Connection, sql: str, parameters: Sequence[Any]) -> int:
+        with closing(connection.cursor()) as cursor:
+            cursor.execute(sql, parameters)
+            count: int = cursor.rowcount
+            return count
+
+
+class _Selection:
+    """Some of an outbox's holds, as a condition."""
+
+    def __init__(
+        self,
+        outbox: str,
+        records: Iterable[int] | None = None,
+        topic: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        if key is not None and topic is None:
+            raise InvalidConfig("a key is one of a topic: name the topic, too")
+        self.filter = "held.outbox = %s"
+        self.parameters: list[Any] = [outbox]
+        if records is not None:
+            self.filter += " AND held.record_id = ANY (%s::bigint[])"
+            self.parameters.append(f"{{{','.join(str(_number(identity)) for identity in records)}}}")
+        if topic is not None:
+            self.filter += " AND held.kafka_topic = %s"
+            self.parameters.append(_named(topic, "topic"))
+        if key is not None:
+            self.filter += " AND held.kafka_key = %s"
+            self.parameters.append(key)
+
+
+def _number(identity: object) -> int:
+    if not isinstance(identity, int) or isinstance(identity, bool) or identity not in _BIGINTS:
+        raise InvalidConfig(f"a record is named by its id, a whole number, not by {identity!r:.100}")
+    return identity
+
+
+def _named(text: object, what: str) -> str:
+    if not isinstance(text, str) or not text:
+        raise InvalidConfig(f"{what}: expected a name, got {text!r:.100}")
+    return _text(text, what) or ""
+
+
+def _text(text: object, what: str) -> str | None:
+    """Text for a text column: keys are kept as the UTF-8 that they are in Kafka."""
+    if text is None:
+        return None
+    if isinstance(text, bytes) and what == "key":
+        try:
+            text = text.decode()
+        except UnicodeDecodeError:
+            raise InvalidConfig("key: bytes that are not UTF-8 cannot be in the text column kafka_key") from None
+    if not isinstance(text, str):
+        raise InvalidConfig(f"{what}: expected str, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidConfig(f"{what}: cannot be encoded as UTF-8 ({error.reason} at {error.start})") from None
+    if "\0" in text:
+        raise InvalidConfig(f"{what}: contains a NUL character, which a text column cannot hold")
+    return text

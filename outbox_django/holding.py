@@ -1,0 +1,47 @@
+"""Holds in Django: `outbox_core.holds` on Django's own connection, for views, admin actions and tests.
+
+    from outbox_django import holds
+
+    holds().add("orders", reason="the consumer is being repaired")
+    holds().release(topic="orders")
+
+Each call is one statement, in the current transaction if there is one. The database is that of the model `Hold`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from outbox_core.holds import Holds
+from outbox_django.databases import postgres_connection, write_alias
+from outbox_django.settings import outbox_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_METHODS = frozenset({"list", "add", "add_record", "release", "release_records", "skip", "dead_letter"})
+
+
+class OutboxHolds:
+    """The holds of the project's outbox: the methods of `outbox_core.Holds`, without their connection.
+
+    Args:
+        using: alias of the outbox's database; by default where `stash` writes.
+    """
+
+    __slots__ = ("_holds", "_using")
+
+    def __init__(self, using: str | None = None) -> None:
+        self._holds = Holds(outbox_settings().table)
+        self._using = using
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name not in _METHODS:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}")
+        return partial(getattr(self._holds, name), postgres_connection(self._using or write_alias("Hold")))
+
+
+def holds(using: str | None = None) -> OutboxHolds:
+    """The holds of the outbox that the settings name."""
+    return OutboxHolds(using)

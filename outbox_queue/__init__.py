@@ -1,0 +1,52 @@
+"""Message queues with individual acknowledgement over two Kafka topics, wire-compatible with kafka-mq-go.
+
+    service = QueueService(QueueConfig(bootstrap_servers="localhost:9092"))
+    queue = service.queue("emails")
+
+    with queue.producer() as producer:
+        producer.send({"to": "ada@example.org"})
+
+    with queue.consumer() as consumer:
+        for message in consumer:
+            message.ack()
+
+A redelivery tracker (`outbox queue tracker`) has to run somewhere. Needs the extra `[queue]`.
+"""
+
+from outbox_queue.config import QueueConfig, TrackerConfig
+from outbox_queue.consumer import Consumer
+from outbox_queue.errors import (
+    InvalidMessage,
+    MessageSettled,
+    MessageTooLarge,
+    QueueClosed,
+    QueueError,
+    QueueTopicError,
+    Reject,
+    SendFailed,
+)
+from outbox_queue.message import Message
+from outbox_queue.metrics import QueueMetrics
+from outbox_queue.producer import Producer
+from outbox_queue.service import Queue, QueueService
+from outbox_queue.worker import backoff
+
+__all__ = [
+    "Consumer",
+    "InvalidMessage",
+    "Message",
+    "MessageSettled",
+    "MessageTooLarge",
+    "Producer",
+    "Queue",
+    "QueueClosed",
+    "QueueConfig",
+    "QueueError",
+    "QueueMetrics",
+    "QueueService",
+    "QueueTopicError",
+    "Reject",
+    "SendFailed",
+    "TrackerConfig",
+    "backoff",
+]

@@ -1,0 +1,110 @@
+"""Receiving messages with asyncio: a thin shell over the consumer, which keeps its own threads.
+
+    async with queue.async_consumer(concurrency=100) as consumer:
+        async for message in consumer:
+            ...
+            message.ack()
+
+`ack`, `nack`, `extend` and `interrupt` do not wait for Kafka and are called as they are; `reject` does: use
+`await consumer.reject(message, reason)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from outbox_queue.consumer import Consumer
+from outbox_queue.errors import QueueClosed
+from outbox_queue.message import Message
+from outbox_queue.waiting import Timeout, seconds
+
+
+class AsyncConsumer:
+    """Hands out the messages of a queue to the tasks of one event loop. Made by `Queue.async_consumer`.
+
+    Args:
+        make: makes the consumer; called on a thread when the context is entered.
+    """
+
+    def __init__(self, make: Callable[[], Consumer]) -> None:
+        self._make = make
+        self._consumer: Consumer | None = None
+        self._arrival: asyncio.Event
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._arrival = asyncio.Event()
+        self._consumer = await asyncio.to_thread(self._make)
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._arrival.set)
+
+        self._consumer.listen(wake)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __aiter__(self) -> AsyncIterator[Message]:
+        return self
+
+    async def __anext__(self) -> Message:
+        message = await self._next()
+        if message is None:
+            raise StopAsyncIteration
+        return message
+
+    async def receive(self, timeout: Timeout = None) -> Message | None:  # noqa: ASYNC109  as Consumer.receive
+        """The next message; None if there is none in time, or the consumer has been stopped.
+
+        Cancelling it loses nothing.
+
+        Raises:
+            QueueError: if the queue cannot be read.
+            QueueClosed: if the consumer is not open.
+        """
+        try:
+            async with asyncio.timeout(seconds(timeout)):
+                return await self._next()
+        except TimeoutError:
+            return None
+
+    async def _next(self) -> Message | None:
+        consumer = self._open()
+        while True:
+            self._arrival.clear()  # before looking: what arrives afterwards sets it again
+            message = consumer.receive(timedelta(0))
+            if message is not None or consumer.is_stopped:
+                if message is not None:
+                    self._arrival.set()  # another task may be waiting, and there may be more
+                return message
+            await self._arrival.wait()
+
+    async def reject(self, message: Message, reason: str) -> None:
+        """Set a message aside as a dead letter; see `Message.reject`."""
+        await asyncio.to_thread(message.reject, reason)
+
+    def stop(self) -> None:
+        """Hand out nothing any more: iteration ends. Returns at once; settling goes on."""
+        self._open().stop()
+
+    async def drain(self, timeout: Timeout = None) -> bool:  # noqa: ASYNC109  as Consumer.drain
+        """Stop, and wait until what was handed out is settled; see `Consumer.drain`."""
+        return await asyncio.to_thread(self._open().drain, timeout)
+
+    async def close(self) -> None:
+        """Close the consumer; see `Consumer.close`."""
+        if self._consumer is not None:
+            await asyncio.to_thread(self._consumer.close)
+
+    def _open(self) -> Consumer:
+        if self._consumer is None:
+            raise QueueClosed("use `async with queue.async_consumer() as consumer`")
+        return self._consumer

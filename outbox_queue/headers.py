@@ -1,0 +1,178 @@
+"""The headers of messages and dead letters.
+
+What a message has to carry besides its payload travels in headers that begin with `kmq-`; processes of kafka-mq-go
+ignore them. The first copy of a message needs none, unless it is delayed.
+
+| Header            | On                   | Value |
+|-------------------|----------------------|-------|
+| `kmq-id`          | redelivered copies   | place of the first copy: `partition-offset` |
+| `kmq-attempt`     | redelivered copies   | number of this attempt, 2 for the first redelivery |
+| `kmq-enqueued-at` | redelivered copies   | milliseconds since 1970: when the first copy was sent |
+| `kmq-deliver-at`  | delayed messages     | milliseconds since 1970: not before then |
+| `kmq-queue`       | dead letters         | id of the queue |
+| `kmq-reason`      | dead letters         | what the consumer said, or that the attempts were used up |
+| `kmq-dead-at`     | dead letters         | milliseconds since 1970: when it was set aside |
+
+A dead letter also has `kmq-id`, `kmq-attempt` (the attempts that were made) and `kmq-enqueued-at`; its value is the
+payload (`outbox_queue.dead_letters`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from outbox_queue.errors import InvalidMessage
+
+PREFIX = "kmq-"
+ID = "kmq-id"
+ATTEMPT = "kmq-attempt"
+ENQUEUED_AT = "kmq-enqueued-at"
+DELIVER_AT = "kmq-deliver-at"
+QUEUE = "kmq-queue"
+REASON = "kmq-reason"
+DEAD_AT = "kmq-dead-at"
+
+Header = tuple[str, bytes | None]
+UserHeaders = Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]]
+
+_LONGEST_REASON = 2000
+_LARGEST_INT32 = 2**31 - 1
+
+
+class Travelled(NamedTuple):
+    """What a record's headers tell about its message.
+
+    Attributes:
+        attempt: 1 for the first.
+        enqueued_at_ms: when the first copy was sent; None on the first copy itself.
+        origin: place of the first copy; None on the first copy itself.
+        deliver_at_ms: not before then; None for at once.
+        reason: of a dead letter, else empty.
+        headers: the user's.
+    """
+
+    attempt: int = 1
+    enqueued_at_ms: int | None = None
+    origin: tuple[int, int] | None = None
+    deliver_at_ms: int | None = None
+    reason: str = ""
+    headers: tuple[Header, ...] = ()
+
+
+NOTHING = Travelled()
+
+
+def read(headers: Sequence[Header] | None) -> Travelled:
+    """What a record's headers tell. A `kmq-` header that cannot be read counts as missing: strangers write here too."""
+    if not headers:
+        return NOTHING
+    ours = {name: value for name, value in headers if value is not None and name.startswith(PREFIX)}
+    users = tuple(header for header in headers if not header[0].startswith(PREFIX))
+    if not ours:
+        return Travelled(headers=users)
+    return Travelled(
+        attempt=min(max(1, _number(ours.get(ATTEMPT)) or 1), _LARGEST_INT32 - 1),
+        enqueued_at_ms=_number(ours.get(ENQUEUED_AT)),
+        origin=_place(ours.get(ID)),
+        deliver_at_ms=_number(ours.get(DELIVER_AT)),
+        reason=ours.get(REASON, b"").decode(errors="replace"),
+        headers=users,
+    )
+
+
+def of_copy(
+    headers: Iterable[Header], *, attempt: int, enqueued_at_ms: int | None, origin: tuple[int, int]
+) -> list[Header]:
+    """The headers of a redelivered copy.
+
+    Args:
+        headers: the user's.
+        attempt: the number of the attempt that this copy is for.
+        enqueued_at_ms: when the first copy was sent, if that is known.
+        origin: place of the first copy.
+    """
+    result = [*headers, (ID, place_text(origin).encode()), (ATTEMPT, b"%d" % attempt)]
+    if enqueued_at_ms:
+        result.append((ENQUEUED_AT, b"%d" % enqueued_at_ms))
+    return result
+
+
+def of_dead_letter(
+    headers: Iterable[Header],
+    *,
+    attempts: int,
+    enqueued_at_ms: int | None,
+    origin: tuple[int, int],
+    reason: str,
+    dead_at_ms: int,
+) -> list[Header]:
+    """The headers of a dead letter.
+
+    Args:
+        headers: the user's.
+        attempts: how many were made.
+        enqueued_at_ms: when the first copy was sent, if that is known.
+        origin: place of the first copy.
+        reason: why it is set aside; cut after 2,000 characters.
+        dead_at_ms: now, since 1970.
+    """
+    return [
+        *of_copy(headers, attempt=attempts, enqueued_at_ms=enqueued_at_ms, origin=origin),
+        (REASON, reason[:_LONGEST_REASON].encode(errors="replace")),
+        (DEAD_AT, b"%d" % dead_at_ms),
+    ]
+
+
+def of_users(headers: UserHeaders) -> list[Header]:
+    """A user's headers as they are sent.
+
+    Raises:
+        InvalidMessage: naming the header that is wrong.
+    """
+    pairs = headers.items() if isinstance(headers, Mapping) else headers
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
+        raise InvalidMessage(f"headers: expected a mapping or (name, value) pairs, got {type(headers).__name__}")
+    return [_checked(position, pair) for position, pair in enumerate(pairs)]
+
+
+def place_text(place: tuple[int, int]) -> str:
+    """`partition-offset`."""
+    return f"{place[0]}-{place[1]}"
+
+
+def _checked(position: int, pair: object) -> Header:
+    where = f"headers[{position}]"
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise InvalidMessage(f"{where}: expected a (name, value) pair")
+    name, value = pair
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InvalidMessage(f"{where}: the name must be text without NUL, got {name!r:.100}")
+    if name.startswith(PREFIX):
+        raise InvalidMessage(f"{where}: names that begin with {PREFIX!r} are the queue's own, got {name!r:.100}")
+    try:
+        name.encode()
+        content = value.encode() if isinstance(value, str) else value
+    except UnicodeEncodeError as error:
+        raise InvalidMessage(f"{where}: cannot be encoded as UTF-8 ({error.reason})") from None
+    if isinstance(content, bytearray | memoryview):
+        content = bytes(content)
+    if content is not None and not isinstance(content, bytes):
+        raise InvalidMessage(f"{where}: the value of {name!r} must be bytes, str or None, got {type(value).__name__}")
+    return name, content
+
+
+def _number(value: bytes | None) -> int | None:
+    if value is None or not value.isdigit() or len(value) > 18:
+        return None
+    return int(value)
+
+
+def _place(value: bytes | None) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    partition, _, offset = value.partition(b"-")
+    numbers = _number(partition), _number(offset)
+    if numbers[0] is None or numbers[1] is None or numbers[0] > _LARGEST_INT32:
+        return None
+    return numbers[0], numbers[1]

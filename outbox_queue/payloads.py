@@ -1,0 +1,116 @@
+"""From what users send to a record of the message topic, and the other way round: what fits, and what is refused.
+
+A message has to fit twice: as a record of the message topic, and as a start marker, which has the payload, the headers
+and the queue's id besides its own fields. What does not is refused here, since a consumer could never start it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from outbox_core.errors import InvalidRecord
+from outbox_core.record import OutboxRecord
+from outbox_queue import headers as message_headers
+from outbox_queue.config import QueueConfig, milliseconds
+from outbox_queue.errors import InvalidMessage, MessageTooLarge
+from outbox_queue.headers import Header, UserHeaders
+from outbox_queue.message import delay_milliseconds, now_ms
+
+RECORD_OVERHEAD = 500
+"""More bytes than a start marker and a copy's headers have besides payload, the user's headers and the queue's id."""
+MARKER_OVERHEAD = 200
+"""More bytes than a record has in a batch besides its key and value."""
+
+_HEADER_OVERHEAD = 20
+_LONGEST_QUEUE_NAME = 200
+
+
+class Payload(NamedTuple):
+    """A message as it is sent.
+
+    Attributes:
+        value: of the record.
+        headers: of the record; the user's, and `kmq-deliver-at` if it is delayed.
+    """
+
+    value: bytes
+    headers: list[Header]
+
+
+class PayloadCheck:
+    """Checks and encodes the messages of one queue.
+
+    Args:
+        config: of the queue.
+        queue: its name.
+    """
+
+    def __init__(self, config: QueueConfig, queue: str) -> None:
+        self._queue = queue
+        self._limit = config.max_message_bytes
+        self._free = config.max_message_bytes - RECORD_OVERHEAD - len(queue.encode())
+        self._longest_delay_ms = milliseconds(config.max_delay)
+
+    def encode(self, payload: Any, headers: UserHeaders, delay: timedelta | None) -> Payload:
+        """The value and headers of a message's record.
+
+        Args:
+            payload: `bytes` as they are, `str` as UTF-8, anything else but None becomes JSON.
+            headers: a mapping or pairs; names must not begin with `kmq-`.
+            delay: None for at once.
+
+        Raises:
+            InvalidMessage: naming what is wrong.
+            MessageTooLarge: if a start marker of it would be larger than `max_message_bytes`.
+        """
+        value = payload if type(payload) is bytes else _value(payload)
+        pairs = message_headers.of_users(headers) if headers else []
+        size = len(value) + sum(len(name) * 4 + len(content or b"") + _HEADER_OVERHEAD for name, content in pairs)
+        if size > self._free:
+            raise MessageTooLarge(
+                f"a message of {len(value)} bytes{_with(pairs)} is too large for queue {self._queue!r}: its start "
+                f"marker has to fit into max_message_bytes ({self._limit}), so payload and headers may have "
+                f"{self._free} bytes; keep the data elsewhere and send a reference, or raise max_message_bytes and "
+                "both topics' max.message.bytes"
+            )
+        if delay:
+            pairs.append((message_headers.DELIVER_AT, b"%d" % (now_ms() + self._delay_ms(delay))))
+        return Payload(value, pairs)
+
+    def _delay_ms(self, delay: timedelta) -> int:
+        result = delay_milliseconds(delay)
+        if result > self._longest_delay_ms:
+            raise InvalidMessage(f"delay: {result} ms is more than max_delay, {self._longest_delay_ms} ms")
+        return result
+
+
+def check_queue_name(name: object) -> str:
+    """A queue's name: it becomes a record key, and part of a consumer group's id.
+
+    Raises:
+        InvalidMessage: saying what a name may be.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or len(name) > _LONGEST_QUEUE_NAME:
+        raise InvalidMessage(
+            f"a queue's name must be text of 1 to {_LONGEST_QUEUE_NAME} characters without NUL, got {name!r:.300}"
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise InvalidMessage("a queue's name must be text that UTF-8 can encode") from None
+    return name
+
+
+def _with(pairs: list[Header]) -> str:
+    return f" with {len(pairs)} headers" if pairs else ""
+
+
+def _value(payload: Any) -> bytes:
+    if payload is None:
+        raise InvalidMessage("payload: None would be a tombstone, which a queue cannot carry; send b'' or JSON")
+    try:
+        value = OutboxRecord(topic="queue", value=payload).value
+    except InvalidRecord as error:
+        raise InvalidMessage(str(error).replace("value:", "payload:", 1)) from None
+    return value.encode() if isinstance(value, str) else bytes(value)

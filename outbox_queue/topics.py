@@ -1,0 +1,120 @@
+"""The three topics: made if they are missing, and looked at before they are used.
+
+- The **message topic** has the messages of all queues.
+- The **marker topic** gets its timestamps from the broker (`LogAppendTime`): the trackers' deadline clock follows them,
+  and with timestamps of consumers (`CreateTime`) it would follow whichever consumer's clock is fastest.
+- The **dead letter topic** has what was set aside.
+
+A topic that exists is used as it is, unless messages would be lost by it. What is only worse than it could be is
+reported once, in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from outbox_core.config.durations import format_duration
+from outbox_core.kafka import TopicKind, ensure_topic, topic_settings
+from outbox_queue.clients import common_settings
+from outbox_queue.config import QueueConfig, milliseconds
+from outbox_queue.errors import QueueTopicError
+
+_log = logging.getLogger(__name__)
+
+LOG_APPEND_TIME = "LogAppendTime"
+_UNLIMITED = -1
+_PARTITIONS = 8
+
+
+class Topics(NamedTuple):
+    """What was found.
+
+    Attributes:
+        message_partitions: of the message topic.
+        marker_partitions: of the marker topic.
+        problems: what was reported, a sentence each.
+    """
+
+    message_partitions: int
+    marker_partitions: int
+    problems: tuple[str, ...]
+
+
+def ensure_topics(config: QueueConfig) -> Topics:
+    """Make the topics that are missing, and look at the others.
+
+    Raises:
+        QueueTopicError: if one is missing and cannot be made, or messages would be lost by its settings.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    wanted = config.message_partitions
+    message_partitions = _ensure(config, "message topic", config.message_topic, wanted or _PARTITIONS)
+    marker_partitions = _ensure(config, "marker topic", config.marker_topic, config.marker_partitions)
+    _ensure(config, "dead letter topic", config.dead_letters, wanted or _PARTITIONS)
+    if wanted is not None and message_partitions < wanted:
+        raise QueueTopicError(
+            f"message topic {config.message_topic!r} has {message_partitions} partitions, and message_partitions is "
+            f"{wanted}: stashed messages are sent to so many; set it to {message_partitions}, or "
+            "add partitions to the topic"
+        )
+    problems = tuple(_problems(config))
+    for problem in problems:
+        _log.warning("%s", problem)
+    return Topics(message_partitions, marker_partitions, problems)
+
+
+def _ensure(config: QueueConfig, name: str, topic: str, partitions: int) -> int:
+    settings = {"max.message.bytes": str(config.max_message_bytes + _BATCH_OVERHEAD)}
+    if topic == config.marker_topic:
+        retention = str(milliseconds(config.marker_retention))
+        settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention, "cleanup.policy": "delete"}
+    elif topic == config.dead_letters:
+        settings["cleanup.policy"] = "compact"  # they never expire; a tombstone removes one
+    kind = TopicKind(name, settings, QueueTopicError, partitions, config.replication_factor)
+    return ensure_topic(common_settings(config), kind, topic)
+
+
+_BATCH_OVERHEAD = 1000
+"""More than what a batch and a record have besides key, value and headers."""
+
+
+def _problems(config: QueueConfig) -> list[str]:
+    problems = []
+    for topic in (config.message_topic, config.marker_topic, config.dead_letters):
+        settings = topic_settings(common_settings(config), topic)
+        if settings is None:
+            problems.append(f"topic {topic!r}: its settings cannot be read, and were not checked")
+            continue
+        if int(settings["max.message.bytes"]) < config.max_message_bytes:
+            raise QueueTopicError(
+                f"topic {topic!r} takes records of {settings['max.message.bytes']} bytes (max.message.bytes), and "
+                f"max_message_bytes is {config.max_message_bytes}: lower it, or raise the topic's"
+            )
+        if topic == config.marker_topic:
+            problems += _marker_problems(config, settings)
+    return problems
+
+
+def _marker_problems(config: QueueConfig, settings: dict[str, str]) -> list[str]:
+    topic = config.marker_topic
+    if "compact" in settings["cleanup.policy"]:
+        raise QueueTopicError(
+            f"marker topic {topic!r} has cleanup.policy={settings['cleanup.policy']}: compaction would remove start "
+            "markers of messages in progress; set it to delete"
+        )
+    problems = []
+    if settings["message.timestamp.type"] != LOG_APPEND_TIME:
+        problems.append(
+            f"marker topic {topic!r} has message.timestamp.type={settings['message.timestamp.type']}: redelivery goes "
+            f"by the clocks of consumers, and is early or late by their error; set it to {LOG_APPEND_TIME}"
+        )
+    retention = int(settings["retention.ms"])
+    longest = max(config.max_processing_time, config.max_delay, config.redelivery_timeout)
+    if retention != _UNLIMITED and retention < 2 * milliseconds(longest):
+        problems.append(
+            f"marker topic {topic!r} keeps markers for {retention} ms, less than twice the longest time that a message "
+            f"may be in progress or delayed ({format_duration(longest)}): a new tracker might not find its start "
+            "marker; raise retention.ms, or lower max_processing_time and max_delay"
+        )
+    return problems

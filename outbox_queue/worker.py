@@ -1,0 +1,145 @@
+"""Running a handler for each message, on threads, until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+
+from outbox_core.cli.signals import stop_on_signals
+from outbox_queue.consumer import Consumer
+from outbox_queue.errors import InvalidMessage, QueueClosed, QueueError, Reject
+from outbox_queue.message import Message
+
+Handler = Callable[[Message], object]
+RetryDelay = Callable[[Message, Exception], timedelta]
+"""(what failed, how) -> when to try again."""
+
+_log = logging.getLogger(__name__)
+
+
+def backoff(
+    first: timedelta = timedelta(seconds=1), longest: timedelta = timedelta(minutes=5), *, jitter: float = 0.2
+) -> RetryDelay:
+    """Twice as long before each attempt as before the last one.
+
+    Args:
+        first: after the first attempt.
+        longest: at most.
+        jitter: the share by which a delay may be longer or shorter, so that what failed together is spread.
+    """
+
+    def delay(message: Message, _: Exception) -> timedelta:
+        doubled = first * 2 ** min(message.attempt - 1, 40) if message.attempt <= 40 else longest
+        return min(longest, doubled) * random.uniform(1 - jitter, 1 + jitter)  # noqa: S311  not for secrets
+
+    return delay
+
+
+class Worker:
+    """Calls a handler for each message of a consumer.
+
+    A handler that returns has succeeded: the message is acknowledged, unless the handler has settled it itself. One
+    that raises has failed: the message is given back, for after the retry delay, or set aside if it raised `Reject`.
+
+    Args:
+        consumer: of the queue; the worker closes it.
+        handler: called on one of the threads.
+        concurrency: the number of threads.
+        retry_delay: what to do when the handler raises.
+        drain_timeout: how long handlers may go on after the worker was told to stop.
+    """
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        handler: Handler,
+        *,
+        concurrency: int,
+        retry_delay: RetryDelay,
+        drain_timeout: timedelta,
+    ) -> None:
+        self._consumer = consumer
+        self._handler = handler
+        self._retry_delay = retry_delay
+        self._drain_timeout = drain_timeout
+        self._stopping = threading.Event()
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._work, name=f"outbox-queue-work-{number}", daemon=True)
+            for number in range(concurrency)
+        ]
+
+    def stop(self) -> None:
+        """Hand out nothing any more. Returns at once."""
+        self._stopping.set()
+        self._consumer.stop()
+
+    def run(self, stop: threading.Event | None, *, on_signals: bool) -> bool:
+        """Work until stopped.
+
+        Args:
+            stop: ends the work when it is set.
+            on_signals: whether SIGTERM and SIGINT end it, too.
+
+        Returns:
+            Whether every handler had finished in time.
+
+        Raises:
+            QueueError: if the queue cannot be read.
+        """
+        with self._consumer, stop_on_signals(self.stop) if on_signals else nullcontext():
+            for thread in self._threads:
+                thread.start()
+            self._wait(stop)
+            self.stop()
+            drained = self._consumer.drain(self._drain_timeout)
+            if not drained:
+                _log.warning("handlers did not finish within drain_timeout; their messages are redelivered")
+        if self._failure is not None:
+            raise self._failure
+        return drained
+
+    def _wait(self, stop: threading.Event | None) -> None:
+        while not self._stopping.wait(0.1):
+            if stop is not None and stop.is_set():
+                return
+
+    def _work(self) -> None:
+        try:
+            for message in self._consumer:
+                self._handle(message)
+        except BaseException as error:
+            self._failure = error
+            self._stopping.set()
+
+    def _handle(self, message: Message) -> None:
+        try:
+            try:
+                self._handler(message)
+            except Exception as error:
+                self._failed(message, error)
+            else:
+                if not message.is_settled:
+                    message.ack()
+        except QueueClosed:
+            _log.warning("%r: done after the consumer was closed; it will be redelivered", message)
+
+    def _failed(self, message: Message, error: Exception) -> None:
+        if message.is_settled:
+            _log.warning("%r: the handler raised after it had settled it", message, exc_info=error)
+            return
+        try:
+            if isinstance(error, Reject):
+                message.reject(error.reason)
+                return
+            _log.warning("%r: the handler raised", message, exc_info=error)
+            message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {error}")
+        except QueueClosed:
+            raise
+        except (QueueError, InvalidMessage) as problem:
+            _log.warning("%r: not given back, and redelivered after its timeout: %s", message, problem)
+            message.interrupt()

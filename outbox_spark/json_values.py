@@ -1,0 +1,143 @@
+"""JSON values by a declared schema, in Spark SQL: fields for what fits, a reason for what does not.
+
+`from_json` alone is forgiving: it takes the first of two objects, ignores what follows one, and makes NULL of what does
+not fit. So the text is parsed as the one element of a list, within an object: what follows it is then an error. Fields
+declared NOT NULL must be there, at any depth. Whole numbers are not rounded, decimals are, to their scale.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from outbox_core.errors import InvalidConfig
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
+    from pyspark.sql.types import DataType, StructType
+
+_CORRUPT = "_corrupt"
+_SINGLE = "single"
+_EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
+
+
+def parse_schema(ddl: str) -> StructType:
+    """A schema from Spark's DDL, for example `order BIGINT NOT NULL, lines ARRAY<STRUCT<product: BIGINT>>`.
+
+    Raises:
+        InvalidConfig: it is none, or has no or unusable fields.
+    """
+    from pyspark.sql.types import StructType
+
+    try:
+        schema: Any = StructType.fromDDL(ddl)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidConfig(f"schema: is not Spark's DDL (`name TYPE, ...`): {reason}") from None
+    names = [field.name.lower() for field in schema.fields]
+    taken = sorted({name for name in names if name in ("record", "item", "_raw") or names.count(name) > 1})
+    if not names or taken:
+        raise InvalidConfig(f"schema: {f'the field {taken[0]!r} is twice or taken' if taken else 'has no fields'}")
+    found: StructType = schema
+    return found
+
+
+def parsed(text: Column, schema: StructType) -> Column:
+    """A struct `single` (the value's fields, in an array of one) and `_corrupt`; for `fields` and `problem`.
+
+    Args:
+        text: the value as text, NULL if it is not UTF-8.
+        schema: what is expected.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import ArrayType, StringType, StructField, StructType
+
+    wrapper = StructType([StructField(_SINGLE, ArrayType(schema)), StructField(_CORRUPT, StringType())])
+    options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
+    wrapped = F.concat(F.lit('{"single":['), text, F.lit("]}"))
+    return F.from_json(wrapped, wrapper, options)
+
+
+def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
+    """A SQL expression: why a value does not fit, or NULL.
+
+    Args:
+        value: SQL of the bytes; NULL, a tombstone, fits.
+        text: SQL of the text.
+        wrapped: SQL of what `parsed` gave.
+        schema: what is expected.
+    """
+    element = f"get({wrapped}.{_SINGLE}, 0)"
+    missing = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _missing(schema, element, "")]
+    misfits = [
+        f"CASE WHEN get_json_object({text}, {_path(field.name)}) IS NOT NULL AND {element}.{_name(field.name)} IS NULL "
+        f"THEN '{_text(field.name)} is no {_text(field.dataType.simpleString().upper())}' END"
+        for field in schema.fields
+    ]
+    wild = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _out_of_calendar(schema, element)]
+    # Both lists are looked at only where something is wrong: CASE is lazy.
+    return f"""CASE
+        WHEN {value} IS NULL THEN NULL
+        WHEN {text} IS NULL THEN 'the value is not UTF-8 text'
+        WHEN {wrapped} IS NULL OR {wrapped}.{_CORRUPT} IS NOT NULL THEN
+            CASE WHEN try_parse_json({text}) IS NULL THEN 'the value is not JSON'
+                 WHEN {text} NOT LIKE '%{{%' OR ltrim({text}) NOT LIKE '{{%' THEN 'the value is not a JSON object'
+                 ELSE concat('the value does not fit the schema: ',
+                             coalesce(nullif({_joined(misfits)}, ''), 'a field within a field, or text behind it')) END
+        WHEN size({wrapped}.{_SINGLE}) != 1 OR {element} IS NULL THEN 'the value is not one JSON object'
+        {_when("a field that must be there is missing: ", missing)}
+        {_when(f"a time is not within the years {_EARLIEST_YEAR} to {_LATEST_YEAR}: ", wild)}
+        END"""
+
+
+def _when(words: str, cases: list[str]) -> str:
+    return f"WHEN {_joined(cases)} != '' THEN concat('{words}', {_joined(cases)})" if cases else ""
+
+
+def _joined(cases: list[str]) -> str:
+    return f"concat_ws(', ', {', '.join(cases)})"
+
+
+def _missing(schema: StructType, value: str, path: str) -> list[tuple[str, str]]:
+    """For each field that must be there: its path, and when it is missing."""
+    found = []
+    for field in schema.fields:
+        here, name = f"{value}.{_name(field.name)}", f"{path}{field.name}"
+        if not field.nullable:
+            found.append((name, f"{here} IS NULL"))
+        found += [
+            (inner, f"{here} IS NOT NULL AND {condition}") for inner, condition in _within(field.dataType, here, name)
+        ]
+    return found
+
+
+def _within(kind: DataType, value: str, path: str) -> list[tuple[str, str]]:
+    from pyspark.sql.types import ArrayType, StructType
+
+    if isinstance(kind, StructType):
+        return _missing(kind, value, f"{path}.")
+    if isinstance(kind, ArrayType):
+        variable = f"e{path.count('[')}"
+        inner = _within(kind.elementType, variable, f"{path}[]")
+        return [(name, f"exists({value}, {variable} -> {condition})") for name, condition in inner]
+    return []
+
+
+def _out_of_calendar(schema: StructType, value: str) -> list[tuple[str, str]]:
+    """Dates and times of the top level that other systems cannot hold."""
+    return [
+        (field.name, f"year({value}.{_name(field.name)}) NOT BETWEEN {_EARLIEST_YEAR} AND {_LATEST_YEAR}")
+        for field in schema.fields
+        if field.dataType.typeName() in ("date", "timestamp", "timestamp_ntz")
+    ]
+
+
+def _name(field: str) -> str:
+    return "`" + field.replace("`", "``") + "`"
+
+
+def _path(field: str) -> str:
+    return "'$[\\'" + _text(field) + "\\']'"
+
+
+def _text(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("'", "\\'")

@@ -1,0 +1,77 @@
+"""Who leads an outbox, as a stream's reader sees it: told by the relay that started it, or elected here."""
+
+from __future__ import annotations
+
+import threading
+
+from outbox_core.config import HarvestConfig
+from outbox_core.election import Neli, NeliConfig
+from outbox_core.election.leadership import now
+from outbox_core.events import EventHandler
+
+
+class GivenTerm:
+    """The relay leads, and ends the query when it no longer does.
+
+    Args:
+        term: number of its claim.
+    """
+
+    def __init__(self, term: int) -> None:
+        self._term = term
+
+    def term(self) -> int | None:
+        """The number of the claim."""
+        return self._term
+
+    def stop(self) -> None:
+        """Nothing: the relay stops contending."""
+
+
+class OwnElection:
+    """The reader contends itself, in the harvesters' group, from the first question on.
+
+    Args:
+        config: the harvester's settings.
+        identity: the outbox's.
+    """
+
+    def __init__(self, config: HarvestConfig, identity: str) -> None:
+        self._neli = make_elector(config, identity)
+        self._starting = threading.Lock()
+        self._started = False
+
+    def term(self) -> int | None:
+        """The number of our claim while its lease is valid.
+
+        Raises:
+            OutboxError: what keeps us from ever leading.
+        """
+        with self._starting:
+            if not self._started:
+                self._neli.start()
+                self._started = True
+        if self._neli.failure is not None:
+            raise self._neli.failure
+        lease = self._neli.leadership
+        return lease.term if lease is not None and lease.is_valid(now()) else None
+
+    def stop(self) -> None:
+        """Hand over."""
+        self._neli.stop()
+
+
+def make_elector(config: HarvestConfig, identity: str, on_event: EventHandler | None = None) -> Neli:
+    """A member of the group in which the harvesters of this outbox contend."""
+    group_id, topic = config.leader_names(identity)
+    return Neli(
+        NeliConfig(
+            kafka=config.neli_settings(group_id),
+            group_id=group_id,
+            topic=topic,
+            name=config.name,
+            heartbeat_timeout=config.limits.heartbeat_timeout,
+            min_poll_interval=config.limits.min_poll_interval,
+        ),
+        on_event,
+    )

@@ -1,0 +1,109 @@
+"""The options that the formats `outbox` and `outbox_kafka_txn` share, and the harvester's settings behind them.
+
+They are the settings of `outbox harvest` by another spelling, since a relay and the harvesters of its outbox must agree
+on all of them: the leader group, the transactional.id, the topics of the manifests.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from outbox_core.config import HarvestConfig, Limits, format_duration, parse_duration
+from outbox_core.errors import InvalidConfig
+from outbox_core.stores.postgres import PostgresStore
+from outbox_spark.options import Options
+
+# Option -> field of HarvestConfig.
+_FIELDS = {
+    "dsn": "data_source",
+    "table": "outbox_table",
+    "leaderTopic": "leader_topic",
+    "leaderGroupId": "leader_group_id",
+    "transactionalId": "transactional_id",
+    "trackingTopic": "tracking_topic",
+    "outboxName": "outbox_name",
+    "name": "name",
+}
+_DURATIONS = {"transactionTimeout": "transaction_timeout", "heartbeatTimeout": "heartbeat_timeout"}
+_PRODUCER = "producer."
+_ID_HEADER = "idHeader"
+_NO_HEADER = "-"
+
+COMMON_OPTIONS = (*_FIELDS, *_DURATIONS, _ID_HEADER, "acceptMarked", "outbox", "term", "producerKafkaConfig")
+
+
+def config_of(options: Options) -> HarvestConfig:
+    """The harvester's settings. Raises InvalidConfig."""
+    values: dict[str, Any] = {field: options.optional(option) for option, field in _FIELDS.items()}
+    limits: dict[str, Any] = {
+        field: _duration(options, option) for option, field in _DURATIONS.items() if options.optional(option)
+    }
+    header = options.text(_ID_HEADER, "outbox-id")
+    return HarvestConfig(
+        **{field: value for field, value in values.items() if value is not None},
+        base_kafka_config=options.kafka() if options.has_kafka else {},
+        producer_kafka_config=_json(options, "producerKafkaConfig"),
+        id_header="" if header == _NO_HEADER else header,
+        accept_marked=options.flag("acceptMarked", default=False),
+        delivery="exactly-once",
+        limits=Limits(**limits),
+    )
+
+
+def options_of(config: HarvestConfig, identity: str, term: int) -> dict[str, str]:
+    """The options that stand for settings, for the outbox of this identity in this term of leadership.
+
+    Raises:
+        InvalidConfig: if a Kafka setting is no text or number, so that it cannot be handed to another process.
+    """
+    options = {option: value for option, field in _FIELDS.items() if (value := getattr(config, field)) is not None}
+    options |= {option: format_duration(getattr(config.limits, field)) for option, field in _DURATIONS.items()}
+    for name, value in (*config.base_kafka_config.items(), *config.producer_kafka_config.items()):
+        if callable(value) or not isinstance(value, str | int | float | bool):
+            raise InvalidConfig(f"Kafka setting {name}: a function cannot be handed to Spark's workers; use text")
+    options |= {f"kafka.{name}": _text(value) for name, value in config.base_kafka_config.items()}
+    options |= {
+        "producerKafkaConfig": json.dumps(config.producer_kafka_config),
+        _ID_HEADER: config.id_header or _NO_HEADER,
+        "acceptMarked": _text(config.accept_marked),
+        "outbox": identity,
+        "term": str(term),
+    }
+    return options
+
+
+def identity_of(options: Options, config: HarvestConfig) -> str:
+    """The outbox's identity: from the options, or else from the database, which is asked once by each process."""
+    return options.optional("outbox") or _identify(config.data_source, config.outbox_table)
+
+
+@functools.cache
+def _identify(data_source: str, table: str) -> str:
+    store = PostgresStore(data_source, table)
+    try:
+        return store.check()
+    finally:
+        store.close()
+
+
+def _duration(options: Options, option: str) -> Any:
+    try:
+        return parse_duration(options.text(option))
+    except ValueError as error:
+        raise options.error(option, str(error)) from None
+
+
+def _json(options: Options, option: str) -> dict[str, Any]:
+    try:
+        found = json.loads(options.text(option, "{}"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise options.error(option, "must be a JSON object with librdkafka's settings")
+    return found
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,242 @@
+"""`audit`: what should be in topics against what is there: lost, repeated, reordered and unexpected records.
+
+A record is known by its topic, key and `outbox_id`; one without an id by topic, partition and offset, as the inbox
+knows it.
+
+- *lost*: expected and not found;
+- *repeated*: found more than once; counted as often as it is too much;
+- *reordered*: within a key (and partition, where Kafka keeps an order), found behind a record that was expected after
+  it. Looked for among first occurrences: a repeat is not also out of order;
+- *unexpected*: found and not expected. Against an archive, only below the offsets that it has reached.
+
+Replays (records with the replay's header) repeat by intention; they are counted and left out.
+
+One pass: both sides are shuffled by topic and key, aggregated by id and sorted within the key, on the executors,
+spilling to disk. A small row for each record stays on the executors' disks; the driver gets counts by topic and hour,
+and as many examples as were asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from outbox_spark.config import AuditSettings
+from outbox_spark.pipelines.audit_sides import Sides, below
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+KINDS = ("lost", "repeated", "reordered", "unexpected")
+
+
+@dataclass
+class AuditResult:
+    """What an audit found.
+
+    Attributes:
+        topics: for each topic, how many records were `expected`, `found`, `replayed`, and of each kind of finding.
+        examples: for each topic and kind, some findings.
+        hours: for each hour, how many records were found, and of each kind.
+        keys: the keys with most findings.
+    """
+
+    topics: dict[str, dict[str, int]] = field(default_factory=dict)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    hours: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[dict[str, Any]] = field(default_factory=list)
+
+    def total(self, kind: str) -> int:
+        """Over all topics."""
+        return sum(counts[kind] for counts in self.topics.values())
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found."""
+        return not any(self.total(kind) for kind in KINDS)
+
+
+def audit(expected: DataFrame, found: DataFrame) -> DataFrame:
+    """The findings of a comparison.
+
+    Args:
+        expected: `topic`, `id`, `key`, `partition`, `offset`, `timestamp` of what should be there; offsets (any
+            growing number) give the order within a partition.
+        found: the same of what is there, and `is_replay`.
+
+    Returns:
+        one row for each finding: `kind`, `topic`, `key`, `id`, `times` (1; how often too much, for a repeat),
+        `partition`, `offset`, `timestamp` (of the found record; the last one of a repeat; of the expected record if it
+        is lost), and `other_id`, `other_partition`, `other_offset`: the first occurrence of a repeat, or the record
+        that came before a reordered one and should not have.
+    """
+    return findings_of(compare(expected, found))
+
+
+def compare(expected: DataFrame, found: DataFrame) -> DataFrame:
+    """One small row for each record: `topic`, `hour`, `expected`, `found`, `replayed` (times), and its `findings`."""
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    columns = (
+        "topic",
+        "id",
+        # Records without a key have no order; their ids spread them.
+        "coalesce(key, cast(id AS BINARY)) AS lane",
+        "key IS NOT NULL AS keyed",
+        "partition",
+        "offset",
+        "timestamp",
+    )
+    both = expected.selectExpr(*columns, "0 AS side").unionByName(
+        found.selectExpr(*columns, "IF(is_replay, 2, 1) AS side")
+    )
+    # All that a record and its key need comes together once: no further shuffle.
+    records = (
+        both.repartition("topic", "lane")
+        .groupBy("topic", "lane", "keyed", "id")
+        .agg(
+            *(F.expr(f"count_if(side = {side})").alias(name) for side, name in enumerate(_TIMES)),
+            F.expr(f"min(IF(side = 0, {_PLACE}, NULL))").alias("rank"),
+            F.expr("min(IF(side = 0, partition, NULL))").alias("of"),
+            F.expr("min(IF(side = 0, timestamp, NULL))").alias("expected_at"),
+            F.expr(f"min(IF(side = 1, {_PLACE}, NULL))").alias("first"),
+            F.expr("min(IF(side = 1, partition, NULL))").alias("partition"),
+            F.expr(f"max(IF(side = 1, {_PLACE}, NULL))").alias("last"),
+            F.expr("max(IF(side = 1, partition, NULL))").alias("last_partition"),
+            F.expr("min(IF(side = 1, timestamp, NULL))").alias("found_at"),
+        )
+    )
+    before = (
+        Window.partitionBy("topic", "lane", "keyed", "partition", "of")
+        .orderBy("first")
+        .rowsBetween(Window.unboundedPreceding, -1)
+    )
+    ahead = F.max(F.struct("rank", "id", "first")).over(before)
+    hour = F.date_trunc("hour", F.coalesce("found_at", "expected_at")).alias("hour")
+    return records.withColumn("ahead", ahead).select("topic", hour, *_TIMES, F.expr(_FINDINGS).alias("findings"))
+
+
+def findings_of(compared: DataFrame) -> DataFrame:
+    """What `compare` has found, a row for each finding."""
+    found = compared.where("size(findings) > 0").selectExpr("topic", "explode(findings) AS finding")
+    return found.selectExpr("finding.kind", "topic", *(f"finding.{name}" for name in _FINDING if name != "kind"))
+
+
+_TIMES = ("expected", "found", "replayed")
+_PLACE_BITS = 44
+_PLACE = f"shiftleft(cast(partition AS BIGINT), {_PLACE_BITS}) + offset"
+"""Partition and offset as one number, which aggregates by hash where a pair would have to be sorted."""
+
+
+def _finding(kind: str, condition: str, *, times: str, place: str, partition: str, at: str, other: str) -> str:
+    return f"""IF({condition}, named_struct('kind', '{kind}', 'key', IF(keyed, lane, NULL), 'id', id, 'times', {times},
+        'partition', {partition}, 'offset', {_offset(place, partition)}, 'timestamp', {at}, {other}), NULL)"""
+
+
+def _offset(place: str, partition: str) -> str:
+    return f"{place} - shiftleft(cast({partition} AS BIGINT), {_PLACE_BITS})"
+
+
+def _other(id_: str, partition: str, offset: str) -> str:
+    return f"'other_id', {id_}, 'other_partition', cast({partition} AS INT), 'other_offset', cast({offset} AS BIGINT)"
+
+
+_FINDING = (
+    "kind",
+    "key",
+    "id",
+    "times",
+    "partition",
+    "offset",
+    "timestamp",
+    "other_id",
+    "other_partition",
+    "other_offset",
+)
+_NOBODY = _other("cast(NULL AS STRING)", "NULL", "NULL")
+_FIRST = _other("id", "partition", _offset("first", "partition"))
+_AHEAD = _other("ahead.id", "partition", _offset("ahead.first", "partition"))
+_IS_BEHIND = "keyed AND found > 0 AND expected > 0 AND ahead.rank > rank"
+_OF_FOUND = {"place": "first", "partition": "partition", "at": "found_at"}
+_OF_LAST = {"place": "last", "partition": "last_partition", "at": "found_at"}
+_OF_EXPECTED = {"place": "rank", "partition": "of", "at": "expected_at"}
+_FINDINGS = f"""array_compact(array(
+    {_finding("lost", "found = 0 AND expected > 0", times="1L", other=_NOBODY, **_OF_EXPECTED)},
+    {_finding("repeated", "found > 1", times="found - 1", other=_FIRST, **_OF_LAST)},
+    {_finding("reordered", _IS_BEHIND, times="1L", other=_AHEAD, **_OF_FOUND)},
+    {_finding("unexpected", "expected = 0 AND found > 0", times="1L", other=_NOBODY, **_OF_FOUND)}))"""
+
+
+def run(spark: SparkSession, kafka: Mapping[str, str], settings: AuditSettings) -> AuditResult:
+    """Compare both sides.
+
+    Raises:
+        InvalidConfig: a side cannot be read.
+    """
+    from pyspark import StorageLevel
+    from pyspark.sql import functions as F  # noqa: N812
+
+    sides = Sides(spark, kafka, settings)
+    expected, reached = sides.read(settings.expected)
+    found, _ = sides.read(settings.found)
+    topics = settings.topics or settings.found.topics or settings.expected.topics
+    if topics is not None:
+        expected, found = (side.where(F.col("topic").isin(topics)) for side in (expected, found))
+    if reached is not None:
+        found = below(found, reached)
+    compared = compare(expected, found).persist(StorageLevel.DISK_ONLY)
+    try:
+        return _summarised(compared, settings, topics or [])
+    finally:
+        compared.unpersist()
+
+
+def _summarised(compared: DataFrame, settings: AuditSettings, topics: list[str]) -> AuditResult:
+    from pyspark.sql import functions as F  # noqa: N812
+
+    nothing = dict.fromkeys((*_TIMES, *KINDS), 0)
+    result, hours = AuditResult({topic: dict(nothing) for topic in topics}), dict[Any, dict[str, int]]()
+    sums = [F.sum(name).alias(name) for name in _TIMES]
+    kinds = [
+        F.sum(F.expr(f"aggregate(findings, 0L, (sum, f) -> sum + IF(f.kind = '{kind}', f.times, 0))")).alias(kind)
+        for kind in KINDS
+    ]
+    for row in compared.groupBy("topic", "hour").agg(*sums, *kinds).collect():
+        of_topic = result.topics.setdefault(row.topic, dict(nothing))
+        of_hour = hours.setdefault(row.hour, dict(nothing))
+        for name in nothing:
+            of_topic[name] += row[name]
+            of_hour[name] += row[name]
+    known = sorted(hour for hour in hours if hour is not None)
+    result.hours = [{"hour": hour.isoformat() + "Z", **hours[hour]} for hour in known]
+    findings = findings_of(compared)
+    if settings.findings is not None:
+        findings.write.mode("overwrite").partitionBy("topic", "kind").parquet(settings.findings)
+    if not result.is_clean:
+        _add_examples(result, findings, settings.examples)
+    return result
+
+
+def _add_examples(result: AuditResult, findings: DataFrame, number: int) -> None:
+    from pyspark.sql import Window
+    from pyspark.sql import functions as F  # noqa: N812
+
+    place = F.row_number().over(Window.partitionBy("topic", "kind").orderBy("partition", "offset"))
+    examples = findings.withColumn("place", place).where(F.col("place") <= number).orderBy("topic", "kind", "place")
+    result.examples = [_shown(row.asDict()) for row in examples.drop("place").collect()]
+    counts = [F.sum(F.when(F.col("kind") == kind, F.col("times")).otherwise(0)).alias(kind) for kind in KINDS]
+    keys = findings.groupBy("topic", "key").agg(*counts, F.sum("times").alias("all"))
+    worst = keys.orderBy(F.desc("all"), "topic", "key").limit(number).drop("all")
+    result.keys = [_shown(row.asDict()) for row in worst.collect()]
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as JSON can have it."""
+    key = row["key"]
+    if key is not None:
+        row["key"] = bytes(key).decode("utf-8", "backslashreplace")
+    if row.get("timestamp") is not None:
+        row["timestamp"] = row["timestamp"].isoformat() + "Z"
+    return row

@@ -1,0 +1,188 @@
+"""An audit's report, for programs (JSON) and for people (one HTML page with charts, without scripts)."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from outbox_core.errors import OutboxError
+from outbox_spark.pipelines.audit import KINDS, AuditResult
+
+_COLOURS = {
+    "lost": "#b3261e",
+    "repeated": "#b26a00",
+    "reordered": "#6750a4",
+    "unexpected": "#00639b",
+    "found": "#9aa0a6",
+}
+_WORDS = {
+    "lost": "expected and not found",
+    "repeated": "found more than once",
+    "reordered": "found behind a record of its key that should come later",
+    "unexpected": "found and not expected",
+}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1b1b1f }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top }
+th { background: #f4f4f6 } .t { text-align: left; overflow-wrap: anywhere }
+.clean { color: #146c2e } .bad { color: #b3261e; font-weight: 600 } svg { display: block; max-width: 100% }
+small { color: #5f6368 }
+"""
+
+
+def to_document(result: AuditResult) -> dict[str, Any]:
+    """The report for programs."""
+    return {
+        "clean": result.is_clean,
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "totals": {name: result.total(name) for name in ("expected", "found", "replayed", *KINDS)},
+        "topics": result.topics,
+        "hours": result.hours,
+        "keys": result.keys,
+        "examples": result.examples,
+    }
+
+
+def write(path: str, text: str) -> None:
+    """Write a report on the driver's disk.
+
+    Raises:
+        OutboxError: it cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutboxError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def to_json(result: AuditResult) -> str:
+    """The report for programs, as text."""
+    return json.dumps(to_document(result), indent=2, ensure_ascii=False) + "\n"
+
+
+def to_html(result: AuditResult) -> str:
+    """The report for people: a verdict, counts and a chart by topic, a chart by hour, the worst keys, examples."""
+    verdict = (
+        '<p class="clean">Clean: every expected record was found, once and in order.</p>'
+        if result.is_clean
+        else '<p class="bad">Not clean: '
+        + ", ".join(f"{result.total(kind):,} {kind}" for kind in KINDS if result.total(kind))
+        + ".</p>"
+    )
+    names = ("expected", "found", "replayed", *KINDS)
+    topics = [[topic, *(counts[name] for name in names)] for topic, counts in sorted(result.topics.items())]
+    made = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
+    parts = [
+        f"<h1>Audit</h1>{verdict}<p><small>Made at {made}. {_legend()}</small></p>",
+        f"<h2>Topics</h2>{_table(('topic', *names), topics)}{_bars(result)}",
+        f"<h2>Hours</h2>{_timeline(result.hours)}",
+        *_of_findings(result),
+    ]
+    head = f'<meta charset="utf-8"><title>Audit</title><style>{_STYLE}</style>'
+    return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _of_findings(result: AuditResult) -> Iterable[str]:
+    if result.is_clean:
+        return
+    keys = [[key["topic"], _key(key["key"]), *(key[kind] for kind in KINDS)] for key in result.keys]
+    yield f"<h2>Keys with most findings</h2>{_table(('topic', 'key', *KINDS), keys, texts=2)}"
+    yield "<h2>Examples</h2>" + _table(
+        ("topic", "kind", "key", "id", "where", "when", "see"),
+        [
+            [
+                *(example["topic"], example["kind"], _key(example["key"]), example["id"]),
+                *(_place(example, ""), example["timestamp"] or "", _see(example)),
+            ]
+            for example in result.examples
+        ],
+        texts=7,
+    )
+
+
+def _see(example: Mapping[str, Any]) -> str:
+    if example["kind"] == "repeated":
+        return f"first at {_place(example, 'other_')}; {example['times']} too many"
+    if example["kind"] == "reordered":
+        return f"behind {example['other_id']} at {_place(example, 'other_')}"
+    return "where it was expected" if example["kind"] == "lost" else ""
+
+
+def _place(example: Mapping[str, Any], prefix: str) -> str:
+    return f"partition {example[prefix + 'partition']}, offset {example[prefix + 'offset']}"
+
+
+def _key(key: str | None) -> str:
+    return "(none)" if key is None else key
+
+
+def _legend() -> str:
+    return "; ".join(f"<span style='color:{_COLOURS[kind]}'>{kind}</span>: {_WORDS[kind]}" for kind in KINDS) + "."
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, texts: int = 1) -> str:
+    def cell(tag: str, value: Any, number: int) -> str:
+        shown = f"{value:,}" if isinstance(value, int) else html.escape(str(value))
+        return f'<{tag} class="t">{shown}</{tag}>' if number < texts else f"<{tag}>{shown}</{tag}>"
+
+    head = "".join(cell("th", name, number) for number, name in enumerate(names))
+    body = "".join(f"<tr>{''.join(cell('td', v, n) for n, v in enumerate(row))}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _bars(result: AuditResult) -> str:
+    """For each topic that has findings, a bar of them."""
+    topics = {topic: counts for topic, counts in sorted(result.topics.items()) if any(counts[kind] for kind in KINDS)}
+    if not topics:
+        return ""
+    widest = max(sum(counts[kind] for kind in KINDS) for counts in topics.values())
+    lines = []
+    for number, (topic, counts) in enumerate(topics.items()):
+        top, left = 24 * number, 260.0
+        lines.append(f'<text x="0" y="{top + 15}" font-size="13">{html.escape(topic[:36])}</text>')
+        for kind in KINDS:
+            width = 500 * counts[kind] / widest
+            title = f"<title>{html.escape(topic)}: {counts[kind]:,} {kind}</title>"
+            lines.append(_box(left, top + 3, max(width, 2 if counts[kind] else 0), 16, kind, title))
+            left += width
+    return f'<svg width="780" height="{24 * len(topics) + 6}" role="img">{"".join(lines)}</svg>'
+
+
+def _timeline(hours: Sequence[Mapping[str, Any]]) -> str:
+    """Records found by hour in grey, and findings in colour above each other, on a scale of their own."""
+    if not hours:
+        return "<p>No record has a time.</p>"
+    width = max(3.0, min(24.0, 900 / len(hours)))
+    most = max(hour["found"] for hour in hours) or 1
+    most_bad = max(sum(hour[kind] for kind in KINDS) for hour in hours) or 1
+    lines = []
+    for number, hour in enumerate(hours):
+        left, bottom = number * width, 100.0
+        counts = ", ".join(f"{hour[name]:,} {name}" for name in ("found", *KINDS) if hour[name])
+        title = f"<title>{hour['hour']}: {counts or 'nothing'}</title>"
+        lines.append(
+            _box(left, 210 - 100 * hour["found"] / most, width - 1, 100 * hour["found"] / most, "found", title)
+        )
+        for kind in KINDS:
+            height = 96 * hour[kind] / most_bad
+            bottom -= height
+            lines.append(_box(left, bottom, width - 1, height, kind, title))
+    span = f"{hours[0]['hour']} to {hours[-1]['hour']}"
+    label = (
+        f"<p><small>{span}; findings above, at most {most_bad:,}; records below, at most {most:,} an hour</small></p>"
+    )
+    return f'<svg width="{len(hours) * width:.0f}" height="212" role="img">{"".join(lines)}</svg>{label}'
+
+
+def _box(left: float, top: float, width: float, height: float, *labels: str) -> str:
+    if width <= 0 or height <= 0:
+        return ""
+    kind, title = labels
+    place = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {place} fill="{_COLOURS[kind]}">{title}</rect>'

@@ -1,0 +1,276 @@
+"""`replay`: archive -> topics, in order per key, each record once.
+
+Records of an archived partition are one *shard*, which one task publishes by offset, in transactions. Each transaction
+has one more thing in it: the position behind its last record, as the offset of a consumer group
+`outbox-replay.<name>.<topic>.<partition>` that nobody is a member of. A task that begins, for the first time or again,
+first fences its predecessor (`init_transactions` of the shard's transactional id settles what that one had open), then
+reads that position and goes on there. So a replay of a name happens once, however often it is interrupted or started.
+
+The position is kept on partition 0 of the target topic, which exists; the number is the archived partition's offset.
+
+Values, keys, headers and `outbox-id` are as they were, so that a consumer that has seen a record drops it. One header
+more says that this is a replay, and which.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
+from outbox_core.kafka import KafkaException, Producer, TopicPartition, make_consumer, make_producer
+from outbox_spark.config import ReplaySettings
+from outbox_spark.pipelines.archive import open_archive
+from outbox_spark.topics import TopicLog
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+_SECONDS = 30.0
+_COUNTS = "topic STRING, partition INT, target STRING, published BIGINT, skipped BIGINT"
+
+
+class ReplayFailed(OutboxError):
+    """A record was not taken by Kafka; start the replay again to go on."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a replay would publish of one topic.
+
+    Attributes:
+        topic: of the archive.
+        target: where to.
+        records: how many.
+        keys: of how many keys.
+        first: the time of the earliest.
+        last: the time of the latest.
+    """
+
+    topic: str
+    target: str
+    records: int
+    keys: int
+    first: Any
+    last: Any
+
+
+def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
+    """Rows of an archive as the records to be published.
+
+    Args:
+        archived: with the columns of an archive.
+        settings: topics, keys, times, targets and the header.
+
+    Returns:
+        the selected rows, with `target` (the topic to publish to) and the marked `headers`.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    rows = archived
+    if settings.topics is not None:
+        rows = rows.where(F.col("topic").isin(settings.topics))
+    if settings.keys is not None:
+        rows = rows.where(F.col("key").isin([bytearray(key.encode()) for key in settings.keys]))
+    if settings.since is not None:
+        rows = rows.where(F.col("timestamp") >= F.lit(settings.since))
+    if settings.until is not None:
+        rows = rows.where(F.col("timestamp") < F.lit(settings.until))
+    target = F.col("topic")
+    for name, other in settings.to.items():
+        target = F.when(F.col("topic") == name, other).otherwise(target)
+    mark = F.array(
+        F.struct(F.lit(settings.header).alias("key"), F.encode(F.lit(settings.name), "UTF-8").alias("value"))
+    )
+    marked = F.concat(F.coalesce("headers", F.array().cast(archived.schema["headers"].dataType)), mark)
+    return rows.withColumn("target", target).withColumn("headers", marked)
+
+
+def plan(rows: DataFrame) -> list[Planned]:
+    """What would be published: the dry run."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    found = (
+        rows.groupBy("topic", "target")
+        .agg(
+            F.count(F.lit(1)).alias("records"),
+            F.approx_count_distinct("key").alias("keys"),
+            F.min("timestamp").alias("first"),
+            F.max("timestamp").alias("last"),
+        )
+        .orderBy("topic")
+        .collect()
+    )
+    return [Planned(**row.asDict()) for row in found]
+
+
+def run(
+    spark: SparkSession,
+    kafka: Mapping[str, str],
+    settings: ReplaySettings,
+    *,
+    publish: bool,
+    say: Callable[[str], None],
+) -> Mapping[str, int]:
+    """Say what a replay would publish; with `publish`, do it. Return counts.
+
+    Raises:
+        InvalidConfig: there is no archive, or a target topic is missing or too small.
+        ReplayFailed: Kafka did not take a record.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    table = open_archive(spark, settings.archive)
+    if table.is_empty:
+        raise InvalidConfig(f"replay.archive: there is no archive in {table.url}")
+    only = {"topic": settings.topics} if settings.topics is not None else None
+    since = {"date": settings.since.date().isoformat()} if settings.since is not None else None
+    rows = replay(table.read(only=only, since=since), settings)
+    planned = plan(rows)
+    for part in planned:
+        say(
+            f"{part.topic} -> {part.target}: {part.records:,} records of about {part.keys:,} keys, "
+            f"from {part.first} to {part.last}"
+        )
+    counts = {"selected": sum(part.records for part in planned), "published": 0, "skipped": 0}
+    if not planned or not publish:
+        return counts
+    _check_targets(kafka, table.positions, settings, planned)
+    shards = rows.repartition(max(2, spark.sparkContext.defaultParallelism), "topic", "partition").sortWithinPartitions(
+        "topic", "partition", "offset"
+    )
+    columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers", F.col("timestamp"))
+    for row in columns.mapInArrow(_PublishTask(dict(kafka), settings), _COUNTS).collect():
+        counts["published"] += row.published
+        counts["skipped"] += row.skipped
+    return counts
+
+
+def _check_targets(
+    kafka: Mapping[str, str],
+    archived: Mapping[str, Mapping[str, int]],
+    settings: ReplaySettings,
+    planned: list[Planned],
+) -> None:
+    """See that the target topics are there, with the partitions that are wanted."""
+    log = TopicLog(kafka, [part.target for part in planned])
+    try:
+        ends = log.bounds()[1]
+    finally:
+        log.close()
+    for part in planned:
+        wanted, found = 1 + max(map(int, archived.get(part.topic, {"0": 0}))), len(ends[part.target])
+        if settings.keep_partitions and found < wanted:
+            raise InvalidConfig(
+                f"replay.keep_partitions: {part.topic} has {wanted} partitions in the archive, {part.target} has "
+                f"{found}; add partitions, or set keep_partitions: false to let the key decide"
+            )
+
+
+@dataclass(frozen=True)
+class _PublishTask:
+    """What a task does with its shards; sent to the workers."""
+
+    kafka: Mapping[str, str]
+    settings: ReplaySettings
+
+    def __repr__(self) -> str:
+        return f"replay {self.settings.name}"  # without Kafka's settings: Spark shows it
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for (topic, partition), of_shard in itertools.groupby(rows, key=lambda row: (row["topic"], row["partition"])):
+            shard = _Shard(self.kafka, self.settings, topic, partition)
+            target, published, skipped = shard.publish(of_shard)
+            yield pa.RecordBatch.from_pydict(
+                {
+                    "topic": [topic],
+                    "partition": pa.array([partition], pa.int32()),
+                    "target": [target],
+                    "published": [published],
+                    "skipped": [skipped],
+                }
+            )
+
+
+class _Shard:
+    """The records of one archived partition, published in order."""
+
+    def __init__(self, kafka: Mapping[str, str], settings: ReplaySettings, topic: str, partition: int) -> None:
+        self._kafka = kafka
+        self._settings = settings
+        self._partition = partition
+        self._name = f"outbox-replay.{settings.name}.{topic}.{partition}"
+        self._failure: str | None = None
+
+    def publish(self, rows: Iterator[Mapping[str, Any]]) -> tuple[str, int, int]:
+        """Publish what was not yet; return the target topic, and how many were published and left out."""
+        first = next(rows)
+        target: str = first["target"]
+        producer = make_producer(
+            {"linger.ms": 5, **self._kafka, "transactional.id": self._name, "enable.idempotence": True, "acks": "all"}
+        )
+        consumer = make_consumer(
+            {**self._kafka, "group.id": self._name, "enable.auto.commit": False, "isolation.level": "read_committed"}
+        )
+        try:
+            producer.init_transactions(
+                _SECONDS
+            )  # before the position is read: it settles our predecessor's transaction
+            committed = consumer.committed([TopicPartition(target, 0)], timeout=_SECONDS)[0].offset
+            published = skipped = 0
+            every = itertools.chain([first], rows)
+            for batch in _batches(every, self._settings.transaction_records):
+                fresh = [row for row in batch if row["offset"] >= committed]
+                skipped += len(batch) - len(fresh)
+                if fresh:
+                    self._transaction(producer, consumer.consumer_group_metadata(), target, fresh)
+                published += len(fresh)
+        except KafkaException as error:
+            cause = error.args[0]
+            raise KafkaUnavailable(f"replay of {self._name}: {cause.str()}; start it again to go on") from None
+        finally:
+            consumer.close()
+        return target, published, skipped
+
+    def _transaction(self, producer: Producer, group: Any, target: str, rows: list[Mapping[str, Any]]) -> None:
+        producer.begin_transaction()
+        for row in rows:
+            self._produce(producer, target, row)
+        position = TopicPartition(target, 0, rows[-1]["offset"] + 1)
+        if producer.flush(_SECONDS) or self._failure is not None:
+            reason = self._failure or "no answer"
+            producer.abort_transaction(_SECONDS)
+            raise ReplayFailed(
+                f"a record of {self._name} from offset {rows[0]['offset']} to {rows[-1]['offset']} was not taken: "
+                f"{reason}"
+            )
+        producer.send_offsets_to_transaction([position], group, _SECONDS)
+        producer.commit_transaction(_SECONDS)
+
+    def _produce(self, producer: Producer, target: str, row: Mapping[str, Any]) -> None:
+        options: dict[str, Any] = {"partition": self._partition} if self._settings.keep_partitions else {}
+        headers = [(header["key"], header["value"]) for header in row["headers"]]
+        while True:
+            try:
+                producer.produce(
+                    target, row["value"], row["key"], headers=headers, on_delivery=self._delivered, **options
+                )
+            except BufferError:
+                producer.poll(0.1)
+            else:
+                return
+
+    def _delivered(self, error: Any, _message: Any) -> None:
+        if error is not None and self._failure is None:
+            self._failure = error.str()
+
+
+def _batches(rows: Iterator[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:
+    while batch := list(itertools.islice(rows, size)):
+        yield batch

@@ -1,0 +1,173 @@
+"""One shard of one batch into Kafka, once, without Spark.
+
+    fence -> who leads? -> last manifest -> begin -> records -> manifest -> commit
+
+A task may be tried again, its predecessor may still run, its driver may have died, the commit's answer may have been
+lost, the batch may be replayed from a checkpoint or without one. All of that comes down to one question: is this shard
+of this batch in Kafka? `init_transactions()` settles it, and the shard's last manifest answers it, as it was written in
+the same transaction. Rows that it lists are not sent again.
+
+The last manifest is enough because a batch is handed out only when the purge of the one before is committed
+(`outbox_stream.py`). Whether we may write at all the leader topic tells (`claims.py`): it is read once, after fencing;
+whoever leads later fences us.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError
+from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.recovery import Transactions
+from outbox_core.harvest.transaction import Aborted, Ended, TransactionalProducer
+from outbox_core.ports import StoredRecord
+from outbox_spark.claims import highest_claim
+from outbox_spark.takeover import fence, manifest_after_fence
+
+_log = logging.getLogger(__name__)
+
+MOST_ROWS = 50_000
+"""Most rows of one shard of one batch: their manifest is one record, which brokers take up to 1 MB by default."""
+
+_PATIENCE_SECONDS = 90.0
+_PAUSE_SECONDS = 0.5
+
+
+class Deposed(OutboxError):
+    """Another process leads the outbox by now; what was to be published is its business."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardWritten:
+    """What became of a shard.
+
+    Attributes:
+        sent: how many records were published now.
+        found: how many had been published before.
+    """
+
+    sent: int
+    found: int
+
+
+class ShardWriter:
+    """Publishes one shard of one batch. Used by one thread.
+
+    Args:
+        transactions: the shard's (`Transactions.of_shard`).
+        leader_topic: where the claims are.
+        term: the number of the claim under which the rows were marked.
+        reached: called with the name of each step, for tests: "fenced", "sent", "committed".
+        patience: for how many seconds outages of Kafka are borne.
+    """
+
+    def __init__(
+        self,
+        transactions: Transactions,
+        leader_topic: str,
+        term: int,
+        *,
+        reached: Callable[[str], None] = lambda _: None,
+        patience: float = _PATIENCE_SECONDS,
+    ) -> None:
+        self._transactions = transactions
+        self._leader_topic = leader_topic
+        self._term = term
+        self._reached = reached
+        self._give_up_at = time.monotonic() + patience
+
+    def write(self, records: Sequence[StoredRecord]) -> ShardWritten:
+        """Publish records, those that have not been.
+
+        Args:
+            records: all of the shard, by ascending id.
+
+        Raises:
+            Deposed: if another process has claimed leadership.
+            InvalidRecord: if Kafka refuses a record.
+            KafkaUnavailable: if Kafka is away for too long. It may have been published all the same.
+        """
+        if len(records) > MOST_ROWS:
+            raise InvalidRecord(f"a shard of {len(records)} rows is too large; set maxRecordsPerBatch to {MOST_ROWS}")
+        if not records:
+            return ShardWritten(0, 0)
+        while True:
+            try:
+                return self._try(records)
+            except KafkaUnavailable as error:
+                if time.monotonic() > self._give_up_at:
+                    raise
+                _log.warning("trying again: %s", error)
+                time.sleep(_PAUSE_SECONDS)
+
+    def _over(self) -> bool:
+        return time.monotonic() > self._give_up_at
+
+    def _try(self, records: Sequence[StoredRecord]) -> ShardWritten:
+        producer = fence(self._transactions, self._over)
+        try:
+            self._reached("fenced")
+            self._look_who_leads()
+            missing = self._not_published(records)
+            if missing:
+                self._publish(producer, missing, records)
+                self._reached("committed")
+            return ShardWritten(len(missing), len(records) - len(missing))
+        finally:
+            producer.discard()
+
+    def _look_who_leads(self) -> None:
+        claim = highest_claim(self._transactions.kafka, self._leader_topic)
+        if claim > self._term:
+            raise Deposed(f"claim {claim} on {self._leader_topic} is higher than ours, {self._term}: another one leads")
+
+    def _not_published(self, records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
+        manifest = manifest_after_fence(self._transactions, self._over)
+        if manifest is None:
+            return records
+        published = set(zip(manifest.ids, manifest.create_times, strict=True))
+        return [record for record in records if (record[0], record[7]) not in published]
+
+    def _publish(
+        self, producer: TransactionalProducer, missing: Sequence[StoredRecord], records: Sequence[StoredRecord]
+    ) -> None:
+        """One transaction: the records, and a manifest of the whole shard."""
+        ended = producer.begin()
+        if ended is not None:
+            raise KafkaUnavailable(ended.reason)
+        sent = producer.send(missing, self._over)
+        if isinstance(sent, Ended):
+            raise KafkaUnavailable(sent.reason)
+        if sent is None:
+            raise KafkaUnavailable("the producer's queue stayed full")
+        if sent.refused:
+            producer.abort()
+            record, error, *_ = sent.refused[0]
+            raise InvalidRecord(f"record {record[0]} for topic {record[1]!r}: {error.str()}; {_ADVICE}")
+        self._send_manifest(producer, records)
+        self._reached("sent")
+        outcome = producer.commit()
+        if isinstance(outcome, Ended):
+            raise KafkaUnavailable(outcome.reason)
+        if isinstance(outcome, Aborted):
+            reason = outcome.error.str() if outcome.error is not None else "the transaction was aborted"
+            if outcome.record_at_fault:
+                ids = f"records {missing[0][0]} to {missing[-1][0]}"
+                raise InvalidRecord(f"one of {ids}: {reason}; {_ADVICE}")
+            raise KafkaUnavailable(reason)
+
+    def _send_manifest(self, producer: TransactionalProducer, records: Sequence[StoredRecord]) -> None:
+        transactions = self._transactions
+        manifest = Manifest(transactions.outbox, [record[0] for record in records], [record[7] for record in records])
+        ended = producer.send_manifest(transactions.tracking_topic, manifest.encode(), transactions.tracking_partition)
+        if ended is not None:
+            raise KafkaUnavailable(ended.reason)
+
+
+_ADVICE = (
+    "nothing of its batch's shard was published. Let an ordinary harvester run, which sets such a record's key aside, "
+    "or mend the row"
+)

@@ -1,0 +1,106 @@
+"""What a relay does when a term begins, and when it ends: leave no doubt about what is in Kafka.
+
+A relay publishes with one transactional.id for each shard. Each transaction holds a manifest, as a harvester's does
+(`outbox_core.harvest.manifest`), on the shard's own partition of the relay's topic. So whoever takes over, relay or
+harvester, does the same for each transactional.id there ever was:
+
+1. fence it, by `init_transactions()`: its last transaction is committed or aborted now;
+2. read its last manifest;
+3. delete the rows it lists, by (id, create_time).
+
+This comes after the claim that won the election. A shard's task looks for a higher claim after it has fenced its own
+transactional.id (`outbox_core.election.claims`, `shard_writer.py`): so a task of a deposed relay either fenced before
+our step 1, and is fenced by it, or sees our claim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
+from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.recovery import Transactions
+from outbox_core.harvest.tracking import ManifestNotRead
+from outbox_core.harvest.transaction import TransactionalProducer
+from outbox_core.kafka import topic_exists
+from outbox_spark.batch_store import BatchStore
+
+_log = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 8
+
+
+def settle(transactions: Transactions, store: BatchStore, over: Callable[[], bool]) -> int:
+    """Fence whoever published this outbox, and delete what they published; return how many rows that were.
+
+    Args:
+        transactions: of the outbox.
+        store: where the rows are.
+        over: asked now and then; when true, it is given up.
+
+    Raises:
+        KafkaUnavailable: if Kafka does not answer in time, or it was given up.
+        TrackingTopicError: if a tracking topic holds something else.
+        StoreUnavailable: if the database is away.
+    """
+    ledgers = transactions.relay_shards()
+    if topic_exists(transactions.kafka, transactions.tracking_topic):
+        ledgers.append(transactions)
+    if not ledgers:
+        return 0
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(ledgers)), thread_name_prefix="outbox-settle") as threads:
+        manifests = list(threads.map(lambda ledger: _last_manifest(ledger, over), ledgers))
+    count = sum(store.settle(found.ids, found.create_times) for found in manifests if found is not None)
+    if count:
+        _log.info("purged %d rows that the last term had published", count)
+    return count
+
+
+def refuse_marks(transactions: Transactions, store: BatchStore) -> None:
+    """See what an at-least-once harvester may have left.
+
+    Raises:
+        MarkedRowsFound: if there are rows with its marks, and they are not accepted.
+    """
+    marked = store.marked()
+    if not marked.number:
+        return
+    what = f"{marked.number} rows (ids {marked.first} to {marked.last}) carry the mark of an at-least-once harvester"
+    if not transactions.accept_marked:
+        raise MarkedRowsFound(
+            f"{what} that did not stop in good order: those that it had sent would be repeated. Let an at-least-once "
+            "harvester drain them, or accept the possible repeats with acceptMarked"
+        )
+    _log.warning("%s; those that it had sent are repeated", what)
+
+
+def fence(transactions: Transactions, over: Callable[[], bool]) -> TransactionalProducer:
+    """A producer of this transactional.id, having fenced the last one.
+
+    Raises:
+        KafkaUnavailable: if that cannot be done.
+    """
+    producer = transactions.new_producer()
+    ended = producer.init(over)
+    if ended is not None:
+        producer.discard()
+        raise KafkaUnavailable(f"transactional.id {transactions.transactional_id}: {ended.reason}")
+    return producer
+
+
+def manifest_after_fence(transactions: Transactions, over: Callable[[], bool]) -> Manifest | None:
+    """The manifest of the last committed transaction. Raises KafkaUnavailable, TrackingTopicError."""
+    try:
+        return transactions.last_manifest(over)
+    except ManifestNotRead as error:
+        raise KafkaUnavailable(f"cannot read tracking topic {transactions.tracking_topic}: {error}") from None
+
+
+def _last_manifest(transactions: Transactions, over: Callable[[], bool]) -> Manifest | None:
+    producer = fence(transactions, over)
+    try:
+        return manifest_after_fence(transactions, over)
+    finally:
+        producer.discard()

@@ -1,0 +1,162 @@
+"""Consumers and trackers of one queue, as processes that are killed and replaced, and what they leave in the topics."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outbox_queue import headers, wire
+from outbox_queue.redelivery import REDELIVERED
+from tests.kafka_reader import read_topic
+
+_CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+class QueueFleet:
+    """So many consumers and trackers at all times.
+
+    Args:
+        config: settings of the queue.
+        queue: its name.
+        directory: for journals and logs.
+        consumers: how many.
+        trackers: how many.
+    """
+
+    def __init__(self, config, queue, directory, *, consumers, trackers):
+        self.kills = Counter()
+        self._config, self._queue, self._directory = config, queue, directory
+        self._made = 0
+        self._running = {"consumer": [], "tracker": []}
+        for role, count in (("consumer", consumers), ("tracker", trackers)):
+            for _ in range(count):
+                self.begin(role)
+
+    def begin(self, role):
+        """Start another process."""
+        self._made += 1
+        name = f"{role}-{self._made}"
+        log = (self._directory / f"{name}.log").open("ab")
+        command = [sys.executable, *(self._worker(name) if role == "consumer" else self._tracker())]
+        process = subprocess.Popen(command, cwd=_CHECKOUT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self._running[role].append(process)
+
+    def kill_one(self, role):
+        """SIGKILL one at random, and start another in its place."""
+        process = self._running[role].pop(random.randrange(len(self._running[role])))
+        process.kill()
+        process.wait()
+        self.kills[role] += 1
+        self.begin(role)
+
+    def end(self):
+        """Stop all of them; the exit codes of those that had not been killed."""
+        processes = [process for running in self._running.values() for process in running]
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        codes = []
+        for process in processes:
+            try:
+                codes.append(process.wait(60))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                codes.append("did not end")
+        self._running = {"consumer": [], "tracker": []}
+        return codes
+
+    def journal(self):
+        """What the consumers did: (what, payload, attempt)."""
+        lines = []
+        for path in self._directory.glob("*.journal"):
+            lines += (tuple(line.split()) for line in path.read_text().splitlines())
+        return [(what, payload.encode(), int(attempt)) for what, payload, attempt in lines]
+
+    def logs(self):
+        """What they wrote to their logs."""
+        return "".join(path.read_text() for path in sorted(self._directory.glob("*.log")))
+
+    def _worker(self, name):
+        settings = {
+            "config": self._config,
+            "queue": self._queue,
+            "journal": str(self._directory / f"{name}.journal"),
+        }
+        return ["-m", "tests.acceptance.queue_worker", json.dumps(settings)]
+
+    def _tracker(self):
+        path = self._directory / "queue.yaml"
+        if not path.exists():
+            path.write_text(json.dumps({name.replace("_", "-"): value for name, value in self._config.items()}))
+        return ["-m", "outbox_core", "queue", "tracker", "-f", str(path)]
+
+
+@dataclass
+class Verdict:
+    """What a run came to.
+
+    Attributes:
+        lost: messages that were neither acknowledged nor, if they are poison, set aside.
+        redelivered_after_end: places in the message topic whose first end marker was followed by a tracker's.
+        miscounted: messages whose copies are not attempts 1, 2, 3 and so on.
+        poison: copies and dead letters of each poison message.
+        dead: payloads in the dead letter topic.
+        copies: messages that needed more than one copy.
+    """
+
+    lost: set = field(default_factory=set)
+    redelivered_after_end: list = field(default_factory=list)
+    miscounted: dict = field(default_factory=dict)
+    poison: dict = field(default_factory=dict)
+    dead: Counter = field(default_factory=Counter)
+    copies: int = 0
+
+
+def judge(config, sent, journal, *, is_poison):
+    """Compare what was sent with what was done and what is in the topics."""
+    verdict = Verdict()
+    acknowledged = {payload for what, payload, _ in journal if what == "ack"}
+    dead_attempts = {}
+    for letter in read_topic(config.bootstrap_servers, config.dead_letters, timeout=120):
+        verdict.dead[letter.value] += 1
+        dead_attempts[letter.value] = headers.read(letter.headers).attempt
+    started_twice = _read_markers(config, verdict)
+    attempts = defaultdict(list)
+    read_again = set()
+    for message in read_topic(config.bootstrap_servers, config.message_topic, timeout=120):
+        attempts[message.value].append(headers.read(message.headers).attempt)
+        if (message.partition, message.offset) in started_twice:
+            read_again.add(message.value)
+    for payload in sent:
+        made = sorted(attempts[payload])
+        verdict.copies += len(made) > 1
+        # A place that was started twice was read twice: its consumer died before it could commit the offset.
+        if payload not in read_again and made != list(range(1, len(made) + 1)):
+            verdict.miscounted[payload] = made
+        if is_poison(payload):
+            verdict.poison[payload] = (len(made), dead_attempts.get(payload), payload in read_again)
+        elif payload not in acknowledged and payload not in verdict.dead:
+            verdict.lost.add(payload)
+    return verdict
+
+
+def _read_markers(config, verdict):
+    """Note what came after an end; the places that were started more than once."""
+    starts = Counter()
+    ended = set()
+    for record in read_topic(config.bootstrap_servers, config.marker_topic, timeout=120):
+        marker = wire.Marker.FromString(record.value)
+        place = (marker.message_id.partition, marker.message_id.offset)
+        if place[0] < 0:
+            continue
+        if marker.type == wire.START:
+            starts[place] += 1
+            ended.discard(place)  # it is worked on again
+        elif marker.type == wire.END:
+            if place in ended and marker.reason == REDELIVERED:
+                verdict.redelivered_after_end.append(place)
+            ended.add(place)
+    return {place for place, count in starts.items() if count > 1}

@@ -1,0 +1,192 @@
+"""Trackers that die, stall or meet an outage with messages in progress."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+
+from devstack.processes import wait_until
+from outbox_queue.clients import TRACKER_GROUP
+from outbox_queue.tracker import RedeliveryTracker
+from tests.queueing import PATIENCE, Markers, ended_ids, eventually, messages_in, queue_config, tracking
+
+pytestmark = pytest.mark.real_broker
+IN_PROGRESS = 10_000
+AFTER_MS = 8_000
+
+
+@pytest.fixture
+def config(kafka_bootstrap, make_topic):
+    """Queues with topics of their own."""
+    return queue_config(kafka_bootstrap, make_topic)
+
+
+@pytest.fixture
+def markers(config):
+    """Writes to the marker topic."""
+    return Markers(config.bootstrap_servers, config.marker_topic)
+
+
+@pytest.fixture
+def begin_tracker(config, tmp_path):
+    """A factory for `outbox queue tracker` processes; returns the process and its log."""
+    begun = []
+
+    def begin(*, waits=True):
+        file, log = tmp_path / "queue.yaml", tmp_path / f"tracker-{len(begun)}.log"
+        topics = {name: getattr(config, name) for name in ("message_topic", "marker_topic", "dead_letter_topic")}
+        file.write_text(json.dumps({"bootstrap-servers": config.bootstrap_servers, **topics}))
+        command = [sys.executable, "-m", "outbox_core", "queue", "tracker", "-f", str(file)]
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        begun.append(process)
+        if waits:
+            assert wait_until(lambda: caught_up(log) or process.poll() is not None, PATIENCE)
+            assert process.poll() is None, log.read_text()
+        return process, log
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.wait()
+
+
+def caught_up(log):
+    """Whether the tracker has said so."""
+    return "caught up" in log.read_text()
+
+
+def committed(config):
+    """Where the trackers' group is: partition -> offset."""
+    consumer = Consumer({"bootstrap.servers": config.bootstrap_servers, "group.id": TRACKER_GROUP})
+    asked = [TopicPartition(config.marker_topic, number) for number in range(4)]
+    found = {one.partition: one.offset for one in consumer.committed(asked, timeout=30)}
+    consumer.close()
+    return found
+
+
+def test_a_killed_trackers_successor_redelivers_what_expires(config, markers, begin_tracker, say):
+    """Of 10,000 messages in progress at a SIGKILL, exactly those that expire are redelivered, each once."""
+    tracker, _ = begin_tracker()
+    for number in range(IN_PROGRESS):
+        markers.start(number, 60_000 if number % 4 == 0 else AFTER_MS)
+    for number in range(1, IN_PROGRESS, 4):
+        markers.end(number)
+    markers.flush()
+    assert eventually(lambda: min(committed(config).values()) >= 0)
+    tracker.kill()
+    for number in range(2, IN_PROGRESS, 4):  # while nobody looks
+        markers.end(number)
+    for number in range(0, IN_PROGRESS, 4):
+        markers.keep_alive(number, 600_000)
+    markers.flush()
+    begun = time.monotonic()
+    begin_tracker(waits=False)
+    expected = {b"payload %d" % number: [2] for number in range(3, IN_PROGRESS, 4)}
+    assert eventually(lambda: len(messages_in(config)) >= len(expected), seconds=2 * PATIENCE)
+    say(f"all redelivered {time.monotonic() - begun:.1f} s after the successor's start, timeout {AFTER_MS / 1000:g} s")
+    time.sleep(2)
+    assert messages_in(config) == expected
+    ended = ended_ids(config)
+    assert {place for place, count in ended.items() if count > 1} == set()
+    assert len(ended) == IN_PROGRESS * 3 // 4
+
+
+def test_a_stalled_tracker_redelivers_nothing_that_was_finished_meanwhile(config, markers, begin_tracker):
+    """A tracker that is stopped until everything looks expired first reads what it has missed."""
+    tracker, _ = begin_tracker()
+    for number in range(200):
+        markers.start(number, 3000)
+    markers.flush()
+    time.sleep(0.5)
+    tracker.send_signal(signal.SIGSTOP)
+    for number in range(150):
+        markers.end(number)
+    for number in range(150, 190):
+        markers.keep_alive(number, 600_000)
+    markers.flush()
+    time.sleep(4)  # less than its session: nobody takes over
+    tracker.send_signal(signal.SIGCONT)
+    expected = {b"payload %d" % number: [2] for number in range(190, 200)}
+    assert eventually(lambda: len(messages_in(config)) >= len(expected))
+    time.sleep(1)
+    assert messages_in(config) == expected
+
+
+def test_a_tracker_that_was_replaced_does_not_redeliver_again(config, markers, begin_tracker):
+    """Two trackers that both take a partition for theirs redeliver each message once."""
+    tracker, _ = begin_tracker()
+    for number in range(300):
+        markers.start(number, 9_000)
+    markers.flush()
+    time.sleep(1)
+    tracker.send_signal(signal.SIGSTOP)
+    expected = {b"payload %d" % number: [2] for number in range(300)}
+    with tracking(config):  # takes over when the other's session is over
+        tracker.send_signal(signal.SIGCONT)
+        assert eventually(lambda: len(messages_in(config)) >= len(expected))
+        time.sleep(2)
+    assert messages_in(config) == expected
+    assert set(ended_ids(config).values()) == {1}
+
+
+def test_a_stopped_tracker_commits_and_hands_over_at_once(config, markers, begin_tracker):
+    """SIGTERM ends a tracker with exit code 0; what it had read, its successor need not read."""
+    tracker, _ = begin_tracker()
+    for number in range(100):
+        markers.start(number)
+    for number in range(99):
+        markers.end(number)
+    markers.flush()
+    time.sleep(1)
+    tracker.send_signal(signal.SIGTERM)
+    assert tracker.wait(PATIENCE) == 0
+    kept = committed(config)
+    assert sum(offset > 0 for offset in kept.values()) == 4
+    with tracking(config) as successor:
+        assert eventually(lambda: successor.in_progress == 1)
+
+
+def test_trackers_share_the_partitions(config, markers):
+    """With several trackers each has a part of the partitions, and one that leaves is replaced by the rest."""
+    with tracking(config) as first:
+        with tracking(config) as second:
+            assert eventually(lambda: first.health().detail.startswith("2 ") and second.health().leader)
+            for number in range(40):
+                markers.start(number, 500)
+            markers.flush()
+            assert eventually(lambda: len(messages_in(config)) == 40)
+        assert eventually(lambda: first.health().detail.startswith("4 ") and first.is_caught_up)
+        for number in range(40, 60):
+            markers.start(number, 500)
+        markers.flush()
+        assert eventually(lambda: len(messages_in(config)) == 60)
+    assert messages_in(config) == {b"payload %d" % number: [2] for number in range(60)}
+
+
+def test_a_brokers_outage(own_stack, make_topic):
+    """What expires while the broker is away is redelivered once when it is back; stopping without a broker ends."""
+    stack = own_stack(embedded=False)
+    bootstrap = stack.kafka.bootstrap
+    config = queue_config(
+        bootstrap,
+        lambda *arguments, **more: make_topic(*arguments, bootstrap=bootstrap, **more),
+        close_timeout="3s",
+        kafka={"socket.timeout.ms": 5000},
+    )
+    with RedeliveryTracker(config) as tracker:  # left behind, if Kafka does not answer within the close timeout
+        markers = Markers(bootstrap, config.marker_topic)
+        for number in range(50):
+            markers.start(number, 1500)
+        markers.flush()
+        assert eventually(lambda: tracker.in_progress == 50)
+        stack.kafka.kill()
+        time.sleep(4)
+        stack.start_kafka()
+        expected = {b"payload %d" % number: [2] for number in range(50)}
+        assert eventually(lambda: messages_in(config) == expected, seconds=2 * PATIENCE)
+        stack.kafka.kill()

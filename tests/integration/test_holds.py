@@ -1,0 +1,241 @@
+"""Holds from outside: the functions, `outbox hold`, Django's command and admin; and the store's side of them."""
+
+import json
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from outbox_core import Holds, OutboxRecord
+from outbox_core.cli import main
+from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
+from outbox_core.ports import NewHold
+from outbox_core.stores.postgres import PostgresStore
+from tests.harvesting import Scene
+
+LEADER = uuid4()
+
+
+@pytest.fixture(params=["binary", "text"])
+def scene(request, database):
+    """An outbox of each layout, with its holds."""
+    return Scene(database, "", layout=request.param)
+
+
+@pytest.fixture
+def store(scene):
+    """A store on it."""
+    store = PostgresStore(scene.database)
+    yield store
+    store.close()
+
+
+def refuse(store, *records, dead_letter=False):
+    """Hold records as a harvester does."""
+    store.hold([NewHold(topic, key, identity, "refused", "boo", dead_letter) for identity, topic, key in records])
+
+
+def fill(scene):
+    """Rows 1 to 6: two keys and, in the binary layout, none."""
+    for key in ("a", "b", "a", "b", "c", "a"):
+        scene.stash(OutboxRecord("t", key, "v"))
+
+
+def ids(records):
+    """The ids of records."""
+    return [record[0] for record in records]
+
+
+def test_add_and_release_are_idempotent(scene, store):
+    """Adding twice holds once, releasing twice releases once; a topic and its keys are held apart."""
+    assert scene.hold("add", "t", reason="why")
+    assert not scene.hold("add", "t")
+    assert scene.hold("add", "t", b"a")
+    assert not scene.hold("add", "t", "a")
+    assert [(hold.key, hold.reason) for hold in scene.held()] == [(None, "why"), ("a", "")]
+    assert store.holds().topics == {"t"}
+    assert scene.hold("release", topic="t") == 1
+    assert scene.hold("release", topic="t") == 0
+    assert store.holds().lanes == {("t", "a")}
+    assert scene.hold("release", topic="t", key="a") == 1
+    assert not store.holds()
+
+
+def test_scan_and_mark_leave_out_what_is_held(scene, store):
+    """Keys, topics, and records without a key are left out by the holds that are passed, not by those in the table."""
+    fill(scene)
+    scene.stash(OutboxRecord("u", "a", "v"))
+    scene.hold("add", "t", "a")
+    holds = store.holds()
+    scene.hold("release", topic="t", key="a")
+    scene.hold("add", "u")
+    assert ids(store.scan(10, (), holds=holds)) == [2, 4, 5, 7]
+    assert ids(store.mark(LEADER, 10, holds=holds).records) == [2, 4, 5, 7]
+    assert ids(store.scan(10, (), holds=store.holds())) == [1, 2, 3, 4, 5, 6]
+    assert ids(store.scan(10, ())) == list(range(1, 8))
+
+
+@pytest.mark.parametrize("key", ['"', "\\", "a,b", "{}", "", "NULL", "\u00e4/\u00f6", "%s"])
+def test_strange_keys(scene, store, key):
+    """Whatever a key is made of, it is held, and no other."""
+    scene.stash(OutboxRecord("t", key, "v"), OutboxRecord("t", f"{key}x", "v"))
+    scene.hold("add", "t", key)
+    assert ids(store.scan(10, (), holds=store.holds())) == [2]
+    assert scene.held(topic="t", key=key)[0].key == key
+    assert scene.hold("release", topic="t", key=key.encode()) == 1
+
+
+def test_release_skip_and_dead_letter_of_records(scene, store):
+    """Only held records are skipped or asked for; a key's release ends the holds of its records, too."""
+    fill(scene)
+    refuse(store, (1, "t", "a"), (2, "t", "b"), (5, "t", "c"))
+    refuse(store, (1, "t", "a"))
+    assert [hold.record_id for hold in scene.held()] == [1, 2, 5]
+    assert scene.hold("skip", records=[1, 3, 99]) == 1
+    assert scene.hold("skip", records=[1]) == 0
+    assert [row.id for row in scene.rows()] == [2, 3, 4, 5, 6]
+    assert scene.hold("dead_letter", records=[2, 3]) == 1
+    assert scene.hold("dead_letter", records=[2]) == 0
+    assert dict(store.holds().requests) == {2: "boo"}
+    assert ids(store.fetch([2, 3, 5])) == [2, 5]
+    assert store.keep([2], "no") == 1
+    assert not store.holds().requests
+    assert scene.hold("release", topic="t", key="b") == 1
+    assert scene.hold("release_records") == 1
+    assert scene.held() == []
+
+
+def test_bury_deletes_row_and_hold(scene, store):
+    """Rows are recognised by id and create time; their holds go with them."""
+    fill(scene)
+    refuse(store, (1, "t", "a"), (2, "t", "b"), dead_letter=True)
+    first, second = store.fetch([1, 2])
+    assert store.bury([1, 2], [first[7], second[7]]) == 2
+    assert scene.held() == []
+    assert scene.count() == 4
+
+
+def test_holds_of_records_that_are_gone(scene, store):
+    """A row deleted by hand, or another one under its id, does not keep the key held."""
+    fill(scene)
+    refuse(store, (1, "t", "a"), (2, "t", "b"), (3, "other", "a"))
+    scene.execute("DELETE FROM outbox WHERE id = 1")
+    assert store.release_gone() == 2
+    assert [hold.record_id for hold in scene.held()] == [2]
+
+
+def test_skip_spares_another_row_of_the_same_id(scene, store):
+    """Ids come back after TRUNCATE: a hold is not taken for one of the new row."""
+    fill(scene)
+    refuse(store, (1, "t", "a"))
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    scene.stash(OutboxRecord("t", "z", "new"))
+    assert scene.hold("skip", records=[1]) == 0
+    assert scene.count() == 1
+
+
+def test_add_record(scene):
+    """A record is held with its key; one that is not there is an error."""
+    fill(scene)
+    assert scene.hold("add_record", 3, reason="look at it")
+    assert not scene.hold("add_record", 3)
+    (hold,) = scene.held()
+    assert (hold.topic, hold.key, hold.record_id, hold.reason) == ("t", "a", 3, "look at it")
+    with pytest.raises(OutboxError, match="no record 99"):
+        scene.hold("add_record", 99)
+
+
+def test_what_cannot_be_is_refused(scene):
+    """Bad arguments are named before any SQL is sent; missing tables, too."""
+    for call, complaint in (
+        (lambda: scene.hold("add", ""), "topic"),
+        (lambda: scene.hold("add", "t", b"\xff"), "key: bytes"),
+        (lambda: scene.hold("add", "t", "a\0"), "key: contains a NUL"),
+        (lambda: scene.hold("release"), "name records, a topic"),
+        (lambda: scene.hold("skip", key="a"), "name the topic"),
+        (lambda: scene.hold("skip", records=["1"]), "by its id"),
+    ):
+        with pytest.raises(InvalidConfig, match=complaint):
+            call()
+    scene.execute("DROP TABLE outbox_hold")
+    with pytest.raises(OutboxTableError, match=r"outbox schema --only hold"):
+        scene.held()
+    with pytest.raises(OutboxTableError, match="does not exist"), scene.connect() as connection:
+        Holds("nowhere").list(connection)
+
+
+def run(scene, capsys, *arguments):
+    """`outbox hold`; exit code, output, errors."""
+    code = main(["hold", *arguments, "--dsn", scene.database])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_command(scene, store, capsys):
+    """List, add, release, skip and dead-letter say what they did."""
+    fill(scene)
+    refuse(store, (1, "t", "a"), (2, "t", "b"))
+    assert run(scene, capsys, "add", "--topic", "t", "--reason", "why")[:2] == (0, "topic t is held\n")
+    assert run(scene, capsys, "add", "--topic", "t")[1] == "topic t is held already\n".replace("is", "was")
+    assert run(scene, capsys, "add", "--topic", "t", "--key", "c")[1] == "key c of topic t is held\n"
+    assert run(scene, capsys, "add", "--record", "4")[1] == "record 4 is held\n"
+    lines = [line.split("\t") for line in run(scene, capsys, "list")[1].splitlines()]
+    assert [(line[0], line[2]) for line in lines] == [
+        ("topic", "-"),
+        ("record 1", "a"),
+        ("record 2", "b"),
+        ("record 4", "b"),
+        ("key", "c"),
+    ]
+    assert run(scene, capsys, "list", "--limit", "1")[1].splitlines()[-1].startswith("... and more")
+    shown = [
+        json.loads(line)
+        for line in run(scene, capsys, "list", "--json", "--key", "a", "--topic", "t")[1].split("\n")[:-1]
+    ]
+    assert [(hold["record_id"], hold["error"]) for hold in shown] == [(1, "boo")]
+    assert run(scene, capsys, "dead-letter", "2", "9")[1].startswith("asked for 1 record (1 of the given ids: nothing")
+    assert "waits for the dead-letter topic" in run(scene, capsys, "list", "--topic", "t", "--key", "b")[1]
+    assert run(scene, capsys, "skip", "1")[1] == "skipped 1 record\n"
+    assert run(scene, capsys, "release", "--topic", "t")[1] == "released 1 hold\n"
+    assert run(scene, capsys, "release", "--all")[1] == "released 2 holds\n"
+    assert run(scene, capsys, "release", "--topic", "t", "--key", "c")[1] == "released 1 hold\n"
+    assert run(scene, capsys, "list") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["add"], "name a --topic"),
+        (["skip"], "name the ids of held records, or say --all"),
+        (["release"], "name the ids"),
+        (["skip", "1", "--all"], "or say --all"),
+        (["add", "--record", "77"], "no record 77"),
+        (["list", "--table", "a b"], "--table"),
+    ],
+    ids=str,
+)
+def test_command_says_what_is_wrong(scene, capsys, arguments, complaint):
+    """Exit code 2 and one line."""
+    code, out, err = run(scene, capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("outbox: error: ")
+    assert complaint in err
+
+
+def test_role_without_rights_on_the_holds(scene, caplog):
+    """A harvester that may not use the holds works without them, and says so once."""
+    scene.execute("DROP ROLE IF EXISTS harvests_only")
+    scene.execute("CREATE ROLE harvests_only LOGIN")
+    scene.execute("GRANT SELECT, UPDATE, DELETE ON outbox TO harvests_only")
+    parameters = psycopg.conninfo.conninfo_to_dict(scene.database) | {"user": "harvests_only"}
+    store = PostgresStore(psycopg.conninfo.make_conninfo("", **parameters))
+    try:
+        assert store.holds() is None
+        assert store.holds() is None
+    finally:
+        store.close()
+        scene.execute("DROP OWNED BY harvests_only")
+        scene.execute("DROP ROLE harvests_only")
+    assert [
+        record.message for record in caplog.records if "missing rights on outbox_hold" in record.message
+    ].__len__() == 1

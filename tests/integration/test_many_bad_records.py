@@ -1,0 +1,242 @@
+"""Ten thousand bad records, unreachable partitions, hot keys: the rest flows. And the rules, each broken on purpose."""
+
+import time
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+from confluent_kafka import KafkaError, Producer
+
+from outbox_core import OutboxRecord
+from outbox_core.harvest import bad_records, culprits
+from outbox_core.harvest import harvester as harvester_module
+from outbox_core.harvest.holding import HoldBook
+from outbox_core.harvest.publisher import Failure
+from outbox_core.stores import postgres
+from outbox_core.stores.postgres import PostgresStore
+from tests.harvesting import Scene, by_key, wait_until
+
+pytestmark = pytest.mark.real_broker
+
+MODES = ["at-least-once", "exactly-once"]
+QUICK = {"io_error_backoff": "50ms"}
+
+
+@pytest.fixture(params=MODES)
+def mode(request):
+    """How records are delivered."""
+    return {"delivery": request.param}
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """One outbox with its holds."""
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+def assert_in_order(messages, count):
+    """Rows 1 to `count` have arrived, those of each key in order but for adjacent repeats."""
+    for key, values in by_key(messages).items():
+        numbers = [int(value) for value in values]
+        assert [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n] == sorted(set(numbers)), key
+    assert {int(message.value) for message in messages} == set(range(1, count + 1))
+
+
+class CountingStore(PostgresStore):
+    """Counts the statements that bring rows, and what they bring."""
+
+    reads = 0
+
+    def mark(self, *arguments, **options):
+        CountingStore.reads += 1
+        return super().mark(*arguments, **options)
+
+    def scan(self, *arguments, **options):
+        CountingStore.reads += 1
+        return super().scan(*arguments, **options)
+
+
+def test_ten_thousand_bad_records(scene, make_topic, mode):
+    """They are found and held in a bounded number of reads, and what comes later is read as if they were not there."""
+    topic = make_topic()
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_partition) "
+        "SELECT %s, 'bad' || n, 'x', 999 FROM generate_series(1, 10000) AS n",
+        [topic],
+    )
+    CountingStore.reads = 0
+    with scene.running(config=mode, limits=QUICK, store_factory=lambda: CountingStore(scene.database)):
+        scene.fill(topic, 2_000)
+        wait_until(lambda: scene.count() == 10_000, "everything else is published")
+        wait_until(lambda: scene.execute("SELECT count(*) AS n FROM outbox_hold")[0].n == 10_000, "all are held")
+        before = CountingStore.reads
+        scene.execute(
+            "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) "
+            "SELECT %s, 'k' || n %% 100, n::text::bytea FROM generate_series(2001, 30000) AS n",
+            [topic],
+        )
+        wait_until(lambda: scene.count() == 10_000, "what comes later, too")
+        assert CountingStore.reads - before < 200
+    assert_in_order(scene.read(topic), 30_000)
+
+
+class Unreachable:
+    """A producer for which one partition cannot be reached: records for it time out after a while.
+
+    Attributes:
+        away: whether it still is so.
+    """
+
+    away = True
+
+    def __init__(self, settings, topic):
+        self._producer = Producer(settings)
+        self._topic = topic
+        self._lost = []
+
+    def produce(self, topic, value, key, partition, *, on_delivery, headers):
+        if topic != self._topic or not Unreachable.away:
+            self._producer.produce(topic, value, key, partition, on_delivery=on_delivery, headers=headers)
+        else:
+            self._lost.append((time.monotonic() + 1.0, on_delivery))
+
+    def poll(self, timeout):
+        while self._lost and (self._lost[0][0] < time.monotonic() or not Unreachable.away):
+            self._lost.pop(0)[1](KafkaError(KafkaError._MSG_TIMED_OUT), SimpleNamespace(partition=lambda: 0))
+        return self._producer.poll(min(timeout, 0.05) if self._lost else timeout)
+
+    def flush(self, timeout):
+        self.poll(0)
+        return self._producer.flush(min(timeout, 0.05) if self._lost else timeout)
+
+    def __getattr__(self, name):
+        return getattr(self._producer, name)
+
+
+def test_unreachable_partition_does_not_slow_the_others(scene, make_topic):
+    """Its keys are parked, however many there are and however hot one is; nobody is marked again; then all arrives."""
+    Unreachable.away = True
+    stuck, topic = make_topic(partitions=1), make_topic()
+    limits = QUICK | {"max_in_flight_records": 4_000, "mark_query_records": 1_000}
+    scene.fill(stuck, 3_000, keys=1, prefix="hot")
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) "
+        "SELECT %s, 'cold' || n, n::text::bytea FROM generate_series(3001, 6000) AS n",
+        [stuck],
+    )
+    scene.fill(topic, 5_000, keys=500)
+
+    def make_producer(settings):
+        return Unreachable(settings, stuck)
+
+    with patch.object(harvester_module, "make_producer", make_producer), scene.running(limits=limits) as harvester:
+        wait_until(lambda: scene.count(f"kafka_topic = '{topic}'") == 0, "the others are published")
+        for _ in range(3):
+            scene.fill(topic, 100, keys=50, prefix="later")
+            wait_until(lambda: scene.count(f"kafka_topic = '{topic}'") == 0, "the later ones, too")
+        assert scene.count() == 6_000
+        assert scene.held() == []
+        Unreachable.away = False
+        wait_until(lambda: scene.count() == 0, "it is back")
+        assert len(harvester.leader_ids) == 1
+    assert_in_order(scene.read(stuck), 6_000)
+
+
+# -- tests of the tests: each rule, when it is broken, makes the scene above it come out wrong
+
+
+def play_release(scene, topic):
+    """Hold a key with two records in the table, release it behind the back of a floor, and see in which order they go.
+
+    The scan or mark stands for one above a floor that the held record is below: it must not bring the follower alone.
+    """
+    scene.stash(*(OutboxRecord(topic, "a", str(n)) for n in (1, 2)))
+    scene.hold("add", topic, "a")
+    store = PostgresStore(scene.database)
+    holds = store.holds()
+    scene.hold("release", topic=topic, key="a")
+    store.check()
+    above = store._scan_excluding.replace("WHERE NOT", "WHERE id > 1 AND NOT")
+    parameters = {"limit": 10, "ids": "{}", "max_bytes": 2**40, "excluded": []}
+    rows = store._query(above, parameters | store._held_parameters.of(holds))
+    store.close()
+    return [row[0] for row in rows]
+
+
+_JOINED = """
+AND NOT EXISTS (SELECT FROM outbox_hold AS h WHERE h.kafka_topic = outbox.kafka_topic
+                AND (h.kafka_key IS NULL OR h.kafka_key = outbox.kafka_key))
+"""
+
+
+def test_holds_joined_in_sql_let_followers_overtake(scene):
+    """Passed as parameters the released key stays out of a statement that begins behind its first record."""
+    assert play_release(scene, "t") == []
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    with patch.object(postgres, "_HELD", _JOINED):
+        assert play_release(scene, "t") == [2]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_blaming_a_batch_holds_the_innocent(scene, make_topic, broken):
+    """A too-large record fails its batch; only if each is tried alone is nobody else held."""
+    topic = make_topic(partitions=1, config={"max.message.bytes": "20000"})
+    scene.fill(topic, 50, keys=50)
+    scene.stash(OutboxRecord(topic, "bad", b"x" * 40_000))
+    judge = bad_records.BadRecords.judge
+
+    def blame(self, failures, lanes):
+        if broken:
+            failures = [Failure(*failure[:2], True, failure[3]) for failure in failures]
+        return judge(self, failures, lanes)
+
+    settings = {"producer_kafka_config": {"linger.ms": 200}}
+    with patch.object(bad_records.BadRecords, "judge", blame), scene.running(limits=QUICK, config=settings):
+        wait_until(lambda: scene.held() and scene.count() == len(scene.held()), "everything is published or held")
+        assert (len(scene.held()) > 1) is broken
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_blaming_a_transaction_holds_the_innocent(scene, make_topic, broken):
+    """The same in a transaction."""
+    topic = make_topic(partitions=1, config={"max.message.bytes": "20000"})
+    scene.fill(topic, 50, keys=50)
+    scene.stash(OutboxRecord(topic, "bad", b"x" * 40_000))
+    judge = culprits.Culprits.judge
+
+    def blame(self, aborted, group, failures):
+        if broken:
+            self.condemn([Failure(record, aborted.error, True) for record in group])
+        else:
+            judge(self, aborted, group, failures)
+
+    with (
+        patch.object(culprits.Culprits, "judge", blame),
+        scene.running(limits=QUICK, config={"delivery": "exactly-once"}),
+    ):
+        wait_until(lambda: scene.held() and scene.count() == len(scene.held()), "everything is published or held")
+        assert (len(scene.held()) > 1) is broken
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_holds_that_are_not_looked_at_again_miss_a_pause(scene, make_topic, mode, broken):
+    """A topic paused while the outbox was idle is paused, although nobody asked for holds while there were none."""
+    topic = make_topic()
+    look_after = HoldBook.look_after
+
+    def blind(self, store):
+        return self.current if broken else look_after(self, store)
+
+    with patch.object(HoldBook, "look_after", blind), scene.running(config=mode, limits=QUICK):
+        scene.fill(topic, 10)
+        wait_until(lambda: scene.count() == 0, "it runs")
+        scene.execute("SELECT pg_sleep(1)")
+        scene.hold("add", topic)
+        scene.fill(topic, 10)
+        if broken:
+            wait_until(lambda: scene.count() == 0, "the pause is not seen")
+        else:
+            scene.execute("SELECT pg_sleep(2)")
+            assert scene.count() == 10

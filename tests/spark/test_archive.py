@@ -1,0 +1,154 @@
+"""The archive: every record once, whatever dies and whatever is lost of Spark's checkpoint."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from outbox_core.errors import InvalidConfig
+from outbox_spark.config import ArchiveSettings, ReplaySettings
+from outbox_spark.ledger import Ledger
+from outbox_spark.pipelines import archive, replay
+from outbox_spark.pipelines.following import RecordsMissing
+from tests.kafka_reader import read_topic
+from tests.spark.following import forget_last_commit, produce, run_and_die, run_once
+
+pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def settings(tmp_path, make_topic):
+    """Settings of an archive of a fresh topic."""
+    return ArchiveSettings(
+        name="archive",
+        topics=[make_topic(3)],
+        checkpoint=str(tmp_path / "checkpoint"),
+        path=str(tmp_path / "archive"),
+        small_files=3,
+    )
+
+
+def _ids(rows):
+    return sorted(int(row.outbox_id.rpartition(":")[2]) for row in rows.select("outbox_id").collect())
+
+
+def _archived(spark, settings):
+    """Ids in the archive, by its ledger and by its folders, which must agree."""
+    by_ledger = _ids(archive.open_archive(spark, settings.path).read())
+    assert by_ledger == _ids(spark.read.parquet(settings.path))
+    return by_ledger
+
+
+def test_archives_each_record_once(spark, settings, kafka_bootstrap):
+    """Records are archived once with all they have, aborted ones are not; small files are merged."""
+    topic = settings.topics[0]
+    for begin in range(0, 80, 20):
+        produce(kafka_bootstrap, topic, range(begin, begin + 20))
+        produce(kafka_bootstrap, topic, range(9000, 9005), abort=True)
+        counts = run_once(archive, spark, kafka_bootstrap, settings)
+        assert counts["records"] == 20
+    assert _archived(spark, settings) == list(range(80))
+    table = archive.open_archive(spark, settings.path)
+    assert len(list(Path(settings.path).rglob("*.parquet"))) < 8
+    found = {(row.partition, row.offset): row for row in table.read().collect()}
+    for message in read_topic(kafka_bootstrap, topic):
+        row = found[message.partition, message.offset]
+        assert (row.topic, bytes(row.key), bytes(row.value)) == (topic, message.key, message.value)
+        assert [(header.key, bytes(header.value)) for header in row.headers] == message.headers
+        assert row.date == row.timestamp.date()
+
+
+def test_survives_losses_of_the_checkpoint(spark, settings, kafka_bootstrap):
+    """A deleted commit-log entry and a deleted checkpoint change nothing."""
+    topic = settings.topics[0]
+    produce(kafka_bootstrap, topic, range(30))
+    run_once(archive, spark, kafka_bootstrap, settings)
+    forget_last_commit(settings.checkpoint)
+    produce(kafka_bootstrap, topic, range(30, 50))
+    run_once(archive, spark, kafka_bootstrap, settings)
+    assert _archived(spark, settings) == list(range(50))
+    shutil.rmtree(settings.checkpoint)
+    produce(kafka_bootstrap, topic, range(50, 60))
+    assert run_once(archive, spark, kafka_bootstrap, settings)["records"] == 10
+    assert _archived(spark, settings) == list(range(60))
+
+
+def test_survives_a_killed_driver(spark, settings, kafka_bootstrap):
+    """A driver killed between the archive's commit and Spark's repeats nothing."""
+    produce(kafka_bootstrap, settings.topics[0], range(30))
+    run_and_die("archive", kafka_bootstrap, settings)
+    assert _archived(spark, settings) == list(range(30))
+    produce(kafka_bootstrap, settings.topics[0], range(30, 40))
+    run_once(archive, spark, kafka_bootstrap, settings)
+    assert _archived(spark, settings) == list(range(40))
+
+
+def test_survives_a_failure_around_the_commit(spark, settings, kafka_bootstrap, monkeypatch):
+    """A failure before the commit and one right behind it are tried again, and each record is there once."""
+    produce(kafka_bootstrap, settings.topics[0], range(30))
+    commit, settle, failures = Ledger.commit, Ledger.settle, []
+
+    def fail_before(self, *arguments, **options):
+        if len(failures) == 0:
+            failures.append("before")
+            raise OSError("the disk has gone")
+        return commit(self, *arguments, **options)
+
+    def fail_behind(self):
+        if self.number == 1 and len(failures) == 1:
+            failures.append("behind")
+            raise OSError("the disk has gone again")
+        return settle(self)
+
+    monkeypatch.setattr(Ledger, "commit", fail_before)
+    monkeypatch.setattr(Ledger, "settle", fail_behind)
+    run_once(archive, spark, kafka_bootstrap, settings)
+    assert failures == ["before", "behind"]
+    assert _archived(spark, settings) == list(range(30))
+
+
+def test_says_when_records_would_be_missing(spark, settings, kafka_bootstrap):
+    """An archive that is behind its checkpoint is an error, and nothing is skipped."""
+    produce(kafka_bootstrap, settings.topics[0], range(10))
+    run_once(archive, spark, kafka_bootstrap, settings)
+    shutil.rmtree(settings.path)
+    produce(kafka_bootstrap, settings.topics[0], range(10, 20))
+    with pytest.raises(RecordsMissing, match="delete "):
+        run_once(archive, spark, kafka_bootstrap, settings)
+    shutil.rmtree(settings.checkpoint)
+    run_once(archive, spark, kafka_bootstrap, settings)
+    assert _archived(spark, settings) == list(range(20))
+
+
+def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic):
+    """A dry run publishes nothing; a replay publishes the selection in order, marked, and only once."""
+    topic, target = settings.topics[0], make_topic(3)
+    produce(kafka_bootstrap, topic, range(40))
+    run_once(archive, spark, kafka_bootstrap, settings)
+    wanted = ReplaySettings(
+        archive=settings.path, name=f"again-{target}", keys=["k1", "k3"], to={topic: target}, transaction_records=5
+    )
+    kafka, said = {"bootstrap.servers": kafka_bootstrap}, []
+    assert replay.run(spark, kafka, wanted, publish=False, say=said.append)["selected"] == 16
+    assert len(said) == 1
+    assert read_topic(kafka_bootstrap, target) == []
+    assert replay.run(spark, kafka, wanted, publish=True, say=said.append)["published"] == 16
+    again = replay.run(spark, kafka, wanted, publish=True, say=said.append)
+    assert (again["published"], again["skipped"]) == (0, 16)
+    replayed = read_topic(kafka_bootstrap, target)
+    originals = [message for message in read_topic(kafka_bootstrap, topic) if message.key in (b"k1", b"k3")]
+    marks = [("outbox-replay", wanted.name.encode())]
+    for key in (b"k1", b"k3"):
+        assert [(m.partition, m.value, m.headers) for m in replayed if m.key == key] == [
+            (m.partition, m.value, m.headers + marks) for m in originals if m.key == key
+        ]
+
+
+def test_a_replay_needs_its_partitions(spark, settings, kafka_bootstrap, make_topic):
+    """A target with fewer partitions than the archive is refused before anything is published."""
+    topic, target = settings.topics[0], make_topic(1)
+    produce(kafka_bootstrap, topic, range(5))
+    run_once(archive, spark, kafka_bootstrap, settings)
+    wanted = ReplaySettings(archive=settings.path, name="too-small", to={topic: target})
+    with pytest.raises(InvalidConfig, match="keep_partitions"):
+        replay.run(spark, {"bootstrap.servers": kafka_bootstrap}, wanted, publish=True, say=lambda _: None)

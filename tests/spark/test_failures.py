@@ -1,0 +1,23 @@
+"""Errors of workers are told in one line."""
+
+from outbox_spark.failures import reason_of
+
+_SPARK_SAYS = """Job aborted due to stage failure: Task 0 failed: org.apache.spark.api.python.PythonException:
+Traceback (most recent call last):
+  File "worker.py", line 1, in main
+    process()
+psycopg.errors.UniqueViolation: duplicate key, password=hunter2
+
+\tat org.apache.spark.api.python.BasePythonRunner.run(PythonRunner.scala:1)
+"""
+
+
+def test_tells_the_workers_error():
+    """Of Spark's message only what the worker's traceback ends with is shown, without secrets."""
+    assert reason_of(RuntimeError(_SPARK_SAYS)) == "psycopg.errors.UniqueViolation: duplicate key, password=***"
+
+
+def test_tells_the_first_line_of_others():
+    """An error that is none of a worker's is shown by its first line, one without words by its name."""
+    assert reason_of(RuntimeError("\nfirst\nsecond")) == "first"
+    assert reason_of(RuntimeError()) == "RuntimeError"

@@ -1,0 +1,122 @@
+"""The ledger of a Parquet table, on a local folder, with a crash at every step."""
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outbox_spark.folder import FileTaken
+from outbox_spark.ledger import LEDGER, STAGING, Ledger, LedgerError, TableFile
+from tests.spark.local_folder import LocalFolder
+
+
+class _Killed(Exception):
+    """The process died here."""
+
+
+class _MortalFolder(LocalFolder):
+    """A folder whose user dies before its n-th change."""
+
+    def __init__(self, path, steps):
+        super().__init__(path)
+        self.steps = steps
+
+    def _step(self):
+        self.steps -= 1
+        if self.steps < 0:
+            raise _Killed
+
+    def create(self, path, text):
+        self._step()
+        super().create(path, text)
+
+    def move(self, source, destination):
+        self._step()
+        super().move(source, destination)
+
+    def delete(self, path):
+        self._step()
+        super().delete(path)
+
+
+def _stage(root, number, count=2):
+    """Files as Spark would have written them."""
+    files = []
+    for position in range(count):
+        staged = f"{STAGING}/{number}/{position}.parquet"
+        (root / staged).parent.mkdir(parents=True, exist_ok=True)
+        (root / staged).write_text(f"{number}-{position}")
+        files.append(TableFile(f"data/{number}-{position}.parquet", staged, 3))
+    return files
+
+
+def _visible(root):
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("data/*"))
+
+
+def test_a_new_folder_is_an_empty_table(tmp_path):
+    """No ledger: no files and no positions."""
+    ledger = Ledger.open(LocalFolder(tmp_path))
+    assert (ledger.number, ledger.files, ledger.positions) == (0, {}, {})
+
+
+def test_remembers_files_and_positions(tmp_path):
+    """What was committed is there after opening it again, also behind many entries."""
+    ledger = Ledger.open(LocalFolder(tmp_path))
+    for number in range(1, 70):
+        ledger.commit("append", _stage(tmp_path, number, 1), {"t": {"0": number}}, rows=1)
+    again = Ledger.open(LocalFolder(tmp_path))
+    assert again.positions == {"t": {"0": 69}}
+    assert sorted(again.files) == _visible(tmp_path)
+    assert len(again.files) == 69
+    assert len(list((tmp_path / LEDGER).iterdir())) < 69
+
+
+def test_compaction_replaces_files(tmp_path):
+    """Replaced files are gone from the ledger and from the disk, and positions stay."""
+    ledger = Ledger.open(LocalFolder(tmp_path))
+    ledger.commit("append", _stage(tmp_path, 1), {"t": {"0": 5}})
+    old = list(ledger.files)
+    ledger.commit("compact", _stage(tmp_path, 2, 1), ledger.positions, removed=old)
+    assert list(Ledger.open(LocalFolder(tmp_path)).files) == _visible(tmp_path) == ["data/2-0.parquet"]
+
+
+def test_two_writers_cannot_both_commit(tmp_path):
+    """The second of two writers is refused, and what it wrote does not count."""
+    first, second = (Ledger.open(LocalFolder(tmp_path)) for _ in range(2))
+    first.commit("append", _stage(tmp_path, 1), {"t": {"0": 1}})
+    with pytest.raises(FileTaken):
+        second.commit("append", _stage(tmp_path, 2), {"t": {"0": 1}})
+    assert sorted(Ledger.open(LocalFolder(tmp_path)).files) == ["data/1-0.parquet", "data/1-1.parquet"]
+
+
+def test_a_missing_entry_is_an_error(tmp_path):
+    """A ledger with a hole is not read as if nothing were missing."""
+    ledger = Ledger.open(LocalFolder(tmp_path))
+    for number in range(1, 4):
+        ledger.commit("append", _stage(tmp_path, number), {"t": {"0": number}})
+    (tmp_path / LEDGER / f"{2:020d}.json").unlink()
+    with pytest.raises(LedgerError, match="is missing"):
+        Ledger.open(LocalFolder(tmp_path))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.integers(0, 12), min_size=1, max_size=8))
+def test_any_crash_leaves_all_of_a_batch_or_nothing(tmp_path_factory, steps):
+    """Whoever dies at whatever step: the next one finds whole batches, whose positions fit their files."""
+    root = tmp_path_factory.mktemp("table")
+    for attempt, mortal in enumerate([*steps, 10_000]):
+        try:
+            folder = _MortalFolder(root, mortal)
+            ledger = Ledger.open(folder)
+            ledger.settle()
+            for _ in range(3):
+                batch = ledger.positions.get("t", {}).get("0", 0) + 1
+                ledger.commit("append", _stage(root, f"{batch}-{attempt}"), {"t": {"0": batch}})
+        except _Killed:
+            continue
+    ledger = Ledger.open(LocalFolder(root))
+    reached = ledger.positions["t"]["0"]
+    batches = [path.split("/")[1].split("-")[0] for path in ledger.files]
+    assert sorted(batches, key=int) == [str(batch) for batch in range(1, reached + 1) for _ in range(2)]
+    assert sorted(ledger.files) == _visible(root)
+    assert not (root / STAGING).exists()

@@ -1,0 +1,100 @@
+"""Settings of the pipelines and the command line: what is refused, and in which words."""
+
+from datetime import timedelta
+
+import pytest
+
+from outbox_core.errors import InvalidConfig
+from outbox_spark.cli import main
+from outbox_spark.config import load_pipeline
+
+_PROJECT = """
+kafka: {bootstrap.servers: "${SERVERS}", sasl.password: hunter2}
+spark: {settings: {spark.driver.memory: 1g, spark.ui.enabled: false}}
+project:
+  name: lines
+  topics: orders
+  checkpoint: /tmp/checkpoint
+  trigger: 500ms
+  schema: n BIGINT
+  postgres: {dsn: "postgresql://me:hunter2@db/shop", table: lines}
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """A function that loads a pipeline from text."""
+
+    def run(text, pipeline="project", **environ):
+        path = tmp_path / "pipeline.yaml"
+        path.write_text(text)
+        return load_pipeline(path, pipeline, environ)
+
+    return run
+
+
+def test_reads_a_file(load):
+    """Names, durations, single topics and environment variables are understood."""
+    file = load(_PROJECT, SERVERS="kafka:9092")
+    assert file.kafka["bootstrap.servers"] == "kafka:9092"
+    assert file.settings.topics == ["orders"]
+    assert file.settings.trigger == timedelta(milliseconds=500)
+    assert file.spark.settings == {"spark.driver.memory": "1g", "spark.ui.enabled": "false"}
+
+
+def test_shows_no_secrets(load):
+    """Passwords are in no repr and in no error."""
+    assert "hunter2" not in repr(load(_PROJECT, SERVERS="kafka:9092"))
+    with pytest.raises(InvalidConfig) as refused:
+        load(_PROJECT.replace("table: lines", "tabel: lines"), SERVERS="x")
+    assert "hunter2" not in str(refused.value)
+    assert "project.postgres.tabel: unknown field; did you mean table?" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("${SERVERS}", "${NOT_SET}", "kafka.bootstrap.servers: the environment variable 'NOT_SET' is not set"),
+        ("schema: n BIGINT", "", "project.schema"),
+        ("topics: orders", "topics: [orders, 'no topic']", "project.topics.1: is not a topic name"),
+        ("topics: orders", "topics: []", "project.topics"),
+        ("trigger: 500ms", "trigger: 5", "needs a unit"),
+        ("name: lines", "name: ../lines", "project.name"),
+        ("table: lines", "table: a.b.c", "project.postgres.table"),
+        ("schema: n BIGINT", "schema: n BIGINT\n  keep: latest\n  parquet: {path: /x}", "project.keep"),
+        ("project:", "projekt:", "projekt: unknown field; did you mean project?"),
+        ("spark: {settings: {", "spark: {settings: {driver.memory: 1g, ", "spark.settings.driver.memory"),
+    ],
+)
+def test_names_what_is_wrong(load, old, new, words):
+    """Each wrong setting is named as it stands in the file."""
+    assert old in _PROJECT
+    with pytest.raises(InvalidConfig, match=words.replace("[", r"\[").replace("?", r"\?")):
+        load(_PROJECT.replace(old, new), SERVERS="x")
+
+
+def test_a_side_of_an_audit_is_one_thing(load):
+    """Two kinds for one side of an audit, or a table as what was found, are refused."""
+    audit = "kafka: {}\naudit:\n  expected: {archive: /a, parquet: /b}\n  found: {topics: t}\n"
+    with pytest.raises(InvalidConfig, match=r"audit\.expected: needs exactly one"):
+        load(audit, "audit")
+    with pytest.raises(InvalidConfig, match=r"audit\.found\.table"):
+        load("audit: {expected: {archive: /a}, found: {table: {dsn: 'dbname=x', table: t}}}", "audit")
+
+
+def test_times_need_a_zone(load):
+    """A replay's times without a zone are refused: nobody would know which."""
+    text = "replay: {archive: /a, name: again, since: 2026-11-21 00:00:00}"
+    with pytest.raises(InvalidConfig, match=r"replay\.since: needs a time zone"):
+        load(text, "replay")
+
+
+def test_the_command_fails_in_one_line(tmp_path, capsys):
+    """A missing file and a missing section end with code 2 and one line, before Spark is started."""
+    assert main(["project", "-f", str(tmp_path / "none.yaml")]) == 2
+    (tmp_path / "empty.yaml").write_text("kafka: {}\n")
+    assert main(["archive", "-f", str(tmp_path / "empty.yaml")]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("outbox-spark: error: ") for line in lines)
+    assert "archive: is missing" in lines[1]

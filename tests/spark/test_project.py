@@ -1,0 +1,255 @@
+"""Projection: typed rows once each, what does not fit in quarantine, totals that follow, whatever dies."""
+
+import shutil
+import threading
+import time
+from decimal import Decimal
+
+import psycopg
+import pytest
+from confluent_kafka import Producer
+
+from outbox_core.errors import InvalidConfig, OutboxTableError
+from outbox_spark.config import ProjectSettings
+from outbox_spark.pipelines import project
+from tests.spark.following import SCHEMA, forget_last_commit, produce, run_and_die, run_once
+
+pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
+
+_COLUMNS = {"n": "n", "sku": "item.sku", "cents": "item.cents", "amount": "amount"}
+
+
+@pytest.fixture
+def settings(tmp_path, make_topic, database):
+    """A function that makes settings of a projection of a fresh topic."""
+    topic = make_topic(3)
+
+    def make(**others):
+        values = {
+            "name": "lines",
+            "topics": [topic],
+            "checkpoint": str(tmp_path / "checkpoint"),
+            "schema": SCHEMA,
+            "explode": "items",
+            "columns": _COLUMNS,
+            "postgres": {
+                "dsn": database,
+                "table": "lines",
+                "totals": {"table": "totals", "by": ["sku"], "sums": {"cents": "cents"}, "count": "lines"},
+            },
+        }
+        return ProjectSettings(**{**values, **others})
+
+    return make
+
+
+def _numbers(database, table="lines"):
+    with psycopg.connect(database) as connection:
+        return [row[0] for row in connection.execute(f"SELECT n FROM {table} ORDER BY n, _row")]
+
+
+def _check_totals(database):
+    """The totals are what the table itself sums up to."""
+    with psycopg.connect(database) as connection:
+        kept = connection.execute("SELECT sku, cents, lines FROM totals ORDER BY sku").fetchall()
+        summed = connection.execute("SELECT sku, sum(cents), count(*) FROM lines GROUP BY 1 ORDER BY 1").fetchall()
+    assert kept == summed
+
+
+def _send(bootstrap, topic, *records):
+    producer = Producer({"bootstrap.servers": bootstrap})
+    for key, value in records:
+        producer.produce(topic, value, key)
+    producer.flush()
+
+
+def test_projects_each_record_once(spark, settings, database, kafka_bootstrap):
+    """Repeats, aborted records and losses of the checkpoint change neither rows nor totals."""
+    chosen = settings()
+    topic = chosen.topics[0]
+    produce(kafka_bootstrap, topic, range(40))
+    produce(kafka_bootstrap, topic, range(30, 40))  # as an at-least-once harvester repeats them
+    produce(kafka_bootstrap, topic, range(9000, 9005), abort=True)
+    counts = run_once(project, spark, kafka_bootstrap, chosen)
+    assert (counts["records"], counts["rows"], counts["repeated"]) == (50, 40, 10)
+    assert _numbers(database) == list(range(40))
+    forget_last_commit(chosen.checkpoint)
+    produce(kafka_bootstrap, topic, range(40, 50))
+    run_once(project, spark, kafka_bootstrap, chosen)
+    shutil.rmtree(chosen.checkpoint)
+    produce(kafka_bootstrap, topic, range(50, 60))
+    assert run_once(project, spark, kafka_bootstrap, chosen)["records"] == 10
+    assert _numbers(database) == list(range(60))
+    _check_totals(database)
+    with psycopg.connect(database) as connection:
+        row = connection.execute("SELECT amount, _topic, _outbox_id FROM lines WHERE n = 7").fetchone()
+    assert row == (Decimal("1.75"), topic, "db.public.outbox:7")
+
+
+def test_survives_a_killed_driver(spark, settings, database, kafka_bootstrap):
+    """A driver killed between the target's commit and Spark's repeats nothing."""
+    chosen = settings()
+    produce(kafka_bootstrap, chosen.topics[0], range(30))
+    run_and_die("project", kafka_bootstrap, chosen)
+    assert _numbers(database) == list(range(30))
+    produce(kafka_bootstrap, chosen.topics[0], range(30, 40))
+    run_once(project, spark, kafka_bootstrap, chosen)
+    assert _numbers(database) == list(range(40))
+    _check_totals(database)
+
+
+def test_a_task_that_fails_before_its_commit_is_tried_again(spark, settings, database, kafka_bootstrap):
+    """What failed in the middle of a transaction is not there, and comes with the next attempt."""
+    chosen = settings()
+    produce(kafka_bootstrap, chosen.topics[0], range(10))
+    run_once(project, spark, kafka_bootstrap, chosen)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("CREATE SEQUENCE attempts")
+        connection.execute(
+            "CREATE FUNCTION fail_twice() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "IF nextval('attempts') <= 2 THEN RAISE 'not yet'; END IF; RETURN NEW; END $$"
+        )
+        connection.execute("CREATE TRIGGER fail BEFORE INSERT ON lines FOR EACH ROW EXECUTE FUNCTION fail_twice()")
+    produce(kafka_bootstrap, chosen.topics[0], range(10, 30))
+    run_once(project, spark, kafka_bootstrap, chosen)
+    assert _numbers(database) == list(range(30))
+    _check_totals(database)
+
+
+def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_bootstrap):
+    """Each record that cannot be projected is kept with its place and the reason, and counted."""
+    chosen = settings(schema=SCHEMA + ", at TIMESTAMP")
+    bad = {
+        b"\xff": "UTF-8",
+        b"": "JSON",
+        b"nope": "JSON",
+        b"[]": "JSON object",
+        b'{"n":1} {"n":2}': "schema",
+        b'{"n":1},{"n":2}': "one JSON object",
+        b'{"n":"x"}': "n is no BIGINT",
+        b'{"n":1.5}': "n is no BIGINT",
+        b"{}": "missing: n",
+        b'{"n":1,"items":[{"cents":1}]}': "missing: items[].sku",
+        b'{"n":1,"items":[{"sku":"\\u0000"}]}': "U+0000",
+        b'{"n":1,"at":"12000-01-01T00:00:00Z"}': "years",
+    }
+    _send(
+        kafka_bootstrap, chosen.topics[0], *((b"k", value) for value in bad), (b"k", b'{"n":5,"items":[{"sku":"a"}]}')
+    )
+    counts = run_once(project, spark, kafka_bootstrap, chosen)
+    assert (counts["records"], counts["quarantined"], counts["rows"]) == (len(bad) + 1, len(bad), 1)
+    with psycopg.connect(database) as connection:
+        found = connection.execute('SELECT value, reason, partition, "offset" FROM lines_quarantine').fetchall()
+    assert len({(partition, offset) for _, _, partition, offset in found}) == len(bad)
+    for value, reason, _, _ in found:
+        assert bad[bytes(value)] in reason
+
+
+def test_the_latest_record_of_a_key_stays(spark, settings, database, kafka_bootstrap):
+    """A record replaces the rows of its key, a tombstone removes them, and the totals follow."""
+    chosen = settings(keep="latest")
+    one, two = (
+        b'{"n":%d,"items":[{"sku":"a","cents":%d},{"sku":"b","cents":5}]}' % pair for pair in ((1, 10), (2, 20))
+    )
+    _send(kafka_bootstrap, chosen.topics[0], (b"x", one), (b"y", two), (b"z", two), (None, one))
+    counts = run_once(project, spark, kafka_bootstrap, chosen)
+    assert (counts["rows"], counts["quarantined"]) == (6, 1)
+    _send(kafka_bootstrap, chosen.topics[0], (b"x", two), (b"y", None), (b"z", one), (b"z", None), (b"z", two))
+    counts = run_once(project, spark, kafka_bootstrap, chosen)
+    assert (counts["replaced"], counts["tombstones"]) == (6, 2)
+    with psycopg.connect(database) as connection:
+        rows = connection.execute("SELECT _key, sku, cents FROM lines ORDER BY 1, 2").fetchall()
+        totals = connection.execute("SELECT sku, cents, lines FROM totals ORDER BY 1").fetchall()
+    assert rows == [("x", "a", 20), ("x", "b", 5), ("z", "a", 20), ("z", "b", 5)]
+    assert totals == [("a", 40, 2), ("b", 10, 2)]
+    _send(kafka_bootstrap, chosen.topics[0], (b"x", None), (b"z", None))
+    run_once(project, spark, kafka_bootstrap, chosen)
+    with psycopg.connect(database) as connection:
+        assert connection.execute("SELECT count(*) FROM totals").fetchone() == (0,)
+
+
+def test_projects_to_parquet_without_repeats(spark, settings, tmp_path, kafka_bootstrap):
+    """Parquet has each record once, also when it is repeated in a later batch and the checkpoint is gone."""
+    chosen = settings(postgres=None, parquet={"path": str(tmp_path / "rows")})
+    topic = chosen.topics[0]
+    produce(kafka_bootstrap, topic, range(20))
+    _send(kafka_bootstrap, topic, (b"k", b"nope"))
+    assert run_once(project, spark, kafka_bootstrap, chosen)["quarantined"] == 1
+    shutil.rmtree(chosen.checkpoint)
+    produce(kafka_bootstrap, topic, range(10, 30))
+    assert run_once(project, spark, kafka_bootstrap, chosen)["repeated"] == 10
+    found = spark.read.parquet(str(tmp_path / "rows"))
+    assert sorted(row.n for row in found.select("n").collect()) == list(range(30))
+    assert spark.read.parquet(str(tmp_path / "rows_quarantine")).first().reason == "the value is not JSON"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": "n NUMBERISH"}, "schema"),
+        ({"columns": {"n": "nothing_there"}}, "nothing_there"),
+        ({"columns": {"n": "n +"}}, "columns"),
+        ({"columns": {"sku": "item.sku"}}, "totals.sums"),
+    ],
+)
+def test_wrong_settings_are_refused(spark, settings, kafka_bootstrap, change, words):
+    """Settings that do not fit each other are named before anything is read."""
+    with pytest.raises(InvalidConfig, match=words):
+        run_once(project, spark, kafka_bootstrap, settings(**change))
+
+
+def test_a_foreign_table_is_refused(spark, settings, database, kafka_bootstrap):
+    """A table of the same name with other columns is not written to."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("CREATE TABLE lines (a int)")
+    with pytest.raises(OutboxTableError, match="lines"):
+        run_once(project, spark, kafka_bootstrap, settings())
+
+
+def test_services_may_restart(spark, settings, private_stack, private_database, make_topic):
+    """PostgreSQL and the broker are restarted while it follows: each record is there once."""
+    bootstrap = private_stack.kafka.bootstrap
+    topic = make_topic(2, bootstrap=bootstrap)
+    chosen = settings(topics=[topic], trigger="200ms", postgres={"dsn": private_database, "table": "lines"})
+    stop, batches = threading.Event(), threading.Semaphore(0)
+    errors = []
+
+    def follow():
+        try:
+            project.run(
+                spark,
+                {"bootstrap.servers": bootstrap},
+                chosen,
+                once=False,
+                stop=stop,
+                report=lambda _: batches.release(),
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=follow)
+    produce(bootstrap, topic, range(10))
+    thread.start()
+    try:
+        assert batches.acquire(timeout=120)
+        private_stack.postgres.stop()
+        produce(bootstrap, topic, range(10, 20))
+        private_stack.start_postgres()
+        _wait_for(private_database, 20, thread)
+        private_stack.kafka.stop()
+        private_stack.start_kafka()
+        produce(bootstrap, topic, range(20, 30))
+        _wait_for(private_database, 30, thread)
+    finally:
+        stop.set()
+        thread.join(120)
+    assert errors == []
+    assert _numbers(private_database) == list(range(30))
+
+
+def _wait_for(database, count, thread):
+    deadline = time.monotonic() + 240
+    while len(_numbers(database)) < count:
+        assert thread.is_alive()
+        assert time.monotonic() < deadline, f"{len(_numbers(database))} of {count} rows"
+        time.sleep(0.5)

@@ -1,0 +1,139 @@
+"""A projected table without Spark: batches that overlap, come again or fail half-way give each record once."""
+
+import threading
+from contextlib import suppress
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.schema import TableName
+from outbox_spark.projection import Misfit, ProjectedRecord, Projection, ProjectionStore, Totals
+
+_TOPIC = "orders"
+
+
+class _Killed(Exception):
+    """The task died here."""
+
+
+def _projection(query="p", keep="latest"):
+    totals = Totals(TableName.parse("totals"), ("sku",), {"cents": "cents"}, "lines")
+    columns = {"sku": "text", "cents": "bigint"}
+    return Projection(query, TableName.parse("lines"), TableName.parse("odd"), columns, keep, totals)
+
+
+def _record(offset, partition=0):
+    """The record at an offset: of one of three keys; now and then a tombstone, or one that does not fit."""
+    key = f"k{partition}-{offset % 3}"
+    place = (_TOPIC, partition, offset, None, f"x:{partition}-{offset}", key)
+    if offset % 7 == 6:
+        return ProjectedRecord(*place, is_tombstone=True, rows=())
+    misfit = Misfit("odd", key.encode(), b"?", [("a", None)]) if offset % 11 == 10 else None
+    rows = () if misfit else [("a", offset), ("b", 1)]
+    return ProjectedRecord(*place, is_tombstone=False, rows=rows, misfit=misfit)
+
+
+def _expected(keep, ends):
+    """Rows, totals and quarantine after all records below the ends."""
+    rows, odd = {}, 0
+    for partition, end in ends.items():
+        for offset in range(end):
+            record = _record(offset, partition)
+            odd += record.misfit is not None
+            if record.misfit is None:
+                rows[record.key if keep == "latest" else record.outbox_id] = record.rows
+    flat = [row for of in rows.values() for row in of]
+    totals = {
+        sku: (sum(c for s, c in flat if s == sku), sum(s == sku for s, _ in flat)) for sku in {s for s, _ in flat}
+    }
+    return sorted(flat), totals, odd
+
+
+def _found(database):
+    with psycopg.connect(database) as connection:
+        rows = connection.execute("SELECT sku, cents FROM lines").fetchall()
+        totals = connection.execute("SELECT sku, cents, lines FROM totals").fetchall()
+        odd = connection.execute("SELECT count(*) FROM odd").fetchone()[0]
+    return sorted(rows), {sku: (cents, lines) for sku, cents, lines in totals}, odd
+
+
+def _start_anew(database):
+    with psycopg.connect(database, autocommit=True) as connection:
+        for table in ("lines", "totals", "odd", "outbox_spark_positions"):
+            connection.execute(f"DROP TABLE IF EXISTS {table}")
+
+
+_BATCHES = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 40), st.integers(1, 20), st.none() | st.integers(0, 15)), max_size=8
+)
+
+
+@pytest.mark.parametrize("keep", ["latest", "every"])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches=_BATCHES)
+def test_each_record_counts_once(database, keep, batches):
+    """Batches that begin before the position, come twice or die on the way add up to the records once each."""
+    _start_anew(database)
+    ends = {0: 0, 1: 0}
+    with ProjectionStore(database, _projection(keep=keep)) as store:
+        store.prepare()
+        for partition, back, count, dies_after in batches:
+            begin, end = max(0, ends[partition] - back), ends[partition] + count
+
+            def records(begin=begin, end=end, partition=partition, dies_after=dies_after):
+                for offset in range(begin, end):
+                    if dies_after is not None and offset - begin == dies_after:
+                        raise _Killed
+                    yield _record(offset, partition)
+
+            with suppress(_Killed):
+                store.write(records(), {_TOPIC: {str(partition): end}})
+                ends[partition] = end
+        positions = store.positions().get(_TOPIC, {})
+    assert positions == {str(partition): end for partition, end in ends.items() if end}
+    assert _found(database) == _expected(keep, ends)
+
+
+def test_a_task_and_its_successor_come_one_after_the_other(database):
+    """Two tasks with the same records at the same time: one writes them, the other finds them written."""
+    projection, end, counts = _projection(), {_TOPIC: {"0": 500}}, []
+
+    def write():
+        with ProjectionStore(database, projection) as store:
+            counts.append(store.write((_record(offset) for offset in range(500)), end)["records"])
+
+    with ProjectionStore(database, projection) as store:
+        store.prepare()
+    tasks = [threading.Thread(target=write) for _ in range(3)]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join(60)
+    assert sorted(counts) == [0, 0, 500]
+    assert _found(database) == _expected("latest", {0: 500})
+
+
+def test_pipelines_of_one_database_have_positions_of_their_own(database):
+    """A second pipeline does not begin where the first is."""
+    for name in ("a", "b"):
+        with ProjectionStore(database, _projection(query=name)) as store:
+            store.prepare()
+            assert store.positions() == {}
+            store.advance({_TOPIC: {"0": 9}})
+            assert store.positions() == {_TOPIC: {"0": 9}}
+            store.advance({_TOPIC: {"0": 3}})
+            assert store.positions() == {_TOPIC: {"0": 9}}
+
+
+def test_says_what_is_wrong(database):
+    """A table with other columns and a database that is not there are named, without the password."""
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("CREATE TABLE lines (sku text)")
+    with ProjectionStore(database, _projection()) as store, pytest.raises(OutboxTableError, match="lines"):
+        store.prepare()
+    with pytest.raises(StoreUnavailable, match="cannot reach") as refused:
+        ProjectionStore("postgresql://me:hunter2@127.0.0.1:1/x", _projection())
+    assert "hunter2" not in str(refused.value)

@@ -1,0 +1,321 @@
+"""Batches and shards on real services, without Spark: crashes at every step, changes of leadership."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from uuid import uuid4
+
+import psycopg
+import pytest
+from confluent_kafka import Producer
+
+from outbox_core.errors import InvalidRecord, MarkedRowsFound
+from outbox_core.harvest.recovery import Transactions
+from outbox_core.kafka import ensure_leader_topic, ensure_tracking_topic
+from outbox_core.ports import NewHold
+from outbox_core.record import OutboxRecord
+from outbox_core.relay_marks import RelayMark
+from outbox_core.schema import TableName, create_hold_sql
+from outbox_spark import takeover
+from outbox_spark.batch_store import BatchStore
+from outbox_spark.claims import highest_claim
+from outbox_spark.leadership import GivenTerm
+from outbox_spark.outbox_stream import BEGINNING, OutboxStream, StreamSettings
+from outbox_spark.shard_writer import Deposed, ShardWriter
+from tests.harvesting import Scene, by_key, identity_of
+from tests.spark.engine import STEPS, Checkpoint, Engine, Killed
+
+pytestmark = pytest.mark.real_broker
+
+SHARDS = 2
+
+
+class RelayScene(Scene):
+    """An outbox and what relays it, one term after the other."""
+
+    def __init__(self, database, bootstrap, **options):
+        super().__init__(database, bootstrap, **options)
+        self.settings = self.config(delivery="exactly-once")
+        self.identity = BatchStore(database, self.table.quoted).check()
+        self.transactions = Transactions.of(self.settings, self.identity)
+        self.leader_topic = self.settings.leader_names(self.identity).topic
+        ensure_leader_topic(self.transactions.kafka, self.leader_topic)
+        ensure_tracking_topic(self.transactions.kafka, self.transactions.relay_topic, width=SHARDS)
+        self.sent = 0
+
+    def claim(self):
+        """Claim leadership; the number of the claim."""
+        producer, offsets = Producer({"bootstrap.servers": self.bootstrap}), []
+        message = json.dumps({"type": "claim", "id": str(uuid4()), "name": "test"})
+        producer.produce(self.leader_topic, message, on_delivery=lambda _, done: offsets.append(done.offset()))
+        producer.flush()
+        return offsets[0]
+
+    def stream(self, term, limit=40):
+        return OutboxStream(
+            StreamSettings(shards=SHARDS, limit=limit),
+            GivenTerm(term),
+            lambda: BatchStore(self.database, self.table.quoted),
+            self.settle,
+        )
+
+    def settle(self, store, over):
+        takeover.settle(self.transactions, store, over)
+        takeover.refuse_marks(self.transactions, store)
+
+    def read_shard(self, shard):
+        store = BatchStore(self.database, self.table.quoted)
+        rows = [row for rows in store.read(shard) for row in rows]
+        store.close()
+        return [tuple(-1 if n == 6 and value is None else value for n, value in enumerate(row)) for row in rows]
+
+    def writer(self, number, term, **options):
+        return ShardWriter(self.transactions.of_shard(number), self.leader_topic, term, **options)
+
+    def publish(self, shard, rows):
+        self.sent += self.writer(shard.number, shard.batch.mark.term).write(rows).sent
+
+    def engine(self, checkpoint, *, kill_at=None, limit=40):
+        return Engine(
+            self.stream(self.claim(), limit), self.read_shard, self.publish, checkpoint, kill_at=kill_at, limit=limit
+        )
+
+    def relay(self, checkpoint=None, **options):
+        """Relay all there is, in a new term."""
+        engine = self.engine(checkpoint or Checkpoint(), **options)
+        try:
+            engine.run()
+        finally:
+            engine.stream.stop()
+        self.settle(BatchStore(self.database, self.table.quoted), lambda: False)
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """An outbox on the shared services."""
+    made = RelayScene(database, kafka_bootstrap)
+    yield made
+    made.close()
+
+
+def assert_each_once_in_order(scene, topic, count):
+    """The topic holds rows 1 to `count` once, those of a key by ascending id; the table is empty."""
+    messages = scene.read(topic)
+    assert sorted(map(identity_of, messages)) == list(range(1, count + 1))
+    for values in by_key(messages).values():
+        numbers = [int(value) for value in values]
+        assert numbers == sorted(numbers)
+    assert scene.count() == 0
+
+
+@pytest.mark.parametrize("checkpoint_survives", [True, False], ids=["checkpoint-kept", "checkpoint-deleted"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_relay_that_dies_at_any_step_repeats_and_loses_nothing(scene, make_topic, step, checkpoint_survives):
+    """A relay is killed at a step of its second batch; the next one publishes what is missing, once, in order."""
+    topic = make_topic()
+    scene.fill(topic, 100, keys=7)
+    checkpoint = Checkpoint()
+    with pytest.raises(Killed):
+        scene.engine(checkpoint, kill_at=(1, step)).run()
+    scene.relay(checkpoint if checkpoint_survives else None)
+    assert_each_once_in_order(scene, topic, 100)
+
+
+def test_the_last_commit_entry_may_be_lost(scene, make_topic):
+    """A batch that was finished and purged is replayed: nothing is published again."""
+    topic = make_topic()
+    scene.fill(topic, 90, keys=7)
+    checkpoint = Checkpoint()
+    scene.relay(checkpoint)
+    checkpoint.lose_last_commit()
+    scene.fill(topic, 10, keys=7, prefix="later")
+    scene.relay(checkpoint)
+    assert sorted(map(identity_of, scene.read(topic))) == list(range(1, 101))
+    assert scene.count() == 0
+
+
+@pytest.mark.parametrize("step", ["read", "one-published", "all-published"])
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_a_harvester_takes_over_from_a_dead_relay(scene, make_topic, step, delivery):
+    """A harvester in either mode publishes what the relay has not, and only that."""
+    topic = make_topic()
+    scene.fill(topic, 100, keys=7)
+    with pytest.raises(Killed):
+        scene.engine(Checkpoint(), kill_at=(1, step)).run()
+    scene.drain(config={"delivery": delivery})
+    assert_each_once_in_order(scene, topic, 100)
+
+
+def test_a_relay_takes_over_from_a_dead_harvester(scene, make_topic):
+    """Rows that a harvester's last transaction published and did not purge are not published again."""
+    topic = make_topic()
+    scene.fill(topic, 100, keys=7)
+
+    class Stopped(Exception):
+        pass
+
+    def reached(step):
+        if step.value == "before-purge":
+            raise Stopped
+
+    harvester = scene.harvester(config={"delivery": "exactly-once"}, limits={"mark_query_records": 30}, reached=reached)
+    harvester.start()
+    with pytest.raises(Stopped):
+        harvester.join(60)
+    assert scene.count() == 100
+    scene.relay()
+    assert scene.sent == 70
+    assert_each_once_in_order(scene, topic, 100)
+
+
+def test_marks_of_an_at_least_once_harvester_are_refused(scene, make_topic):
+    """Rows that an at-least-once harvester may have published are not published without consent."""
+    scene.fill(make_topic(), 5)
+    scene.execute(f"UPDATE {scene.table.quoted} SET leader_id = gen_random_uuid() WHERE id = 3")
+    with pytest.raises(MarkedRowsFound, match=r"1 rows \(ids 3 to 3\)"):
+        scene.relay()
+
+
+def test_marks_of_a_relay_do_not_stop_an_exactly_once_harvester(scene, make_topic):
+    """A relay's marks are no sign of at-least-once delivery."""
+    topic = make_topic()
+    scene.fill(topic, 20, keys=3)
+    with pytest.raises(Killed):
+        scene.engine(Checkpoint(), kill_at=(0, "logged")).run()
+    assert BatchStore(scene.database).marked().number == 0
+    scene.drain(config={"delivery": "exactly-once"})
+    assert_each_once_in_order(scene, topic, 20)
+
+
+def test_a_task_of_a_deposed_relay_publishes_nothing(scene, make_topic):
+    """A shard's task that starts after another process has claimed leadership stops before it writes."""
+    topic = make_topic()
+    scene.fill(topic, 20, keys=3)
+    checkpoint = Checkpoint()
+    with pytest.raises(Killed):
+        scene.engine(checkpoint, kill_at=(0, "sharded")).run()
+    (batch,) = BatchStore(scene.database).batches(0)
+    rows = [scene.read_shard(shard) for shard in scene.stream(0).shards(BEGINNING, checkpoint.offsets[0])]
+    rival = scene.claim()
+    for number in range(SHARDS):
+        if rows[number]:
+            with pytest.raises(Deposed, match=f"claim {rival} "):
+                scene.writer(number, batch.mark.term).write(rows[number])
+    scene.relay()
+    assert_each_once_in_order(scene, topic, 20)
+
+
+def test_a_task_that_was_fenced_in_its_transaction_publishes_nothing(scene, make_topic):
+    """A task that stood still in its transaction while another relay took over cannot commit."""
+    topic = make_topic()
+    scene.fill(topic, 20, keys=3)
+    term = scene.claim()
+    stream = scene.stream(term)
+    end = stream.latest(BEGINNING, 40)
+    shards = stream.shards(BEGINNING, end)
+    rows = {shard.number: scene.read_shard(shard) for shard in shards}
+
+    def take_over(step):
+        if step == "sent" and scene.count():
+            scene.relay()
+
+    for shard in shards:
+        if rows[shard.number]:
+            with pytest.raises(Deposed):
+                scene.writer(shard.number, term, reached=take_over).write(rows[shard.number])
+    assert_each_once_in_order(scene, topic, 20)
+
+
+def test_attempts_of_one_task_at_once_publish_once(scene, make_topic):
+    """Of several attempts of one task, at once and one after the other, the records are published by one."""
+    topic = make_topic()
+    scene.fill(topic, 200, keys=5)
+    term = scene.claim()
+    stream = scene.stream(term, limit=200)
+    end = stream.latest(BEGINNING, 200)
+    shards = stream.shards(BEGINNING, end)
+    with ThreadPoolExecutor(6) as threads:
+        attempts = [
+            threads.submit(lambda shard=shard: scene.writer(shard.number, term).write(scene.read_shard(shard)))
+            for shard in shards
+            for _ in range(3)
+        ]
+        results = [attempt.result() for attempt in attempts]
+    assert sum(result.sent for result in results) == 200
+    stream.commit(end)
+    stream.stop()
+    assert_each_once_in_order(scene, topic, 200)
+
+
+def test_a_record_that_kafka_refuses_is_named(scene, make_topic):
+    """A record that is too large stops the relay with its id; it stays in the table."""
+    topic = make_topic()
+    scene.stash(OutboxRecord(topic=topic, key="k", value=b"x" * 2_000_000))
+    with pytest.raises(InvalidRecord, match=f"record 1 for topic '{topic}'.*harvester"):
+        scene.relay()
+    assert scene.count() == 1
+
+
+def test_headers_tombstones_and_partitions_arrive(scene, make_topic):
+    """What a record holds is what a consumer gets, id header included."""
+    topic = make_topic(3)
+    scene.stash(
+        OutboxRecord(topic=topic, key="k", value=None, headers=[("a", b"1"), ("a", None)], partition=2),
+        OutboxRecord(topic=topic, key=None, value="text"),
+    )
+    scene.relay()
+    found = {identity_of(message): message for message in scene.read(topic)}
+    assert (found[1].partition, found[1].key, found[1].value) == (2, b"k", None)
+    assert found[1].headers == [("a", b"1"), ("a", None), ("outbox-id", f"{scene.identity}:1".encode())]
+    assert (found[2].key, found[2].value) == (None, b"text")
+
+
+def test_a_mark_takes_nothing_from_a_later_term(scene, make_topic):
+    """A relay that does not know that it was deposed cannot mark its successor's rows."""
+    scene.fill(make_topic(), 10)
+    store = BatchStore(scene.database)
+    store.mark_batch(RelayMark(2, 1), 6)
+    taken = store.mark_batch(RelayMark(1, 9), 100)
+    assert (taken.rows, taken.first, taken.last) == (4, 7, 10)
+    taken = store.mark_batch(RelayMark(2, 2), 100)
+    assert (taken.rows, taken.first, taken.last) == (4, 7, 10)
+    store.close()
+
+
+def test_the_highest_claim_is_read_from_heartbeats_too(scene):
+    """The end of the leader topic tells of a claim that lies before it."""
+    topic = f"{scene.leader_topic}-beats"
+    ensure_leader_topic(scene.transactions.kafka, topic)
+    assert highest_claim(scene.transactions.kafka, topic) == -1
+    producer = Producer({"bootstrap.servers": scene.bootstrap})
+    identity = str(uuid4())
+    producer.produce(topic, json.dumps({"type": "claim", "id": identity, "name": "a"}))
+    for number in range(200):
+        beat = {"type": "heartbeat", "claim": 0, "id": identity, "sequence": number, "name": "a"}
+        producer.produce(topic, json.dumps(beat))
+    producer.produce(topic, b"noise")
+    producer.flush()
+    assert highest_claim(scene.transactions.kafka, topic) == 0
+
+
+def test_a_batch_ends_when_it_is_large(scene, make_topic, monkeypatch):
+    """Rows of large values make small batches: a task holds its shard in memory."""
+    monkeypatch.setattr("outbox_spark.batch_store.MOST_BYTES", 2500)
+    topic = make_topic()
+    scene.stash(*(OutboxRecord(topic=topic, key="k", value=b"x" * 1000) for _ in range(7)))
+    store = BatchStore(scene.database)
+    assert store.mark_batch(RelayMark(0, 1), 100).rows == 3
+    store.close()
+
+
+def test_a_batch_leaves_out_what_is_held(scene, make_topic):
+    """A held key and a paused topic stay in the table, as with a harvester."""
+    topic, paused = make_topic(), make_topic()
+    with psycopg.connect(scene.database, autocommit=True) as connection:
+        connection.execute(create_hold_sql(TableName("outbox_hold")))
+    scene.stash(*(OutboxRecord(topic=topic, key=key, value=b"x") for key in ("bad", "good", "bad")))
+    scene.stash(OutboxRecord(topic=paused, key="good", value=b"x"))
+    store = BatchStore(scene.database)
+    store.hold([NewHold(topic, "bad", 1, "refused", "too large"), NewHold(paused, None, None, "paused", "")])
+    taken = store.mark_batch(RelayMark(0, 1), 100)
+    assert (taken.rows, taken.first) == (1, 2)
+    store.close()

@@ -1,0 +1,250 @@
+"""Reading topics by ranges of offsets, without Spark: planning with Hypothesis, reading from a real broker."""
+
+import json
+
+import pytest
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox_core.errors import InvalidConfig, KafkaUnavailable
+from outbox_spark.kafka_source import KafkaSourceOptions, to_arrow
+from outbox_spark.topics import (
+    OffsetRange,
+    RangeReader,
+    RecordsExpired,
+    TopicLog,
+    parse_offsets,
+    plan_batch,
+    ranges_between,
+)
+
+PARTITIONS = st.dictionaries(st.integers(0, 5).map(str), st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1)
+
+
+@given(PARTITIONS, st.one_of(st.none(), st.integers(1, 100)))
+def test_batches_cover_everything_once(partitions, limit):
+    """Batch after batch, from anywhere, every offset is read once, none beyond the end, at most the limit or so."""
+    firsts = {"t": {p: first for p, (first, _) in partitions.items()}}
+    ends = {"t": {p: first + length for p, (first, length) in partitions.items()}}
+    start, seen = {}, []
+    for _ in range(1000):
+        end = plan_batch(start, ends, firsts, limit)
+        ranges = ranges_between(start, end, firsts)
+        if end == start or (not ranges and start):
+            break
+        if limit is not None:
+            assert sum(map(len, ranges)) <= max(limit, limit + len(partitions))
+        seen += [(found.partition, offset) for found in ranges for offset in range(found.first, found.end)]
+        start = end
+    wanted = [(int(p), offset) for p, (first, length) in partitions.items() for offset in range(first, first + length)]
+    assert sorted(seen) == sorted(wanted)
+
+
+@given(PARTITIONS, st.integers(1, 20))
+def test_ranges_are_split_without_gaps(partitions, pieces):
+    """More tasks than partitions read the same offsets, each once."""
+    firsts = {"t": {p: first for p, (first, _) in partitions.items()}}
+    ends = {"t": {p: first + length for p, (first, length) in partitions.items()}}
+    whole = ranges_between(firsts, ends, firsts)
+    split = ranges_between(firsts, ends, firsts, pieces)
+
+    def offsets(ranges):
+        return sorted((found.partition, offset) for found in ranges for offset in range(found.first, found.end))
+
+    assert offsets(split) == offsets(whole)
+    assert all(len(found) for found in split)
+
+
+def test_a_batch_never_goes_back():
+    """A partition whose end is below the start (a topic made anew) gives nothing, rather than a negative range."""
+    assert plan_batch({"t": {"0": 9}}, {"t": {"0": 4}}, {"t": {"0": 0}}, None) == {"t": {"0": 9}}
+
+
+@pytest.mark.parametrize("text", ["", "first", "{}", '{"t": 3}', '{"t": {"0": "x"}}', '{"t": {"0": -3}}', "[1]"])
+def test_offsets_that_are_none_are_refused(text):
+    """What is no position is refused by the name of its option."""
+    with pytest.raises(InvalidConfig, match="startingOffsets must be earliest, latest, or JSON"):
+        parse_offsets("startingOffsets", text)
+
+
+def test_offsets_as_spark_writes_them():
+    """Words in any case, and JSON."""
+    assert parse_offsets("x", " Earliest ") == "earliest"
+    assert parse_offsets("x", '{"t": {"0": 17, "1": -2}}') == {"t": {"0": 17, "1": -2}}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"subscribe": "t"}, "kafka.bootstrap.servers is missing"),
+        ({"kafka.bootstrap.servers": "h:1"}, "subscribe is missing"),
+        ({"kafka.bootstrap.servers": "h:1", "subscribe": " , "}, "subscribe names nothing"),
+        ({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "maxOffsetsPerTrigger": "0"}, "must be from 1"),
+        ({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "failOnDataLoss": "perhaps"}, "must be true or false"),
+        (
+            {"kafka.bootstrap.servers": "h:1", "subscribe": "t", "startingOffset": "1"},
+            r"unknown option\(s\) startingoffset",
+        ),
+        ({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "path": "/x"}, "takes no path"),
+    ],
+)
+def test_wrong_options_are_named(options, problem):
+    """An option that is missing, unknown or out of range is named, with what is wrong."""
+    with pytest.raises(InvalidConfig, match=f"outbox_kafka: .*{problem}"):
+        KafkaSourceOptions.of(options, streaming=True)
+
+
+def test_kafka_settings_are_passed_on():
+    """`kafka.` is taken off, and `bootstrap.servers` may stand alone."""
+    options = KafkaSourceOptions.of(
+        {"bootstrap.servers": "h:1", "subscribe": "a, b", "kafka.client.rack": "r"}, streaming=True
+    )
+    assert options.kafka == {"bootstrap.servers": "h:1", "client.rack": "r"}
+    assert options.topics == ("a", "b")
+    assert options.starting == "latest"
+    assert KafkaSourceOptions.of({"bootstrap.servers": "h:1", "subscribe": "a"}, streaming=False).starting == "earliest"
+
+
+def produce(bootstrap, topic, values, *, transactional_id="", commit=True, headers=None):
+    """Write to partition 0, in a transaction if there is an id for it."""
+    settings = {"bootstrap.servers": bootstrap}
+    producer = Producer(settings | {"transactional.id": transactional_id} if transactional_id else settings)
+    if transactional_id:
+        producer.init_transactions()
+        producer.begin_transaction()
+    for value in values:
+        producer.produce(topic, str(value), partition=0, headers=headers)
+    producer.flush()
+    if transactional_id:
+        (producer.commit_transaction if commit else producer.abort_transaction)()
+    return producer
+
+
+def values_of(settings, wanted, **options):
+    """The numbers in a range."""
+    return [int(message.value()) for batch in RangeReader(settings, wanted, **options) for message in batch]
+
+
+@pytest.mark.real_broker
+def test_ranges_end_at_markers_and_aborted_records(kafka_bootstrap, make_topic):
+    """A range that ends, or consists of, aborted records and markers ends, and holds what is committed."""
+    topic = make_topic(1)
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    produce(kafka_bootstrap, topic, range(3), transactional_id=f"{topic}-a")  # 0..2, marker 3
+    produce(kafka_bootstrap, topic, range(90, 95), transactional_id=f"{topic}-b", commit=False)  # 4..8, marker 9
+    log = TopicLog(kafka, [topic])
+    assert log.bounds()[1] == {topic: {"0": 10}}
+    assert values_of(kafka, OffsetRange(topic, 0, 0, 10)) == [0, 1, 2]
+    assert values_of(kafka, OffsetRange(topic, 0, 3, 10)) == []
+    assert values_of(kafka, OffsetRange(topic, 0, 1, 3)) == [1, 2]
+    produce(kafka_bootstrap, topic, [7])
+    assert values_of(kafka, OffsetRange(topic, 0, 3, 10)) == []
+    assert values_of(kafka, OffsetRange(topic, 0, 0, 11)) == [0, 1, 2, 7]
+    log.close()
+
+
+@pytest.mark.real_broker
+def test_the_end_is_what_is_stable(kafka_bootstrap, make_topic):
+    """What lies behind an open transaction is not there yet, and appears when that has ended."""
+    topic = make_topic(1)
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    produce(kafka_bootstrap, topic, [1])
+    producer = Producer({"bootstrap.servers": kafka_bootstrap, "transactional.id": f"{topic}-open"})
+    producer.init_transactions()
+    producer.begin_transaction()
+    producer.produce(topic, b"2", partition=0)
+    producer.flush()
+    produce(kafka_bootstrap, topic, [3])
+    log = TopicLog(kafka, [topic])
+    assert log.bounds()[1] == {topic: {"0": 1}}
+    producer.commit_transaction()
+    while (end := log.bounds()[1][topic]["0"]) < 4:
+        pass
+    assert values_of(kafka, OffsetRange(topic, 0, 0, end)) == [1, 2, 3]
+    log.close()
+
+
+@pytest.mark.real_broker
+def test_lost_records_are_an_error_unless_allowed(kafka_bootstrap, make_topic):
+    """A range whose beginning retention has removed fails with the offsets, or begins later if that is allowed."""
+    topic = make_topic(1)
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    produce(kafka_bootstrap, topic, range(10))
+    admin = AdminClient(kafka)
+    for future in admin.delete_records([TopicPartition(topic, 0, 6)]).values():
+        future.result(30)
+    with pytest.raises(RecordsExpired, match="offsets 2 to 5 were removed"):
+        values_of(kafka, OffsetRange(topic, 0, 2, 10))
+    assert values_of(kafka, OffsetRange(topic, 0, 2, 10), fail_on_loss=False) == [6, 7, 8, 9]
+    assert values_of(kafka, OffsetRange(topic, 0, 2, 5), fail_on_loss=False) == []
+
+
+@pytest.mark.real_broker
+def test_positions_by_words_and_numbers(kafka_bootstrap, make_topic, topic_name):
+    """-2 and -1 stand for the ends, partitions that are not named begin at the earliest; strangers are refused."""
+    topic = make_topic(2)
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    produce(kafka_bootstrap, topic, range(5))
+    log = TopicLog(kafka, [topic])
+    assert log.starting({topic: {"0": -1}}) == {topic: {"0": 5, "1": 0}}
+    assert log.starting({topic: {"0": 3, "1": -2}}) == {topic: {"0": 3, "1": 0}}
+    with pytest.raises(InvalidConfig, match=r"\[7\], which is not there"):
+        log.starting({topic: {"7": 0}})
+    log.close()
+    with pytest.raises((InvalidConfig, KafkaUnavailable), match="cannot be read"):
+        TopicLog(kafka, [topic_name("missing")]).bounds()
+
+
+@pytest.mark.real_broker
+def test_a_row_shows_all_of_a_message(kafka_bootstrap, make_topic):
+    """Headers come as a map with the last of each name and as a list with all, the id header as a column too."""
+    topic = make_topic(1)
+    headers = [("a", b"1"), ("a", None), ("outbox-id", b"db.public.outbox:42")]
+    produce(kafka_bootstrap, topic, ["v"], headers=headers)
+    (batch,) = RangeReader({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 1))
+    (row,) = to_arrow(batch, "outbox-id").to_pylist()
+    assert row["header_list"] == [{"key": name, "value": value} for name, value in headers]
+    assert dict(row["headers"]) == dict(headers)
+    assert (row["outbox_id"], row["key"], row["value"], row["offset"]) == ("db.public.outbox:42", None, b"v", 0)
+    assert row["timestamp"].year >= 2020
+
+
+@pytest.mark.real_broker
+def test_spark_reads_topics(spark, kafka_bootstrap, make_topic, tmp_path):
+    """A stream in batches of limited size, resumed from its checkpoint, reads all once; so does a batch read."""
+    topic = make_topic(3)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    for number in range(300):
+        producer.produce(topic, str(number), key=f"k{number % 20}")
+    producer.flush()
+    options = {"kafka.bootstrap.servers": kafka_bootstrap, "subscribe": topic, "startingOffsets": "earliest"}
+    table = f"read_{topic.replace('-', '_')}"
+
+    def run():
+        stream = spark.readStream.format("outbox_kafka").options(**options, maxOffsetsPerTrigger=120).load()
+        query = (
+            stream.selectExpr("CAST(value AS STRING) AS value", "partition", "offset")
+            .writeStream.format("parquet")
+            .option("path", str(tmp_path / table))
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+        return [progress["numInputRows"] for progress in query.recentProgress if progress["numInputRows"]]
+
+    sizes = run()
+    assert sum(sizes) == 300
+    assert max(sizes) <= 123
+    logged = (tmp_path / "checkpoint" / "offsets" / "0").read_text().splitlines()[-1]
+    assert set(json.loads(logged)[topic]) == {"0", "1", "2"}
+    producer.produce(topic, "300")
+    producer.flush()
+    assert sum(run()) == 1
+    rows = spark.read.parquet(str(tmp_path / table)).collect()
+    assert sorted(int(row.value) for row in rows) == list(range(301))
+    batch = spark.read.format("outbox_kafka").options(**options, minPartitions=6).load()
+    assert batch.count() == 301
+    assert batch.rdd.getNumPartitions() >= 6

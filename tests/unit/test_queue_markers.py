@@ -1,0 +1,125 @@
+"""Markers that cannot be delivered are tried again, with a Kafka client that fails on demand."""
+
+import time
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from outbox_queue import QueueConfig, markers
+from outbox_queue.markers import MarkerKeys, MarkerRecord, MarkerWriter
+
+END = MarkerRecord(3, b"0-1", b"end")
+CONFIG = QueueConfig(bootstrap_servers="nowhere:1")
+
+
+class Report:
+    """What a delivery report says of its record."""
+
+    def __init__(self, record):
+        self.record = record
+
+    def partition(self):
+        return self.record.partition
+
+    def key(self):
+        return self.record.key
+
+    def value(self):
+        return self.record.value
+
+
+class Client:
+    """Takes records; raises or reports what it is told to."""
+
+    def __init__(self):
+        self.raising = []
+        self.failing = []
+        self.delivered = []
+        self.reports = []
+        self.is_purged = False
+
+    def produce(self, _topic, value, key, partition, on_delivery):
+        if self.raising:
+            raise self.raising.pop(0)
+        record = MarkerRecord(partition, key, value)
+        if self.failing:
+            self.reports.append((on_delivery, self.failing.pop(0), record))
+        else:
+            self.delivered.append(record)
+
+    def poll(self, _seconds):
+        for on_delivery, error, record in self.reports:
+            on_delivery(error, Report(record))
+        self.reports.clear()
+
+    def flush(self, seconds):
+        self.poll(seconds)
+        return 0
+
+    def purge(self):
+        self.is_purged = True
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    """The clients that a writer makes, in their order."""
+    made = []
+
+    def make(_settings):
+        made.append(Client())
+        return made[-1]
+
+    monkeypatch.setattr(markers, "make_producer", make)
+    return made
+
+
+def test_a_full_queue_is_waited_for(clients):
+    """A marker that finds the client's queue full is produced later."""
+    writer = MarkerWriter(CONFIG)
+    clients[0].raising = [BufferError(), BufferError()]
+    writer.write(END)
+    writer.tend(0)
+    assert clients[0].delivered == []
+    writer.tend(0)
+    assert clients[0].delivered == [END]
+
+
+def test_an_undelivered_marker_is_produced_again(clients):
+    """A marker whose delivery has failed is produced to the same partition, until it is delivered."""
+    writer = MarkerWriter(CONFIG)
+    clients[0].failing = [KafkaError(KafkaError._MSG_TIMED_OUT)] * 2
+    writer.write(END)
+    assert writer.flush(30) == 0
+    assert clients[0].delivered == [END]
+
+
+def test_a_client_that_cannot_go_on_is_replaced(clients):
+    """After a fatal error a new client delivers what the old one had, and what comes."""
+    writer = MarkerWriter(CONFIG)
+    clients[0].failing = [KafkaError(KafkaError._MSG_TIMED_OUT)]
+    writer.write(END)
+    clients[0].raising = [KafkaException(KafkaError(KafkaError._FATAL, "fenced", fatal=True))]
+    writer.write(END._replace(value=b"other"))
+    writer.tend(0)
+    assert clients[0].is_purged
+    assert {record.value for record in clients[1].delivered} == {b"end", b"other"}
+
+
+def test_flushing_ends_in_time(clients):
+    """A flush tells how many markers are not delivered when its time is over."""
+    writer = MarkerWriter(CONFIG)
+    clients[0].failing = [KafkaError(KafkaError._MSG_TIMED_OUT)] * 1_000_000
+    writer.write(END)
+    began = time.monotonic()
+    assert writer.flush(0.1) == 1
+    assert time.monotonic() - began < 30
+
+
+def test_keys_of_markers():
+    """By message, a key says its place and always has one partition; by queue, Go's partitioner decides."""
+    by_message = MarkerKeys(CONFIG, b"emails", 4)
+    assert by_message.key((3, 42)) == b"3-42"
+    assert {by_message.partition(b"3-%d" % n) for n in range(100)} == {0, 1, 2, 3}
+    by_queue = MarkerKeys(CONFIG.for_queue(marker_key="queue"), b"emails", 4)
+    assert by_queue.key((3, 42)) == b"emails"
+    assert by_queue.partition(b"emails") == -1

@@ -1,0 +1,92 @@
+"""Which record made a transaction fail: groups, how they are split, and that the order of each key is kept."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox_core.harvest.trials import Trials
+from outbox_core.kafka import KafkaError
+
+TOO_LARGE, INVALID = KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD
+ROWS = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(0, 20), st.booleans()), min_size=1, max_size=60
+)
+
+
+def record(identity, key, size=1):
+    """A stored record."""
+    return (identity, "t", key, b"x" * size, None, None, -1, 0)
+
+
+def judge(rows, code, named):
+    """Try groups until none is left, as exactly-once delivery does; return what was published and what is bad."""
+    records = [record(identity, key, size) for identity, (key, size, _) in enumerate(rows)]
+    bad = {identity for identity, (_, size, is_bad) in enumerate(rows) if (size > 10 if code == TOO_LARGE else is_bad)}
+    trials, held, published, tried = Trials(10_000), set(), [], 0
+    trials.set_aside(records)
+    held_keys = set()
+    while trials:
+        tried += 1
+        group = trials.next(lambda row: row[2] in held_keys)
+        guilty = [row for row in group if row[0] in bad]
+        if not group or not guilty:
+            published += group
+        elif len(group) == 1:
+            held.add(group[0][0])
+            trials.refused(group[0], code)
+            if group[0][2] is not None:
+                held_keys.add(group[0][2])
+        else:
+            trials.failed(group, {row[0] for row in guilty} if named else (), code)
+        assert tried < 40 * len(rows) + 40, "no progress"
+    return records, bad, held, published
+
+
+@given(ROWS, st.sampled_from([TOO_LARGE, INVALID, None]), st.booleans())
+def test_only_the_bad_are_held_and_keys_keep_their_order(rows, code, named):
+    """Everything before the first bad record of its key is published, in order; of the rest only that one is held."""
+    records, bad, held, published = judge(rows, code, named)
+    assert held <= bad
+    for key in ("a", "b", "c"):
+        of_key = [row[0] for row in records if row[2] == key]
+        first = next((identity for identity in of_key if identity in bad), None)
+        expected = of_key if first is None else of_key[: of_key.index(first)]
+        assert [row[0] for row in published if row[2] == key] == expected
+        assert {identity for identity in held if identity in of_key} == (set() if first is None else {first})
+    without_key = {row[0] for row in records if row[2] is None}
+    assert {row[0] for row in published if row[2] is None} == without_key - bad
+    assert held & without_key == bad & without_key
+
+
+def test_large_ones_are_found_without_trying_all():
+    """Once one size is known to be too large, larger ones are tried alone, and the small ones in one go."""
+    trials, tries, rows = Trials(10_000), 0, 2_000
+    large = set(range(0, rows, 50))
+    trials.set_aside([record(n, f"k{n}", 1000 if n in large else 10) for n in range(rows)])
+    held = set()
+    while trials:
+        tries += 1
+        group = trials.next(lambda _: False)
+        guilty = [row for row in group if row[0] in large]
+        if len(group) == 1 and guilty:
+            held.add(group[0][0])
+            trials.refused(group[0], TOO_LARGE)
+        elif guilty:
+            trials.failed(group, (), TOO_LARGE)
+    assert held == large
+    assert tries < len(large) + 20
+
+
+def test_trials_take_a_bounded_share_of_the_time():
+    """A trial is due only when ordinary work has earned it, or when too much waits in memory."""
+    trials = Trials(3)
+    trials.set_aside([record(1, "a"), record(2, "b")])
+    assert trials.is_due
+    trials.tried(1.0)
+    assert not trials.is_due
+    trials.published(3.9)
+    assert not trials.is_due
+    trials.published(0.2)
+    assert trials.is_due
+    trials.tried(10.0)
+    trials.set_aside([record(3, "c"), record(4, "d")])
+    assert trials.is_due
