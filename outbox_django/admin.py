@@ -17,7 +17,6 @@ from django.core.paginator import Paginator
 from django.db import models
 from django.utils.html import format_html, format_html_join
 
-from outbox_core.errors import OutboxError
 from outbox_django.databases import write_alias
 from outbox_django.holding import holds
 from outbox_django.models import Hold, Outbox
@@ -72,7 +71,7 @@ class OutboxAdmin(OutboxAdminBase):
     show_facets = admin.ShowFacets.NEVER
     list_per_page = 50
     list_max_show_all = 0
-    actions = ("hold_records",)
+    actions = None
     fields = readonly_fields = (
         "id",
         "create_time",
@@ -109,21 +108,6 @@ class OutboxAdmin(OutboxAdminBase):
         """Nobody: a deleted record is a lost message."""
         del request, obj
         return False
-
-    @admin.action(description="Hold the selected records, with their keys", permissions=["hold"])
-    def hold_records(self, request: HttpRequest, records: models.QuerySet[Outbox]) -> None:
-        """Set records aside that are still there."""
-        held = 0
-        for identity in records.values_list("pk", flat=True):
-            try:
-                held += holds(records.db).add_record(identity, reason=f"by {request.user}")
-            except OutboxError as error:  # published meanwhile
-                self.message_user(request, str(error), messages.WARNING)
-        self.message_user(request, f"Held: {held}.")
-
-    def has_hold_permission(self, request: HttpRequest) -> bool:
-        """Whoever may add holds."""
-        return request.user.has_perm("outbox_django.add_hold")
 
     @admin.display(description="size (bytes)")
     def size(self, record: Outbox) -> int | str:

@@ -252,12 +252,12 @@ class AtLeastOnce:
     def _check_drained(self) -> None:
         if not self._drain or self._mark_excludes or self._lanes.held or self._bad.is_writing or self._burials.is_busy:
             return
-        holds = self._bad.holds
-        if holds:
-            self.drained = not holds.requests
-            return
+        holds, book = self._bad.holds, self._bad.book
         try:
-            self.drained = self._with.marker.submit(lambda store: store.is_empty()).result()
+            if holds:  # the rest is held: unless that has changed, this is all
+                self.drained = self._with.marker.submit(book.read).result() is holds and not holds.requests
+            else:
+                self.drained = self._with.marker.submit(lambda store: store.is_empty()).result()
         except StoreUnavailable as error:
             self._with.database.began(error)
 

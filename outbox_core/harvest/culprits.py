@@ -110,6 +110,12 @@ class Culprits:
         self._waiting.insist(self._with.marker, self.book.read)
         self.holds = self.book.current
 
+    def nothing_is_released(self) -> bool:
+        """Whether what is held now is what was held when the last scan was sent."""
+        before = self.holds
+        self.read_holds()
+        return self.holds is before
+
     def look_at_holds(self) -> None:
         """While the table brings nothing new, see whether something that is held is released."""
         if not self.holds or not self.book.is_old:
@@ -135,7 +141,7 @@ class Culprits:
     @property
     def is_busy(self) -> bool:
         """Whether anything is still to be tried or buried."""
-        return bool(self._trials or self._parking or self._probes or self.holds.requests.keys() - self._asked)
+        return bool(self._trials or self._parking or self._probes or self.holds.requests)
 
     @property
     def is_trial_due(self) -> bool:

@@ -184,9 +184,10 @@ class Term:
         culprits = self._culprits
         if not self._leadership.drain or self._scan_excludes or culprits.is_busy or not self._purge_is_committed(None):
             return
-        self._leadership.drained = bool(
-            culprits.holds or self._waiting.insist(self._with.marker, lambda store: store.is_empty())
-        )
+        if culprits.holds:
+            self._leadership.drained = culprits.nothing_is_released()
+            return
+        self._leadership.drained = bool(self._waiting.insist(self._with.marker, lambda store: store.is_empty()))
 
     # -- publish
 
@@ -280,7 +281,11 @@ class Term:
         self._join_scan()
         self._with.floor.reset("a transaction was aborted")
         self._purge_is_committed(None)
-        self._in_flight = {identity for identity, _ in self._unpurged} | self._culprits.ids
+        self._in_flight = self._in_memory()
+
+    def _in_memory(self) -> set[int]:
+        """Rows that were scanned, and neither forgotten nor purged, while no batch is being published."""
+        return {identity for identity, _ in self._unpurged} | self._culprits.ids
 
     # -- trials and dead letters
 
@@ -289,8 +294,9 @@ class Term:
         group, patience = self._culprits.next_group()
         records = list(group)
         began = now()
+        # Exactly: those that were let go of are to be found again.
+        self._in_flight = self._in_memory() | {record[_ID] for record in records}
         if records:
-            self._in_flight.update(record[_ID] for record in records)
             self._count_in_flight(len(records))
             failures: list[Failure] = []
             outcome = self._attempt(producer, records, failures, patience)

@@ -405,7 +405,7 @@ class PostgresStore:
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor, but for what is held and the given lanes and ids. Returns them."""
+        """Mark the earliest rows above the floor, but for what is held and the given lanes and ids; return them."""
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
