@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 
 from outbox_core import OutboxRecord, Stasher
-from outbox_core.schema import TableName, create_table_sql, notify_sql
+from outbox_core.schema import TableName, create_hold_sql, create_table_sql, notify_sql
 from tests.acceptance.verdict import Item
 
 _ROLLED_BACK = 0.2
@@ -122,6 +122,7 @@ class Load:
         lanes = [(topic, key) for topic in self._topics for key in self._keys]
         with psycopg.connect(self._dsn) as connection:
             connection.execute(create_table_sql(TableName.parse(self._table)))
+            connection.execute(create_hold_sql(TableName.parse(self._table)))
             connection.execute(notify_sql(TableName.parse(self._table)))  # whoever harvests with `notify` listens
             connection.execute(
                 f"CREATE TABLE {self._ledger} (topic text, key text, n bigint, PRIMARY KEY (topic, key, n))"

@@ -15,6 +15,8 @@ from devstack.processes import wait_until
 from devstack.proxy import TcpProxy
 from outbox_core.config import HarvestConfig
 from outbox_core.config.models import TrackingNames
+from outbox_core.errors import OutboxError
+from outbox_core.holds import Holds
 from tests.chaos.checker import STRANGER, Lane
 from tests.chaos.failpoints import Failpoint
 from tests.chaos.process import HarvesterProcess
@@ -232,11 +234,34 @@ class ChaosOutbox:
             "kill": lambda: self._spring(Failpoint(what, fault.count, "kill", _delay(what, fault)))[1],
             "stop": lambda: self._spring_and_thaw(Failpoint(what, fault.count, "stop", _delay(what, fault)), fault),
             "cut-database": lambda: self._cut_database(what, fault),
+            "hold-topic": lambda: self._hold(what, fault, records=False),
+            "hold-records": lambda: self._hold(what, fault, records=True),
             "two-leaders": lambda: self._two_leaders(fault),
             "rival": lambda: self._rival(fault, lingers=False),
             "rival-lingers": lambda: self._rival(fault, lingers=True),
         }
         return doing[kind]()
+
+    def _hold(self, then: str, fault: Fault, *, records: bool) -> Hit:
+        """Pause a topic, or some keys by waiting records; release them after a while, perhaps under a new leader."""
+        holds, began = Holds(self.name), time.time()
+        with psycopg.connect(self._services.postgres.dsn, autocommit=True) as connection:
+            if records:
+                waiting = connection.execute(f"SELECT id FROM {self.name} ORDER BY random() LIMIT 20").fetchall()
+                for (identity,) in waiting:
+                    with suppress(OutboxError):  # published meanwhile
+                        holds.add_record(connection, identity)
+            else:
+                holds.add(connection, self.topics[fault.count % len(self.topics)])
+            time.sleep(0.2 + 2.0 * fault.share)
+            try:
+                if then == "kill-and-release":
+                    self._kill_leader()
+            finally:
+                for topic in self.topics:
+                    holds.release(connection, topic=topic)
+                holds.release_records(connection)
+        return Hit(f"{'records' if records else 'a topic'} for {time.time() - began:.1f} s", began)
 
     def _kill_leader(self) -> Hit:
         leader = self.leader()

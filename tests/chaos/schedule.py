@@ -46,6 +46,7 @@ def outbox_kinds(delivery: str) -> list[str]:
     steps = EXACTLY_ONCE_STEPS if exactly_once else AT_LEAST_ONCE_STEPS
     kinds = ["kill-leader", "freeze-leader", *(f"kill:{step}" for step in steps), *(f"stop:{step}" for step in steps)]
     kinds += [f"cut-database:{how}" for how in _CUTS]
+    kinds += [f"hold-{what}:{then}" for what in ("topic", "records") for then in ("release", "kill-and-release")]
     return [*kinds, "two-leaders", "rival", "rival-lingers"] if exactly_once else kinds
 
 
