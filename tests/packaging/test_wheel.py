@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox_core.schema import TableName, create_table_sql
+from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from tests.harvesting import Scene
 
 CHECKOUT = Path(__file__).parents[2]
@@ -99,13 +99,14 @@ def test_contents(wheel):
         "outbox_sqlalchemy",
         "outbox_django",
         "outbox_queue",
+        "outbox_spark",
     }
     assert "outbox_sqlalchemy/migrations/versions/0001_outbox.py" in names
     assert "outbox_django/migrations/0001_initial.py" in names
     assert "outbox_core/py.typed" in names
     required = metadata.get_all("Requires-Dist")
     assert all("extra ==" in requirement for requirement in required), required
-    assert {"harvester", "sqlalchemy", "django", "queue"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"harvester", "sqlalchemy", "django", "queue", "spark"} <= set(metadata.get_all("Provides-Extra"))
 
 
 def test_base_install_stashes(base):
@@ -124,8 +125,10 @@ def test_base_install_stashes(base):
 def test_base_install_prints_the_schema(base):
     """`outbox schema` needs nothing else."""
     done = base.run("outbox", "schema", "--dialect", "postgresql", "--table", "billing.outbox", check=True)
-    assert done.stdout == create_table_sql(TableName.parse("billing.outbox"))
-    assert base.run("python", "-m", "outbox_core", "schema", check=True).stdout == create_table_sql(TableName("outbox"))
+    billing = TableName.parse("billing.outbox")
+    assert done.stdout == create_table_sql(billing) + create_hold_sql(billing)
+    only = base.run("python", "-m", "outbox_core", "schema", "--only", "outbox", check=True)
+    assert only.stdout == create_table_sql(TableName("outbox"))
 
 
 def test_base_install_does_not_harvest(base):

@@ -4,7 +4,6 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
-import psycopg
 import pytest
 from confluent_kafka import Producer
 
@@ -14,7 +13,6 @@ from outbox_core.kafka import ensure_leader_topic, ensure_tracking_topic
 from outbox_core.ports import NewHold
 from outbox_core.record import OutboxRecord
 from outbox_core.relay_marks import RelayMark
-from outbox_core.schema import TableName, create_hold_sql
 from outbox_spark import takeover
 from outbox_spark.batch_store import BatchStore
 from outbox_spark.claims import highest_claim
@@ -310,8 +308,6 @@ def test_a_batch_ends_when_it_is_large(scene, make_topic, monkeypatch):
 def test_a_batch_leaves_out_what_is_held(scene, make_topic):
     """A held key and a paused topic stay in the table, as with a harvester."""
     topic, paused = make_topic(), make_topic()
-    with psycopg.connect(scene.database, autocommit=True) as connection:
-        connection.execute(create_hold_sql(TableName("outbox_hold")))
     scene.stash(*(OutboxRecord(topic=topic, key=key, value=b"x") for key in ("bad", "good", "bad")))
     scene.stash(OutboxRecord(topic=paused, key="good", value=b"x"))
     store = BatchStore(scene.database)
