@@ -172,7 +172,7 @@ class InProgress:
             entry = self._by_id.get(message_id)
             if entry is None or entry.queued != queued:
                 heappop(heap)
-            elif entry.deadline > now:
+            elif entry.deadline > queued:
                 heappop(heap)
                 entry.queued = None
                 self._queue(entry)

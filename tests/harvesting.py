@@ -90,6 +90,7 @@ class FaultyProducer:
         settings: of the real producer.
         refused: share of `produce` calls that raise.
         misreported: share of deliveries that are reported as failed.
+        fatal: after how many records it reports that it has failed for good, once; None for never.
         seed: makes the choice repeatable.
 
     Attributes:
@@ -97,11 +98,12 @@ class FaultyProducer:
         longest_queue: most records that were ever between `produce` and the end of their report.
     """
 
-    def __init__(self, settings, *, refused=0.0, misreported=0.0, seed=0):
+    def __init__(self, settings, *, refused=0.0, misreported=0.0, fatal=None, seed=0):
         self._producer = Producer(settings)
         self._random = random.Random(seed)
         self._refused = refused
         self._misreported = misreported
+        self._records_before_fatal = fatal
         self.faults = 0
         self.longest_queue = 0
         self._queue = 0
@@ -111,11 +113,18 @@ class FaultyProducer:
             self.faults += 1
             raise KafkaException(KafkaError(KafkaError._TRANSPORT, "injected refusal"))
         misreported = self._random.random() < self._misreported
-        self.faults += misreported
+        fatal = self._records_before_fatal == 0
+        if self._records_before_fatal is not None:
+            self._records_before_fatal -= 1
+        self.faults += misreported + fatal
 
         def report(error, message):
             self._queue -= 1
-            on_delivery(KafkaError(KafkaError.REQUEST_TIMED_OUT, "injected report") if misreported else error, message)
+            if fatal:
+                error = KafkaError(KafkaError._FATAL, "injected failure")
+            elif misreported:
+                error = KafkaError(KafkaError.REQUEST_TIMED_OUT, "injected report")
+            on_delivery(error, message)
 
         self._producer.produce(topic, value, key, partition, on_delivery=report, headers=headers)
         self._queue += 1

@@ -130,3 +130,12 @@ def test_finished_messages_take_no_room(unfinished):
     assert len(progress) == unfinished
     assert progress.heap_size <= 2 * (unfinished + 1) + 1025
     assert progress.smallest_offset() == 0
+
+
+def test_what_expired_is_handed_out_by_deadline():
+    """A keep-alive moved the first one behind the second; both are overdue when it is looked at."""
+    progress = InProgress()
+    started(progress, (0, 1), 1, deadline=6.0)
+    progress.keep_alive((0, 1), 7.0)
+    started(progress, (0, 2), 2, deadline=6.0)
+    assert [entry.message_id for entry in progress.expired(7.0)] == [(0, 2), (0, 1)]
