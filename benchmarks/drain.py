@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+from outbox_core.cli.garbage import garbage_is_collected_rarely
 from outbox_core.config import HarvestConfig
 from outbox_core.events import Event, LeaderAcquired, MeterRead
 from outbox_core.harvest import Harvester
@@ -61,8 +62,9 @@ def main() -> None:
     memory = _Memory()
     memory.start()
     harvester = Harvester(config, on_event, drain=True)
-    harvester.start()
-    harvester.join()
+    with garbage_is_collected_rarely():  # as `outbox harvest` does
+        harvester.start()
+        harvester.join()
     seconds = time.perf_counter() - began[0]
     half = len(memory.samples) // 2
     json.dump(

@@ -12,6 +12,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from outbox_core.cli.garbage import garbage_is_collected_rarely
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
@@ -133,6 +134,7 @@ def run(config: HarvestConfig, *, drain: bool = False) -> int:
         with ExitStack() as surroundings:
             _serve_metrics(config, harvester, metrics, surroundings)
             surroundings.enter_context(stop_on_signals(harvester.stop))
+            surroundings.enter_context(garbage_is_collected_rarely())
             harvester.start()
             return _wait_for_end(harvester)
     except OutboxError as error:

@@ -153,7 +153,8 @@ class AtLeastOnce:
                 self._start_mark()
             self._bad.start_writing()
             self._start_settling()
-            self._wait(self._patience() if sent_all else 0.0)
+            if not self.drained:
+                self._wait(self._patience() if sent_all else 0.0)
             self._collect_reports()
 
     def _over(self) -> bool:
@@ -375,6 +376,8 @@ class AtLeastOnce:
         self._bad.reset_done(self._being_reset)
         if purged == len(self._being_purged):
             self._lanes.purged(self._being_purged)
+            if self._drain and not self._lanes.held:
+                self._with.news.tell()  # whether that was all is to be seen at once
         else:
             _log.info("purged %d of %d rows: the rest carry another leader's mark", purged, len(self._being_purged))
             self._force_remark()
@@ -446,12 +449,14 @@ class AtLeastOnce:
             self._publisher.drop_unsent()
         self._force_remark()
         give_up_at = now() + self._timing.drain_timeout
-        while self._publisher.in_flight or (self._busy_with_database() and now() < give_up_at):
+        while True:
             self._with.wake.clear()
             self._collect_mark()
             self._collect_settled()
             self._burials.finish()
             self._start_settling()
+            if not self._publisher.in_flight and (not self._busy_with_database() or now() >= give_up_at):
+                break
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()
