@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 
 from devstack.stack import DevStack
-from outbox_core.schema import TableName, create_table_sql
+from outbox_core.schema import TableName, create_hold_sql, create_table_sql, hold_beside
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUE_BYTES = 100
@@ -45,6 +45,8 @@ def fill(dsn: str, topic: str, *, rows: int, keys: int, table: str = "outbox") -
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(f"DROP TABLE IF EXISTS {name.quoted}")
         connection.execute(create_table_sql(name))
+        connection.execute(f"DROP TABLE IF EXISTS {hold_beside(name).quoted}")
+        connection.execute(create_hold_sql(name))
         connection.execute(
             f"INSERT INTO {name.quoted} (kafka_topic, kafka_key, kafka_value) "
             "SELECT %s, 'key-' || (random() * %s)::int, convert_to(repeat('x', %s), 'UTF8') "

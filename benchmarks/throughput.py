@@ -30,6 +30,7 @@ from outbox_core.stores.postgres import PostgresStore
 
 _BATCH = 5_000
 _FEW_KEYS = 100
+_WARM_UP = 200_000
 _COLUMNS = ("delivery", "keys", "records", "database", "produce", "limit", "harvester", "of limit", "RSS MiB")
 _PRODUCER = {"enable.idempotence": True, "linger.ms": 5, "queue.buffering.max.messages": 200_000}
 
@@ -154,7 +155,7 @@ def main() -> None:
         table.add_column(column, justify="right")
     with services() as running:
         for delivery in ("at-least-once", "exactly-once"):
-            one_round(running, delivery, 20_000, 10_000)  # warms broker and database
+            one_round(running, delivery, _WARM_UP, 10_000)  # until then the broker interprets more than it runs
             few = options.rows if delivery == "exactly-once" else 2_000
             for keys, rows in ((10_000, options.rows), (_FEW_KEYS, options.rows // 4), (1, few)):
                 rounds = [one_round(running, delivery, rows, keys) for _ in range(options.rounds)]
