@@ -32,7 +32,8 @@ _BATCH = 5_000
 _FEW_KEYS = 100
 _WARM_UP = 200_000
 _COLUMNS = ("delivery", "keys", "records", "database", "produce", "limit", "harvester", "of limit", "RSS MiB")
-_PRODUCER = {"enable.idempotence": True, "linger.ms": 5, "queue.buffering.max.messages": 200_000}
+_QUEUE_RECORDS = 200_000
+_PRODUCER = {"enable.idempotence": True, "linger.ms": 5, "queue.buffering.max.messages": _QUEUE_RECORDS}
 
 
 def mark_and_delete(dsn: str, rows: int) -> float:
@@ -91,6 +92,8 @@ def produce(bootstrap: str, topic: str, rows: int, keys: int) -> float:
     began = time.perf_counter()
     for number in range(rows):
         headers = [("outbox-id", b"bench.public.outbox:%d" % number)]
+        if len(producer) >= _QUEUE_RECORDS:
+            producer.poll(0.01)
         producer.produce(topic, value, f"key-{number % keys}", on_delivery=on_delivery, headers=headers)
         if number % 500 == 0:
             producer.poll(0)
