@@ -77,6 +77,12 @@ class KafkaExamination:
             )
         return fine("tracking topic", topic)
 
+    def dead_letter_topic(self, topic: str) -> Finding:
+        """The topic that bad records go to."""
+        if self._inquiry.partitions(topic) == 0:
+            return fine("dead-letter topic", f"{topic} is not there yet; the harvester makes it")
+        return fine("dead-letter topic", topic)
+
     def topics(self, names: Collection[str]) -> list[Finding]:
         """The topics that records wait for."""
         known = self._inquiry.metadata().topics

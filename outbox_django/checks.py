@@ -10,6 +10,7 @@ table. A missing table is a warning, for `migrate`, which makes it, runs the sam
     E008  the inbox table is no inbox              W002  the ids' sequence caches: order is not kept
                                                    W003  a column that only the model needs is missing
                                                    W004  the inbox table is missing
+                                                   W005  the table of holds is missing
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from django.db import connections, router
 from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import INBOX_COLUMNS, REQUIRED_COLUMNS
+from outbox_core.schema import INBOX_COLUMNS, REQUIRED_COLUMNS, hold_beside
 from outbox_django.databases import write_alias
 from outbox_django.settings import OutboxSettings, Problem, find_problems, outbox_settings
 from outbox_django.stashing import stash_alias
@@ -116,13 +117,13 @@ def _harvester_is_installed() -> bool:
 
 
 def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """E007, E008, W001 to W004: the tables, on each of `databases` where they belong."""
+    """E007, E008, W001 to W005: the tables, on each of `databases` where they belong."""
     del app_configs
     current = _readable_settings()
     if current is None:
         return []
     found: list[CheckMessage] = []
-    for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox)):
+    for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox), ("Hold", _check_holds)):
         for alias in databases or ():
             if _belongs(model, alias):
                 found += check(current, alias)
@@ -167,6 +168,24 @@ def _check_inbox(current: OutboxSettings, alias: str) -> list[CheckMessage]:
         hint = f"ALTER TABLE {name.quoted} ADD PRIMARY KEY (source, message_id);"
         return [Error(f"{where} has no primary key of source and message_id.", hint=hint, id="outbox_django.E008")]
     return []
+
+
+def _check_holds(current: OutboxSettings, alias: str) -> list[CheckMessage]:
+    name = hold_beside(current.table)
+    with connections[alias].cursor() as cursor:
+        names = [current.table.quoted, name.quoted]
+        cursor.execute("SELECT to_regclass(%s) IS NULL OR to_regclass(%s) IS NOT NULL", names)
+        (is_well,) = cursor.fetchone()
+    if is_well or alias != write_alias("Hold"):
+        return []
+    return [
+        CheckWarning(
+            f"There is no table {name} in database {alias!r}: nothing can be paused, and a bad record is tried "
+            "for ever.",
+            hint="Run `manage.py migrate`.",
+            id="outbox_django.W005",
+        )
+    ]
 
 
 def _check_layout(current: OutboxSettings, table: _Table, where: str) -> Iterator[CheckMessage]:

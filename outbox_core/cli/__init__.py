@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
     except OutboxError as error:
-        return harvest.fail(str(error))
+        return harvest.fail(harvest.shown(error))
     except BrokenPipeError:  # `outbox schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE

@@ -84,6 +84,10 @@ def print_status(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
     for topic in status["topics"]:
         marked = f", {topic['marked']:,} marked" if topic["marked"] else ""
         write(f"         {topic['topic']}: {topic['waiting']:,} of the oldest 10,000{marked}\n")
+    held = status["held"]
+    if held is not None and any(held.values()):
+        paused = f"; paused: {', '.join(held['topics'])}" if held["topics"] else ""
+        write(f"held     {held['records']:,} records, {held['keys']:,} keys{paused}\n")
     write(f"group    {status['leader_group']}\n")
     for contender in status["harvesters"]:
         role = "leads" if contender["leads"] else "stands by"
@@ -143,7 +147,7 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
     store, examination = _database(config)
     with closing(store), closing(examination):
         identity = store.check()
-        findings = examination.findings()
+        findings = [*examination.findings(), examination.holds(needed=config.on_poison == "dead-letter")]
         if config.notify:
             findings.append(_examine_notices(config))
         findings.append(_settled_floor(store.sight()))
@@ -179,6 +183,8 @@ def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str
     yield kafka.leader_topic(leader_topic)
     yield kafka.leader_group(group)
     yield kafka.tracking_topic(config.tracking_names(identity).topic, needed=config.delivery == "exactly-once")
+    if config.on_poison == "dead-letter":
+        yield kafka.dead_letter_topic(config.dead_letter_name(identity))
     if topics:
         yield from kafka.topics(topics)
 
@@ -189,12 +195,14 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
         identity = store.check()
         backlog = store.backlog()
         topics = [head._asdict() for head in examination.topics_at_head()]
+        held = examination.held()
     group, _ = config.leader_names(identity)
     return {
         "outbox": identity,
         "pending": backlog.pending,
         "oldest_age_seconds": round(backlog.oldest_age_seconds, 3),
         "topics": topics,
+        "held": held._asdict() if held is not None else None,
         "leader_group": group,
         "harvesters": [contender._asdict() for contender in _kafka(config).contenders(group)],
     }

@@ -149,8 +149,10 @@ def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
 
 def shown(error: Exception) -> str:
     """The text of an error, without the secrets that a driver may have put into it."""
-    from outbox_core.config import redact
-
+    try:
+        from outbox_core.config import redact
+    except ImportError:  # the base install; whatever it can fail of says nothing that was not checked
+        return str(error)
     return redact(str(error)) or type(error).__name__
 
 

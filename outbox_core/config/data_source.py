@@ -60,6 +60,9 @@ def _normalise_url(text: str) -> str:
     except ValueError:
         raise ValueError("is not a URL; write `postgresql://user:password@host:port/dbname`") from None
     base, question_mark, query = url.partition("?")
+    if base.count("@") > 1 or "@" in base.removeprefix("postgresql://").partition("/")[2]:
+        # libpq would take what stands before the first of them for the whole password, and show the rest in errors.
+        raise ValueError("has more than one `@`, or one behind a `/`; write `%40` and `%2F` in user and password")
     options = [option for option in query.split("&") if option.partition("=")[0] not in _ONLY_GO]
     return base + question_mark + "&".join(options) if any(options) else base
 

@@ -20,7 +20,7 @@ from typing import Self
 from uuid import UUID
 
 from outbox_core import doorbell
-from outbox_core.config import HarvestConfig
+from outbox_core.config import HarvestConfig, redact
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.election.leadership import now
 from outbox_core.errors import OutboxTableError, StoreUnavailable
@@ -189,12 +189,12 @@ class Harvester:
     def health(self) -> Health:
         """Whether it works; what an orchestrator's probe asks."""
         if self._failure is not None:
-            return Health(ok=False, leader=False, detail=str(self._failure))
+            return Health(ok=False, leader=False, detail=redact(str(self._failure)))
         if self._ended.is_set():
             return Health(ok=False, leader=False, detail="stopped")
         for outage in (self._database, self._kafka):
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
-                return Health(ok=False, leader=self.is_leader, detail=outage.describe())
+                return Health(ok=False, leader=self.is_leader, detail=redact(outage.describe()))
         return Health(ok=True, leader=self.is_leader, detail="leading" if self.is_leader else "standing by")
 
     # -- making the parts

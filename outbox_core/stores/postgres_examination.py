@@ -8,7 +8,7 @@ import psycopg
 
 from outbox_core.errors import StoreUnavailable
 from outbox_core.examination import Finding, fine, problem, warning
-from outbox_core.schema import STORAGE_PARAMETERS, TableName
+from outbox_core.schema import STORAGE_PARAMETERS, TableName, hold_beside
 
 _OLDEST_SERVER = 140_000
 _OLD_SECONDS = 60
@@ -58,6 +58,24 @@ ORDER BY 2 DESC NULLS LAST
 LIMIT 3
 """
 
+_MAY_SEE_ALL = "SELECT pg_has_role(current_user, 'pg_read_all_stats', 'USAGE')"
+
+_HOLD_RIGHTS = """
+SELECT name FROM unnest(ARRAY['SELECT', 'INSERT', 'UPDATE', 'DELETE']) AS name
+WHERE to_regclass(%(holds)s) IS NOT NULL AND NOT has_table_privilege(to_regclass(%(holds)s), name)
+"""
+
+_HELD = """
+SELECT count(*) FILTER (WHERE record_id IS NOT NULL),
+       count(*) FILTER (WHERE record_id IS NULL AND kafka_key IS NOT NULL),
+       coalesce(array_agg(kafka_topic ORDER BY kafka_topic)
+                FILTER (WHERE record_id IS NULL AND kafka_key IS NULL), '{{}}')
+FROM {holds} WHERE outbox = (
+    SELECT n.nspname || '.' || c.relname
+    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)
+)
+"""
+
 _HEAD = """
 SELECT kafka_topic, count(*), count(leader_id)
 FROM (SELECT kafka_topic, leader_id FROM {table} ORDER BY id LIMIT {rows}) AS head
@@ -79,6 +97,20 @@ class TopicAtHead(NamedTuple):
     marked: int
 
 
+class Held(NamedTuple):
+    """What an outbox's harvester is not to publish.
+
+    Attributes:
+        records: how many records are held.
+        keys: how many keys.
+        topics: the topics that are paused.
+    """
+
+    records: int
+    keys: int
+    topics: list[str]
+
+
 class PostgresExamination:
     """Looks at a database and its outbox table, on a connection of its own.
 
@@ -92,6 +124,7 @@ class PostgresExamination:
 
     def __init__(self, data_source: str, table: str) -> None:
         self._name = TableName.parse(table)
+        self._holds = hold_beside(self._name)
         try:
             self._connection = psycopg.connect(
                 data_source, autocommit=True, connect_timeout=10, application_name="kafka-outbox doctor"
@@ -111,6 +144,47 @@ class PostgresExamination:
         """Topics of the oldest 10,000 records, the most frequent 20."""
         statement = _HEAD.format(table=self._name.quoted, rows=_HEAD_ROWS, topics=_MOST_TOPICS)
         return [TopicAtHead(*row) for row in self._ask(statement)]
+
+    def held(self) -> Held | None:
+        """What is held; None without a table of holds, or without the right to read it."""
+        if not self._has_holds() or "SELECT" in self._missing_hold_rights():
+            return None
+        (row,) = self._ask(_HELD.format(holds=self._holds.quoted), (self._name.quoted,))
+        return Held(*row)
+
+    def holds(self, *, needed: bool) -> Finding:
+        """The table of holds.
+
+        Args:
+            needed: whether a harvester would not start without it, as bad records are to go to the dead-letter topic.
+        """
+        judge = problem if needed else warning
+        if not self._has_holds():
+            return judge(
+                "holds",
+                f"there is no table {self._holds}: nothing can be paused, and a bad record is tried for ever",
+                "make it with `outbox schema --only hold`, with Alembic or with `manage.py migrate`",
+            )
+        missing = self._missing_hold_rights()
+        if missing:
+            judge = problem if needed or "SELECT" in missing else warning
+            grant = f"GRANT {', '.join(missing)} ON {self._holds.quoted} TO the harvester's role"
+            return judge("holds", f"{self._holds} lacks the right(s) {', '.join(missing)}", grant)
+        held = self.held()
+        if held is None or not any(held):
+            return fine("holds", f"{self._holds}, nothing is held")
+        paused = f"; paused: {', '.join(held.topics)}" if held.topics else ""
+        return warning(
+            "holds",
+            f"{held.records:,} records and {held.keys:,} keys are held{paused}",
+            "`outbox hold list` shows why; release, skip or dead-letter them",
+        )
+
+    def _has_holds(self) -> bool:
+        return bool(self._ask("SELECT to_regclass(%s) IS NOT NULL", (self._holds.quoted,))[0][0])
+
+    def _missing_hold_rights(self) -> list[str]:
+        return [name for (name,) in self._ask(_HOLD_RIGHTS, {"holds": self._holds.quoted})]
 
     def _server(self) -> list[Finding]:
         ((number, version, is_standby, synchronous_commit, autovacuum),) = self._ask(_SERVER)
@@ -198,7 +272,15 @@ class PostgresExamination:
                 "end it, or find out why it takes so long",
             )
             for who, age in self._ask(_SNAPSHOTS, {"old": _OLD_SECONDS})
-        ] or [fine("snapshots", f"none older than {_OLD_SECONDS} s")]
+        ] or [self._no_snapshots()]
+
+    def _no_snapshots(self) -> Finding:
+        ((sees_all,),) = self._ask(_MAY_SEE_ALL)
+        if sees_all:
+            return fine("snapshots", f"none older than {_OLD_SECONDS} s")
+        return fine(
+            "snapshots", f"none of this role older than {_OLD_SECONDS} s; pg_read_all_stats is needed to see the others"
+        )
 
     def _ask(self, statement: str, parameters: Any = None) -> list[tuple[Any, ...]]:
         try:

@@ -8,7 +8,7 @@ from django.core.management import call_command
 from django.db import connection, connections
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TEXT_LAYOUT, TableName, create_table_sql
+from outbox_core.schema import TEXT_LAYOUT, TableName, create_hold_sql, create_table_sql
 from outbox_django.settings import OutboxSettings, model_table, outbox_settings
 from tests.integration.django_fixtures import django_db_modify_db_settings
 
@@ -208,6 +208,7 @@ def test_a_table_that_is_not_right(settings, ddl, outbox, expected, said):
     """The database check names what is wrong with the table."""
     with connection.cursor() as cursor:
         cursor.execute(ddl)
+        cursor.execute(create_hold_sql(TableName("mine")))
     settings.OUTBOX = {"TABLE": "mine", **outbox}
     (message,) = _messages(["default"])
     assert message.id == f"outbox_django.{expected}"
@@ -215,10 +216,21 @@ def test_a_table_that_is_not_right(settings, ddl, outbox, expected, said):
 
 
 @pytest.mark.django_db
+def test_a_missing_table_of_holds_is_a_warning(settings):
+    """An outbox works without it; but nothing can be paused then."""
+    with connection.cursor() as cursor:
+        cursor.execute(create_table_sql(TableName("mine")))
+    settings.OUTBOX = {"TABLE": "mine"}
+    (warning,) = _messages(["default"])
+    assert (warning.id, "no table mine_hold" in warning.msg) == ("outbox_django.W005", True)
+
+
+@pytest.mark.django_db
 def test_the_hint_for_a_caching_sequence_can_be_run(settings):
     """The statement that the hint shows turns the warning off, for a serial column as well."""
     with connection.cursor() as cursor:
         cursor.execute(create_table_sql(TableName("Mine", "public"), "text"))
+        cursor.execute(create_hold_sql(TableName("Mine", "public")))
         cursor.execute('ALTER TABLE "Mine" ADD COLUMN kafka_partition integer')
         cursor.execute('ALTER SEQUENCE "Mine_id_seq" CACHE 10')
         settings.OUTBOX = {"TABLE": "public.Mine", "LAYOUT": "text"}

@@ -11,7 +11,7 @@ from django.core.management import call_command
 from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
 from outbox_core.harvest import Harvester
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_table_sql, notify_sql
+from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_hold_sql, create_table_sql, notify_sql
 from outbox_core.stores import postgres_examination
 from tests.harvesting import wait_until
 from tests.integration.django_fixtures import django_db_modify_db_settings
@@ -33,6 +33,7 @@ def connection(database, kafka_bootstrap, monkeypatch):
     monkeypatch.setenv("OUTBOX_KAFKA_BOOTSTRAP", kafka_bootstrap)
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(create_table_sql(TableName("outbox")))
+        connection.execute(create_hold_sql(TableName("outbox")))
         yield connection
 
 
@@ -129,6 +130,55 @@ def test_tracking_topic_that_expires_is_a_problem(kafka_bootstrap, topic_name, r
     code, findings = run("doctor", "-f", str(path))
     assert code == 1
     assert "cleanup.policy=delete" in of(findings, "problem")["tracking topic"]["detail"]
+
+
+def test_what_is_held_is_told(connection, run, capsys):
+    """Nothing held is fine; a paused topic and a held record are a warning, and a line of the status."""
+    assert "nothing is held" in of(run("doctor")[1], "ok")["holds"]["detail"]
+    connection.execute(INSERT, ("orders", 1))
+    assert main(["hold", "add", "--topic", "invoices"]) == 0
+    assert main(["hold", "add", "--record", "1"]) == 0
+    capsys.readouterr()
+    code, findings = run("doctor")
+    assert code == 0
+    assert "1 records and 0 keys are held; paused: invoices" in of(findings, "warning")["holds"]["detail"]
+    assert run("status")[1]["held"] == {"records": 1, "keys": 0, "topics": ["invoices"]}
+    assert main(["status"]) == 0
+    assert "held     1 records, 0 keys; paused: invoices" in capsys.readouterr().out
+
+
+def test_holds_that_cannot_be_used_are_told(connection, run, tmp_path):
+    """Without a table of holds there is a warning, or a problem if bad records are to go to the dead-letter topic."""
+    path = tmp_path / "reaper.yaml"
+    path.write_text("harvest:\n  onPoison: dead-letter\n")
+    assert "dead-letter topic" in of(run("doctor", "-f", str(path))[1], "ok")
+    connection.execute("DROP TABLE outbox_hold")
+    code, findings = run("doctor")
+    assert code == 0
+    assert "there is no table outbox_hold" in of(findings, "warning")["holds"]["detail"]
+    code, findings = run("doctor", "-f", str(path))
+    assert code == 1
+    assert "outbox schema --only hold" in of(findings, "problem")["holds"]["remedy"]
+
+
+def test_missing_rights_on_holds_are_told(database, connection, run, monkeypatch):
+    """A role that may not write them gets the GRANT to ask for; one that may not read them has a problem."""
+    connection.execute("CREATE ROLE reader LOGIN")
+    connection.execute("GRANT ALL ON outbox, outbox_id_seq TO reader; GRANT SELECT, INSERT ON outbox_hold TO reader")
+    try:
+        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", database.replace("postgres@", "reader@"))
+        code, findings = run("doctor")
+        assert code == 0
+        found = of(findings, "warning")["holds"]
+        assert "lacks the right(s) UPDATE, DELETE" in found["detail"]
+        assert "GRANT UPDATE, DELETE ON" in found["remedy"]
+        assert "pg_read_all_stats" in of(findings, "ok")["snapshots"]["detail"]
+        connection.execute("REVOKE SELECT ON outbox_hold FROM reader")
+        code, findings = run("doctor")
+        assert code == 1
+        assert "SELECT" in of(findings, "problem")["holds"]["detail"]
+    finally:
+        connection.execute("DROP OWNED BY reader; DROP ROLE reader")
 
 
 def test_missing_topic_is_named(connection, run, topic_name):

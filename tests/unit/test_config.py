@@ -283,7 +283,18 @@ def test_normalised_data_source_stays_as_it_is():
     assert normalise_data_source(once) == once
 
 
-@pytest.mark.parametrize("text", ["", "x", f"password='{SECRET}", f"{SECRET} host=x", f"mysql://u:{SECRET}@h/d"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "x",
+        f"password='{SECRET}",
+        f"{SECRET} host=x",
+        f"mysql://u:{SECRET}@h/d",
+        f"postgresql://u:a@{SECRET}@h/d",
+        f"postgresql://u:a/{SECRET}@h/d",
+    ],
+)
 def test_wrong_data_source_is_refused_without_quoting_it(text):
     """The message shows no part of it."""
     with pytest.raises(InvalidConfig) as caught:

@@ -7,6 +7,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
+from outbox_core.cli.harvest import shown
 from outbox_core.cli.hold import add_actions, run_action
 from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
@@ -37,5 +38,5 @@ class Command(BaseCommand):
             connection = postgres_connection(options["database"] or write_alias("Hold"))
             told = run_action(connection, holds, options)
         except (OutboxError, Error) as error:
-            raise CommandError(" ".join(str(error).split())) from None
+            raise CommandError(" ".join(shown(error).split())) from None
         self.stdout.write(told, ending="")

@@ -6,6 +6,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
+from outbox_core.cli.harvest import shown
 from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
 from outbox_core.errors import OutboxError
 from outbox_django.inbox import InboxTable
@@ -36,5 +37,5 @@ class Command(BaseCommand):
             age = parse_age(given) if isinstance(given, str) else given
             pruned = InboxTable(name).prune(age, batch=options["batch"], using=options["database"])
         except (OutboxError, ValueError) as error:
-            raise CommandError(str(error)) from None
+            raise CommandError(shown(error)) from None
         self.stdout.write(report(pruned, name.replace('"', "")), ending="")

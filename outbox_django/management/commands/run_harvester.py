@@ -8,7 +8,14 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_harvest_arguments, configure_logging, overrides_from, run
+from outbox_core.cli.harvest import (
+    EXIT_NOT_STARTED,
+    add_harvest_arguments,
+    configure_logging,
+    overrides_from,
+    run,
+    shown,
+)
 from outbox_core.errors import OutboxError
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
@@ -41,7 +48,7 @@ class Command(BaseCommand):
                 configure_logging(_LEVELS[min(options["verbosity"], 2)])
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
         except OutboxError as error:
-            raise CommandError(str(error), returncode=EXIT_NOT_STARTED) from None
+            raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
         except ModuleNotFoundError as error:
             message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
             raise CommandError(message, returncode=EXIT_NOT_STARTED) from error
