@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import resource
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -130,28 +131,39 @@ def _produce(produce: Callable[[], None], poll: Callable[[float], int]) -> None:
 
 
 def main() -> None:
-    """Measure, and print each figure as it comes."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=200_000)
+    parser.add_argument("--rounds", type=int, default=3, help="medians of so many, after one that warms the broker")
     options = parser.parse_args()
     console = Console(width=110)
     console.print(machine())
     console.print(f"{'':40} {'messages/s':>12} {'µs of CPU':>12} {'goal':>10}")
 
-    def show(what: str, measured: tuple[float, float], goal: str = "") -> None:
-        rate, cpu = measured
+    def show(what: str, measured: Sequence[tuple[float, float]], goal: str = "") -> None:
+        rate, cpu = (statistics.median(values) for values in zip(*measured, strict=True))
         console.print(f"{what:40} {rate:>12,.0f} {cpu:>12.1f} {goal:>10}")
 
     with services() as at:
-        with fresh_queue(at.bootstrap) as queue:
-            show("send", send(queue, options.messages), "50,000")
-            show("receive + acknowledge", receive(queue, options.messages), "20,000")
-        with fresh_queue(at.bootstrap, transactional=True) as queue:
-            send(queue, options.messages)
-            show("receive + acknowledge, transactional", receive(queue, options.messages), "5,000")
-        with fresh_queue(at.bootstrap) as queue:
-            show("raw: produce", bare_produce(queue, options.messages))
-            show("raw: read + 2 markers", bare_receive(queue, options.messages))
+        rounds = [_round(at.bootstrap, options.messages) for _ in range(options.rounds + 1)]
+    send_, receive_, transactional, produce, bare = zip(*rounds[1:], strict=True)  # the first one warms the broker
+    show("send", send_, "50,000")
+    show("receive + acknowledge", receive_, "20,000")
+    show("receive + acknowledge, transactional", transactional, "5,000")
+    show("raw: produce", produce)
+    show("raw: read + 2 markers", bare)
+
+
+def _round(bootstrap: str, messages: int) -> tuple[tuple[float, float], ...]:
+    """Everything once."""
+    with fresh_queue(bootstrap) as queue:
+        sent = send(queue, messages)
+        received = receive(queue, messages)
+    with fresh_queue(bootstrap, transactional=True) as queue:
+        send(queue, messages)
+        in_transactions = receive(queue, messages)
+    with fresh_queue(bootstrap) as queue:
+        return sent, received, in_transactions, bare_produce(queue, messages), bare_receive(queue, messages)
 
 
 if __name__ == "__main__":
