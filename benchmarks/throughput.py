@@ -92,7 +92,7 @@ def produce(bootstrap: str, topic: str, rows: int, keys: int) -> float:
     began = time.perf_counter()
     for number in range(rows):
         headers = [("outbox-id", b"bench.public.outbox:%d" % number)]
-        if len(producer) >= _QUEUE_RECORDS:
+        while len(producer) >= _QUEUE_RECORDS:
             producer.poll(0.01)
         producer.produce(topic, value, f"key-{number % keys}", on_delivery=on_delivery, headers=headers)
         if number % 500 == 0:
