@@ -105,16 +105,15 @@ class Culprits:
         probe_due = self._parking.next_due
         return max(0.0, due if probe_due is None else min(due, probe_due - now()))
 
-    def read_holds(self) -> None:
-        """Before the first scan: see what is held."""
-        self._waiting.insist(self._with.marker, self.book.read)
+    def read_holds(self) -> bool:
+        """See what is held; return whether the leadership lasted for it."""
+        read = self._waiting.insist(self._with.marker, self.book.read)
         self.holds = self.book.current
+        return read is not None
 
-    def nothing_is_released(self) -> bool:
-        """Whether what is held now is what was held when the last scan was sent."""
-        before = self.holds
-        self.read_holds()
-        return self.holds is before
+    def is_still_held(self, before: HoldSet) -> bool:
+        """Whether what is held now is what a scan was sent with: what that left out is held, and nothing else."""
+        return self.read_holds() and self.holds is before
 
     def look_at_holds(self) -> None:
         """While the table brings nothing new, see whether something that is held is released."""

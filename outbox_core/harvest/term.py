@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
@@ -17,11 +17,27 @@ from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.ports import HoldSet, OutboxStore, StoredRecord, bytes_of
+from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _CREATE_TIME: Final = 7
 _IDLE_SECONDS = 1.0
+
+
+class Scanned(NamedTuple):
+    """What came of a scan.
+
+    Attributes:
+        records: those that may be published.
+        took: how long the statement took, in seconds.
+        is_all: whether the statement brought no row at all; false if it failed, or if all that it brought is held.
+        holds: the holds that it was sent with.
+    """
+
+    records: list[StoredRecord]
+    took: float = 0.0
+    is_all: bool = False
+    holds: HoldSet = NO_HOLDS
 
 
 class LeadershipOfTerm(Protocol):
@@ -73,6 +89,7 @@ class Term:
         self._scanning: Future[tuple[Sequence[StoredRecord], Look | None, float, HoldSet]] | None = None
         self._reading: Reading | None = None
         self._scan_excludes = False
+        self._scan_holds: HoldSet = NO_HOLDS
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._culprits = Culprits(timing, surroundings, self._waiting, dead_letters)
 
@@ -126,7 +143,8 @@ class Term:
             if self._pace.due_in() or self._leadership.over():
                 return []
             self._start_scan()
-        records, took = self._collect_scan()
+        scanned = self._collect_scan()
+        records = scanned.records
         if records:
             self._pace.found(more=True)  # a transaction lies between this scan and the next: that is pause enough
             self._in_flight.update(record[_ID] for record in records)
@@ -134,8 +152,9 @@ class Term:
             self._culprits.is_idle = False
         else:
             self._culprits.is_idle = True
-            self._pace.found_nothing(took)
-            self._look_whether_drained()
+            self._pace.found_nothing(scanned.took)
+            if scanned.is_all:
+                self._look_whether_drained(scanned.holds)
         return records
 
     def _start_scan(self) -> None:
@@ -146,6 +165,7 @@ class Term:
         self._scan_excludes = bool(lanes or identities or topics)
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         book, holds = self._culprits.book, self._culprits.holds
+        self._scan_holds = holds
         reading = self._reading = self._with.floor.begin(frozenset(lanes | identities | topics | holds.items))
 
         def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float, HoldSet]:
@@ -161,17 +181,17 @@ class Term:
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
 
-    def _collect_scan(self) -> tuple[list[StoredRecord], float]:
+    def _collect_scan(self) -> Scanned:
         scanning, self._scanning = self._scanning, None
         if scanning is None or not self._waiting.until_done(scanning):
-            return [], 0.0
+            return Scanned([])
         result = self._waiting.result(scanning)
         if result is None:
-            return [], 0.0
+            return Scanned([])
         records, look, took, holds = result
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, records, took)
-        return self._culprits.sift(records, holds), took
+        return Scanned(self._culprits.sift(records, holds), took, not records, self._scan_holds)
 
     def _join_scan(self) -> None:
         """Wait for the scan under way and throw its rows away."""
@@ -179,13 +199,13 @@ class Term:
         if scanning is not None:
             self._waiting.until_done(scanning, now() + self._timing.drain_timeout)
 
-    def _look_whether_drained(self) -> None:
-        """Whether nothing is left; what is held may be."""
+    def _look_whether_drained(self, scanned_with: HoldSet) -> None:
+        """After a scan that brought nothing: whether nothing is left but what is held."""
         culprits = self._culprits
         if not self._leadership.drain or self._scan_excludes or culprits.is_busy or not self._purge_is_committed(None):
             return
         if culprits.holds:
-            self._leadership.drained = culprits.nothing_is_released()
+            self._leadership.drained = culprits.is_still_held(scanned_with)
             return
         self._leadership.drained = bool(self._waiting.insist(self._with.marker, lambda store: store.is_empty()))
 
