@@ -10,10 +10,12 @@ from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.culprits import Culprits
 from outbox_core.harvest.floor import Look, Reading
+from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
+from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
@@ -46,6 +48,8 @@ class LeadershipOfTerm(Protocol):
     drain: bool
     drained: bool
     in_flight_records: int
+    marks_are_settled: bool
+    letters: Letters
 
     def over(self) -> bool:
         """Whether nothing more is to be begun."""
@@ -91,7 +95,10 @@ class Term:
         self._scan_excludes = False
         self._scan_holds: HoldSet = NO_HOLDS
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
-        self._culprits = Culprits(timing, surroundings, self._waiting, dead_letters)
+        self._letters = leadership.letters
+        rights = Rights(dead_letters, transactions.tracking_topic)
+        self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
+        self._owes_batch = False  # the last transaction was a trial, or of dead letters
 
     def run(self) -> Ended | None:
         """Run until the leadership is over (None) or the producer is of no more use.
@@ -111,7 +118,7 @@ class Term:
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
-            recovery.refuse_marks()
+            self._refuse_marks(recovery)
             self._culprits.read_holds()
             self._with.kafka.ended()
         while ended is None and not over():
@@ -120,15 +127,26 @@ class Term:
         self._purge_is_committed(now() + self._timing.drain_timeout)
         return None if over() else ended
 
+    def _refuse_marks(self, recovery: Recovery) -> None:
+        """Once in a leadership: while it lasts nobody else marks, and to look for marks is to read the whole table."""
+        if not self._leadership.marks_are_settled:
+            recovery.refuse_marks()
+            self._leadership.marks_are_settled = True
+
     def _turn(self, producer: TransactionalProducer) -> Ended | None:
-        """One transaction, if there is anything to publish: a trial, dead letters, or the next rows."""
+        """One transaction, if there is anything to publish: the next rows; every other time a trial or dead letters."""
         culprits = self._culprits
         culprits.call_probes()
-        if culprits.is_trial_due:
+        if culprits.is_trial_urgent:
             return self._try(producer)
-        letters = culprits.next_letters()
-        if letters:
-            return self._bury(producer, letters)
+        if not self._owes_batch:
+            self._owes_batch = True
+            if culprits.is_trial_due:
+                return self._try(producer)
+            letters = self._letters.next(culprits.holds.requests)
+            if letters:
+                return self._bury(producer, letters)
+        self._owes_batch = False
         records = self._next_batch()
         return self._publish(producer, records) if records else None
 
@@ -138,7 +156,7 @@ class Term:
         """The next rows to publish, or none if there were none just now."""
         self._purge_is_committed(now())
         if self._scanning is None:
-            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in(), self._culprits.due_in()))
+            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in(), self._due_in()))
             self._culprits.look_at_holds()
             if self._pace.due_in() or self._leadership.over():
                 return []
@@ -156,6 +174,11 @@ class Term:
             if scanned.is_all:
                 self._look_whether_drained(scanned.holds)
         return records
+
+    def _due_in(self) -> float:
+        """Seconds until there is something to do beside the next rows."""
+        culprits = self._culprits
+        return min(culprits.due_in(), self._letters.due_in(culprits.holds.requests))
 
     def _start_scan(self) -> None:
         """Send a scan that excludes what is in flight now: the set is copied before the statement begins."""
@@ -336,8 +359,16 @@ class Term:
         patience: float | None,
     ) -> Outcome:
         unfinished = producer.begin() or self._fill(producer, records, failures)
-        if unfinished is not None:
-            return unfinished
+        return unfinished or self._commit_in_time(producer, records, failures, patience)
+
+    def _commit_in_time(
+        self,
+        producer: TransactionalProducer,
+        records: list[StoredRecord],
+        failures: list[Failure],
+        patience: float | None,
+    ) -> Outcome:
+        """Commit, but for what has not arrived within so many seconds; None to wait as for any transaction."""
         if patience is not None and not producer.all_arrive(patience):
             aborted = producer.abort()
             return aborted if isinstance(aborted, Ended) else self._culprits.was_too_slow(records, failures)
@@ -365,7 +396,8 @@ class Term:
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort()
-        return self._send_manifest(producer, records) or self._commit(producer)
+        refused = self._send_manifest(producer, records)
+        return refused or self._commit_in_time(producer, records, failures, self._letters.patience)
 
     def _bury(self, producer: TransactionalProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         """A transaction of dead letters."""
@@ -373,15 +405,13 @@ class Term:
         failures: list[Failure] = []
         self._in_flight.update(record[_ID] for record in records)
         outcome = self._write_letters(producer, records, failures)
-        if isinstance(outcome, Ended):
-            return outcome
         if isinstance(outcome, Committed):
             self._publication_is_committed(records, are_buried=True)
             self._with.metrics.dead_letters(len(records))
-        else:
+        elif isinstance(outcome, Aborted):
             self._forget_scanned()
-        self._culprits.buried(records if isinstance(outcome, Committed) else [], failures, outcome)
-        return None
+        self._letters.concluded(records, failures, outcome)
+        return outcome if isinstance(outcome, Ended) else None
 
     def _count_in_flight(self, count: int) -> None:
         self._leadership.in_flight_records = count
