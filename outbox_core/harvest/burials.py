@@ -120,9 +120,11 @@ class Burials:
         mine = [failure for failure in failures if self._sent.get(failure.record[0]) is failure.record]
         for failure in mine:
             del self._sent[failure.record[0]]
-            if verdict_on(failure.error) in (Verdict.RECORD, Verdict.FORBIDDEN):
+            verdict = verdict_on(failure.error)
+            if verdict in (Verdict.RECORD, Verdict.FORBIDDEN):
                 self._refused.append(failure)
             else:
+                self._is_topic_there = self._is_topic_there and verdict is not Verdict.AWAY  # it is made anew
                 self._rest(failure.error.str())
         taken = {id(failure) for failure in mine}
         return [failure for failure in failures if id(failure) not in taken]

@@ -2,17 +2,16 @@
 
 `trials` finds the record, `verdicts` sorts what its failure means:
 
-    failed alone, with a code that a record may be to blame for --> held, or a dead letter
-    the topic may not be written to -----------------------------> the topic is held
+    failed alone, with a code that a record may be to blame for --> held, or a dead letter (`letters`)
+    the topic may not be written to, and Kafka confirms it ------> the topic is held
     the topic is not there --------------------------------------> the topic is parked (`parking`)
     a time-out --------------------------------------------------> what goes to that partition is parked
 
 Holds are written before anything else is scanned for their keys: between the failure and the hold, the key is among
 those that scans leave out, and what a scan under way brings of it is thrown away.
 
-A **dead letter** is a held record that was asked for: by a harvester whose `on_poison` says so, or by `outbox hold
-dead-letter`. It is published in a transaction with a manifest, like any record, and its row and hold are deleted
-together once that is committed.
+Trials and probes take a bounded share of the time while there is ordinary work, and all of it while there is none. Only
+when too much is set aside, in records or in bytes, do trials go before everything else: it is in memory.
 
 Belongs to the harvest thread.
 """
@@ -21,24 +20,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from outbox_core.election.leadership import now
-from outbox_core.errors import OutboxError, StoreUnavailable
 from outbox_core.harvest.bad_records import Exclusion, new_hold, place_of
-from outbox_core.harvest.burials import BATCH, RETRY_SECONDS
 from outbox_core.harvest.holding import HoldBook
 from outbox_core.harvest.parking import Parking
-from outbox_core.harvest.publisher import Failure, dead_letter
-from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.transaction import Aborted, Committed
+from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.rights import Rights
+from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.harvest.transaction import Aborted
 from outbox_core.harvest.trials import Group, Trials
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.harvest.withdrawals import Who, who_is
 from outbox_core.kafka import KafkaError
-from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, OutboxStore, StoredRecord
+from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, StoredRecord
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +48,14 @@ _LONGEST_REST_FACTOR = 40
 
 
 class Culprits:
-    """Suspects, bad records, what is parked, and dead letters of one term.
+    """Suspects, bad records, and what is parked, of one term.
 
     Args:
         timing: limits.
         surroundings: what to work with.
         waiting: waits for statements.
-        dead_letters: where bad records go.
+        rights: tells where we may not write.
+        dead_letter: whether bad records are to go to the dead-letter topic.
 
     Attributes:
         book: the holds; used on the marker's thread.
@@ -64,22 +63,22 @@ class Culprits:
         is_idle: whether the last scan found nothing: then there is time for trials.
     """
 
-    def __init__(self, timing: Timing, surroundings: Surroundings, waiting: Waiting, dead_letters: DeadLetters) -> None:
+    def __init__(
+        self, timing: Timing, surroundings: Surroundings, waiting: Waiting, rights: Rights, *, dead_letter: bool
+    ) -> None:
         self.book = HoldBook(surroundings.metrics)
         self.holds: HoldSet = NO_HOLDS
         self.is_idle = False
         self._with = surroundings
         self._waiting = waiting
-        self._dead_letters = dead_letters
+        self._rights = rights
+        self._dead_letter = dead_letter
         self._backoff = timing.io_error_backoff
-        self._trials = Trials(4 * timing.mark_query_records)
+        self._trials = Trials(4 * timing.mark_query_records, timing.mark_query_bytes)
         self._parking = Parking(timing.io_error_backoff / 10, timing.io_error_backoff * _LONGEST_REST_FACTOR, now)
         self._probes: deque[StoredRecord] = deque()
+        self._has_probed = False  # the last trial was of a probe
         self._since_scan: set[Who] = set()  # held or parked since the scan under way was sent
-        self._asked: set[int] = set()  # dead letters that are done, as far as the requests read last still list them
-        self._letters_not_before = 0.0
-        self._letters_at_once = BATCH
-        self._is_topic_there = False
         self._told = -1
 
     # -- scans
@@ -96,25 +95,22 @@ class Culprits:
         return self._trials.ids | {probe[_ID] for probe in [*self._parking.probes, *self._probes]}
 
     def due_in(self) -> float:
-        """Seconds until there is something to do here: read the holds, send a probe, go on with trials or letters."""
+        """Seconds until there is something to do here: read the holds, send a probe, go on with trials."""
         if self._trials or self._probes:
             return 0.0
         due = self.book.due_in() if self.holds else float("inf")
-        if self.holds.requests.keys() - self._asked:
-            due = min(due, self._letters_not_before - now())
         probe_due = self._parking.next_due
         return max(0.0, due if probe_due is None else min(due, probe_due - now()))
 
-    def read_holds(self) -> None:
-        """Before the first scan: see what is held."""
-        self._waiting.insist(self._with.marker, self.book.read)
+    def read_holds(self) -> bool:
+        """See what is held; return whether the leadership lasted for it."""
+        read = self._waiting.insist(self._with.marker, self.book.read)
         self.holds = self.book.current
+        return read is not None
 
-    def nothing_is_released(self) -> bool:
-        """Whether what is held now is what was held when the last scan was sent."""
-        before = self.holds
-        self.read_holds()
-        return self.holds is before
+    def is_still_held(self, before: HoldSet) -> bool:
+        """Whether what is held now is what a scan was sent with: what that left out is held, and nothing else."""
+        return self.read_holds() and self.holds is before
 
     def look_at_holds(self) -> None:
         """While the table brings nothing new, see whether something that is held is released."""
@@ -144,9 +140,14 @@ class Culprits:
         return bool(self._trials or self._parking or self._probes or self.holds.requests)
 
     @property
+    def is_trial_urgent(self) -> bool:
+        """Whether so much is set aside that groups are to be tried before anything else is read."""
+        return self._trials.are_too_many
+
+    @property
     def is_trial_due(self) -> bool:
-        """Whether a group, or a probe, is to be tried now."""
-        return bool(self._probes) or self._trials.is_due or (self.is_idle and bool(self._trials))
+        """Whether a group, or a probe, may be tried now."""
+        return bool(self._probes or self._trials) and (self.is_idle or self._trials.have_time)
 
     def call_probes(self) -> None:
         """See which probes are due."""
@@ -155,7 +156,8 @@ class Culprits:
 
     def next_group(self) -> tuple[Group, float | None]:
         """What to try now, and how many seconds to wait for it; None to wait as for any transaction."""
-        if self._probes:
+        self._has_probed = bool(self._probes) and not (self._trials and (self._has_probed or self.is_trial_urgent))
+        if self._has_probed:
             probe = self._probes.popleft()
             if self.holds.covers(probe):
                 self._parking.give_up_probe(probe)
@@ -258,12 +260,13 @@ class Culprits:
                 self._park(failure)
 
     def blame_topics(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> None:
-        """A transaction ended its producer because we may not write to a topic: see which one, and hold it."""
-        if cause is None or verdict_on(cause) is not Verdict.FORBIDDEN:
-            return
-        first = {record[_TOPIC]: record for record in reversed(records)}
-        topics = set(first) if len(first) == 1 else self._dead_letters.forbidden(set(first))
-        self._condemn_topics(Failure(first[topic], cause, alone=True) for topic in sorted(topics))
+        """A transaction ended its producer because we may not write to a topic: see which one, and hold it.
+
+        Raises:
+            TrackingTopicError: if it is the tracking topic.
+        """
+        if cause is not None and verdict_on(cause) is Verdict.FORBIDDEN:
+            self._hold_topics({record[_TOPIC]: Failure(record, cause, alone=True) for record in reversed(records)})
 
     def condemn(self, failures: Sequence[Failure]) -> None:
         """These records failed alone: hold them, and know it before anything else is scanned."""
@@ -279,7 +282,7 @@ class Culprits:
         for failure in failures:
             self._parking.give_up_probe(failure.record)
         self._since_scan.update(who_is(failure.record) for failure in failures)
-        self._write([new_hold(failure, dead_letter=self._dead_letters.on_poison) for failure in failures])
+        self._write([new_hold(failure, dead_letter=self._dead_letter) for failure in failures])
 
     def _rest(self, failure: Failure) -> None:
         """Without a table of holds: the record is tried again and again."""
@@ -292,78 +295,23 @@ class Culprits:
         self._since_scan.add(who_is(record))
 
     def _condemn_topics(self, failures: Iterable[Failure]) -> None:
+        """We may not write to one of these records' topics: hold it if Kafka says so, let it rest if it does not."""
         by_topic = {failure.record[_TOPIC]: failure for failure in failures}
-        if not self.book.is_kept:
-            for failure in by_topic.values():
-                self._park(failure)
-        elif by_topic:
-            self._write([new_hold(failure, dead_letter=False) for failure in by_topic.values()])
+        if by_topic:
+            held = self._hold_topics(by_topic)
+            for topic in by_topic.keys() - held:
+                self._park(by_topic[topic])
+
+    def _hold_topics(self, by_topic: Mapping[str, Failure]) -> set[str]:
+        """Hold those of the topics to which we may not write; return which ones are held."""
+        missing = self._rights.missing_for(set(by_topic))
+        if not missing or not self.book.is_kept:
+            return set()
+        self._write([new_hold(by_topic[topic], dead_letter=False) for topic in sorted(missing)])
+        return missing
 
     def _write(self, holds: Sequence[NewHold]) -> None:
         book = self.book
         written = self._waiting.insist(self._with.marker, lambda store: book.write(store, holds))
         if written is not None:
             self.holds = written
-
-    # -- dead letters
-
-    def next_letters(self) -> Sequence[StoredRecord]:
-        """Dead letters to publish now."""
-        if not self.holds.requests or now() < self._letters_not_before:
-            return ()
-        self._asked.intersection_update(self.holds.requests)
-        ids = sorted(self.holds.requests.keys() - self._asked)[: self._letters_at_once]
-        if not ids:
-            return ()
-        rows = self._fetch(ids)
-        self._asked.update(set(ids) - {row[_ID] for row in rows or ()} if rows is not None else ())
-        errors, topic = self.holds.requests, self._dead_letters.topic
-        return [dead_letter(row, topic, errors[row[_ID]]) for row in rows or ()]
-
-    def _fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord] | None:
-        """The rows; None if they cannot be had now."""
-        ensure = None if self._is_topic_there else self._dead_letters.ensure
-
-        def fetch(store: OutboxStore) -> Sequence[StoredRecord]:
-            if ensure is not None:
-                ensure()
-            return store.fetch(ids)
-
-        fetching = self._with.marker.submit(fetch)
-        if not self._waiting.until_done(fetching):
-            return None
-        try:
-            rows = fetching.result()
-        except StoreUnavailable as error:
-            self._with.database.began(error)
-            self._letters_not_before = now() + 1.0
-            return None
-        except OutboxError as error:
-            self._letters_rest(str(error))
-            return None
-        self._is_topic_there = True
-        return rows
-
-    def buried(
-        self, letters: Sequence[StoredRecord], failures: Sequence[Failure], outcome: Committed | Aborted
-    ) -> None:
-        """What became of dead letters: those that are published, those that failed, and how the transaction ended."""
-        self._asked.update(letter[_ID] for letter in letters)
-        refused = [f for f in failures if verdict_on(f.error) in (Verdict.RECORD, Verdict.FORBIDDEN)]
-        if isinstance(outcome, Aborted) and self._letters_at_once > 1 and not all(f.alone for f in refused):
-            self._letters_at_once = 1  # one of them is to blame for the others
-            return
-        for failure in refused:
-            why = f"the dead-letter topic refused it: {failure.error.str()}"
-            identity = failure.record[_ID]
-            _log.warning("record %d stays held: %s", identity, why)
-            self._waiting.insist(self._with.marker, lambda store: store.keep([identity], why))  # noqa: B023
-            self._asked.add(identity)
-        if isinstance(outcome, Aborted) and not refused:
-            self._letters_rest(outcome.error.str() if outcome.error is not None else "given up")
-        elif not refused:
-            self._letters_at_once = BATCH
-
-    def _letters_rest(self, why: str) -> None:
-        _log.warning("dead letters wait: topic %s: %s", self._dead_letters.topic, why)
-        self._letters_not_before = now() + RETRY_SECONDS

@@ -29,7 +29,7 @@ own, sent after the fence, has come back, after a pause with jitter.
 
 A transaction that Kafka refuses because of a record is aborted, and its records are set aside and tried in ever smaller
 groups until the one that fails alone is found (`trials`). It is held, with its key, or goes to the dead-letter topic in
-a transaction like any other, manifest included. Everything else goes on.
+a transaction like any other, manifest included (`letters`). Everything else goes on.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ import random
 from uuid import UUID
 
 from outbox_core.election.leadership import now
+from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.recovery import Transactions
+from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.term import Term
+from outbox_core.harvest.waiting import Waiting
 
 _TICK_SECONDS = 0.05
 _FIRST_REST_SECONDS = 0.2
@@ -62,6 +65,8 @@ class ExactlyOnce:
         leader_id: ID of the leadership.
         drained: whether the table was found empty; set by its terms.
         in_flight_records: records in the open transaction.
+        marks_are_settled: whether one of its terms has seen to the marks of an at-least-once leader.
+        letters: its dead letters.
     """
 
     def __init__(
@@ -78,6 +83,9 @@ class ExactlyOnce:
         self.drain = drain
         self.drained = False
         self.in_flight_records = 0
+        self.marks_are_settled = False
+        rights = Rights(dead_letters, transactions.tracking_topic)
+        self.letters = Letters(dead_letters, surroundings, Waiting(self.over, timing, surroundings), rights)
         self._timing = timing
         self._with = surroundings
         self._transactions = transactions

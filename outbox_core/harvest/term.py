@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.culprits import Culprits
 from outbox_core.harvest.floor import Look, Reading
+from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
+from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.ports import HoldSet, OutboxStore, StoredRecord, bytes_of
+from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _CREATE_TIME: Final = 7
 _IDLE_SECONDS = 1.0
+
+
+class Scanned(NamedTuple):
+    """What came of a scan.
+
+    Attributes:
+        records: those that may be published.
+        took: how long the statement took, in seconds.
+        is_all: whether the statement brought no row at all; false if it failed, or if all that it brought is held.
+        holds: the holds that it was sent with.
+    """
+
+    records: list[StoredRecord]
+    took: float = 0.0
+    is_all: bool = False
+    holds: HoldSet = NO_HOLDS
 
 
 class LeadershipOfTerm(Protocol):
@@ -30,6 +48,8 @@ class LeadershipOfTerm(Protocol):
     drain: bool
     drained: bool
     in_flight_records: int
+    marks_are_settled: bool
+    letters: Letters
 
     def over(self) -> bool:
         """Whether nothing more is to be begun."""
@@ -73,8 +93,12 @@ class Term:
         self._scanning: Future[tuple[Sequence[StoredRecord], Look | None, float, HoldSet]] | None = None
         self._reading: Reading | None = None
         self._scan_excludes = False
+        self._scan_holds: HoldSet = NO_HOLDS
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
-        self._culprits = Culprits(timing, surroundings, self._waiting, dead_letters)
+        self._letters = leadership.letters
+        rights = Rights(dead_letters, transactions.tracking_topic)
+        self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
+        self._owes_batch = False  # the last transaction was a trial, or of dead letters
 
     def run(self) -> Ended | None:
         """Run until the leadership is over (None) or the producer is of no more use.
@@ -94,7 +118,7 @@ class Term:
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
-            recovery.refuse_marks()
+            self._refuse_marks(recovery)
             self._culprits.read_holds()
             self._with.kafka.ended()
         while ended is None and not over():
@@ -103,15 +127,26 @@ class Term:
         self._purge_is_committed(now() + self._timing.drain_timeout)
         return None if over() else ended
 
+    def _refuse_marks(self, recovery: Recovery) -> None:
+        """Once in a leadership: while it lasts nobody else marks, and to look for marks is to read the whole table."""
+        if not self._leadership.marks_are_settled:
+            recovery.refuse_marks()
+            self._leadership.marks_are_settled = True
+
     def _turn(self, producer: TransactionalProducer) -> Ended | None:
-        """One transaction, if there is anything to publish: a trial, dead letters, or the next rows."""
+        """One transaction, if there is anything to publish: the next rows; every other time a trial or dead letters."""
         culprits = self._culprits
         culprits.call_probes()
-        if culprits.is_trial_due:
+        if culprits.is_trial_urgent:
             return self._try(producer)
-        letters = culprits.next_letters()
-        if letters:
-            return self._bury(producer, letters)
+        if not self._owes_batch:
+            self._owes_batch = True
+            if culprits.is_trial_due:
+                return self._try(producer)
+            letters = self._letters.next(culprits.holds.requests)
+            if letters:
+                return self._bury(producer, letters)
+        self._owes_batch = False
         records = self._next_batch()
         return self._publish(producer, records) if records else None
 
@@ -121,12 +156,13 @@ class Term:
         """The next rows to publish, or none if there were none just now."""
         self._purge_is_committed(now())
         if self._scanning is None:
-            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in(), self._culprits.due_in()))
+            self._waiting.pause(min(_IDLE_SECONDS, self._pace.due_in(), self._due_in()))
             self._culprits.look_at_holds()
             if self._pace.due_in() or self._leadership.over():
                 return []
             self._start_scan()
-        records, took = self._collect_scan()
+        scanned = self._collect_scan()
+        records = scanned.records
         if records:
             self._pace.found(more=True)  # a transaction lies between this scan and the next: that is pause enough
             self._in_flight.update(record[_ID] for record in records)
@@ -134,9 +170,15 @@ class Term:
             self._culprits.is_idle = False
         else:
             self._culprits.is_idle = True
-            self._pace.found_nothing(took)
-            self._look_whether_drained()
+            self._pace.found_nothing(scanned.took)
+            if scanned.is_all:
+                self._look_whether_drained(scanned.holds)
         return records
+
+    def _due_in(self) -> float:
+        """Seconds until there is something to do beside the next rows."""
+        culprits = self._culprits
+        return min(culprits.due_in(), self._letters.due_in(culprits.holds.requests))
 
     def _start_scan(self) -> None:
         """Send a scan that excludes what is in flight now: the set is copied before the statement begins."""
@@ -146,6 +188,7 @@ class Term:
         self._scan_excludes = bool(lanes or identities or topics)
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         book, holds = self._culprits.book, self._culprits.holds
+        self._scan_holds = holds
         reading = self._reading = self._with.floor.begin(frozenset(lanes | identities | topics | holds.items))
 
         def scan(store: OutboxStore) -> tuple[Sequence[StoredRecord], Look | None, float, HoldSet]:
@@ -161,17 +204,17 @@ class Term:
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
 
-    def _collect_scan(self) -> tuple[list[StoredRecord], float]:
+    def _collect_scan(self) -> Scanned:
         scanning, self._scanning = self._scanning, None
         if scanning is None or not self._waiting.until_done(scanning):
-            return [], 0.0
+            return Scanned([])
         result = self._waiting.result(scanning)
         if result is None:
-            return [], 0.0
+            return Scanned([])
         records, look, took, holds = result
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, records, took)
-        return self._culprits.sift(records, holds), took
+        return Scanned(self._culprits.sift(records, holds), took, not records, self._scan_holds)
 
     def _join_scan(self) -> None:
         """Wait for the scan under way and throw its rows away."""
@@ -179,13 +222,13 @@ class Term:
         if scanning is not None:
             self._waiting.until_done(scanning, now() + self._timing.drain_timeout)
 
-    def _look_whether_drained(self) -> None:
-        """Whether nothing is left; what is held may be."""
+    def _look_whether_drained(self, scanned_with: HoldSet) -> None:
+        """After a scan that brought nothing: whether nothing is left but what is held."""
         culprits = self._culprits
         if not self._leadership.drain or self._scan_excludes or culprits.is_busy or not self._purge_is_committed(None):
             return
         if culprits.holds:
-            self._leadership.drained = culprits.nothing_is_released()
+            self._leadership.drained = culprits.is_still_held(scanned_with)
             return
         self._leadership.drained = bool(self._waiting.insist(self._with.marker, lambda store: store.is_empty()))
 
@@ -316,8 +359,16 @@ class Term:
         patience: float | None,
     ) -> Outcome:
         unfinished = producer.begin() or self._fill(producer, records, failures)
-        if unfinished is not None:
-            return unfinished
+        return unfinished or self._commit_in_time(producer, records, failures, patience)
+
+    def _commit_in_time(
+        self,
+        producer: TransactionalProducer,
+        records: list[StoredRecord],
+        failures: list[Failure],
+        patience: float | None,
+    ) -> Outcome:
+        """Commit, but for what has not arrived within so many seconds; None to wait as for any transaction."""
         if patience is not None and not producer.all_arrive(patience):
             aborted = producer.abort()
             return aborted if isinstance(aborted, Ended) else self._culprits.was_too_slow(records, failures)
@@ -345,7 +396,8 @@ class Term:
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort()
-        return self._send_manifest(producer, records) or self._commit(producer)
+        refused = self._send_manifest(producer, records)
+        return refused or self._commit_in_time(producer, records, failures, self._letters.patience)
 
     def _bury(self, producer: TransactionalProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         """A transaction of dead letters."""
@@ -353,15 +405,13 @@ class Term:
         failures: list[Failure] = []
         self._in_flight.update(record[_ID] for record in records)
         outcome = self._write_letters(producer, records, failures)
-        if isinstance(outcome, Ended):
-            return outcome
         if isinstance(outcome, Committed):
             self._publication_is_committed(records, are_buried=True)
             self._with.metrics.dead_letters(len(records))
-        else:
+        elif isinstance(outcome, Aborted):
             self._forget_scanned()
-        self._culprits.buried(records if isinstance(outcome, Committed) else [], failures, outcome)
-        return None
+        self._letters.concluded(records, failures, outcome)
+        return outcome if isinstance(outcome, Ended) else None
 
     def _count_in_flight(self, count: int) -> None:
         self._leadership.in_flight_records = count

@@ -52,7 +52,8 @@ class Ended:
 
     Attributes:
         reason: what happened, in words.
-        cause: why the transaction had to be aborted, if it was that which broke the producer.
+        cause: why the transaction had to be aborted, if it was that which broke the producer, or why the manifest was
+            refused.
     """
 
     reason: str
@@ -215,7 +216,7 @@ class TransactionalProducer:
             cause: KafkaError = error.args[0]
             if cause.code() == KafkaError._STATE:  # noqa: SLF001  the commit will tell
                 return None
-            return Ended(f"the manifest was refused: {cause.str()}")
+            return Ended(f"the manifest was refused: {cause.str()}", cause)
 
     def _note_manifest(self, error: KafkaError | None, _: Message) -> None:
         if error is not None and not is_bystander(error):
@@ -247,7 +248,7 @@ class TransactionalProducer:
             return Ended(error.args[0].str(), cause)
         if self._manifest_error is not None:
             refusal, self._manifest_error = self._manifest_error, None
-            return Ended(f"the manifest was refused: {refusal.str()}")
+            return Ended(f"the manifest was refused: {refusal.str()}", refusal)
         failed_before, self._has_failed = self._has_failed, False
         if cause is None:
             return Aborted(None, record_at_fault=False)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from outbox_core.harvest.lanes import lane_of
 from outbox_core.kafka import KafkaError
-from outbox_core.ports import LaneKey, StoredRecord
+from outbox_core.ports import LaneKey, StoredRecord, bytes_of
 
 Group = Sequence[StoredRecord]
 
@@ -37,15 +37,18 @@ class Trials:
 
     Args:
         most: with more records than this, they go before any other work: they are in memory.
+        most_bytes: the same for their values and headers.
 
     Attributes:
         let_go: whether the group that was taken last is without records that meanwhile are held or parked.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
+        self._most_bytes = most_bytes
         self.let_go = False
         self._groups: deque[Group] = deque()
+        self._records = self._bytes = 0  # in the groups
         self._credit = 0.0
         self._smallest_refused: dict[str, int] = {}  # topic -> size of the smallest record that was too large alone
 
@@ -64,9 +67,14 @@ class Trials:
         return {record[0] for group in self._groups for record in group}
 
     @property
-    def is_due(self) -> bool:
+    def are_too_many(self) -> bool:
+        """Whether so much waits in memory that nothing else may be read before a trial."""
+        return self._records > self._most or self._bytes > self._most_bytes
+
+    @property
+    def have_time(self) -> bool:
         """Whether the ordinary work of the last time leaves time for a trial."""
-        return bool(self._groups) and (self._credit >= 0 or sum(map(len, self._groups)) > self._most)
+        return self._credit >= 0
 
     def published(self, seconds: float) -> None:
         """So much time went into ordinary work."""
@@ -80,18 +88,25 @@ class Trials:
         """A transaction of these records failed."""
         if group:
             self._groups.append(group)
+            self._count(group, 1)
+
+    def _count(self, group: Group, sign: int) -> None:
+        self._records += sign * len(group)
+        self._bytes += sign * bytes_of(group)
 
     def next(self, is_kept_back: Callable[[StoredRecord], bool]) -> Group:
         """The next group to try, without those that meanwhile are held or parked."""
         group = self._groups.popleft()
+        self._count(group, -1)
         kept = [record for record in group if not is_kept_back(record)]
         self.let_go = len(kept) < len(group)
         return kept
 
     def put_back(self, group: Group) -> None:
-        """A group that was not tried after all."""
+        """A group that is to be tried next: it was not after all, or is a part of one that was."""
         if group:
             self._groups.appendleft(group)
+            self._count(group, 1)
 
     def refused(self, record: StoredRecord, code: int) -> None:
         """This record is bad."""
@@ -108,7 +123,7 @@ class Trials:
             code: the error.
         """
         for part in reversed(self._parts(group, named, code)):
-            self._groups.appendleft(part)
+            self.put_back(part)
 
     def _parts(self, group: Group, named: Collection[int], code: int | None) -> list[Group]:
         chosen: Collection[int] = named

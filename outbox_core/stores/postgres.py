@@ -133,6 +133,11 @@ SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table}
 WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
 """
 
+# Stops at the first one. They are counted for the message alone.
+_IS_MARKED = """
+SELECT EXISTS (SELECT FROM {table} WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}')
+"""
+
 _CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
 
 # The floor holds for one incarnation of table and sequence, and while the sequence is not set back. Both are looked at
@@ -357,7 +362,8 @@ class PostgresStore:
         self._fetch = ""
         self._held_parameters = _HeldParameters()
         self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
-        self._marked = self._format(_MARKED, first_of_relays=relay_marks.FIRST, last_of_relays=relay_marks.LAST)
+        relays = {"first_of_relays": relay_marks.FIRST, "last_of_relays": relay_marks.LAST}
+        self._marked, self._is_marked = self._format(_MARKED, **relays), self._format(_IS_MARKED, **relays)
         self._clear_marks = self._format(_CLEAR_MARKS)
         self._purge = self._format(_PURGE)
         self._reset = self._format(_RESET)
@@ -533,7 +539,8 @@ class PostgresStore:
     def marked(self) -> MarkedRows:
         """The rows that carry a harvester's mark."""
         with self._without_timeout():
-            return MarkedRows(*self._query(self._marked)[0])
+            is_any = self._query(self._is_marked)[0][0]
+            return MarkedRows(*self._query(self._marked)[0] if is_any else (0, 0, 0))
 
     def clear_marks(self) -> int:
         """Clear all marks, whosever they are; return how many."""

@@ -55,8 +55,8 @@ class ExcludesAfterTheScan(ForcedOverlap):
         self._in_flight = in_flight
 
     def _collect_scan(self):
-        records, took = super()._collect_scan()
-        return [record for record in records if record[0] not in self._in_flight], took
+        scanned = super()._collect_scan()
+        return scanned._replace(records=[record for record in scanned.records if record[0] not in self._in_flight])
 
 
 # -- 2. An abort throws away what was scanned and not published

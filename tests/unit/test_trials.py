@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from outbox_core.harvest.trials import Trials
 from outbox_core.kafka import KafkaError
+from outbox_core.ports import NO_LIMIT
 
 TOO_LARGE, INVALID = KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD
 ROWS = st.lists(
@@ -21,7 +22,7 @@ def judge(rows, code, named):
     """Try groups until none is left, as exactly-once delivery does; return what was published and what is bad."""
     records = [record(identity, key, size) for identity, (key, size, _) in enumerate(rows)]
     bad = {identity for identity, (_, size, is_bad) in enumerate(rows) if (size > 10 if code == TOO_LARGE else is_bad)}
-    trials, held, published, tried = Trials(10_000), set(), [], 0
+    trials, held, published, tried = Trials(10_000, NO_LIMIT), set(), [], 0
     trials.set_aside(records)
     held_keys = set()
     while trials:
@@ -59,7 +60,7 @@ def test_only_the_bad_are_held_and_keys_keep_their_order(rows, code, named):
 
 def test_large_ones_are_found_without_trying_all():
     """Once one size is known to be too large, larger ones are tried alone, and the small ones in one go."""
-    trials, tries, rows = Trials(10_000), 0, 2_000
+    trials, tries, rows = Trials(10_000, NO_LIMIT), 0, 2_000
     large = set(range(0, rows, 50))
     trials.set_aside([record(n, f"k{n}", 1000 if n in large else 10) for n in range(rows)])
     held = set()
@@ -77,16 +78,34 @@ def test_large_ones_are_found_without_trying_all():
 
 
 def test_trials_take_a_bounded_share_of_the_time():
-    """A trial is due only when ordinary work has earned it, or when too much waits in memory."""
-    trials = Trials(3)
-    trials.set_aside([record(1, "a"), record(2, "b")])
-    assert trials.is_due
+    """There is time for a trial only when ordinary work has earned it."""
+    trials = Trials(3, NO_LIMIT)
+    assert trials.have_time
     trials.tried(1.0)
-    assert not trials.is_due
+    assert not trials.have_time
     trials.published(3.9)
-    assert not trials.is_due
+    assert not trials.have_time
     trials.published(0.2)
-    assert trials.is_due
-    trials.tried(10.0)
-    trials.set_aside([record(3, "c"), record(4, "d")])
-    assert trials.is_due
+    assert trials.have_time
+
+
+def test_too_much_in_memory_does_not_wait():
+    """Too many records or bytes that are set aside are told, until they have been tried."""
+    trials = Trials(3, 100)
+    trials.set_aside([record(1, "a"), record(2, "b")])
+    trials.set_aside([record(3, "c")])
+    assert not trials.are_too_many
+    trials.set_aside([record(4, "d")])
+    assert trials.are_too_many
+    assert len(trials.next(lambda _: False)) == 2
+    assert not trials.are_too_many
+    trials.set_aside([large := record(5, "e", 90), record(6, "f", 9)])
+    assert trials.are_too_many
+    while trials:
+        group = trials.next(lambda row: row[0] == 6)
+    assert group == [large]
+    assert not trials.are_too_many
+    trials.failed([large, record(7, "g", 20)], (), INVALID)
+    assert trials.are_too_many
+    trials.next(lambda _: True)
+    assert not trials.are_too_many
