@@ -638,8 +638,8 @@ class PostgresStore:
         except OutboxTableError as error:
             if not _is_about_rights(error):
                 raise
-            message = f"{self._hold_name}: {error.__cause__}; {self._grant()}"
-            raise StoreUnavailable(message, in_doubt=True) from error
+            said = str(error).partition(": ")[2]
+            raise StoreUnavailable(f"{self._hold_name}: {said}; {self._grant()}", in_doubt=True) from error
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]
