@@ -17,9 +17,10 @@ A `Holds` looks after them from outside, at any time, whether a harvester runs o
     Holds().skip(connection, records=[17])           # delete a held record; its key goes on
     Holds().dead_letter(connection, records=[17])    # have the harvester publish it to the dead-letter topic instead
 
-Every call is one statement: it happens as a whole, in the connection's transaction if there is one, and may be
-repeated. Only held records are ever skipped or dead-lettered, so that nobody races with the harvester for a record
-that is about to be published. A release lets a record be published as if it had never been held: before its followers.
+What a call changes it changes by one statement: as a whole, in the connection's transaction if there is one. It may be
+repeated, also by several at once. Only held records are ever skipped or dead-lettered, so that nobody races with the
+harvester for a record that is about to be published. A release lets a record be published as if it had never been held:
+before its followers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
-from outbox_core.schema import TableName, hold_beside
+from outbox_core.schema import TableName, hold_beside, hold_id
 from outbox_core.stasher import Connection
 
 # Both tables must be there: without this the subqueries below would find nothing, and no error would say so.
@@ -44,24 +45,18 @@ SELECT id, kafka_topic, kafka_key, record_id, reason, error, dead_letter, create
 WHERE {filter} ORDER BY kafka_topic, kafka_key NULLS FIRST, record_id NULLS FIRST, id LIMIT %s
 """
 
+# Of two that are added at once only the primary key sees both (`hold_id`). What was written by other means has another
+# id, hence the condition.
 _ADD = """
-INSERT INTO {holds} (outbox, kafka_topic, kafka_key, reason)
-SELECT %s, %s, %s, %s WHERE NOT EXISTS (
+INSERT INTO {holds} (id, outbox, kafka_topic, kafka_key, record_id, reason)
+SELECT %s::bigint, %s, %s, %s, %s::bigint, %s WHERE NOT EXISTS (
     SELECT FROM {holds} WHERE outbox = %s AND kafka_topic = %s AND kafka_key IS NOT DISTINCT FROM %s::text
-    AND record_id IS NULL
+    AND record_id IS NOT DISTINCT FROM %s::bigint
 )
+ON CONFLICT (id) DO NOTHING
 """
 
-_ADD_RECORD = """
-WITH wanted AS (SELECT id, kafka_topic, kafka_key FROM {table} WHERE id = %s), added AS (
-    INSERT INTO {holds} (outbox, kafka_topic, kafka_key, record_id, reason)
-    SELECT %s, kafka_topic, kafka_key, id, %s FROM wanted
-    WHERE NOT EXISTS (SELECT FROM {holds} AS old WHERE old.outbox = %s AND old.record_id = wanted.id
-                      AND old.kafka_topic = wanted.kafka_topic)
-    RETURNING 1
-)
-SELECT (SELECT count(*) FROM wanted), (SELECT count(*) FROM added)
-"""
+_LANE_OF_RECORD = "SELECT kafka_topic, kafka_key FROM {table} WHERE id = %s"
 
 _RELEASE = "DELETE FROM {holds} AS held WHERE {filter}"
 
@@ -175,9 +170,8 @@ class Holds:
             InvalidConfig: if topic or key cannot be one.
             OutboxTableError: if there is no outbox, or no table of holds.
         """
-        name = self._identify(connection)
-        which = [_named(topic, "topic"), _text(key, "key")]
-        return self._change(connection, self._sql(_ADD), [name, *which, _text(reason, "reason"), name, *which]) > 0
+        which = _named(topic, "topic"), _text(key, "key"), None
+        return self._add(connection, self._identify(connection), which, reason)
 
     def add_record(self, connection: Connection, record_id: int, *, reason: str = "") -> bool:
         """Hold one record, and with its key what comes behind it. Returns False if it was held already.
@@ -190,11 +184,11 @@ class Holds:
         """
         name = self._identify(connection)
         identity = _number(record_id)
-        parameters = [identity, name, _text(reason, "reason"), name]
-        found, added = self._fetch(connection, self._sql(_ADD_RECORD), parameters)[0]
+        found = self._fetch(connection, self._sql(_LANE_OF_RECORD), [identity])
         if not found:
             raise OutboxError(f"there is no record {identity} in {self.outbox}: it is published, or never was there")
-        return bool(added)
+        topic, key = found[0]
+        return self._add(connection, name, (topic, key, identity), reason)
 
     def release(
         self,
@@ -280,6 +274,10 @@ class Holds:
         """
         wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
         return self._change(connection, self._sql(_DEAD_LETTER, wanted.filter), wanted.parameters)
+
+    def _add(self, connection: Connection, name: str, which: tuple[str, str | None, int | None], reason: str) -> bool:
+        parameters = [hold_id(name, *which), name, *which, _text(reason, "reason"), name, *which]
+        return self._change(connection, self._sql(_ADD), parameters) > 0
 
     def _identify(self, connection: Connection) -> str:
         rows = self._fetch(connection, _NAME, [self.table.quoted, self.outbox.quoted])

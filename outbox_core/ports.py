@@ -88,12 +88,14 @@ class HoldSet:
         lanes: keys of which nothing is published.
         ids: records without a key that are not published.
         requests: of the held records those that are to go to the dead-letter topic, with what is known of their error.
+        may_change: whether the harvester can hold more, and let go of what it holds; if not, there are no requests.
     """
 
     topics: frozenset[str] = frozenset()
     lanes: frozenset[LaneKey] = frozenset()
     ids: frozenset[int] = frozenset()
     requests: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    may_change: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.topics or self.lanes or self.ids)
@@ -261,7 +263,7 @@ class OutboxStore(Protocol):
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
 
     def holds(self) -> HoldSet | None:
-        """What is held now, None if this outbox has no table of holds."""
+        """What is held now, None if this outbox has no table of holds; `StoreUnavailable` if that may not be read."""
 
     def hold(self, holds: Sequence[NewHold]) -> None:
         """Hold what is not held yet."""

@@ -108,6 +108,7 @@ class AtLeastOnce:
         self._reading: Reading | None = None
         self._mark_excludes = False
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
+        self._read_holds_not_before = 0.0
         self._settling: Future[int] | None = None
         self._settle_not_before = 0.0
         self._being_purged: list[StoredRecord] = []
@@ -204,7 +205,12 @@ class AtLeastOnce:
             )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return batch, look, took, book.look_after(store) if batch.records or holds else holds
+            if not batch.records and not holds:
+                return batch, look, took, holds
+            try:
+                return batch, look, took, book.look_after(store)
+            except StoreUnavailable as error:  # and so nobody hears of what is marked
+                raise StoreUnavailable(str(error), in_doubt=True) from error
 
         self._pace.begin()
         self._marking = self._with.marker.submit(mark)
@@ -212,6 +218,8 @@ class AtLeastOnce:
     def _wants_holds(self) -> bool:
         """Whether the holds are to be read although no mark is due: something is held, or waits in memory."""
         book = self._bad.book
+        if now() < self._read_holds_not_before:
+            return False
         return not book.was_read or (book.is_old and bool(self._bad.holds or self._lanes.held))
 
     def _collect_mark(self) -> None:
@@ -223,6 +231,7 @@ class AtLeastOnce:
         except StoreUnavailable as error:
             self._with.database.began(error)
             self._pace.failed(self._timing.io_error_backoff)
+            self._read_holds_not_before = now() + self._timing.io_error_backoff
             if error.in_doubt and self._mark_limit:
                 self._force_remark()
             return
@@ -311,7 +320,7 @@ class AtLeastOnce:
         for sent_at, count in self._publisher.take_send_times().items():
             self._with.metrics.publish_latency(arrived - sent_at, count)
         self._bad.succeeded(delivered)
-        self._with.kafka.worked(all_of_it=not self._bad.parking)
+        self._with.kafka.worked(all_of_it=not self._bad.parking.is_unreachable)
         stats = self._with.meter.add(len(delivered))
         if stats is not None:
             self._with.emit(MeterRead(stats))
@@ -420,7 +429,7 @@ class AtLeastOnce:
         if not self._remark:
             due = min(due, max(_TICK_SECONDS, self._bad.due_in()), self._burials.due_in())
             if self._marking is None and (self._bad.holds or self._lanes.held):
-                due = min(due, self._bad.book.due_in())
+                due = min(due, max(self._bad.book.due_in(), self._read_holds_not_before - time))
         return max(0.0, due)
 
     def _wait(self, seconds: float) -> None:

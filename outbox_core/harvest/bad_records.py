@@ -79,7 +79,16 @@ class BadRecords:
     def __init__(self, timing: Timing, surroundings: Surroundings, *, dead_letter: bool) -> None:
         self.book = HoldBook(surroundings.metrics)
         self.holds: HoldSet = NO_HOLDS
-        self.parking = Parking(timing.io_error_backoff / 10, timing.io_error_backoff * 10, now)
+        longest_rest = timing.io_error_backoff * 10
+        self.parking = Parking(
+            timing.io_error_backoff / 10,
+            longest_rest,
+            now,
+            # They stay in their lanes: what they take is not there for the others.
+            most_probes=max(1, timing.max_in_flight_records // 4),
+            most_probe_bytes=timing.max_in_flight_bytes // 4,
+        )
+        self._outage_fades_after = timing.delivery_timeout + longest_rest
         self._backoff = timing.io_error_backoff
         self._with = surroundings
         self._dead_letter = dead_letter
@@ -136,17 +145,23 @@ class BadRecords:
         self._withdrawals.reset(dropped)
         return dropped
 
+    def _withdraw_followers(self, record: StoredRecord, lanes: Lanes) -> list[StoredRecord]:
+        """What waits behind a probe waits in the table: its key is parked, and its lane is kept by the probe alone."""
+        dropped = lanes.withdraw_followers(record)
+        self._withdrawals.reset(dropped)
+        return dropped
+
     def _park(self, failure: Failure, verdict: Verdict, lanes: Lanes) -> list[StoredRecord]:
         record, topic = failure.record, failure.record[_TOPIC]
         place = place_of(failure, verdict)
         is_new = place not in self.parking
-        is_probe = self.parking.failed(record, place)
+        is_probe = self.parking.failed(record, place, unreachable=verdict is Verdict.RETRY)
         if verdict is Verdict.RETRY:
             self._with.kafka.began(f"record {record[_ID]} for topic {topic}: {failure.error.str()}")
         elif is_new:
             what = f"topic {topic}" if place[1] is None else f"record {record[_ID]} for topic {topic}"
             _log.warning("%s: %s; it is tried again, with rests in between", what, failure.error.str())
-        dropped = [] if is_probe else self._withdraw(record, lanes)
+        dropped = self._withdraw_followers(record, lanes) if is_probe else self._withdraw(record, lanes)
         if place[1] is None and is_new:
             unsent = lanes.withdraw_unsent(lambda other: other[_TOPIC] == topic)
             self._withdrawals.reset(unsent)
@@ -170,6 +185,8 @@ class BadRecords:
 
     def take(self) -> list[StoredRecord]:
         """Records to send again now, alone."""
+        if not self.parking.is_unreachable:
+            self._with.kafka.faded(self._outage_fades_after)  # what failed is held or gone, or fails of something else
         if not self._suspects and not self.parking:
             return []
         suspects = list(self._suspects)
@@ -217,10 +234,10 @@ class BadRecords:
 
     def sift(self, records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], list[StoredRecord]]:
         """What of a mark's records may be sent, and what has to go back to the table."""
-        if not self.holds and not self._withdrawals:
+        if not self.holds and not self._withdrawals and not self.parking:
             return records, []
-        covers, is_caught = self.holds.covers, self._withdrawals.is_caught
-        back = [record for record in records if covers(record) or is_caught(record)]
+        covers, is_caught, parking = self.holds.covers, self._withdrawals.is_caught, self.parking
+        back = [record for record in records if covers(record) or is_caught(record) or who_is(record) in parking]
         if not back:
             return records, []
         self._withdrawals.reset(back)

@@ -8,6 +8,7 @@ The rules:
 - What a mark or scan brings is compared with the holds, read again if they were not read lately: an idle outbox is not
   asked for its holds over and over, and a topic that was paused while it was idle is paused all the same.
 - A hold of the harvester's own is written before the key may be asked for again.
+- While holds cannot be read, nothing is marked or published. Only where there is no table for them is nothing held.
 
 All of that happens on the marker's thread, one statement after the other; the harvest thread sees frozen values.
 """
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outbox_core.election.leadership import now
+from outbox_core.errors import StoreUnavailable
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, OutboxStore
 
@@ -26,6 +29,7 @@ _log = logging.getLogger(__name__)
 READ_EVERY_SECONDS = 0.4
 _LOOK_FOR_TABLE_EVERY_SECONDS = 30.0
 _TIDY_EVERY_SECONDS = 10.0
+_AT_ONCE = 1_000
 _NAMED = 3
 
 
@@ -37,30 +41,31 @@ class HoldBook:
 
     Attributes:
         current: what is held, as last read.
-        is_kept: whether there is a table of holds.
-        read_at: when they were read, or looked for.
+        is_kept: whether more can be held: there is a table of holds, and we may write to it.
+        read_at: when they were read, or looked for; minus infinity while that is not known.
     """
 
     def __init__(self, metrics: HarvestMetrics) -> None:
         self.current: HoldSet = NO_HOLDS
         self.is_kept = True
         self.read_at = float("-inf")
+        self._read_every = READ_EVERY_SECONDS
         self._tidied_at = float("-inf")
         self._metrics = metrics
 
     @property
     def was_read(self) -> bool:
-        """Whether it was read at all."""
+        """Whether it was read at all, and could be when that was last tried."""
         return self.read_at > float("-inf")
 
     @property
     def is_old(self) -> bool:
         """Whether it was read so long ago that a change would not take effect soon."""
-        return now() - self.read_at > (READ_EVERY_SECONDS if self.is_kept else _LOOK_FOR_TABLE_EVERY_SECONDS)
+        return now() - self.read_at > self._read_every
 
     def due_in(self) -> float:
         """Seconds until it is old."""
-        return max(0.0, self.read_at + (READ_EVERY_SECONDS if self.is_kept else _LOOK_FOR_TABLE_EVERY_SECONDS) - now())
+        return max(0.0, self.read_at + self._read_every - now())
 
     def look_after(self, store: OutboxStore) -> HoldSet:
         """What is held, for records that a statement has brought."""
@@ -70,35 +75,55 @@ class HoldBook:
 
     def read(self, store: OutboxStore) -> HoldSet:
         """Read what is held."""
-        holds = store.holds()
-        if holds is not None and (holds.ids or holds.lanes) and now() - self._tidied_at > _TIDY_EVERY_SECONDS:
-            self._tidied_at = now()
-            if store.release_gone():  # records that somebody deleted, or that the last leader had published
-                holds = store.holds()
-        self.is_kept = holds is not None
+        try:
+            holds = self._ask(store)
+        except StoreUnavailable:
+            self.read_at = float("-inf")  # nothing is to be asked for before it is known again
+            raise
+        self.is_kept = holds is not None and holds.may_change
+        self._read_every = _LOOK_FOR_TABLE_EVERY_SECONDS if holds is None else READ_EVERY_SECONDS
         self.read_at = now()
         if holds is None:
             holds = NO_HOLDS
         if holds != self.current:
             self.current = _sharing(self.current, holds)
-            self._metrics.held(len(holds))
+        self._metrics.held(len(holds))  # in any case: the gauge may show what another leadership read
         return self.current
 
+    def _ask(self, store: OutboxStore) -> HoldSet | None:
+        holds = store.holds()
+        if holds is None or not holds.may_change or not (holds.ids or holds.lanes):
+            return holds
+        if now() - self._tidied_at > _TIDY_EVERY_SECONDS:
+            self._tidied_at = now()
+            if store.release_gone():  # records that somebody deleted, or that the last leader had published
+                return store.holds()
+        return holds
+
     def write(self, store: OutboxStore, holds: Sequence[NewHold]) -> HoldSet:
-        """Hold something; return what is held then. Without a table nothing happens."""
+        """Hold something; return what is held then. Without a table, or rights on it, nothing happens."""
+        if not self.was_read:
+            self.read(store)  # it may be for want of rights that the last try failed
         if self.is_kept:
-            store.hold(holds)
+            self._insert(store, holds)
             _tell(holds)
         return self.read(store)
+
+    def _insert(self, store: OutboxStore, holds: Sequence[NewHold]) -> None:
+        try:
+            for first in range(0, len(holds), _AT_ONCE):
+                store.hold(holds[first : first + _AT_ONCE])
+        except StoreUnavailable:
+            self.read_at = float("-inf")
+            raise
 
 
 def _sharing(old: HoldSet, new: HoldSet) -> HoldSet:
     """The new holds, with the old one's sets where they are equal: stores see by that what they need not write anew."""
-    return HoldSet(
-        new.topics,
-        old.lanes if old.lanes == new.lanes else new.lanes,
-        old.ids if old.ids == new.ids else new.ids,
-        new.requests,
+    return replace(
+        new,
+        lanes=old.lanes if old.lanes == new.lanes else new.lanes,
+        ids=old.ids if old.ids == new.ids else new.ids,
     )
 
 

@@ -22,7 +22,7 @@ The structure is pure and belongs to one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import itemgetter
 from typing import Final
@@ -143,6 +143,17 @@ class Lanes:
         self._let_go(dropped)
         return dropped
 
+    def withdraw_followers(self, record: StoredRecord) -> list[StoredRecord]:
+        """Drop and return what waits behind a record that is under way, and stays so."""
+        lane = lane_of(record)
+        followers = self._followers.get(lane) if lane is not None else None
+        if lane is None or not followers:
+            return []
+        self._followers[lane] = None
+        self._full.discard(lane)
+        self._let_go(followers)
+        return list(followers)
+
     def withdraw_unsent(self, covers: Callable[[StoredRecord], bool]) -> list[StoredRecord]:
         """Drop what is covered and not taken; return it. What is under way keeps its lane, without followers."""
         dropped = [record for record in self._ready if covers(record)]
@@ -178,5 +189,5 @@ class Lanes:
         self._let_go(dropped)
         return dropped
 
-    def _let_go(self, records: Sequence[StoredRecord]) -> None:
+    def _let_go(self, records: Iterable[StoredRecord]) -> None:
         self._held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))

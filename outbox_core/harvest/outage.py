@@ -18,13 +18,15 @@ class Outage:
         self._what = what
         self._log = log
         self._began_at: float | None = None
+        self._failed_at = 0.0
         self._worked_at = 0.0
         self._reason = ""
 
     def began(self, error: object) -> None:
         """It failed; says so if it worked before."""
+        self._failed_at = time.monotonic()
         if self._began_at is None:
-            self._began_at = time.monotonic()
+            self._began_at = self._failed_at
             self._reason = str(error)
             self._log.warning("%s: %s; retrying", self._what, error)
 
@@ -33,6 +35,17 @@ class Outage:
         if self._began_at is not None:
             self._log.warning("%s: back after %.1f s", self._what, time.monotonic() - self._began_at)
             self._began_at = None
+
+    def dismissed(self) -> None:
+        """Whether it works is not seen from here any more, so we do not call it away."""
+        if self._began_at is not None:
+            self._log.info("%s: not known to fail any more", self._what)
+            self._began_at = None
+
+    def faded(self, seconds: float) -> None:
+        """Nothing waits for it: if it has not failed for so long either, we do not call it away."""
+        if self._began_at is not None and time.monotonic() - self._failed_at > seconds:
+            self.dismissed()
 
     def worked(self, *, all_of_it: bool) -> None:
         """It worked; unless all of it does, what failed before still fails, and the log hears of neither."""

@@ -6,10 +6,12 @@ reason that may pass, the place is closed:
 - the record that found it closed stays in memory as its **probe**, and is sent again after a rest, which doubles each
   time. Nothing else is sent there that is known to go there;
 - its key, and that of every other record that fails there, is parked: left out of the marks. The others go back to the
-  table. So they take no room among the records in flight, however many there are.
+  table, those behind the probe in its lane too. So they take no room among the records in flight, however many there
+  are.
 
 Once the probe arrives, the place is open and everything parked there may come again. A place whose probe was given up
-(a remark, a hold) opens by itself after its rest, and whoever fails there next is the probe.
+(a remark, a hold) opens by itself after its rest, and whoever fails there next is the probe. So does one that never had
+a probe, because those of other places take all the room that probes may take; its rests double all the same.
 
 Where a key goes is known only once one of its records has failed there, so each key fails once. If a place collects
 `_MOST` of them and nothing at all has arrived in its topic for a while, the topic is closed instead: with the whole
@@ -25,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outbox_core.harvest.withdrawals import Who, who_is
-from outbox_core.ports import LaneKey, StoredRecord
+from outbox_core.ports import LaneKey, StoredRecord, size_of
 
 Place = tuple[str, int | LaneKey | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
@@ -33,6 +35,7 @@ Place = tuple[str, int | LaneKey | None]
 _MOST = 1_000
 _QUIET_SECONDS = 5.0
 _MOST_RESTED = 10_000
+_FORGOTTEN_AFTER_RESTS = 5  # of the longest
 _TOPIC: Final = 1
 
 
@@ -43,7 +46,8 @@ class _Closed:
     since: float
     rest: float
     until: float
-    probe: StoredRecord | None
+    is_unreachable: bool
+    probe: StoredRecord | None = None
     is_sent: bool = False
     parked: set[Who] = field(default_factory=set)
 
@@ -55,25 +59,44 @@ class Parking:
         first: length of the first rest, in seconds.
         longest: length that rests do not exceed, in seconds.
         clock: a monotonic clock, in seconds.
+        most_probes: how many probes there may be.
+        most_probe_bytes: how many bytes their values may take together.
     """
 
-    def __init__(self, first: float, longest: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        first: float,
+        longest: float,
+        clock: Callable[[], float],
+        *,
+        most_probes: int = 1_000,
+        most_probe_bytes: int = 8 * 2**20,
+    ) -> None:
         self._first = first
         self._longest = longest
         self._clock = clock
+        self._most_probes = most_probes
+        self._most_probe_bytes = most_probe_bytes
         self._places: dict[Place, _Closed] = {}
         self._probes: dict[int, Place] = {}
+        self._probe_bytes = 0
         self._where: dict[Who, Place] = {}
-        self._rested: dict[Who, float] = {}  # how long records rested last that cannot be held
+        self._rested: dict[Place, tuple[float, float]] = {}  # places without a probe: their last rest, until when kept
+        self._look_at_rested_at = 0.0
         self._arrived: dict[str, float] = {}  # of the topics with closed places, when a record last arrived
 
     def __bool__(self) -> bool:
-        """Whether any place is closed, or was lately."""
-        return bool(self._places or self._rested)
+        """Whether any place is closed."""
+        return bool(self._places)
 
     def __contains__(self, what: object) -> bool:
         """Whether this place is closed, or a key or record without one parked."""
         return what in self._places or what in self._where
+
+    @property
+    def is_unreachable(self) -> bool:
+        """Whether any place is closed because Kafka could not be reached there, as far as its probe has told."""
+        return any(closed.is_unreachable for closed in self._places.values())
 
     @property
     def probes(self) -> list[StoredRecord]:
@@ -100,49 +123,49 @@ class Parking:
         """When the next probe is to be sent or the next place opens by itself."""
         return min((closed.until for closed in self._places.values() if not closed.is_sent), default=None)
 
-    def failed(self, record: StoredRecord, place: Place) -> bool:
-        """A record could not be delivered to a place now. Returns whether it stays in memory, as the probe."""
+    def failed(self, record: StoredRecord, place: Place, *, unreachable: bool = True) -> bool:
+        """A record could not be delivered to a place now. Returns whether it stays in memory, as the probe.
+
+        Args:
+            record: the record.
+            place: where it was to go.
+            unreachable: whether Kafka could not be reached there; else it answered, and the place is not there, say.
+        """
         mine = self._probes.get(record[0])
         if mine is not None and mine in self._places:
+            self._places[mine].is_unreachable = unreachable
             self._rest_again(self._places[mine])
             return True
         if (place[0], None) in self._places:
             place = (place[0], None)
         closed = self._places.get(place)
         if closed is None:
-            self._arrived.setdefault(place[0], 0.0)
-            closed = self._places[place] = _Closed(self._clock(), self._first, self._clock() + self._first, record)
-            self._probes[record[0]] = place
+            closed = self._close(place, unreachable=unreachable)
+            is_probe = self._keep(record, place, closed)
+            if not is_probe:
+                self._remember(place, closed)
+        else:
+            is_probe = closed.probe is None and self._keep(record, place, closed)
+            if is_probe:
+                self._rest_again(closed)
+        if is_probe or place[1] is not None:
             self._park(record, place, closed)
-            return True
-        if closed.probe is None:
-            closed.probe = record
-            self._probes[record[0]] = place
-            self._rest_again(closed)
-            self._park(record, place, closed)
-            return True
-        if place[1] is not None:
-            self._park(record, place, closed)
+        if not is_probe and place[1] is not None:
             quiet_since = max(closed.since, self._arrived[place[0]])
             if len(closed.parked) > _MOST and self._clock() - quiet_since > _QUIET_SECONDS:
                 self._close_topic(place)
-        return False
+        return is_probe
 
     def rest(self, record: StoredRecord) -> None:
         """A record failed alone, and cannot be held: it rests with its key, without a probe in memory.
 
         So a row that is corrected or deleted meanwhile is read anew.
         """
-        who = who_is(record)
-        place: Place = (record[_TOPIC], who if not isinstance(who, int) else ("", str(who)))
-        rest = self._first if who not in self._rested else min(self._longest, self._rested[who] * 2)
-        if len(self._rested) >= _MOST_RESTED:
-            self._rested.clear()
-        self._rested[who] = rest
+        place = _place_of_its_own(record)
         self.give_up_probe(record)
-        closed = self._places[place] = _Closed(self._clock(), rest, self._clock() + rest, None)
+        closed = self._close(place, unreachable=False)
+        self._remember(place, closed)
         self._park(record, place, closed)
-        self._arrived.setdefault(place[0], 0.0)
 
     def due(self) -> Iterator[StoredRecord]:
         """Probes to send now."""
@@ -175,9 +198,10 @@ class Parking:
             if topic in self._arrived:
                 self._arrived[topic] = time
             if self._rested:
-                self._rested.pop(who_is(record), None)
-            place = self._probes.pop(record[0], None)
+                self._rested.pop(_place_of_its_own(record), None)
+            place = self._probes.get(record[0])
             if place is not None:
+                self.give_up_probe(record)
                 self._open(place)
                 opened.append(place)
         return opened
@@ -186,8 +210,9 @@ class Parking:
         """The record is no probe any more: it was judged, or is held."""
         place = self._probes.pop(record[0], None)
         if place is not None:
-            self._places[place].probe = None
-            self._places[place].is_sent = False
+            closed = self._places[place]
+            self._probe_bytes -= size_of(record)
+            closed.probe, closed.is_sent = None, False
 
     def take_probes(self) -> list[StoredRecord]:
         """Give up all probes that rest, and return them; the places stay closed until their rests are over."""
@@ -195,11 +220,41 @@ class Parking:
         for closed in self._places.values():
             closed.probe, closed.is_sent = None, False
         self._probes.clear()
+        self._probe_bytes = 0
         return probes
 
     def waiting_probes(self) -> list[StoredRecord]:
         """The probes that rest."""
         return [closed.probe for closed in self._places.values() if closed.probe is not None and not closed.is_sent]
+
+    def _close(self, place: Place, *, unreachable: bool) -> _Closed:
+        """Close a place; if it rested without a probe lately, for twice as long."""
+        time = self._clock()
+        last, known_until = self._rested.get(place, (0.0, 0.0))
+        rest = min(self._longest, last * 2) if time < known_until else self._first
+        closed = self._places[place] = _Closed(time, rest, time + rest, unreachable)
+        self._arrived.setdefault(place[0], 0.0)
+        return closed
+
+    def _keep(self, record: StoredRecord, place: Place, closed: _Closed) -> bool:
+        """Make a record the probe of a place, if there is room for it. Returns whether it is."""
+        size = size_of(record)
+        if len(self._probes) >= self._most_probes or self._probe_bytes + size > self._most_probe_bytes:
+            return False
+        closed.probe = record
+        self._probes[record[0]] = place
+        self._probe_bytes += size
+        return True
+
+    def _remember(self, place: Place, closed: _Closed) -> None:
+        """How long a place rests without a probe; forgotten when it was not closed again for some time."""
+        time = self._clock()
+        if time >= self._look_at_rested_at:
+            self._look_at_rested_at = time + self._longest
+            self._rested = {place: rested for place, rested in self._rested.items() if time < rested[1]}
+        if len(self._rested) >= _MOST_RESTED:
+            self._rested.clear()
+        self._rested[place] = closed.rest, closed.until + _FORGOTTEN_AFTER_RESTS * self._longest
 
     def _park(self, record: StoredRecord, place: Place, closed: _Closed) -> None:
         who = who_is(record)
@@ -230,3 +285,9 @@ class Parking:
             self._places[whole] = closed
             if closed.probe is not None:
                 self._probes[closed.probe[0]] = whole
+
+
+def _place_of_its_own(record: StoredRecord) -> Place:
+    """The place of a record that nobody else is concerned with, but for its key."""
+    who = who_is(record)
+    return record[_TOPIC], who if not isinstance(who, int) else ("", str(who))

@@ -19,6 +19,7 @@ is taken too.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -44,7 +45,7 @@ from outbox_core.ports import (
     Sight,
     StoredRecord,
 )
-from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside
+from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, hold_id
 
 _log = logging.getLogger(__name__)
 
@@ -223,24 +224,29 @@ AND NOT (id::bigint <@ %(held_ids)s::int8multirange)
 """
 
 _INSPECT_HOLDS = """
-SELECT has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'INSERT')
-           AND has_table_privilege(c.oid, 'UPDATE') AND has_table_privilege(c.oid, 'DELETE'),
+SELECT has_table_privilege(c.oid, 'SELECT'),
        (SELECT array_agg(attname::text) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped)
 FROM pg_class AS c WHERE c.oid = to_regclass(%s)
 """
 
-_HOLDS = "SELECT kafka_topic, kafka_key, record_id, dead_letter, error FROM {holds} WHERE outbox = %(outbox)s"
+# One row at least: whether there is anything to tell of or not, rights may have been granted or withdrawn.
+_HOLDS = """
+SELECT rights.may_change, held.outbox IS NOT NULL, kafka_topic, kafka_key, record_id, dead_letter, error
+FROM (SELECT has_table_privilege(oid, 'INSERT') AND has_table_privilege(oid, 'UPDATE')
+             AND has_table_privilege(oid, 'DELETE') AS may_change
+      FROM pg_class WHERE oid = to_regclass(%(name)s)) AS rights
+LEFT JOIN {holds} AS held ON held.outbox = %(outbox)s
+"""
 
+# That nothing is held twice is for the primary key to see (`hold_id`): looked for by the other columns, each new hold
+# would be compared with every old one.
 _HOLD = """
-INSERT INTO {holds} (outbox, kafka_topic, kafka_key, record_id, reason, error, dead_letter)
-SELECT %(outbox)s, wanted.*
-FROM unnest(%(topics)s::text[], %(keys)s::text[], %(ids)s::bigint[], %(reasons)s::text[], %(errors)s::text[],
-            %(dead)s::boolean[]) AS wanted (topic, key, record_id, reason, error, dead_letter)
-WHERE NOT EXISTS (
-    SELECT FROM {holds} AS old
-    WHERE old.outbox = %(outbox)s AND old.kafka_topic = wanted.topic AND old.kafka_key IS NOT DISTINCT FROM wanted.key
-      AND old.record_id IS NOT DISTINCT FROM wanted.record_id
-)
+INSERT INTO {holds} (id, outbox, kafka_topic, kafka_key, record_id, reason, error, dead_letter)
+SELECT wanted.id, %(outbox)s, wanted.topic, wanted.key, wanted.record_id, wanted.reason, wanted.error, wanted.dead
+FROM unnest(%(hold_ids)s::bigint[], %(topics)s::text[], %(keys)s::text[], %(ids)s::bigint[], %(reasons)s::text[],
+            %(errors)s::text[], %(dead)s::boolean[])
+     AS wanted (id, topic, key, record_id, reason, error, dead)
+ON CONFLICT (id) DO NOTHING
 """
 
 _FETCH = """
@@ -296,6 +302,8 @@ FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS hea
 """
 
 _BACKLOG_COUNT_BOUND = 100_000
+
+_LONGEST_TIMEOUT_SECONDS = 86_400.0
 
 _CONNECTION_DEFAULTS = {
     # Without these a database that vanishes behind a firewall is noticed after two hours.
@@ -356,9 +364,12 @@ class PostgresStore:
         self._session = object()
         self._sequence: _Sequence | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
+        self._reading_timeout = statement_timeout
         self._hold_name = hold_beside(self._name)
         self._outbox = ""  # <schema>.<table>, as holds know it
         self._has_holds: bool | None = None
+        self._may_change_holds = True
+        self._role = ""
         self._fetch = ""
         self._held_parameters = _HeldParameters()
         self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
@@ -374,7 +385,8 @@ class PostgresStore:
         """Look at the table, prepare for its layout, and return `<database>.<schema>.<table>`.
 
         Raises:
-            OutboxTableError: if the table is missing, is no outbox, or must not be harvested from here.
+            OutboxTableError: if the table is missing, is no outbox, or must not be harvested from here; or if it has
+                holds, and we may not read them.
             StoreUnavailable: if the database does not answer.
         """
         rows = self._query(_INSPECT, (self._name.quoted,))
@@ -396,6 +408,7 @@ class PostgresStore:
                 self._name,
                 cache,
             )
+        self._check_holds()
         self._outbox = f"{schema}.{table}"
         self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
@@ -418,9 +431,9 @@ class PostgresStore:
         parameters |= self._above(floor)
         if excluding or resting or holds:
             parameters |= {"excluded": _lane_names(excluding), "ids": _multirange(resting)}
-            rows = self._query(self._mark_excluding, parameters | self._held_parameters.of(holds))
+            rows = self._read(self._mark_excluding, parameters | self._held_parameters.of(holds))
         else:
-            rows = self._query(self._mark, parameters)
+            rows = self._read(self._mark, parameters)
         if not rows:
             return MarkedBatch(0, ())
         rows.sort(key=_id_of)
@@ -451,8 +464,8 @@ class PostgresStore:
         parameters |= self._above(floor)
         if excluding or holds:
             parameters |= {"excluded": _lane_names(excluding)}
-            return self._query(self._scan_excluding, parameters | self._held_parameters.of(holds))  # type: ignore[return-value]
-        return self._query(self._scan, parameters)  # type: ignore[return-value]
+            return self._read(self._scan_excluding, parameters | self._held_parameters.of(holds))  # type: ignore[return-value]
+        return self._read(self._scan, parameters)  # type: ignore[return-value]
 
     def sight(self) -> Sight:
         """How far ids have been drawn; then, by a later statement, who is writing to the table."""
@@ -482,38 +495,52 @@ class PostgresStore:
         return self._execute(self._settle, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
 
     def holds(self) -> HoldSet | None:
-        """What is held now, None if this outbox has no table of holds that may be used."""
-        if not self._has_holds and not self._find_holds():
-            return None
-        try:
-            rows = self._query(self._format(_HOLDS), {"outbox": self._known_as()})
-        except OutboxTableError:
-            self._has_holds = None  # dropped, or rights withdrawn: say which
-            if self._find_holds():
-                raise
-            return None
+        """What is held now, None if this outbox has no table of holds.
+
+        Raises:
+            StoreUnavailable: also if we may not read it (any more): what nobody can see may be held all the same.
+        """
+        with self._rights_may_come():
+            if not self._has_holds and not self._find_holds():
+                return None
+            try:
+                found = self._query(self._format(_HOLDS), {"outbox": self._known_as(), "name": self._hold_name.quoted})
+            except OutboxTableError as error:
+                self._has_holds = None  # dropped, perhaps
+                if _is_about_rights(error) or self._find_holds():
+                    raise
+                return None
+        may_change = bool(found and found[0][0])
+        self._tell_of_rights(may_change=may_change)
+        rows = [row[2:] for row in found if row[1]]
         return HoldSet(
             frozenset(topic for topic, key, record_id, _, _ in rows if key is None and record_id is None),
             frozenset((topic, key) for topic, key, _, _, _ in rows if key is not None),
             frozenset(record_id for _, key, record_id, _, _ in rows if key is None and record_id is not None),
-            {record_id: error or "" for _, _, record_id, dead, error in rows if dead and record_id is not None},
+            {
+                record_id: error or ""
+                for _, _, record_id, dead, error in rows
+                if may_change and dead and record_id is not None
+            },
+            may_change=may_change,
         )
 
     def hold(self, holds: Sequence[NewHold]) -> None:
         """Hold what is not held yet."""
         topics, keys, ids, reasons, errors, dead = (list(column) for column in zip(*holds, strict=True))
-        self._execute(
-            self._format(_HOLD),
-            {
-                "outbox": self._known_as(),
-                "topics": topics,
-                "keys": keys,
-                "ids": ids,
-                "dead": dead,
-                "reasons": reasons,
-                "errors": [error.replace("\0", "") for error in errors],
-            },
-        )
+        outbox = self._known_as()
+        parameters = {
+            "outbox": outbox,
+            "hold_ids": [hold_id(outbox, hold.topic, hold.key, hold.record_id) for hold in holds],
+            "topics": topics,
+            "keys": keys,
+            "ids": ids,
+            "dead": dead,
+            "reasons": reasons,
+            "errors": [error.replace("\0", "") for error in errors],
+        }
+        with self._rights_may_come():
+            self._execute(self._format(_HOLD), parameters)
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """The held rows of these ids, by ascending id, whoever marked them."""
@@ -523,18 +550,20 @@ class PostgresStore:
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
         parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
-        return int(self._query(self._format(_BURY, microseconds=MICROSECONDS), parameters)[0][0])
+        with self._rights_may_come():
+            return int(self._query(self._format(_BURY, microseconds=MICROSECONDS), parameters)[0][0])
 
     def keep(self, ids: Sequence[int], error: str) -> int:
         """Let records be held as before, as the dead-letter topic refused them; return how many."""
         parameters = {"ids": _array(ids), "error": error.replace("\0", ""), "outbox": self._known_as()}
-        return self._execute(self._format(_KEEP), parameters).rowcount
+        with self._rights_may_come():
+            return self._execute(self._format(_KEEP), parameters).rowcount
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer there; return how many."""
-        return self._execute(
-            self._format(_RELEASE_GONE, is_of_record=_IS_OF_RECORD), {"outbox": self._known_as()}
-        ).rowcount
+        statement = self._format(_RELEASE_GONE, is_of_record=_IS_OF_RECORD)
+        with self._rights_may_come():
+            return self._execute(statement, {"outbox": self._known_as()}).rowcount
 
     def marked(self) -> MarkedRows:
         """The rows that carry a harvester's mark."""
@@ -572,21 +601,52 @@ class PostgresStore:
             self.check()
         return self._outbox
 
+    def _check_holds(self) -> None:
+        """See that what is held can be read."""
+        rows = self._query(_INSPECT_HOLDS, (self._hold_name.quoted,))
+        if rows and not rows[0][0] and not _missing_in_holds(rows):
+            raise OutboxTableError(
+                f"missing rights on {self._hold_name}: what is held there would be published; {self._grant()}"
+            )
+
     def _find_holds(self) -> bool:
-        """See whether there is a table of holds to work with; say it if there is none, once for each time it is so."""
+        """See whether there is a table of holds; say it if there is none, once for each time it is so."""
         before = self._has_holds
         rows = self._query(_INSPECT_HOLDS, (self._hold_name.quoted,))
-        missing = [column for column in HOLD_COLUMNS if column not in rows[0][1]] if rows else []
-        self._has_holds = bool(rows) and not missing and bool(rows[0][0])
+        missing = _missing_in_holds(rows)
+        self._has_holds = bool(rows) and not missing
         if before is None and not self._has_holds:
-            if not rows:
-                why = f"there is no table {self._hold_name}; make it with `outbox schema --only hold`, or migrate"
-            elif missing:
+            why = f"there is no table {self._hold_name}; make it with `outbox schema --only hold`, or migrate"
+            if missing:
                 why = f"table {self._hold_name} lacks the column(s) {', '.join(missing)}"
-            else:
-                why = f"missing rights on {self._hold_name}: holds need SELECT, INSERT, UPDATE and DELETE"
             _log.warning("nothing can be held or paused, and a bad record is tried for ever: %s", why)
         return self._has_holds
+
+    def _tell_of_rights(self, *, may_change: bool) -> None:
+        """Say it once when what is held can be read, and not changed."""
+        if self._may_change_holds and not may_change:
+            _log.warning(
+                "missing rights on %s: what is held there is not published, but nothing can be added to it, so a bad "
+                "record is tried for ever, and no record goes to the dead-letter topic; %s",
+                self._hold_name,
+                self._grant(),
+            )
+        self._may_change_holds = may_change
+
+    def _grant(self) -> str:
+        """What would give us the rights that are missing."""
+        return f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {self._hold_name.quoted} TO "{self._role}"'
+
+    @contextmanager
+    def _rights_may_come(self) -> Iterator[None]:
+        """On the table of holds, rights that were withdrawn are waited for: going on could publish what is held."""
+        try:
+            yield
+        except OutboxTableError as error:
+            if not _is_about_rights(error):
+                raise
+            said = str(error).partition(": ")[2]
+            raise StoreUnavailable(f"{self._hold_name}: {said}; {self._grant()}", in_doubt=True) from error
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]
@@ -670,12 +730,44 @@ class PostgresStore:
     def _query(self, statement: str, parameters: Any = ()) -> list[tuple[Any, ...]]:
         return self._execute(statement, parameters).fetchall()
 
+    def _read(self, statement: str, parameters: Any) -> list[tuple[Any, ...]]:
+        """A mark or a scan. One that timed out begins at the head again: only with more time does it ever end."""
+        timeout = self._reading_timeout
+        if timeout != self._statement_timeout:
+            self._set_timeout(timeout)
+        began = time.monotonic()
+        try:
+            rows = self._query(statement, parameters)
+        except StoreUnavailable as error:
+            was_cancelled = isinstance(error.__cause__, psycopg.errors.QueryCanceled)
+            if was_cancelled and 0 < 0.9 * timeout < time.monotonic() - began:  # and not by somebody
+                self._give_more_time()
+            raise
+        if timeout != self._statement_timeout:
+            self._reading_timeout = self._statement_timeout
+            self._set_timeout(self._statement_timeout)
+        return rows
+
+    def _give_more_time(self) -> None:
+        if self._reading_timeout == self._statement_timeout:
+            _log.warning(
+                "reading %s from its head takes longer than statementTimeout (%g s): next time it may take twice as "
+                "long, and so on until it succeeds. Dead rows that vacuum cannot remove (is an old snapshot open?), a "
+                "large backlog that is held, or somebody's lock are in the way",
+                self._name,
+                self._statement_timeout,
+            )
+        self._reading_timeout = min(2 * self._reading_timeout, max(_LONGEST_TIMEOUT_SECONDS, self._statement_timeout))
+
+    def _set_timeout(self, seconds: float) -> None:
+        self._execute("SELECT set_config('statement_timeout', %s, false)", (_milliseconds(seconds),))
+
     @contextmanager
     def _without_timeout(self) -> Iterator[None]:
         """For the statements that read the whole table, once, when a leadership begins."""
-        self._execute("SELECT set_config('statement_timeout', '0', false)", ())
+        self._set_timeout(0.0)
         yield
-        self._execute("SELECT set_config('statement_timeout', %s, false)", (_milliseconds(self._statement_timeout),))
+        self._set_timeout(self._statement_timeout)
 
     def _execute(self, statement: str, parameters: Any) -> psycopg.Cursor[tuple[Any, ...]]:
         connection = self._connected()
@@ -692,6 +784,7 @@ class PostgresStore:
             )
             self._session = object()
             self._sequence = None
+            self._role = self._connection.info.user
         return self._connection
 
     def _raise(self, error: psycopg.Error) -> NoReturn:
@@ -738,6 +831,15 @@ def connect_to_primary(
         connection.close()
         raise StoreUnavailable("the server is a standby; data_source must name the primary")
     return connection
+
+
+def _missing_in_holds(rows: Sequence[tuple[Any, ...]]) -> list[str]:
+    """The columns that a table of holds lacks; none if there is no table."""
+    return [column for column in HOLD_COLUMNS if column not in rows[0][1]] if rows else []
+
+
+def _is_about_rights(error: OutboxTableError) -> bool:
+    return isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -123,6 +123,49 @@ def test_timeout_spares_what_reads_the_whole_table(scene):
     hasty.close()
 
 
+def test_statement_that_needs_more_time_gets_it(scene, caplog):
+    """A mark or scan that timed out may take twice as long the next time, until one succeeds; that is said once."""
+    put(scene, ("t", "k"))
+    hasty = PostgresStore(scene.database, statement_timeout=0.3)
+    took = []
+    with psycopg.connect(scene.database) as other:
+        other.execute("LOCK TABLE outbox")
+        for call in (lambda: hasty.mark(OURS, 10), lambda: hasty.scan(10, ()), lambda: hasty.mark(OURS, 10)):
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="timeout"):
+                call()
+            took.append(time.monotonic() - began)
+        other.rollback()
+    assert [round(seconds / 0.3) for seconds in took] == [1, 2, 4]
+    assert ids(hasty.mark(OURS, 10)) == [1]
+    assert sum("takes longer than statementTimeout" in record.message for record in caplog.records) == 1
+    with psycopg.connect(scene.database) as other:
+        other.execute("LOCK TABLE outbox")
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailable, match="timeout"):
+            hasty.scan(10, ())
+        assert time.monotonic() - began < 0.6, "it has its old patience back"
+        other.rollback()
+    hasty.close()
+
+
+def test_cancelled_statement_is_no_timeout(scene):
+    """Who cancels a statement does not want it to take longer."""
+    put(scene, ("t", "k"))
+    patient = PostgresStore(scene.database, statement_timeout=30.0)
+    patient.mark(OURS, 1)
+    pid = patient._connection.info.backend_pid
+    with psycopg.connect(scene.database) as other:
+        other.execute("LOCK TABLE outbox")
+        cancel = threading.Timer(0.3, scene.execute, ["SELECT pg_cancel_backend(%s)", [pid]])
+        cancel.start()
+        with pytest.raises(StoreUnavailable, match="cancel"):
+            patient.mark(THEIRS, 10)
+        other.rollback()
+    assert patient._reading_timeout == 30.0
+    patient.close()
+
+
 def test_mark_returns_whole_records(scene, store):
     """A record comes with id, topic, key, value, headers and partition; -1 is no partition, None is no headers."""
     put(scene, ("t", "k", "value"), ("u", "\u00e9\u4e2d"))

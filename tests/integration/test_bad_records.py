@@ -1,9 +1,11 @@
 """Bad records against the real broker, in both delivery modes: found alone, held or dead-lettered, the rest flows."""
 
 import logging
+from uuid import uuid4
 
 import pytest
 from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, ResourcePatternType, ResourceType
+from psycopg.conninfo import make_conninfo
 
 from outbox_core import OutboxRecord
 from outbox_core.harvest.publisher import ERROR_HEADER, ORIGIN_HEADER
@@ -266,3 +268,52 @@ def test_without_a_table_of_holds(database, kafka_bootstrap, make_topic, mode, c
     assert texts(scene.read(topic), "bad")[-3:] == ["after 0", "after 1", "after 2"]
     told = {record.message for record in caplog.records if "nothing can be held" in record.message}
     assert len(told) == 1
+
+
+@pytest.fixture
+def role(scene):
+    """A role that may harvest, and only read the holds."""
+    name = f"harvests-{uuid4()}"
+    scene.execute(f'CREATE ROLE "{name}" LOGIN')
+    scene.execute(f'GRANT SELECT, UPDATE, DELETE ON outbox TO "{name}"')
+    scene.execute(f'GRANT SELECT ON outbox_hold TO "{name}"')
+    yield name
+    scene.close()
+    scene.execute(f'DROP OWNED BY "{name}"')
+    scene.execute(f'DROP ROLE "{name}"')
+
+
+def test_holds_that_may_not_be_read_any_more(scene, make_topic, role, mode):
+    """What nobody can see may be held all the same: nothing is published until the right is back. It does not end."""
+    topic, paused = make_topic(), make_topic()
+    settings = mode | {"data_source": make_conninfo(scene.database, user=role)}
+    with scene.running(config=settings, limits=QUICK) as harvester:
+        scene.fill(topic, 10)
+        wait_until(lambda: scene.count() == 0, "it runs")
+        scene.execute(f'REVOKE SELECT ON outbox_hold FROM "{role}"')
+        scene.hold("add", paused)
+        scene.execute("SELECT pg_sleep(1)")
+        scene.fill(paused, 10)
+        scene.fill(topic, 10)
+        assert not harvester.join(2)
+        assert scene.count() == 20
+        scene.execute(f'GRANT SELECT ON outbox_hold TO "{role}"')
+        wait_until(lambda: scene.count() == 10, "what is not paused goes on")
+        assert len(harvester.leader_ids) <= 2, "it waits for the right, and does not mark in vain"
+    assert scene.read(paused) == []
+
+
+def test_holds_that_may_only_be_read(scene, make_topic, role, mode, caplog):
+    """What is held is left alone; a bad record rests with its key, as there is nowhere to hold it."""
+    topic, paused = make_topic(config=SMALL), make_topic()
+    scene.hold("add", paused)
+    scene.fill(paused, 10)
+    poison(scene, topic)
+    settings = mode | {"data_source": make_conninfo(scene.database, user=role)}
+    with caplog.at_level(logging.WARNING), scene.running(config=settings, limits=QUICK):
+        wait_until(lambda: scene.count() == 14, "all but the bad key and the paused topic is published")
+        scene.execute("DELETE FROM outbox WHERE octet_length(kafka_value) > 20000")
+        wait_until(lambda: scene.count() == 10, "the key goes on")
+    assert len(scene.held()) == 1
+    assert texts(scene.read(topic), "bad")[-3:] == ["after 0", "after 1", "after 2"]
+    assert sum("missing rights on outbox_hold" in record.message for record in caplog.records) == 1

@@ -292,6 +292,40 @@ def test_drain_waits_for_keys_that_rest(scene, make_topic):
     }
 
 
+class NeverLeader(AlwaysLeader):
+    """An elector that says no."""
+
+    def start(self):
+        """Stand by."""
+
+
+def test_standby_drains_what_is_not_held(scene):
+    """A draining standby ends when nothing is left but what is held, and no dead letter is to be sent."""
+    scene.stash(OutboxRecord("t", "held", "1"), OutboxRecord("t", "other", "2"), OutboxRecord("u", "other", "3"))
+    scene.hold("add", "u")
+    scene.hold("add_record", 1)
+    scene.hold("dead_letter", records=[1])
+    standby = scene.harvester(elector_factory=NeverLeader, drain=True)
+    standby.start()
+    assert not standby.join(1.5)
+    scene.execute("DELETE FROM outbox WHERE id = 2")
+    assert not standby.join(1.5)
+    scene.hold("release", records=[1])
+    scene.hold("add", "t", "held")
+    assert standby.join(GENEROUS_SECONDS)
+
+
+def test_demoted_leader_is_healthy(scene):
+    """Whether Kafka can be reached is the leader's business: who has handed over does not call it away for ever."""
+    with scene.running() as harvester:
+        harvester._kafka.began("timed out")
+        harvester._kafka._began_at -= 60
+        assert not harvester.health().ok
+        harvester.elector.revoke()
+        wait_until(lambda: harvester.health().ok, "it stands by")
+        assert harvester.health().detail == "standing by"
+
+
 def test_standby_drains_too(scene, make_topic):
     """A draining standby ends once the leader has emptied the table, without ever leading."""
     topic = make_topic()

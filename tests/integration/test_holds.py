@@ -1,6 +1,9 @@
 """Holds from outside: the functions, `outbox hold`, Django's command and admin; and the store's side of them."""
 
 import json
+import threading
+import time
+from contextlib import contextmanager
 from uuid import uuid4
 
 import psycopg
@@ -8,8 +11,9 @@ import pytest
 
 from outbox_core import Holds, OutboxRecord
 from outbox_core.cli import main
-from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
+from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
 from outbox_core.ports import NewHold
+from outbox_core.schema import create_hold_sql
 from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import Scene
 
@@ -59,6 +63,76 @@ def test_add_and_release_are_idempotent(scene, store):
     assert store.holds().lanes == {("t", "a")}
     assert scene.hold("release", topic="t", key="a") == 1
     assert not store.holds()
+
+
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_added_by_many_at_once(scene, autocommit):
+    """Of those who pause the same thing at the same moment one is told that it was he, and one hold is there."""
+    fill(scene)
+    together = threading.Barrier(4)
+    told = []
+
+    def add():
+        with scene.connect(autocommit=autocommit) as connection:
+            for call in (lambda: scene.holds.add(connection, "t"), lambda: scene.holds.add_record(connection, 3)):
+                together.wait()
+                told.append(call())
+                connection.commit()
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(told) == [False] * 6 + [True] * 2
+    assert [hold.record_id for hold in scene.held()] == [None, 3]
+
+
+def test_one_adds_while_another_has_not_committed(scene):
+    """Who comes second waits to see what becomes of the first, and then is told."""
+    told = []
+
+    def add():
+        told.append(scene.hold("add", "t"))
+
+    for end in ("rollback", "commit"):
+        with scene.connect() as first:
+            scene.hold("release", topic="t")
+            assert scene.holds.add(first, "t")
+            second = threading.Thread(target=add)
+            second.start()
+            time.sleep(0.3)
+            assert second.is_alive(), "it did not wait"
+            getattr(first, end)()
+            second.join()
+    assert told == [True, False]
+    assert len(scene.held()) == 1
+
+
+def test_hold_that_was_written_by_other_means(scene, store):
+    """A row of somebody's own INSERT is a hold like any other: it is not added again, and it is released."""
+    scene.execute(
+        "INSERT INTO outbox_hold (outbox, kafka_topic, kafka_key) VALUES ('public.outbox', 't', NULL),"
+        " ('public.outbox', 't', 'a')"
+    )
+    assert store.holds().topics == {"t"}
+    assert not scene.hold("add", "t")
+    assert not scene.hold("add", "t", "a")
+    assert scene.hold("release", topic="t", key="a") == 1
+    assert scene.hold("release", topic="t") == 1
+
+
+def test_hold_of_many_among_many(scene, store):
+    """What one new hold costs does not depend on how many there are: no plan compares each with all."""
+    scene.execute(
+        "INSERT INTO outbox_hold (outbox, kafka_topic, kafka_key, record_id)"
+        " SELECT 'public.outbox', 't', 'k' || n, n FROM generate_series(1, 30000) AS n"
+    )
+    began = time.monotonic()
+    for _ in range(2):
+        store.hold([NewHold("u", f"k{n}", n, "refused", "boo") for n in range(5_000)])
+    assert time.monotonic() - began < 10.0
+    assert scene.execute("SELECT count(*) FROM outbox_hold")[0].count == 35_000
 
 
 def test_scan_and_mark_leave_out_what_is_held(scene, store):
@@ -222,20 +296,79 @@ def test_command_says_what_is_wrong(scene, capsys, arguments, complaint):
     assert complaint in err
 
 
-def test_role_without_rights_on_the_holds(scene, caplog):
-    """A harvester that may not use the holds works without them, and says so once."""
-    scene.execute("DROP ROLE IF EXISTS harvests_only")
-    scene.execute("CREATE ROLE harvests_only LOGIN")
-    scene.execute("GRANT SELECT, UPDATE, DELETE ON outbox TO harvests_only")
-    parameters = psycopg.conninfo.conninfo_to_dict(scene.database) | {"user": "harvests_only"}
-    store = PostgresStore(psycopg.conninfo.make_conninfo("", **parameters))
+@contextmanager
+def store_of_role(scene, *rights):
+    """A store whose role may harvest, and has these rights on the table of holds."""
+    role = f"harvests-{uuid4()}"
+    scene.execute(f'CREATE ROLE "{role}" LOGIN')
+    scene.execute(f'GRANT SELECT, UPDATE, DELETE ON outbox TO "{role}"')
+    for right in rights:
+        scene.execute(f'GRANT {right} ON outbox_hold TO "{role}"')
+    store = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))
+    store.role = role
     try:
-        assert store.holds() is None
-        assert store.holds() is None
+        yield store
     finally:
         store.close()
-        scene.execute("DROP OWNED BY harvests_only")
-        scene.execute("DROP ROLE harvests_only")
-    assert [
-        record.message for record in caplog.records if "missing rights on outbox_hold" in record.message
-    ].__len__() == 1
+        scene.execute(f'DROP OWNED BY "{role}"')
+        scene.execute(f'DROP ROLE "{role}"')
+
+
+def test_role_that_may_not_read_the_holds(scene):
+    """What is held would be published: such a harvester does not start, and is told which right it lacks."""
+    scene.hold("add", "t")
+    with store_of_role(scene, "INSERT, UPDATE, DELETE") as store:
+        grant = f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE "outbox_hold" TO "{store.role}"'
+        with pytest.raises(OutboxTableError, match="missing rights on outbox_hold") as raised:
+            store.check()
+        assert grant in str(raised.value)
+        scene.execute(grant)
+        store.check()
+        assert store.holds().topics == {"t"}
+
+
+def test_right_to_read_the_holds_is_withdrawn(scene):
+    """While it runs that is an outage, not the end of all holds; it is over when the right is back."""
+    with store_of_role(scene, "SELECT, INSERT, UPDATE, DELETE") as store:
+        scene.hold("add", "t")
+        assert store.holds().topics == {"t"}
+        scene.execute(f'REVOKE SELECT ON outbox_hold FROM "{store.role}"')
+        for call in (store.holds, store.holds, store.release_gone, lambda: refuse(store, (1, "t", "a"))):
+            with pytest.raises(StoreUnavailable, match=r'outbox_hold.*GRANT SELECT.* TO "harvests-') as raised:
+                call()
+            assert raised.value.in_doubt
+        scene.execute(f'GRANT SELECT ON outbox_hold TO "{store.role}"')
+        assert store.holds().topics == {"t"}
+
+
+@pytest.mark.parametrize("missing", ["INSERT", "UPDATE", "DELETE"])
+def test_role_that_may_only_read_the_holds(scene, caplog, missing):
+    """What is held stays unpublished, nothing is added or asked for; the log says so once, until the right is there."""
+    fill(scene)
+    rights = [right for right in ("SELECT", "INSERT", "UPDATE", "DELETE") if right != missing]
+    with store_of_role(scene, *rights) as store:
+        store.check()
+        scene.hold("add_record", 1)
+        scene.hold("dead_letter", records=[1])
+        for _ in range(2):
+            holds = store.holds()
+            assert not holds.may_change
+            assert ids(store.scan(10, (), holds=holds)) == [2, 4, 5]
+            assert not holds.requests
+        scene.execute(f'GRANT {missing} ON outbox_hold TO "{store.role}"')
+        assert store.holds().may_change
+        assert list(store.holds().requests) == [1]
+    (told,) = [record.message for record in caplog.records if "missing rights on outbox_hold" in record.message]
+    assert "GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE" in told
+
+
+def test_table_of_holds_that_is_dropped(scene, store, caplog):
+    """Then nothing is held; that is said once, and a table that is made later is found."""
+    scene.hold("add", "t")
+    assert store.holds()
+    scene.execute("DROP TABLE outbox_hold")
+    assert store.holds() is None
+    assert store.holds() is None
+    assert sum("nothing can be held" in record.message for record in caplog.records) == 1
+    scene.execute(create_hold_sql(scene.table))
+    assert store.holds() is not None

@@ -115,12 +115,17 @@ class Unreachable:
         return getattr(self._producer, name)
 
 
-def test_unreachable_partition_does_not_slow_the_others(scene, make_topic):
-    """Its keys are parked, however many there are and however hot one is; nobody is marked again; then all arrives."""
+@pytest.mark.parametrize("size", [4, 1_000])
+def test_unreachable_partition_does_not_slow_the_others(scene, make_topic, size):
+    """Its keys are parked, however many, hot or large they are; nobody is marked again; then all arrives."""
     Unreachable.away = True
     stuck, topic = make_topic(partitions=1), make_topic()
-    limits = QUICK | {"max_in_flight_records": 4_000, "mark_query_records": 1_000}
-    scene.fill(stuck, 3_000, keys=1, prefix="hot")
+    limits = QUICK | {"max_in_flight_records": 4_000, "mark_query_records": 1_000, "max_in_flight_bytes": 1_000_000}
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) "
+        "SELECT %s, 'hot', lpad(n::text, %s, '0')::bytea FROM generate_series(1, 3000) AS n",
+        [stuck, size],
+    )
     scene.execute(
         "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) "
         "SELECT %s, 'cold' || n, n::text::bytea FROM generate_series(3001, 6000) AS n",

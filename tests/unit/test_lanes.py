@@ -155,6 +155,24 @@ def test_a_lane_is_full_until_half_of_it_has_gone():
         assert bool(lanes.full) is still_full
 
 
+def test_followers_are_withdrawn_and_the_lane_stays():
+    """What is under way keeps its lane: the key's next record becomes ready after its purge, and not before."""
+    lanes = Lanes(2)
+    rows = [record(identity, "a") for identity in range(4)]
+    lanes.admit([*rows, record(9, None)])
+    lanes.take(10)
+    assert lanes.full
+    assert lanes.withdraw_followers(rows[0]) == rows[1:]
+    assert lanes.withdraw_followers(rows[0]) == []
+    assert lanes.withdraw_followers(record(9, None)) == []
+    assert not lanes.full
+    assert lanes.held == 2
+    lanes.admit(rows[1:2])
+    assert not lanes.has_ready
+    lanes.purged([rows[0]])
+    assert lanes.take(10) == rows[1:2]
+
+
 @given(st.lists(st.sampled_from(KEYS), max_size=40), st.integers(0, 40))
 def test_abandon_returns_all_that_was_not_taken(keys, taken):
     """A remark gives back every record that has not been sent, and nothing else."""

@@ -45,3 +45,21 @@ def test_how_long(clock):
     assert outage.describe() == "delivery to Kafka: away for 30 s (timed out)"
     outage.ended()
     assert outage.lasted_seconds == 0.0
+
+
+def test_what_is_not_looked_at_is_not_away(clock):
+    """Whoever has nothing to do with it any more, or saw nothing fail for long, does not call it away."""
+    outage = Outage("delivery to Kafka", _log)
+    outage.began("timed out")
+    clock(130.0)
+    outage.dismissed()
+    assert outage.lasted_seconds == 0.0
+    outage.began("timed out")
+    clock(140.0)
+    outage.began("timed out")
+    clock(144.0)
+    outage.faded(5.0)
+    assert outage.lasted_seconds == 14.0
+    clock(146.0)
+    outage.faded(5.0)
+    assert outage.lasted_seconds == 0.0

@@ -103,6 +103,39 @@ def test_record_that_cannot_be_held_rests_without_a_probe():
     assert not parking
 
 
+def test_place_without_room_for_a_probe_rests_ever_longer():
+    """The record goes back to the table; whoever fails there next is no probe while there is no room."""
+    clock = Clock()
+    parking = Parking(1.0, 3.0, clock, most_probe_bytes=3)
+    for rest in (1.0, 2.0, 3.0):
+        assert not parking.failed((1, "t", "a", b"four", None, None, -1, 0), ("t", 0))
+        assert parking.lanes == {("t", "a")}
+        clock.time += rest - 0.01
+        assert list(parking.due()) == []
+        assert parking.lanes == {("t", "a")}
+        clock.time += 0.02
+        assert list(parking.due()) == []
+        assert not parking
+    assert parking.failed((2, "t", "b", b"3.0", None, None, -1, 0), ("t", 1))
+    assert parking.succeeded([(2, "t", "b", b"3.0", None, None, -1, 0)]) == [("t", 1)]
+    assert parking.failed((3, "t", "b", b"3.0", None, None, -1, 0), ("t", 1)), "the room is free again"
+
+
+def test_rests_are_forgotten():
+    """What does not fail again for a few rests begins anew, and does not count as closed meanwhile."""
+    clock = Clock()
+    parking = Parking(1.0, 3.0, clock)
+    for _ in range(2):
+        parking.rest(record(1, "a"))
+        parking.rest(record(2, None))
+        clock.time += 1.1
+        assert list(parking.due()) == []
+        assert not parking
+        clock.time += 20
+    parking.rest(record(3, "c"))
+    assert len(parking._rested) == 1
+
+
 def test_withdrawn_keys_are_left_out_until_they_are_back():
     """A key is left out until all its marks are cleared and its hold is written; a mark under way is sifted."""
     withdrawals = Withdrawals()
