@@ -250,6 +250,8 @@ class Fetcher:
             first[partition] = min(offset, first.get(partition, offset))
         self._held.clear()
         for partition, offset in first.items():
+            # It comes up again when it is reached again. Until then there is more before it than marks of transactions.
+            self._ends.pop(partition, None)
             try:
                 self._consumer.seek(TopicPartition(self._config.message_topic, partition, offset))
             except KafkaException as error:  # it has been taken away
