@@ -2,7 +2,8 @@
 
 A consumer has two threads: one reads (`outbox_queue.fetching`), one writes keep-alives. A message is kept alive from
 its start marker on, whether it waits here or is handed out, by a keep-alive whenever half of its redelivery timeout is
-over; once it is handed out, for `max_processing_time`, or as long as it was extended. Deadlines are counted from when a
+over; once it is handed out, for `max_processing_time`, or as long as it was extended. A message that has waited here
+for that long, or past its deadline, is not handed out any more, but given back. Deadlines are counted from when a
 marker was handed to the client, which is before the broker stamps it: this process never takes a message for alive that
 the tracker has given away, unless the marker itself was held up.
 
@@ -116,7 +117,7 @@ class Consumer:
             QueueClosed: if the consumer has been closed.
         """
         self._must_be_open()
-        return self._handout.take(seconds(timeout))
+        return self._take(seconds(timeout))
 
     def receive_many(self, most: int, timeout: Timeout = None) -> list[Message]:
         """What is there, up to so many messages; waits for the first one as `receive` does.
@@ -128,13 +129,25 @@ class Consumer:
         self._must_be_open()
         if most < 1:
             raise InvalidMessage(f"receive_many: expected to receive 1 or more, got {most!r}")
-        return self._handout.take_many(most, seconds(timeout))
+        messages = self._handout.take_many(most, seconds(timeout))
+        for message in messages:
+            self._count(message)
+        return messages
+
+    def _take(self, wait: float | None) -> Message | None:
+        message = self._handout.take(wait)
+        if message is not None:
+            self._count(message)
+        return message
+
+    def _count(self, message: Message) -> None:
+        self._counters.consumed(seconds=max(0, now_ms() - message._enqueued_at_ms) / 1000)
 
     def __iter__(self) -> Iterator[Message]:
         return self
 
     def __next__(self) -> Message:
-        message = None if self._is_closed else self._handout.take(None)
+        message = None if self._is_closed else self._take(None)
         if message is None:
             raise StopIteration
         return message
@@ -177,13 +190,12 @@ class Consumer:
             if not self._fetcher.join(end - time.monotonic()):
                 _log.warning("queue %r: reading does not end; it is left behind", self._queue)
             released = self._handout.release()
-            for message in released:
-                self._give_back_unused(message)
+            self._give_back_unused(released)
             self._is_closed = True
             self._tending_ends.set()
             self._tender.join(max(0.0, end - time.monotonic()))
             undelivered = self._markers.flush(max(0.0, end - time.monotonic())) if not self._tender.is_alive() else -1
-            self._counters.in_progress(-len(released) - self._handout.in_progress)
+            self._counters.in_progress(-self._handout.in_progress)
             if undelivered:
                 _log.warning(
                     "queue %r: closed before its last markers were delivered (%s); their messages are redelivered",
@@ -278,15 +290,23 @@ class Consumer:
         prepared = self._starter.prepare(self, records)
         write(prepared.markers)
         self._starter.count(prepared)
-        if not self._handout.offer(prepared.due, there_are_more=there_are_more):
-            self._counters.in_progress(-len(prepared.due))
-            for message in prepared.due:
-                self._give_back_unused(message)
+        is_late = any(message._deadline <= time.monotonic() for message in prepared.due[:1])  # all have the same
+        if is_late:
+            _log.warning(
+                "queue %r: to start %d messages took longer than redelivery_timeout; they are given back",
+                self._queue,
+                len(prepared.due),
+            )
+        if is_late or not self._handout.offer(prepared.due, there_are_more=there_are_more):
+            self._give_back_unused(prepared.due)
 
-    def _give_back_unused(self, message: Message) -> None:
-        """It was started and never handed out: that was no attempt."""
-        message._state = State.GIVEN_BACK
-        self._write(message, wire.keep_alive_marker(*message._place, 0, attempt=message.attempt - 1))
+    def _give_back_unused(self, messages: Sequence[Message]) -> None:
+        """They were started and never handed out: that was no attempt."""
+        for message in messages:
+            with self._settling:  # no keep-alive comes after it
+                message._state = State.GIVEN_BACK
+                self._write(message, wire.keep_alive_marker(*message._place, 0, attempt=message.attempt - 1))
+        self._counters.in_progress(-len(messages))
 
     # On the tender's thread.
 
@@ -304,6 +324,14 @@ class Consumer:
         for message in self._handout.due(now + self._timeout / 2):
             if now < message._keep_alive_until:
                 self._keep_alive(message, now + self._timeout)
+        withdrawn = self._handout.withdraw(now)
+        if withdrawn:
+            _log.warning(
+                "queue %r: %d messages waited for too long to be handed out; they are given back",
+                self._queue,
+                len(withdrawn),
+            )
+            self._give_back_unused(withdrawn)
         for message in self._handout.drop_hung(now):
             self._counters.in_progress(-1)
             _log.warning(

@@ -235,7 +235,24 @@ def test_keep_alives_go_on_by_themselves(service, config):
 
 
 def test_a_hung_handler_loses_its_message(service, config):
-    """After max_processing_time keep-alives end, the message comes again, and its place is free."""
+    """After max_processing_time the message comes again, and what was fetched behind it, which nobody worked on."""
+    queue = service.queue("q", max_processing_time=timedelta(seconds=2))
+    with tracking(config), queue.consumer(concurrency=1) as consumer:
+        send(queue, *(b"%d" % n for n in range(4)))
+        hung = receive(consumer)
+        eventually(lambda: consumer.in_progress == 4)
+        eventually(lambda: consumer.in_progress == 0)
+        attempts = {}
+        for _ in range(4):
+            message = receive(consumer)
+            attempts[message.id] = message.attempt
+            message.ack()
+    assert attempts.pop(hung.id) == 2
+    assert list(attempts.values()) == [1, 1, 1]
+
+
+def test_a_receive_that_waits_gets_what_hung(service, config):
+    """The only message of a consumer hangs: its place is free, and who waits gets it again."""
     queue = service.queue("q", max_processing_time=timedelta(seconds=2), max_in_progress=1)
     with tracking(config), queue.consumer(concurrency=1) as consumer:
         send(queue, b"hangs")
