@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +28,7 @@ from outbox_queue.dead_letter_writer import DeadLetterWriter
 from outbox_queue.errors import InvalidMessage, MessageSettled, QueueClosed
 from outbox_queue.fetching import Fetcher
 from outbox_queue.handout import Handout
-from outbox_queue.markers import MarkerKeys, MarkerRecord, MarkerWriter
+from outbox_queue.markers import MarkerKeys, MarkerRecord, MarkerWriter, Wanted
 from outbox_queue.message import Message, State, now_ms
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.starting import Starter
@@ -36,6 +37,9 @@ from outbox_queue.waiting import Timeout, seconds
 
 _SHORTEST_TICK_SECONDS = 0.02
 _LONGEST_TICK_SECONDS = 0.5
+
+_KEPT = (State.UNSETTLED, State.REJECTED)
+"""While a dead letter is written, its message is kept."""
 
 _log = logging.getLogger(__name__)
 
@@ -273,9 +277,9 @@ class Consumer:
             self._counters.in_progress(-1)
         self._counters.processing_seconds(took)
 
-    def _write(self, message: Message, value: bytes) -> None:
+    def _write(self, message: Message, value: bytes, wanted: Wanted | None = None) -> None:
         key = self._keys.key(message._place)
-        self._markers.write(MarkerRecord(message._marker_partition, key, value))
+        self._markers.write(MarkerRecord(message._marker_partition, key, value), wanted)
 
     def _must_be_open(self) -> None:
         if self._is_closed:
@@ -343,9 +347,14 @@ class Consumer:
     def _keep_alive(self, message: Message, until: float) -> None:
         """Move the deadline of a message; never to an earlier moment, and never after the marker that settles it."""
         with self._settling:
-            if message._state not in (State.UNSETTLED, State.REJECTED):
-                return  # while a dead letter is written, the message is kept
+            if message._state not in _KEPT:
+                return
             until = max(until, message._deadline)
             after_ms = max(1, int((until - time.monotonic()) * 1000))
             message._deadline = until
-            self._write(message, wire.keep_alive_marker(*message._place, after_ms))
+            self._write(message, wire.keep_alive_marker(*message._place, after_ms), partial(_still, message, until))
+
+
+def _still(message: Message, deadline: float) -> bool:
+    """Whether a keep-alive up to this deadline says something: no later one, no settling, and not only the past."""
+    return message._deadline == deadline > time.monotonic() and message._state in _KEPT

@@ -320,7 +320,7 @@ def test_a_settled_message_is_forgotten_only_after_its_marker(service, monkeypat
         messages = [receive(consumer) for _ in range(3)]
         steps = []
         write, settle = consumer._markers.write, consumer._handout.settle
-        monkeypatch.setattr(consumer._markers, "write", lambda record: (steps.append("marker"), write(record)))
+        monkeypatch.setattr(consumer._markers, "write", lambda *record: (steps.append("marker"), write(*record)))
         monkeypatch.setattr(consumer._handout, "settle", lambda message: (steps.append("forgotten"), settle(message)))
         for settling in (messages[0].ack, messages[1].nack, lambda: messages[2].reject("no")):
             settling()
