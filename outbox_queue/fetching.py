@@ -40,6 +40,7 @@ from outbox_queue.starts import NotStarted, PlainStarts, SecondsLeft, Starts, Tr
 _READ_AT_ONCE = 500
 _LONGEST_WITHOUT_POLL_SECONDS = 1.0
 _WAIT_SECONDS = 0.1
+_LONGEST_POLL_SECONDS = 0.2  # then the thread looks whether it is to stop, and what is to be committed
 _PAUSE_AFTER_FAILURE_SECONDS = 0.5
 _LAG_INTERVAL_SECONDS = 2.0
 
@@ -51,6 +52,7 @@ _HOPELESS = frozenset(
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
         KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
         KafkaError.INCONSISTENT_GROUP_PROTOCOL,
+        KafkaError.INVALID_TRANSACTION_TIMEOUT,
         KafkaError._AUTHENTICATION,  # noqa: SLF001  confluent's public constants begin like this
     }
 )
@@ -136,6 +138,7 @@ class Fetcher:
             self._fail(error)
         finally:
             self._counters.lag(None)
+            self._starts.close()
             self._consumer.close()
 
     def _step(self) -> None:
@@ -165,7 +168,7 @@ class Fetcher:
 
     def _read(self, most: int) -> None:
         self._resume()
-        first = self._consumer.poll(self._config.next_message_timeout.total_seconds())
+        first = self._consumer.poll(min(_LONGEST_POLL_SECONDS, self._config.next_message_timeout.total_seconds()))
         self._polled_at = time.monotonic()
         if first is None:
             return
@@ -223,6 +226,8 @@ class Fetcher:
                 bool(held) or len(chosen) == room,
             )
         except NotStarted as error:
+            if error.cause is not None and error.cause.code() in _HOPELESS:
+                raise QueueError(f"messages of queue {self._queue!r} cannot be started: {error}") from None
             self._complain(f"messages are not started yet: {error}")
             self._set_back(chosen)
             self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS)

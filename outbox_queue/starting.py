@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE
+from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, KafkaException
 from outbox_queue import headers, wire
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.dead_letter_writer import DeadLetterWriter
@@ -157,8 +157,9 @@ class Starter:
             return True
         _log.warning("queue %r: message %s is set aside: %s", self._queue, message.id, reason)
         try:
-            self._dead_letters.write(message, reason, attempts=message.attempt - 1, now_ms=now_ms())
+            self._dead_letters.write(message, reason, attempts=message.attempt - 1, now_ms=now_ms(), may_be_empty=True)
         except SendFailed as error:
-            raise NotStarted(str(error)) from None
+            said = error.__cause__
+            raise NotStarted(str(error), said.args[0] if isinstance(said, KafkaException) else None) from None
         self._counters.rejected()
         return False

@@ -65,18 +65,22 @@ def ensure_topics(config: QueueConfig) -> Topics:
 
 
 def _ensure(config: QueueConfig, name: str, topic: str, partitions: int) -> int:
-    settings = {"max.message.bytes": str(config.max_message_bytes + _BATCH_OVERHEAD)}
+    largest = config.max_message_bytes + _BATCH_OVERHEAD
+    settings = {"max.message.bytes": str(largest)}
     if topic == config.marker_topic:
         retention = str(milliseconds(config.marker_retention))
         settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention, "cleanup.policy": "delete"}
     elif topic == config.dead_letters:
         settings["cleanup.policy"] = "compact"  # they never expire; a tombstone removes one
+        settings["max.message.bytes"] = str(max(largest, _LARGEST_DEAD_LETTER))
     kind = TopicKind(name, settings, QueueTopicError, partitions, config.replication_factor)
     return ensure_topic(common_settings(config), kind, topic)
 
 
 _BATCH_OVERHEAD = 1000
 """More than what a batch and a record have besides key, value and headers."""
+_LARGEST_DEAD_LETTER = 16 * 2**20
+"""What is too large for a start marker has to fit: other producers write what the message topic takes."""
 
 
 def _problems(config: QueueConfig) -> list[str]:

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 from confluent_kafka import KafkaError
 
-from outbox_queue import QueueConfig, fetching
+from outbox_queue import QueueConfig, QueueError, fetching
 from outbox_queue.fetching import Fetcher
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.starts import NotStarted
@@ -135,3 +135,19 @@ def test_a_failed_start_forgets_where_the_partition_ends(world):
     world.step(*(Record(0, offset) for offset in range(5, 10)), end_of(0, 10))
     assert world.committed == {0: 10, 1: 1}
     assert world.started == ["0-4", "1-0", *(f"0-{offset}" for offset in range(5, 10))]
+
+
+def test_what_may_not_be_written_is_told(world):
+    """A refusal that does not pass ends the reading, whatever step it comes from; another is tried again."""
+    world.starts.failures.append(NotStarted("later", KafkaError(KafkaError.REQUEST_TIMED_OUT)))
+    world.step(Record(0, 0))
+    world.starts.failures.append(NotStarted("forbidden", KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+    with pytest.raises(QueueError, match="cannot be started: forbidden"):
+        world.step(Record(0, 0))
+
+
+def test_no_poll_takes_long(monkeypatch):
+    """However long a consumer may wait for a message, it can be closed meanwhile."""
+    world = World(monkeypatch, CONFIG.for_queue(next_message_timeout="1h"))
+    world.step()
+    assert max(world.client.waits) <= 0.2
