@@ -26,7 +26,7 @@ from outbox_queue.metrics import QueueMetrics
 from outbox_queue.payloads import PayloadCheck, check_queue_name
 from outbox_queue.producer import Producer
 from outbox_queue.topics import Topics, ensure_topics
-from outbox_queue.worker import Handler, RetryDelay, Worker, backoff
+from outbox_queue.worker import Handler, RetryDelay, Worker, backoff, check_handler
 
 _OF_A_QUEUE = frozenset(
     {
@@ -175,10 +175,12 @@ class Queue:
             Whether every handler had finished in time; the messages of others are redelivered.
 
         Raises:
+            InvalidMessage: if the handler is asynchronous: it would be begun, and never done.
             QueueError: if the queue cannot be read.
             KafkaUnavailable: if the cluster does not answer at the beginning.
         """
-        _check_concurrency(concurrency)
+        check_handler(handler)
+        _check_concurrency(concurrency, may_be_none=False)
         worker = Worker(
             self.consumer(concurrency=concurrency),
             handler,
@@ -238,8 +240,8 @@ class Queue:
         await stashing.astash(session, self.record(payload, headers=headers, delay=delay))
 
 
-def _check_concurrency(concurrency: int | None) -> None:
-    if concurrency is not None and (
-        isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1
-    ):
+def _check_concurrency(concurrency: int | None, *, may_be_none: bool = True) -> None:
+    if concurrency is None and may_be_none:
+        return
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
         raise InvalidMessage(f"concurrency: expected a whole number of 1 or more, got {concurrency!r}")

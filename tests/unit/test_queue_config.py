@@ -152,7 +152,7 @@ def test_a_bad_name_of_a_queue_is_refused(name):
         QueueService(QueueConfig(bootstrap_servers="broker:9092")).queue(name)
 
 
-@pytest.mark.parametrize("concurrency", [0, -1, True, 1.5, "2"])
+@pytest.mark.parametrize("concurrency", [0, -1, True, 1.5, "2", None])
 def test_a_bad_concurrency_is_refused(concurrency):
     """Before anything is connected."""
     queue = QueueService(QueueConfig(bootstrap_servers="broker:9092")).queue("q")
