@@ -43,6 +43,7 @@ _WAIT_SECONDS = 0.1
 _LONGEST_POLL_SECONDS = 0.2  # then the thread looks whether it is to stop, and what is to be committed
 _PAUSE_AFTER_FAILURE_SECONDS = 0.5
 _LAG_INTERVAL_SECONDS = 2.0
+_LAG_PATIENCE_SECONDS = 0.2
 
 # What does not pass by waiting: whoever receives is told.
 _HOPELESS = frozenset(
@@ -157,14 +158,26 @@ class Fetcher:
             self._counters.lag(self._lag())
 
     def _lag(self) -> int | None:
-        """How many records are left to read, of all queues; as far as the last answers from Kafka tell."""
+        """How many records are left to read, of all queues; as far as the last answers from Kafka tell.
+
+        While partitions are paused there are no such answers, and Kafka is asked.
+        """
         lag: int | None = None
         for partition in self._consumer.assignment():
             done = self._done.get(partition.partition, self._ends.get(partition.partition))
-            _, end = self._consumer.get_watermark_offsets(partition, cached=True)
+            end = self._end_of(partition)
             if done is not None and end >= 0:
                 lag = (lag or 0) + max(0, end - done)
         return lag
+
+    def _end_of(self, partition: TopicPartition) -> int:
+        """-1 if it is not known."""
+        ask = self._is_paused
+        try:
+            _, end = self._consumer.get_watermark_offsets(partition, timeout=_LAG_PATIENCE_SECONDS, cached=not ask)
+        except KafkaException:
+            return -1
+        return int(end)
 
     def _read(self, most: int) -> None:
         self._resume()

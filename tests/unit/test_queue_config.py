@@ -145,7 +145,7 @@ def test_a_queue_has_settings_of_its_own():
         service.queue("q", max_attempts=-1)
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "x" * 201, None, b"q", "\ud800"])
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 201, None, b"q", "\ud800", "redelivery"])
 def test_a_bad_name_of_a_queue_is_refused(name):
     """A queue's name becomes a record key and a group's id."""
     with pytest.raises(InvalidMessage, match="queue's name"):

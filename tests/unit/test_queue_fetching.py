@@ -3,7 +3,7 @@
 from collections import deque
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from outbox_queue import QueueConfig, QueueError, fetching
 from outbox_queue.fetching import Fetcher
@@ -48,6 +48,7 @@ class Client:
         self.sought = []
         self.committed = {}
         self.waits = []
+        self.error = None
 
     def poll(self, seconds):
         self.waits.append(seconds)
@@ -65,7 +66,16 @@ class Client:
         return []
 
     def assignment(self):
-        return []
+        return [TopicPartition("messages", 0)]
+
+    def pause(self, _):
+        pass
+
+    def get_watermark_offsets(self, _partition, *, timeout, cached):
+        assert timeout < 1
+        if not cached and self.error is not None:
+            raise KafkaException(self.error)
+        return 0, 10 if cached else 25
 
 
 class Starts:
@@ -151,3 +161,14 @@ def test_no_poll_takes_long(monkeypatch):
     world = World(monkeypatch, CONFIG.for_queue(next_message_timeout="1h"))
     world.step()
     assert max(world.client.waits) <= 0.2
+
+
+def test_the_lag_grows_while_partitions_are_paused(world):
+    """Nothing is read while there is no room: then Kafka is asked where the partitions end."""
+    world.step(Record(0, 4))
+    assert world.fetcher._lag() == 5
+    world.fetcher._polled_at = -100.0
+    world.fetcher._stay_in_group()
+    assert world.fetcher._lag() == 20
+    world.client.error = KafkaError(KafkaError._TIMED_OUT)
+    assert world.fetcher._lag() is None
