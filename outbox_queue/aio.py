@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from datetime import timedelta
 from types import TracebackType
@@ -21,6 +22,32 @@ from outbox_queue.consumer import Consumer
 from outbox_queue.errors import QueueClosed
 from outbox_queue.message import Message
 from outbox_queue.waiting import Timeout, seconds
+
+
+class _Making:
+    """A consumer being made on a thread, which cannot be cancelled: if nobody wants it any more, it is closed there."""
+
+    def __init__(self, make: Callable[[], Consumer]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._consumer: Consumer | None = None
+        self._is_abandoned = False
+
+    def run(self) -> Consumer:
+        """Make it."""
+        consumer = self._make()
+        with self._lock:
+            self._consumer = consumer
+            is_abandoned = self._is_abandoned
+        if is_abandoned:
+            consumer.close()
+        return consumer
+
+    def abandon(self) -> Consumer | None:
+        """It is not wanted any more; return it if it is made already, to be closed."""
+        with self._lock:
+            self._is_abandoned = True
+            return self._consumer
 
 
 class AsyncConsumer:
@@ -38,7 +65,13 @@ class AsyncConsumer:
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         self._arrival = asyncio.Event()
-        self._consumer = await asyncio.to_thread(self._make)
+        making = _Making(self._make)
+        try:
+            self._consumer = await asyncio.to_thread(making.run)
+        except asyncio.CancelledError:
+            if (consumer := making.abandon()) is not None:
+                loop.run_in_executor(None, consumer.close)
+            raise
 
         def wake() -> None:
             if not loop.is_closed():
@@ -56,7 +89,11 @@ class AsyncConsumer:
         return self
 
     async def __anext__(self) -> Message:
-        message = await self._next()
+        self._open()
+        try:
+            message = await self._next()
+        except QueueClosed:
+            message = None
         if message is None:
             raise StopAsyncIteration
         return message

@@ -58,6 +58,7 @@ _FIXED = (
     "delivery.timeout.ms",
     "message.timeout.ms",
 )
+_SOCKET_TIMEOUT = "socket.timeout.ms"
 _BY_ASSIGNORS = "the group's other members, Go's included, could not share the queue"
 _WHY_FIXED = {
     "group.protocol": _BY_ASSIGNORS,
@@ -89,6 +90,7 @@ def _topic(name: str) -> str:
 
 _Duration = BeforeValidator(parse_duration)
 Span = Annotated[timedelta, _Duration, AfterValidator(_between("100ms", "12h"))]
+TransactionSpan = Annotated[timedelta, _Duration, AfterValidator(_between("1s", "15m"))]
 Interval = Annotated[timedelta, _Duration, AfterValidator(_between("1ms", "1h"))]
 Patience = Annotated[timedelta, _Duration, AfterValidator(_between("0s", "1h"))]
 Delay = Annotated[timedelta, _Duration, AfterValidator(_between("0s", "4380h"))]
@@ -157,12 +159,14 @@ class QueueConfig(_QueueSettings):
             more ahead while its messages do not wait for long.
         max_messages_per_commit: how many messages of other queues a consumer skips at most between two commits.
         commit_interval: how long it waits at most before it commits what it has skipped.
-        next_message_timeout: how long a consumer waits for a message in one call to Kafka.
+        next_message_timeout: how long a consumer waits for a message in one call to Kafka; never longer than 200 ms, so
+            that it can be closed.
         max_message_bytes: the largest record that both topics take; a larger message is refused when it is sent.
         marker_key: what markers are keyed by. `message` spreads one queue over all partitions; `queue` is for as long
             as trackers or consumers of kafka-mq-go take part, who look for all markers of a queue in one.
         transactional: write a start marker and commit its message's offset in one transaction.
-        transaction_timeout: when Kafka gives up the transaction of a consumer that died.
+        transaction_timeout: when Kafka gives up the transaction of a consumer or tracker that died; 1 second to 15
+            minutes, the most that brokers allow by default.
         delivery_timeout: how long a client tries to deliver a record before it counts as failed.
         close_timeout: how long closing a producer or consumer takes at most.
         kafka: librdkafka properties of every client, TLS and SASL included.
@@ -192,7 +196,7 @@ class QueueConfig(_QueueSettings):
     max_message_bytes: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1000, le=_LARGEST_MESSAGE)] = 1_000_000
     marker_key: Literal["message", "queue"] = "message"
     transactional: bool = False
-    transaction_timeout: Span = timedelta(seconds=10)
+    transaction_timeout: TransactionSpan = timedelta(seconds=10)
     delivery_timeout: Span = timedelta(seconds=30)
     close_timeout: Patience = timedelta(seconds=10)
     kafka: dict[str, Any] = Field(default_factory=dict)
@@ -261,6 +265,11 @@ class QueueConfig(_QueueSettings):
                 problems.append(Problem((name,), why))
         if self.max_processing_time < self.redelivery_timeout:
             problems.append(Problem(("max_processing_time",), "must not be less than redelivery_timeout"))
+        socket_timeout = self.kafka.get(_SOCKET_TIMEOUT)
+        most = milliseconds(self.transaction_timeout)
+        if socket_timeout is not None and not _is_number_up_to(socket_timeout, most):
+            why = f"must be a number of milliseconds, and no more than transaction_timeout ({most})"
+            problems.append(Problem(("kafka", _SOCKET_TIMEOUT), why))
         if problems:
             raise InvalidSettings(problems)
         return self
@@ -274,6 +283,13 @@ class QueueConfig(_QueueSettings):
 def milliseconds(duration: timedelta) -> int:
     """Whole milliseconds, rounded up, so that a short time does not become none."""
     return -(-duration // _MILLISECOND)
+
+
+def _is_number_up_to(value: object, most: int) -> bool:
+    try:
+        return int(str(value)) <= most
+    except ValueError:
+        return False
 
 
 def _with_milliseconds(values: dict[str, Any], model: type[_QueueSettings]) -> dict[str, Any]:

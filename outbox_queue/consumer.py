@@ -2,7 +2,8 @@
 
 A consumer has two threads: one reads (`outbox_queue.fetching`), one writes keep-alives. A message is kept alive from
 its start marker on, whether it waits here or is handed out, by a keep-alive whenever half of its redelivery timeout is
-over; once it is handed out, for `max_processing_time`, or as long as it was extended. Deadlines are counted from when a
+over; once it is handed out, for `max_processing_time`, or as long as it was extended. A message that has waited here
+for that long, or past its deadline, is not handed out any more, but given back. Deadlines are counted from when a
 marker was handed to the client, which is before the broker stamps it: this process never takes a message for alive that
 the tracker has given away, unless the marker itself was held up.
 
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,7 +28,7 @@ from outbox_queue.dead_letter_writer import DeadLetterWriter
 from outbox_queue.errors import InvalidMessage, MessageSettled, QueueClosed
 from outbox_queue.fetching import Fetcher
 from outbox_queue.handout import Handout
-from outbox_queue.markers import MarkerKeys, MarkerRecord, MarkerWriter
+from outbox_queue.markers import MarkerKeys, MarkerRecord, MarkerWriter, Wanted
 from outbox_queue.message import Message, State, now_ms
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.starting import Starter
@@ -35,6 +37,9 @@ from outbox_queue.waiting import Timeout, seconds
 
 _SHORTEST_TICK_SECONDS = 0.02
 _LONGEST_TICK_SECONDS = 0.5
+
+_KEPT = (State.UNSETTLED, State.REJECTED)
+"""While a dead letter is written, its message is kept."""
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +121,7 @@ class Consumer:
             QueueClosed: if the consumer has been closed.
         """
         self._must_be_open()
-        return self._handout.take(seconds(timeout))
+        return self._take(seconds(timeout))
 
     def receive_many(self, most: int, timeout: Timeout = None) -> list[Message]:
         """What is there, up to so many messages; waits for the first one as `receive` does.
@@ -128,13 +133,25 @@ class Consumer:
         self._must_be_open()
         if most < 1:
             raise InvalidMessage(f"receive_many: expected to receive 1 or more, got {most!r}")
-        return self._handout.take_many(most, seconds(timeout))
+        messages = self._handout.take_many(most, seconds(timeout))
+        for message in messages:
+            self._count(message)
+        return messages
+
+    def _take(self, wait: float | None) -> Message | None:
+        message = self._handout.take(wait)
+        if message is not None:
+            self._count(message)
+        return message
+
+    def _count(self, message: Message) -> None:
+        self._counters.consumed(seconds=max(0, now_ms() - message._enqueued_at_ms) / 1000)
 
     def __iter__(self) -> Iterator[Message]:
         return self
 
     def __next__(self) -> Message:
-        message = None if self._is_closed else self._handout.take(None)
+        message = None if self._is_closed else self._take(None)
         if message is None:
             raise StopIteration
         return message
@@ -177,13 +194,12 @@ class Consumer:
             if not self._fetcher.join(end - time.monotonic()):
                 _log.warning("queue %r: reading does not end; it is left behind", self._queue)
             released = self._handout.release()
-            for message in released:
-                self._give_back_unused(message)
+            self._give_back_unused(released)
             self._is_closed = True
             self._tending_ends.set()
             self._tender.join(max(0.0, end - time.monotonic()))
             undelivered = self._markers.flush(max(0.0, end - time.monotonic())) if not self._tender.is_alive() else -1
-            self._counters.in_progress(-len(released) - self._handout.in_progress)
+            self._counters.in_progress(-self._handout.in_progress)
             if undelivered:
                 _log.warning(
                     "queue %r: closed before its last markers were delivered (%s); their messages are redelivered",
@@ -261,9 +277,9 @@ class Consumer:
             self._counters.in_progress(-1)
         self._counters.processing_seconds(took)
 
-    def _write(self, message: Message, value: bytes) -> None:
+    def _write(self, message: Message, value: bytes, wanted: Wanted | None = None) -> None:
         key = self._keys.key(message._place)
-        self._markers.write(MarkerRecord(message._marker_partition, key, value))
+        self._markers.write(MarkerRecord(message._marker_partition, key, value), wanted)
 
     def _must_be_open(self) -> None:
         if self._is_closed:
@@ -278,15 +294,23 @@ class Consumer:
         prepared = self._starter.prepare(self, records)
         write(prepared.markers)
         self._starter.count(prepared)
-        if not self._handout.offer(prepared.due, there_are_more=there_are_more):
-            self._counters.in_progress(-len(prepared.due))
-            for message in prepared.due:
-                self._give_back_unused(message)
+        is_late = any(message._deadline <= time.monotonic() for message in prepared.due[:1])  # all have the same
+        if is_late:
+            _log.warning(
+                "queue %r: to start %d messages took longer than redelivery_timeout; they are given back",
+                self._queue,
+                len(prepared.due),
+            )
+        if is_late or not self._handout.offer(prepared.due, there_are_more=there_are_more):
+            self._give_back_unused(prepared.due)
 
-    def _give_back_unused(self, message: Message) -> None:
-        """It was started and never handed out: that was no attempt."""
-        message._state = State.GIVEN_BACK
-        self._write(message, wire.keep_alive_marker(*message._place, 0, attempt=message.attempt - 1))
+    def _give_back_unused(self, messages: Sequence[Message]) -> None:
+        """They were started and never handed out: that was no attempt."""
+        for message in messages:
+            with self._settling:  # no keep-alive comes after it
+                message._state = State.GIVEN_BACK
+                self._write(message, wire.keep_alive_marker(*message._place, 0, attempt=message.attempt - 1))
+        self._counters.in_progress(-len(messages))
 
     # On the tender's thread.
 
@@ -304,6 +328,14 @@ class Consumer:
         for message in self._handout.due(now + self._timeout / 2):
             if now < message._keep_alive_until:
                 self._keep_alive(message, now + self._timeout)
+        withdrawn = self._handout.withdraw(now)
+        if withdrawn:
+            _log.warning(
+                "queue %r: %d messages waited for too long to be handed out; they are given back",
+                self._queue,
+                len(withdrawn),
+            )
+            self._give_back_unused(withdrawn)
         for message in self._handout.drop_hung(now):
             self._counters.in_progress(-1)
             _log.warning(
@@ -315,9 +347,14 @@ class Consumer:
     def _keep_alive(self, message: Message, until: float) -> None:
         """Move the deadline of a message; never to an earlier moment, and never after the marker that settles it."""
         with self._settling:
-            if message._state not in (State.UNSETTLED, State.REJECTED):
-                return  # while a dead letter is written, the message is kept
+            if message._state not in _KEPT:
+                return
             until = max(until, message._deadline)
             after_ms = max(1, int((until - time.monotonic()) * 1000))
             message._deadline = until
-            self._write(message, wire.keep_alive_marker(*message._place, after_ms))
+            self._write(message, wire.keep_alive_marker(*message._place, after_ms), partial(_still, message, until))
+
+
+def _still(message: Message, deadline: float) -> bool:
+    """Whether a keep-alive up to this deadline says something: no later one, no settling, and not only the past."""
+    return message._deadline == deadline > time.monotonic() and message._state in _KEPT

@@ -24,8 +24,9 @@ class SendFailed(QueueError):
 
     Attributes:
         failures: the reasons, with the number of messages that each is about.
-        undelivered: payloads of messages that are certainly not in Kafka, to be sent again.
-        unconfirmed: how many messages had neither been delivered nor failed when the time was over.
+        undelivered: payloads of messages that are certainly not in Kafka, to be sent again; the first of them, where
+            there are very many.
+        unconfirmed: how many messages may be in Kafka or not: neither delivered nor refused when the time was over.
     """
 
     def __init__(

@@ -40,8 +40,10 @@ from outbox_queue.starts import NotStarted, PlainStarts, SecondsLeft, Starts, Tr
 _READ_AT_ONCE = 500
 _LONGEST_WITHOUT_POLL_SECONDS = 1.0
 _WAIT_SECONDS = 0.1
+_LONGEST_POLL_SECONDS = 0.2  # then the thread looks whether it is to stop, and what is to be committed
 _PAUSE_AFTER_FAILURE_SECONDS = 0.5
 _LAG_INTERVAL_SECONDS = 2.0
+_LAG_PATIENCE_SECONDS = 0.2
 
 # What does not pass by waiting: whoever receives is told.
 _HOPELESS = frozenset(
@@ -51,6 +53,7 @@ _HOPELESS = frozenset(
         KafkaError.CLUSTER_AUTHORIZATION_FAILED,
         KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
         KafkaError.INCONSISTENT_GROUP_PROTOCOL,
+        KafkaError.INVALID_TRANSACTION_TIMEOUT,
         KafkaError._AUTHENTICATION,  # noqa: SLF001  confluent's public constants begin like this
     }
 )
@@ -136,6 +139,7 @@ class Fetcher:
             self._fail(error)
         finally:
             self._counters.lag(None)
+            self._starts.close()
             self._consumer.close()
 
     def _step(self) -> None:
@@ -154,18 +158,30 @@ class Fetcher:
             self._counters.lag(self._lag())
 
     def _lag(self) -> int | None:
-        """How many records are left to read, of all queues; as far as the last answers from Kafka tell."""
+        """How many records are left to read, of all queues; as far as the last answers from Kafka tell.
+
+        While partitions are paused there are no such answers, and Kafka is asked.
+        """
         lag: int | None = None
         for partition in self._consumer.assignment():
             done = self._done.get(partition.partition, self._ends.get(partition.partition))
-            _, end = self._consumer.get_watermark_offsets(partition, cached=True)
+            end = self._end_of(partition)
             if done is not None and end >= 0:
                 lag = (lag or 0) + max(0, end - done)
         return lag
 
+    def _end_of(self, partition: TopicPartition) -> int:
+        """-1 if it is not known."""
+        ask = self._is_paused
+        try:
+            _, end = self._consumer.get_watermark_offsets(partition, timeout=_LAG_PATIENCE_SECONDS, cached=not ask)
+        except KafkaException:
+            return -1
+        return int(end)
+
     def _read(self, most: int) -> None:
         self._resume()
-        first = self._consumer.poll(self._config.next_message_timeout.total_seconds())
+        first = self._consumer.poll(min(_LONGEST_POLL_SECONDS, self._config.next_message_timeout.total_seconds()))
         self._polled_at = time.monotonic()
         if first is None:
             return
@@ -223,6 +239,8 @@ class Fetcher:
                 bool(held) or len(chosen) == room,
             )
         except NotStarted as error:
+            if error.cause is not None and error.cause.code() in _HOPELESS:
+                raise QueueError(f"messages of queue {self._queue!r} cannot be started: {error}") from None
             self._complain(f"messages are not started yet: {error}")
             self._set_back(chosen)
             self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS)
@@ -250,6 +268,8 @@ class Fetcher:
             first[partition] = min(offset, first.get(partition, offset))
         self._held.clear()
         for partition, offset in first.items():
+            # It comes up again when it is reached again. Until then there is more before it than marks of transactions.
+            self._ends.pop(partition, None)
             try:
                 self._consumer.seek(TopicPartition(self._config.message_topic, partition, offset))
             except KafkaException as error:  # it has been taken away

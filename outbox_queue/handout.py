@@ -9,10 +9,14 @@ process dies, are bounded by `max_in_progress`. Messages that wait here are kept
 begins with few of them. It fetches twice as many ahead whenever they had all been taken and there were more, and half
 as many once one of them had to wait for a second.
 
+A message waits no longer than it may be processed, and not past its deadline: then it is *withdrawn*, for others to
+have. Once messages had to be withdrawn for that, or were dropped as hung, there is no room until somebody takes
+again: whoever works here may hang altogether.
+
 Invariants, under one lock, for any sequence of calls from any threads:
 
 - waiting + handed out = in progress <= max_in_progress, and handed out <= concurrency;
-- a message is taken once, and settled once;
+- a message is taken once, and settled once; none is taken whose deadline has passed;
 - after `stop`, nothing is taken any more.
 """
 
@@ -36,7 +40,7 @@ class Handout:
         concurrency: how many may be handed out and not settled; None for `max_in_progress`.
         max_in_progress: how many may be in progress.
         capacity: how many may wait.
-        processing_seconds: for how long a message is kept alive once it was handed out.
+        processing_seconds: for how long a message is kept alive once it was handed out, and how long it waits at most.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class Handout:
         self._ahead = self._fewest
         self._shrunk_at = 0.0
         self._waiting: deque[Message] = deque()
+        self._late: list[Message] = []  # found when they were to be taken; to be withdrawn
         self._in_progress: dict[Message, None] = {}  # in the order in which they were started
         self._stopped = False
         self._failure: BaseException | None = None
@@ -60,6 +65,7 @@ class Handout:
         self._settled = threading.Condition(self._lock)
         self._takers = 0
         self._is_room_wanted = False
+        self._is_neglected = False
 
     @property
     def in_progress(self) -> int:
@@ -92,7 +98,7 @@ class Handout:
 
     def _room(self) -> int:
         waiting = len(self._waiting)
-        if waiting > self._ahead // 2:
+        if waiting > self._ahead // 2 or self._is_neglected:
             return 0
         return max(0, min(self._ahead - waiting, self._max_in_progress - len(self._in_progress)))
 
@@ -135,21 +141,27 @@ class Handout:
         Raises:
             BaseException: what `fail` was told.
         """
+        end = None if seconds is None else time.monotonic() + seconds
         with self._lock:
-            if not self._takeable_now():
-                self._wait_to_take(seconds)
-            if self._failure is not None:
-                raise self._failure
-            number = min(most, self._takeable_now())
-            if number <= 0 or self._stopped:
-                return []
-            return self._take(number)
+            if self._is_neglected:
+                self._is_neglected = False
+                self._tell_of_room()
+            while True:
+                if not self._takeable_now():
+                    self._wait_to_take(end)
+                if self._failure is not None:
+                    raise self._failure
+                number = min(most, self._takeable_now())
+                if number <= 0 or self._stopped:
+                    return []
+                taken = self._take(number)
+                if taken:
+                    return taken
 
     def _takeable_now(self) -> int:
         return min(len(self._waiting), self._concurrency - len(self._in_progress) + len(self._waiting))
 
-    def _wait_to_take(self, seconds: float | None) -> None:
-        end = None if seconds is None else time.monotonic() + seconds
+    def _wait_to_take(self, end: float | None) -> None:
         self._takers += 1
         try:
             while not self._takeable_now() and not self._stopped and self._failure is None:
@@ -162,10 +174,19 @@ class Handout:
 
     def _take(self, number: int) -> list[Message]:
         now = time.monotonic()
-        taken = [self._waiting.popleft() for _ in range(number)]
+        taken: list[Message] = []
         until = now + self._processing_seconds
-        for message in taken:
-            message._keep_alive_until = until
+        while self._waiting and len(taken) < number:
+            message = self._waiting.popleft()
+            if message._deadline > now:
+                message._keep_alive_until = until
+                taken.append(message)
+            else:
+                del self._in_progress[message]
+                self._late.append(message)
+        if not taken:
+            self._tell_of_room()
+            return taken
         if now - taken[0]._received_at > _LONGEST_WAIT_SECONDS and now - self._shrunk_at > _LONGEST_WAIT_SECONDS:
             self._ahead = max(self._fewest, self._ahead // 2)
             self._shrunk_at = now
@@ -200,9 +221,35 @@ class Handout:
         """Forget the messages that were processed for too long, and whose deadline has passed: others may have them."""
         with self._lock:
             hung = [m for m in self._in_progress if m._keep_alive_until <= now and m._deadline <= now]
+            if hung:
+                self._note_neglect()
             for message in hung:
                 self._drop(message)
             return hung
+
+    def withdraw(self, now: float) -> list[Message]:
+        """Forget what has waited here for too long, or past its deadline, and was not handed out: to be given back."""
+        with self._lock:
+            withdrawn, self._late = self._late, []
+            left = [message for message in self._waiting if self._may_wait(message, now)]
+            if len(left) < len(self._waiting):
+                gone = [message for message in self._waiting if not self._may_wait(message, now)]
+                if any(message._deadline > now for message in gone):
+                    self._note_neglect()
+                self._waiting = deque(left)
+                for message in gone:
+                    self._drop(message)
+                withdrawn += gone
+            return withdrawn
+
+    def _may_wait(self, message: Message, now: float) -> bool:
+        return message._deadline > now and now - message._received_at < self._processing_seconds
+
+    def _note_neglect(self) -> None:
+        """Unless somebody is waiting to take, what is started here would only lie around."""
+        if not self._takers:
+            self._is_neglected = True
+            self._tell_listeners()  # who takes by being told would never ask otherwise
 
     def fail(self, failure: BaseException) -> None:
         """Let every `take` raise from now on."""
@@ -223,7 +270,8 @@ class Handout:
             self._waiting.clear()
             for message in waiting:
                 self._drop(message)
-            return waiting
+            late, self._late = self._late, []
+            return waiting + late
 
     def wait_until_settled(self, seconds: float) -> bool:
         """Whether everything that was handed out is settled, at the latest after so many seconds."""

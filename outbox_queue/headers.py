@@ -36,7 +36,8 @@ DEAD_AT = "kmq-dead-at"
 Header = tuple[str, bytes | None]
 UserHeaders = Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]]
 
-_LONGEST_REASON = 2000
+LONGEST_REASON = 2000
+"""Characters of it that are kept: it travels in markers and headers."""
 _LARGEST_INT32 = 2**31 - 1
 
 
@@ -119,7 +120,7 @@ def of_dead_letter(
     """
     return [
         *of_copy(headers, attempt=attempts, enqueued_at_ms=enqueued_at_ms, origin=origin),
-        (REASON, reason[:_LONGEST_REASON].encode(errors="replace")),
+        (REASON, reason[:LONGEST_REASON].encode(errors="replace")),
         (DEAD_AT, b"%d" % dead_at_ms),
     ]
 

@@ -3,7 +3,9 @@
 They are written by one idempotent producer, so those of one message arrive in their order. A message's markers all go
 to the partition that is chosen when it is started, even if the topic gets more partitions meanwhile. Nothing here waits
 for Kafka: what could not be delivered within the client's own delivery timeout is handed to the client again, for as
-long as the consumer is open. An end marker that comes late or twice does no harm: the tracker ignores it.
+long as the consumer is open. An end marker that comes late or twice does no harm: the tracker ignores it. A keep-alive
+that comes late could undo what was said after it, so it is given up once it is not wanted any more; and a marker that
+Kafka takes for too large is given up at once.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -24,6 +28,9 @@ PARTITIONER = {"partitioner": "murmur2_random"}
 _ANY_PARTITION = -1
 _FULL_QUEUE_WAIT_SECONDS = 0.05
 _PURGE_SECONDS = 1.0
+
+Wanted = Callable[[], bool]
+"""Whether a marker still is to be delivered, though it could not be before."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,24 +76,29 @@ class MarkerWriter:
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
         self._topic = config.marker_topic
-        self._failed: deque[MarkerRecord] = deque()
+        self._failed: deque[tuple[MarkerRecord, Wanted | None]] = deque()
         self._is_broken = False
         self._producer = self._make()
 
     def _make(self) -> Producer:
         return make_producer({**producer_settings(self._config, linger_ms=2), **PARTITIONER})
 
-    def write(self, record: MarkerRecord) -> None:
-        """Hand a marker to the client; waits only while its queue is full."""
+    def write(self, record: MarkerRecord, wanted: Wanted | None = None) -> None:
+        """Hand a marker to the client; waits only while its queue is full.
+
+        Args:
+            record: the marker.
+            wanted: asked before it is handed to the client once more; by default, it is always wanted.
+        """
         producer = self._producer
+        report = self._report if wanted is None else partial(self._report, wanted=wanted)
         try:
-            producer.produce(self._topic, record.value, record.key, record.partition, on_delivery=self._report)
+            producer.produce(self._topic, record.value, record.key, record.partition, on_delivery=report)
         except BufferError:
             producer.poll(_FULL_QUEUE_WAIT_SECONDS)
-            self._failed.append(record)
+            self._failed.append((record, wanted))
         except KafkaException as error:
-            self._failed.append(record)
-            self._is_broken |= error.args[0].fatal()
+            self._note(error.args[0], record, wanted)
 
     def tend(self, seconds: float) -> None:
         """Hear of failures for so long at most, and hand the client again what failed."""
@@ -94,7 +106,9 @@ class MarkerWriter:
         if self._is_broken:
             self._replace_producer()
         for _ in range(len(self._failed)):
-            self.write(self._failed.popleft())
+            record, wanted = self._failed.popleft()
+            if wanted is None or wanted():
+                self.write(record, wanted)
 
     def flush(self, seconds: float) -> int:
         """Wait until everything is delivered; return how many markers are not when the time is over."""
@@ -107,14 +121,22 @@ class MarkerWriter:
                 return left + len(self._failed)
             self.tend(0)
 
-    def _report(self, error: KafkaError | None, message: Any) -> None:
+    def _report(self, error: KafkaError | None, message: Any, wanted: Wanted | None = None) -> None:
         """Only failures are reported (`delivery.report.only.error`)."""
-        if error is None:
+        if error is not None:
+            record = MarkerRecord(self._partition_of(message), message.key(), message.value())
+            self._note(error, record, wanted)
+
+    def _note(self, error: KafkaError, record: MarkerRecord, wanted: Wanted | None) -> None:
+        self._is_broken |= error.fatal()
+        if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+            _log.error(
+                "a marker of %d bytes is given up: %s; its message is redelivered", len(record.value), error.str()
+            )
             return
         if not self._failed:
             _log.warning("markers could not be delivered, and are tried again: %s", error.str())
-        self._failed.append(MarkerRecord(self._partition_of(message), message.key(), message.value()))
-        self._is_broken |= error.fatal()
+        self._failed.append((record, wanted))
 
     def _partition_of(self, message: Any) -> int:
         if self._config.marker_key == "queue":

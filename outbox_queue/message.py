@@ -9,7 +9,7 @@ from typing import Protocol
 
 from outbox_queue.config import milliseconds
 from outbox_queue.errors import InvalidMessage, MessageSettled
-from outbox_queue.headers import Header, Travelled, place_text
+from outbox_queue.headers import LONGEST_REASON, Header, Travelled, place_text
 
 
 class State(Enum):
@@ -135,29 +135,30 @@ class Message:
 
         Args:
             delay: None for at once.
-            reason: kept if it becomes a dead letter.
+            reason: kept if it becomes a dead letter, up to 2,000 characters.
 
         Raises:
-            InvalidMessage: if the delay is negative or more than the setting `max_delay`.
+            InvalidMessage: if the delay is negative or more than the setting `max_delay`, or the reason is no text.
             MessageSettled: if it has been settled already.
             QueueClosed: if its consumer has been closed; it will be redelivered.
         """
         self._must_be_unsettled("nack")
-        self._settler.give_back(self, delay_milliseconds(delay), reason)
+        self._settler.give_back(self, delay_milliseconds(delay), checked_reason("nack", reason))
 
     def reject(self, reason: str) -> None:
         """Set it aside as a dead letter, whatever attempts it has left. Waits until Kafka has it.
 
         Args:
-            reason: kept with the dead letter.
+            reason: kept with the dead letter, up to 2,000 characters.
 
         Raises:
+            InvalidMessage: if the reason is no text.
             SendFailed: if it cannot be written; the message is still in progress.
             MessageSettled: if it has been settled already.
             QueueClosed: if its consumer has been closed; it will be redelivered.
         """
         self._must_be_unsettled("reject")
-        self._settler.set_aside(self, reason)
+        self._settler.set_aside(self, checked_reason("reject", reason))
 
     def interrupt(self) -> None:
         """Stop working on it without saying more: it is redelivered when its redelivery timeout has passed.
@@ -200,6 +201,17 @@ def delay_milliseconds(delay: timedelta | None) -> int:
     if not isinstance(delay, timedelta) or delay < timedelta(0):
         raise InvalidMessage(f"delay: expected a timedelta of none or more, got {delay!r}")
     return milliseconds(delay)
+
+
+def checked_reason(verb: str, reason: object) -> str:
+    """A reason as it fits into a marker: cut after 2,000 characters, and without what UTF-8 cannot encode.
+
+    Raises:
+        InvalidMessage: if it is no text.
+    """
+    if not isinstance(reason, str):
+        raise InvalidMessage(f"{verb}: the reason must be text, got {type(reason).__name__}")
+    return reason[:LONGEST_REASON].encode(errors="replace").decode()
 
 
 def now_ms() -> int:

@@ -55,9 +55,12 @@ class QueueCounters:
             if seconds is not None:
                 self._histograms["production"].observe(seconds, count)
 
-    def consumed(self, count: int = 1) -> None:
-        """So many messages were handed out."""
-        self._add("consumed", count)
+    def consumed(self, count: int = 1, seconds: float | None = None) -> None:
+        """So many messages were handed out, so long after they were sent first."""
+        with self._lock:
+            self._counts["consumed"] += count
+            if seconds is not None:
+                self._histograms["queueing"].observe(seconds, count)
 
     def acknowledged(self, count: int = 1) -> None:
         """So many messages were acknowledged."""
@@ -91,11 +94,6 @@ class QueueCounters:
     def lag(self, messages: int | None) -> None:
         """How many records of the message topic this process has yet to read; None when it has no partitions."""
         self._lag = messages
-
-    def queueing_seconds(self, seconds: float, count: int = 1) -> None:
-        """Messages waited this long to be handed out."""
-        with self._lock:
-            self._histograms["queueing"].observe(seconds, count)
 
     def processing_seconds(self, seconds: float, count: int = 1) -> None:
         """Messages were worked on for this long."""

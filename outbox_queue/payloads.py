@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from outbox_core.errors import InvalidRecord
 from outbox_core.record import OutboxRecord
 from outbox_queue import headers as message_headers
+from outbox_queue.clients import TRACKER_GROUP, group_of
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.errors import InvalidMessage, MessageTooLarge
 from outbox_queue.headers import Header, UserHeaders
@@ -99,6 +100,8 @@ def check_queue_name(name: object) -> str:
         name.encode()
     except UnicodeEncodeError:
         raise InvalidMessage("a queue's name must be text that UTF-8 can encode") from None
+    if group_of(name) == TRACKER_GROUP:
+        raise InvalidMessage(f"a queue's name cannot be {name!r}: its consumers would join the trackers' group")
     return name
 
 

@@ -24,6 +24,19 @@ _POLL_EVERY = 256
 _FULL_QUEUE_WAIT_SECONDS = 0.05
 _MEASURE_EVERY = 16
 _SLACK_SECONDS = 1.0
+_MOST_KEPT = 10_000
+_MOST_KEPT_BYTES = 64 * 2**20
+
+# The record was under way when the client gave it up: it may have arrived.
+_UNCERTAIN = frozenset(
+    {
+        KafkaError._MSG_TIMED_OUT,  # noqa: SLF001  confluent's public constants
+        KafkaError._PURGE_INFLIGHT,  # noqa: SLF001
+        KafkaError._TIMED_OUT,  # noqa: SLF001
+        KafkaError.REQUEST_TIMED_OUT,
+        KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
+    }
+)
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +66,8 @@ class Producer:
         self._latency = 0.0
         self._failures: Counter[str] = Counter()
         self._undelivered: list[bytes] = []
+        self._undelivered_bytes = 0
+        self._uncertain = 0
         self._reporting = threading.Lock()
         self._is_closed = False
 
@@ -122,16 +137,20 @@ class Producer:
             self._count()
             failures, self._failures = self._failures, Counter()
             undelivered, self._undelivered = self._undelivered, []
+            uncertain, self._uncertain = self._uncertain, 0
+            self._undelivered_bytes = 0
         if not left and not failures:
             return
         reasons = [f"{number} not delivered: {reason}" for reason, number in failures.items()]
+        if uncertain:
+            reasons.append(f"{uncertain} of these may have arrived")
         if left:
             reasons.append(f"{left} not acknowledged in time")
         raise SendFailed(
             f"messages to queue {self._queue!r}: {'; '.join(reasons)}",
             dict(failures),
             undelivered=undelivered,
-            unconfirmed=left,
+            unconfirmed=left + uncertain,
         )
 
     def close(self) -> None:
@@ -199,9 +218,23 @@ class Producer:
                 self._latency = message.latency()
                 if self._delivered == _MEASURE_EVERY:
                     self._count()
+                return
+            is_first = not self._failures
+            self._failures[error.str()] += 1
+            if error.code() in _UNCERTAIN:
+                self._uncertain += 1
             else:
-                self._failures[error.str()] += 1
-                self._undelivered.append(message.value())
+                self._keep(message.value())
+        if is_first:  # who only sends, and never flushes, hears of it here
+            _log.warning(
+                "queue %r: a message was not delivered: %s; `flush` and `close` tell of all", self._queue, error.str()
+            )
+
+    def _keep(self, payload: bytes) -> None:
+        """For whoever wants to send it again; not without end, if nobody ever asks."""
+        self._undelivered_bytes += len(payload)
+        if len(self._undelivered) < _MOST_KEPT and self._undelivered_bytes <= _MOST_KEPT_BYTES:
+            self._undelivered.append(payload)
 
     def _count(self) -> None:
         """Count what was delivered; the last of them stands for the time of all."""

@@ -25,8 +25,8 @@ from outbox_queue.headers import UserHeaders
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.payloads import PayloadCheck, check_queue_name
 from outbox_queue.producer import Producer
-from outbox_queue.topics import Topics, ensure_topics
-from outbox_queue.worker import Handler, RetryDelay, Worker, backoff
+from outbox_queue.topics import Topics, ensure_message_topic, ensure_topics
+from outbox_queue.worker import Handler, RetryDelay, Worker, backoff, check_handler
 
 _OF_A_QUEUE = frozenset(
     {
@@ -56,6 +56,7 @@ class QueueService:
         self.config = config
         self.metrics = metrics if metrics is not None else QueueMetrics()
         self._topics: Topics | None = None
+        self._message_partitions: int | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -93,13 +94,24 @@ class QueueService:
         with self._lock:
             if self._topics is None:
                 self._topics = ensure_topics(self.config)
+                self._message_partitions = self._topics.message_partitions
             return self._topics
+
+    def message_topic(self) -> None:
+        """See that the message topic is there, which is all that producers use; it is looked at once.
+
+        Raises:
+            QueueTopicError: if it is missing and cannot be made, or messages would be lost by its settings.
+            KafkaUnavailable: if the cluster does not answer.
+        """
+        with self._lock:
+            if self._message_partitions is None:
+                self._message_partitions = ensure_message_topic(self.config)
 
     @property
     def known_message_partitions(self) -> int | None:
         """Partitions of the message topic, as far as they are known without asking Kafka."""
-        topics = self._topics
-        return topics.message_partitions if topics is not None else self.config.message_partitions
+        return self.config.message_partitions if self._message_partitions is None else self._message_partitions
 
 
 class Queue:
@@ -123,10 +135,10 @@ class Queue:
         """A producer; one serves all threads of a process.
 
         Raises:
-            QueueTopicError: if a topic is missing and cannot be made, or has settings that would lose messages.
+            QueueTopicError: if the message topic is missing and cannot be made, or would lose messages.
             KafkaUnavailable: if the cluster does not answer.
         """
-        self._service.topics()
+        self._service.message_topic()
         return Producer(self.config, self.name, self._service.metrics.of(self.name))
 
     def consumer(self, *, concurrency: int | None = None) -> Consumer:
@@ -175,10 +187,12 @@ class Queue:
             Whether every handler had finished in time; the messages of others are redelivered.
 
         Raises:
+            InvalidMessage: if the handler is asynchronous: it would be begun, and never done.
             QueueError: if the queue cannot be read.
             KafkaUnavailable: if the cluster does not answer at the beginning.
         """
-        _check_concurrency(concurrency)
+        check_handler(handler)
+        _check_concurrency(concurrency, may_be_none=False)
         worker = Worker(
             self.consumer(concurrency=concurrency),
             handler,
@@ -238,8 +252,8 @@ class Queue:
         await stashing.astash(session, self.record(payload, headers=headers, delay=delay))
 
 
-def _check_concurrency(concurrency: int | None) -> None:
-    if concurrency is not None and (
-        isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1
-    ):
+def _check_concurrency(concurrency: int | None, *, may_be_none: bool = True) -> None:
+    if concurrency is None and may_be_none:
+        return
+    if isinstance(concurrency, bool) or not isinstance(concurrency, int) or concurrency < 1:
         raise InvalidMessage(f"concurrency: expected a whole number of 1 or more, got {concurrency!r}")

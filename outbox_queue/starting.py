@@ -3,6 +3,8 @@
 A message that is not due yet gets a start marker whose redelivery timeout is the time that is left, and whose attempt
 is one less than it had: the tracker sends it again when it is due, and nobody has worked on it. It is *parked*.
 
+Nobody waits for longer than `max_delay`: the start marker would not be kept until then.
+
 A message that cannot be tracked is set aside before anything else happens: one of another producer may be too large for
 a start marker, and one that a tracker without counting has redelivered may have had more attempts than it may have.
 """
@@ -14,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE
+from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, KafkaException
 from outbox_queue import headers, wire
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.dead_letter_writer import DeadLetterWriter
@@ -35,13 +37,11 @@ class Prepared(NamedTuple):
         markers: start markers, of messages that are due and of those that are parked.
         due: to be handed over once the markers are written.
         parked: how many are not due.
-        wall_ms: when, since 1970.
     """
 
     markers: list[MarkerRecord]
     due: list[Message]
     parked: int
-    wall_ms: int
 
 
 class Starter:
@@ -66,6 +66,7 @@ class Starter:
         self._max_attempts = config.max_attempts
         self._largest = config.max_message_bytes - MARKER_OVERHEAD
         self._timeout_ms = milliseconds(config.redelivery_timeout)
+        self._longest_delay_ms = milliseconds(config.max_delay)
 
     def prepare(self, settler: Settler, records: Sequence[Any]) -> Prepared:
         """Make messages and start markers.
@@ -77,11 +78,12 @@ class Starter:
         Raises:
             NotStarted: if a message that cannot be tracked could not be set aside.
         """
-        prepared = Prepared([], [], 0, now_ms())
+        prepared = Prepared([], [], 0)
+        wall_ms = now_ms()
         deadline = time.monotonic() + self._timeout_ms / 1000
         parked = 0
         for record in records:
-            message, delay_ms = self._message(settler, record, prepared.wall_ms)
+            message, delay_ms = self._message(settler, record, wall_ms)
             marker = self._marker(message, delay_ms)
             if not self._can_be_tracked(message, marker):
                 continue
@@ -96,13 +98,9 @@ class Starter:
 
     def count(self, prepared: Prepared) -> None:
         """Count what has been started."""
-        self._counters.consumed(len(prepared.due))
         self._counters.in_progress(len(prepared.due))
         if prepared.parked:
             self._counters.parked(prepared.parked)
-        for message in prepared.due:
-            waited_ms = prepared.wall_ms - message._enqueued_at_ms
-            self._counters.queueing_seconds(max(0, waited_ms) / 1000)
 
     def _message(self, settler: Settler, record: Any, wall_ms: int) -> tuple[Message, int]:
         """The message of a record, and for how many milliseconds it must not be handed out."""
@@ -119,7 +117,19 @@ class Starter:
             max_attempts=self._max_attempts,
         )
         deliver_at = travelled.deliver_at_ms
-        return message, 0 if deliver_at is None else max(0, deliver_at - wall_ms)
+        return message, 0 if deliver_at is None else self._bounded(message, deliver_at - wall_ms)
+
+    def _bounded(self, message: Message, delay_ms: int) -> int:
+        """A delay that a tracker can keep, whatever a stranger, or a clock that is set wrong, has asked for."""
+        if delay_ms > self._longest_delay_ms:
+            _log.warning(
+                "queue %r: message %s asks for a delay of %d ms more; it gets max_delay, %d ms",
+                self._queue,
+                message.id,
+                delay_ms,
+                self._longest_delay_ms,
+            )
+        return min(max(0, delay_ms), self._longest_delay_ms)
 
     def _marker(self, message: Message, delay_ms: int) -> MarkerRecord:
         place, origin = message._place, message._origin
@@ -147,8 +157,9 @@ class Starter:
             return True
         _log.warning("queue %r: message %s is set aside: %s", self._queue, message.id, reason)
         try:
-            self._dead_letters.write(message, reason, attempts=message.attempt - 1, now_ms=now_ms())
+            self._dead_letters.write(message, reason, attempts=message.attempt - 1, now_ms=now_ms(), may_be_empty=True)
         except SendFailed as error:
-            raise NotStarted(str(error)) from None
+            said = error.__cause__
+            raise NotStarted(str(error), said.args[0] if isinstance(said, KafkaException) else None) from None
         self._counters.rejected()
         return False

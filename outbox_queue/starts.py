@@ -16,6 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from outbox_core.kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition, make_producer
@@ -24,6 +25,8 @@ from outbox_queue.config import QueueConfig
 from outbox_queue.markers import PARTITIONER, MarkerRecord
 
 _SLICE_SECONDS = 0.2
+_DISCARD_SECONDS = 2.0
+_DISCARD_POLL_SECONDS = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +35,15 @@ SecondsLeft = Callable[[], float]
 
 
 class NotStarted(Exception):
-    """Messages were not started, or it is not known that they were."""
+    """Messages were not started, or it is not known that they were.
+
+    Attributes:
+        cause: what Kafka has said, if it has said anything.
+    """
+
+    def __init__(self, reason: str, cause: KafkaError | None = None) -> None:
+        super().__init__(reason)
+        self.cause = cause
 
 
 class Starts(Protocol):
@@ -50,6 +61,9 @@ class Starts(Protocol):
             NotStarted: if it did not happen, or is not known to have happened.
         """
 
+    def close(self) -> None:
+        """Throw the producer away; nothing is started any more."""
+
 
 class PlainStarts:
     """Markers first, then offsets.
@@ -65,6 +79,10 @@ class PlainStarts:
         self._errors: list[KafkaError] = []
         self._producer = self._make()
 
+    def close(self) -> None:
+        """See `Starts`."""
+        discard(self._producer)
+
     def _make(self) -> Producer:
         return make_producer({**producer_settings(self._config, linger_ms=0), **PARTITIONER})
 
@@ -78,8 +96,9 @@ class PlainStarts:
             commit(self._config, self._consumer, offsets)
         except KafkaException as error:
             if error.args[0].fatal():
+                discard(self._producer)
                 self._producer = self._make()
-            raise NotStarted(error.args[0].str()) from None
+            raise NotStarted(error.args[0].str(), error.args[0]) from None
 
     def _produce(self, marker: MarkerRecord) -> None:
         topic = self._config.marker_topic
@@ -122,7 +141,15 @@ class TransactionalStarts:
         self._consumer = consumer
         # Begins like the group, so that an ACL on a prefix covers both. Zombies are fenced by the group's generation.
         self._settings = transactional_settings(config, f"{group_of(queue)}-{uuid.uuid4()}") | PARTITIONER
+        # Made at once: settings that do not go together are told where the consumer is made.
+        self._fresh: Producer | None = make_producer(self._settings)
         self._producer: Producer | None = None
+
+    def close(self) -> None:
+        """See `Starts`."""
+        producer, self._producer, self._fresh = self._producer, None, None
+        if producer is not None:
+            discard(producer)
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """See `Starts`."""
@@ -133,12 +160,14 @@ class TransactionalStarts:
             producer.commit_transaction(max(0.0, seconds_left()))
         except (KafkaException, BufferError) as error:
             self._give_up(seconds_left)
-            reason = error.args[0].str() if isinstance(error, KafkaException) else str(error)
-            raise NotStarted(reason) from None
+            if isinstance(error, KafkaException):
+                raise NotStarted(error.args[0].str(), error.args[0]) from None
+            raise NotStarted(str(error)) from None
 
     def _ready(self, seconds_left: SecondsLeft) -> Producer:
         if self._producer is None:
-            producer = make_producer(self._settings)
+            fresh, self._fresh = self._fresh, None
+            producer = make_producer(self._settings) if fresh is None else fresh
             producer.init_transactions(max(0.0, seconds_left()))
             self._producer = producer
         return self._producer
@@ -166,6 +195,7 @@ class TransactionalStarts:
             producer.abort_transaction(max(0.0, seconds_left()))
         except KafkaException as error:
             _log.debug("a transaction is left to the next producer: %s", error.args[0].str())
+            discard(producer)
         else:
             self._producer = producer
 
@@ -184,6 +214,19 @@ def commit(config: QueueConfig, consumer: Consumer, offsets: Mapping[int, int]) 
     for partition in consumer.commit(offsets=positions(config, offsets), asynchronous=False) or ():
         if partition.error is not None:
             raise KafkaException(partition.error)
+
+
+def discard(producer: Producer) -> None:
+    """Take back whatever a producer still has, before it is thrown away.
+
+    librdkafka 2.16 corrupts its memory when a fenced transactional producer is destroyed with messages in it.
+    """
+    with suppress(KafkaException):
+        producer.purge()
+    end = time.monotonic() + _DISCARD_SECONDS
+    while len(producer) and time.monotonic() < end:
+        with suppress(KafkaException):  # a broken producer says so once more
+            producer.poll(_DISCARD_POLL_SECONDS)
 
 
 def deadline(seconds: float) -> SecondsLeft:

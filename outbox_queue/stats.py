@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import NamedTuple
 
 from outbox_core.kafka import KafkaException, TopicPartition, make_admin, make_consumer
@@ -68,15 +68,18 @@ class Glance(NamedTuple):
 
 
 def queue_stats(config: QueueConfig, queue: str | None = None) -> list[QueueStats]:
-    """Every queue that has a group, or anything in the topics; or just one.
+    """Every queue that has a group at work on these topics, or anything in them; or just one.
+
+    All queues are counted from the beginning of the topic, so it is read whole; one, from where its group is.
 
     Raises:
         QueueTopicError: if a topic is missing.
         KafkaUnavailable: if the cluster does not answer.
     """
     now_ms = time.time() * 1000  # an age that people read; no decision goes by it
-    known = [queue] if queue is not None else _queues_with_groups(config)
-    waiting = _count_waiting(config, known)
+    committed = _committed_of(config, [queue] if queue is not None else _queues_with_groups(config))
+    begin = {} if queue is None else committed.get(queue, {})
+    waiting = _count_waiting(config, committed, begin)
     unfinished: Counter[str] = Counter()
     oldest: dict[str, float] = {}
     for entry in _unfinished(config):
@@ -84,7 +87,7 @@ def queue_stats(config: QueueConfig, queue: str | None = None) -> list[QueueStat
         unfinished[name] += 1
         oldest[name] = min(entry.started, oldest.get(name, entry.started))
     dead = Counter(letter.queue for letter in DeadLetters(config).all())
-    names = [queue] if queue is not None else sorted({*known, *waiting, *unfinished, *dead})
+    names = [queue] if queue is not None else sorted({*committed, *waiting, *unfinished, *dead})
     return [
         QueueStats(
             queue=name,
@@ -151,15 +154,16 @@ def _glance(message: TopicRecord, queue: str) -> Glance:
     )
 
 
-def _count_waiting(config: QueueConfig, known: list[str]) -> Counter[str]:
+def _committed_of(config: QueueConfig, queues: list[str]) -> dict[str, dict[int, int]]:
+    """Where the groups of queues are; without those that are at work on other topics."""
+    found = ((name, _committed(config, group_of(name), config.message_topic)) for name in queues)
+    return {name: offsets for name, offsets in found if offsets}
+
+
+def _count_waiting(
+    config: QueueConfig, committed: Mapping[str, Mapping[int, int]], begin: Mapping[int, int]
+) -> Counter[str]:
     """Records of each queue from where its group has committed; of a queue without a group, all that are read."""
-    committed = {name: _committed(config, group_of(name), config.message_topic) for name in known}
-    begin = {
-        number: min((offsets.get(number, 0) for offsets in committed.values()), default=0)
-        for number in partition_ends(config, config.message_topic)
-    }
-    # A partition may begin later than at 0; the reader then begins where it does.
-    begin = {number: offset for number, offset in begin.items() if offset > 0}
     waiting: Counter[str] = Counter()
     for message in read_to_end(config, config.message_topic, begin):
         name = _text(message.key or b"")
@@ -197,8 +201,9 @@ def _queues_with_groups(config: QueueConfig) -> list[str]:
     admin = make_admin(common_settings(config))  # kept: a client that nobody holds gives up what it was asked
     try:
         listed = admin.list_consumer_groups(request_timeout=_PATIENCE_SECONDS).result(_PATIENCE_SECONDS)
-    except KafkaException as error:
-        raise QueueError(f"cannot list the consumer groups: {error.args[0].str()}") from None
+    except (KafkaException, TimeoutError) as error:
+        reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+        raise QueueError(f"cannot list the consumer groups: {reason}") from None
     groups = (group.group_id for group in listed.valid)
     names = (group.removeprefix(_GROUP_PREFIX) for group in groups if group.startswith(_GROUP_PREFIX))
     own = TRACKER_GROUP.removeprefix(_GROUP_PREFIX)

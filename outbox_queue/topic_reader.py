@@ -16,6 +16,15 @@ from outbox_queue.headers import Header
 
 _PATIENCE_SECONDS = 30.0
 _BATCH = 1000
+_ABOUT_THE_TOPIC = frozenset(
+    {
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
+        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+    }
+)
 
 
 class TopicRecord(NamedTuple):
@@ -47,7 +56,7 @@ def read_to_end(config: QueueConfig, topic: str, begin: Mapping[int, int] | None
         begin: where to begin, by partition; the beginning, for those it does not name.
 
     Raises:
-        QueueTopicError: if there is no such topic.
+        QueueTopicError: if there is no such topic, or it may not be read.
         KafkaUnavailable: if the cluster does not answer, or an open transaction does not end, for half a minute.
     """
     extra = {"enable.partition.eof": True, "fetch.wait.max.ms": 50}
@@ -57,6 +66,11 @@ def read_to_end(config: QueueConfig, topic: str, begin: Mapping[int, int] | None
         starts = [TopicPartition(topic, number, (begin or {}).get(number, OFFSET_BEGINNING)) for number in ends]
         consumer.assign(starts)
         yield from _read(consumer, topic, ends)
+    except KafkaException as error:
+        cause: KafkaError = error.args[0]
+        if cause.code() in _ABOUT_THE_TOPIC:
+            raise QueueTopicError(f"topic {topic!r} cannot be read: {cause.str()}") from None
+        raise _unavailable(config, cause) from None
     finally:
         consumer.close()
 

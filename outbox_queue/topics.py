@@ -12,6 +12,7 @@ reported once, in the log.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from outbox_core.config.durations import format_duration
@@ -48,40 +49,68 @@ def ensure_topics(config: QueueConfig) -> Topics:
         QueueTopicError: if one is missing and cannot be made, or messages would be lost by its settings.
         KafkaUnavailable: if the cluster does not answer.
     """
+    message_partitions = _ensure_message_topic(config)
+    marker_partitions = _ensure(config, "marker topic", config.marker_topic, config.marker_partitions)
+    _ensure(config, "dead letter topic", config.dead_letters, config.message_partitions or _PARTITIONS)
+    problems = _report(config, (config.message_topic, config.marker_topic, config.dead_letters))
+    return Topics(message_partitions, marker_partitions, problems)
+
+
+def ensure_message_topic(config: QueueConfig) -> int:
+    """Make the message topic if it is missing, and look at it; return its number of partitions.
+
+    That is all that producers use, so they need no rights on the other topics.
+
+    Raises:
+        QueueTopicError: if it is missing and cannot be made, or messages would be lost by its settings.
+        KafkaUnavailable: if the cluster does not answer.
+    """
+    partitions = _ensure_message_topic(config)
+    _report(config, (config.message_topic,))
+    return partitions
+
+
+def _ensure_message_topic(config: QueueConfig) -> int:
     wanted = config.message_partitions
     message_partitions = _ensure(config, "message topic", config.message_topic, wanted or _PARTITIONS)
-    marker_partitions = _ensure(config, "marker topic", config.marker_topic, config.marker_partitions)
-    _ensure(config, "dead letter topic", config.dead_letters, wanted or _PARTITIONS)
     if wanted is not None and message_partitions < wanted:
         raise QueueTopicError(
             f"message topic {config.message_topic!r} has {message_partitions} partitions, and message_partitions is "
             f"{wanted}: stashed messages are sent to so many; set it to {message_partitions}, or "
             "add partitions to the topic"
         )
-    problems = tuple(_problems(config))
-    for problem in problems:
-        _log.warning("%s", problem)
-    return Topics(message_partitions, marker_partitions, problems)
+    return message_partitions
 
 
 def _ensure(config: QueueConfig, name: str, topic: str, partitions: int) -> int:
-    settings = {"max.message.bytes": str(config.max_message_bytes + _BATCH_OVERHEAD)}
+    largest = config.max_message_bytes + _BATCH_OVERHEAD
+    settings = {"max.message.bytes": str(largest)}
     if topic == config.marker_topic:
         retention = str(milliseconds(config.marker_retention))
         settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention, "cleanup.policy": "delete"}
     elif topic == config.dead_letters:
         settings["cleanup.policy"] = "compact"  # they never expire; a tombstone removes one
+        settings["max.message.bytes"] = str(max(largest, _LARGEST_DEAD_LETTER))
     kind = TopicKind(name, settings, QueueTopicError, partitions, config.replication_factor)
     return ensure_topic(common_settings(config), kind, topic)
 
 
 _BATCH_OVERHEAD = 1000
 """More than what a batch and a record have besides key, value and headers."""
+_LARGEST_DEAD_LETTER = 16 * 2**20
+"""What is too large for a start marker has to fit: other producers write what the message topic takes."""
 
 
-def _problems(config: QueueConfig) -> list[str]:
+def _report(config: QueueConfig, topics: Sequence[str]) -> tuple[str, ...]:
+    problems = tuple(_problems(config, topics))
+    for problem in problems:
+        _log.warning("%s", problem)
+    return problems
+
+
+def _problems(config: QueueConfig, topics: Sequence[str]) -> list[str]:
     problems = []
-    for topic in (config.message_topic, config.marker_topic, config.dead_letters):
+    for topic in topics:
         settings = topic_settings(common_settings(config), topic)
         if settings is None:
             problems.append(f"topic {topic!r}: its settings cannot be read, and were not checked")

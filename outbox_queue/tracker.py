@@ -12,10 +12,12 @@ import threading
 from typing import Self
 
 from outbox_core.metrics import Health
+from outbox_queue.clients import TRACKER_GROUP, transactional_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.topics import ensure_topics
 from outbox_queue.tracker_loop import TrackerLoop
+from outbox_queue.transaction import Transaction
 
 _AWAY_SECONDS = 30.0
 
@@ -42,12 +44,14 @@ class RedeliveryTracker:
         """Make the topics that are missing and begin to track.
 
         Raises:
+            InvalidConfig: if Kafka's client refuses a setting.
             QueueTopicError: if a topic is missing and cannot be made, or messages would be lost by its settings.
             KafkaUnavailable: if the cluster does not answer.
             RuntimeError: if it was started before.
         """
         if self._thread is not None:
             raise RuntimeError("a tracker is started once; make another")
+        Transaction(transactional_settings(self._config, TRACKER_GROUP))  # told now, not by the first redelivery
         ensure_topics(self._config)
         self._loop = TrackerLoop(self._config, self.metrics, self._stopping.is_set)
         self._thread = threading.Thread(target=self._run, name="outbox-queue-tracker", daemon=True)

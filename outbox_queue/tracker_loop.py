@@ -83,7 +83,7 @@ class _Tracked:
     Attributes:
         markers: what is known of it.
         redeliverer: for its messages.
-        committed: the offset that was committed last, None for none.
+        committed: the offset that was last committed, or is being committed; None for none.
         retry_at: nothing is tried before, on the monotonic clock.
     """
 
@@ -119,7 +119,7 @@ class TrackerLoop:
         self._committed_at = self._reported_at = 0.0
         self._report_interval = _REPORT_MS
         self._ticks = make_producer(producer_settings(config, linger_ms=0))
-        extra = {**_CONSUMER_SETTINGS, **config.kafka}
+        extra = {**_CONSUMER_SETTINGS, **config.kafka, "on_commit": self._note_commit}
         self._consumer: Consumer = make_consumer(consumer_settings(config, TRACKER_GROUP, extra))
 
     @property
@@ -297,8 +297,20 @@ class TrackerLoop:
             else:
                 self._consumer.commit(offsets=offsets, asynchronous=True)
         except KafkaException as error:
-            # Whoever reads next begins a little earlier, and comes to the same knowledge.
-            _log.info("offsets of the marker topic were not committed: %s", error.args[0].str())
+            self._note_commit(error.args[0], offsets)
+
+    def _note_commit(self, error: KafkaError | None, offsets: list[TopicPartition]) -> None:
+        """What was not committed is committed at the next time, even if nothing has moved until then.
+
+        Until then, whoever reads next begins a little earlier, and comes to the same knowledge.
+        """
+        for one in offsets:
+            tracked = self._partitions.get(one.partition)
+            failure = one.error or error
+            if failure is None or tracked is None or tracked.committed != one.offset:
+                continue
+            tracked.committed = None
+            _log.info("partition %d of the marker topic was not committed: %s", one.partition, failure.str())
 
     # -- assignment ------------------------------------------------------------------------------------------------
 

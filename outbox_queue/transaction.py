@@ -11,7 +11,7 @@ from outbox_core.kafka import KafkaError, KafkaException
 
 _FULL_POLL_SECONDS = 0.01
 _LARGEST_RECORD = 1_000_000_000
-_TOO_LARGE = frozenset(
+TOO_LARGE = frozenset(
     {
         KafkaError.MSG_SIZE_TOO_LARGE,
         KafkaError.INVALID_MSG_SIZE,
@@ -19,6 +19,7 @@ _TOO_LARGE = frozenset(
         KafkaError.INVALID_RECORD,
     }
 )
+"""What Kafka says of records that it will never take."""
 
 
 class Failure(NamedTuple):
@@ -102,4 +103,4 @@ def _failure(outcome: Aborted | Ended) -> Failure:
 
 
 def _is_refused(error: KafkaError) -> bool:
-    return error.code() in _TOO_LARGE
+    return error.code() in TOO_LARGE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import threading
@@ -11,12 +12,14 @@ from datetime import timedelta
 
 from outbox_core.cli.signals import stop_on_signals
 from outbox_queue.consumer import Consumer
-from outbox_queue.errors import InvalidMessage, QueueClosed, QueueError, Reject
+from outbox_queue.errors import InvalidMessage, MessageSettled, QueueClosed, QueueError, Reject
 from outbox_queue.message import Message
 
 Handler = Callable[[Message], object]
 RetryDelay = Callable[[Message, Exception], timedelta]
 """(what failed, how) -> when to try again."""
+
+_MOST_DOUBLINGS = 100  # of any delay, even a microsecond: more than a timedelta holds
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +36,9 @@ def backoff(
     """
 
     def delay(message: Message, _: Exception) -> timedelta:
-        doubled = first * 2 ** min(message.attempt - 1, 40) if message.attempt <= 40 else longest
-        return min(longest, doubled) * random.uniform(1 - jitter, 1 + jitter)  # noqa: S311  not for secrets
+        doubled = first.total_seconds() * 2.0 ** min(message.attempt - 1, _MOST_DOUBLINGS)
+        shortened = min(longest.total_seconds(), doubled)
+        return timedelta(seconds=shortened * random.uniform(1 - jitter, 1 + jitter))  # noqa: S311  not for secrets
 
     return delay
 
@@ -44,6 +48,7 @@ class Worker:
 
     A handler that returns has succeeded: the message is acknowledged, unless the handler has settled it itself. One
     that raises has failed: the message is given back, for after the retry delay, or set aside if it raised `Reject`.
+    So has one that returns something to be awaited or iterated: it has not done its work yet, and nobody here will.
 
     Args:
         consumer: of the queue; the worker closes it.
@@ -117,9 +122,10 @@ class Worker:
             self._stopping.set()
 
     def _handle(self, message: Message) -> None:
+        """Whatever happens to one message, the next one is handled."""
         try:
             try:
-                self._handler(message)
+                _refuse_unfinished(self._handler(message))
             except Exception as error:
                 self._failed(message, error)
             else:
@@ -127,6 +133,8 @@ class Worker:
                     message.ack()
         except QueueClosed:
             _log.warning("%r: done after the consumer was closed; it will be redelivered", message)
+        except MessageSettled:
+            _log.debug("%r: another thread has settled it just now", message)
 
     def _failed(self, message: Message, error: Exception) -> None:
         if message.is_settled:
@@ -134,12 +142,46 @@ class Worker:
             return
         try:
             if isinstance(error, Reject):
-                message.reject(error.reason)
+                message.reject(_text(error.reason))
                 return
             _log.warning("%r: the handler raised", message, exc_info=error)
-            message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {error}")
-        except QueueClosed:
+            message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {_text(error)}")
+        except (QueueClosed, MessageSettled):
             raise
-        except (QueueError, InvalidMessage) as problem:
-            _log.warning("%r: not given back, and redelivered after its timeout: %s", message, problem)
+        except Exception as problem:
+            # Also one of `retry_delay`.
+            _log.warning("%r: not given back, and redelivered after its timeout", message, exc_info=problem)
             message.interrupt()
+
+
+def check_handler(handler: object) -> None:
+    """A handler has done its work when it returns.
+
+    Raises:
+        InvalidMessage: if it cannot be called, or calling it would do nothing yet.
+    """
+    if not callable(handler):
+        raise InvalidMessage(f"handler: expected a function of a message, got {handler!r:.200}")
+    for called in (handler, getattr(handler, "__call__", None)):  # noqa: B004  an object with `async def __call__`
+        if inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called):
+            raise InvalidMessage(
+                f"handler: {handler!r:.200} is asynchronous, and would only be begun: take messages with "
+                "`async with queue.async_consumer() as consumer`, or hand over a function that runs it"
+            )
+        if inspect.isgeneratorfunction(called):
+            raise InvalidMessage(f"handler: {handler!r:.200} is a generator function: calling it does nothing yet")
+
+
+def _refuse_unfinished(result: object) -> None:
+    if result is None or not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
+        return
+    if inspect.iscoroutine(result):
+        result.close()  # it is not warned of as never awaited
+    raise QueueError(f"the handler returned {type(result).__name__}, which nobody awaits: the work is not done")
+
+
+def _text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"{type(value).__name__} without text"

@@ -235,7 +235,24 @@ def test_keep_alives_go_on_by_themselves(service, config):
 
 
 def test_a_hung_handler_loses_its_message(service, config):
-    """After max_processing_time keep-alives end, the message comes again, and its place is free."""
+    """After max_processing_time the message comes again, and what was fetched behind it, which nobody worked on."""
+    queue = service.queue("q", max_processing_time=timedelta(seconds=2))
+    with tracking(config), queue.consumer(concurrency=1) as consumer:
+        send(queue, *(b"%d" % n for n in range(4)))
+        hung = receive(consumer)
+        eventually(lambda: consumer.in_progress == 4)
+        eventually(lambda: consumer.in_progress == 0)
+        attempts = {}
+        for _ in range(4):
+            message = receive(consumer)
+            attempts[message.id] = message.attempt
+            message.ack()
+    assert attempts.pop(hung.id) == 2
+    assert list(attempts.values()) == [1, 1, 1]
+
+
+def test_a_receive_that_waits_gets_what_hung(service, config):
+    """The only message of a consumer hangs: its place is free, and who waits gets it again."""
     queue = service.queue("q", max_processing_time=timedelta(seconds=2), max_in_progress=1)
     with tracking(config), queue.consumer(concurrency=1) as consumer:
         send(queue, b"hangs")
@@ -303,7 +320,7 @@ def test_a_settled_message_is_forgotten_only_after_its_marker(service, monkeypat
         messages = [receive(consumer) for _ in range(3)]
         steps = []
         write, settle = consumer._markers.write, consumer._handout.settle
-        monkeypatch.setattr(consumer._markers, "write", lambda record: (steps.append("marker"), write(record)))
+        monkeypatch.setattr(consumer._markers, "write", lambda *record: (steps.append("marker"), write(*record)))
         monkeypatch.setattr(consumer._handout, "settle", lambda message: (steps.append("forgotten"), settle(message)))
         for settling in (messages[0].ack, messages[1].nack, lambda: messages[2].reject("no")):
             settling()

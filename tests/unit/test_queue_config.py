@@ -7,6 +7,8 @@ import pytest
 from outbox_core.errors import InvalidConfig
 from outbox_queue import InvalidMessage, QueueConfig, QueueService
 from outbox_queue.clients import consumer_settings, producer_settings, transactional_settings
+from outbox_queue.tracker import RedeliveryTracker
+from outbox_queue.transaction import Transaction
 
 GO_FILE = """
 bootstrap-servers: broker:9092
@@ -67,6 +69,10 @@ def test_what_a_file_leaves_out_has_real_defaults(tmp_path):
         ({"kafka": {"partition.assignment.strategy": "cooperative-sticky"}}, "other members, Go's included"),
         ({"kafka": {"bootstrap.servers": "x"}}, "is the setting `bootstrap_servers`"),
         ({"kafka": {"sasl": {"username": "x"}}}, "must be a single value"),
+        ({"transaction_timeout": "500ms"}, "transaction_timeout: must be between 1s and 15m"),
+        ({"transaction_timeout": "16m"}, "transaction_timeout: must be between 1s and 15m"),
+        ({"kafka": {"socket.timeout.ms": 10_001}}, r"socket\.timeout\.ms: must be .* no more than transaction_timeout"),
+        ({"kafka": {"socket.timeout.ms": "long"}}, r"socket\.timeout\.ms: must be a number"),
         ({"redelivery_tracker": {"num_offsets_per_commit": 0}}, r"redelivery_tracker\.num_offsets_per_commit"),
     ],
 )
@@ -111,6 +117,22 @@ def test_clients_have_what_the_protocol_needs():
     assert transactional["transaction.timeout.ms"] > transactional["delivery.timeout.ms"]
 
 
+@pytest.mark.parametrize("timeout", ["1s", "10s", "15m"])
+@pytest.mark.parametrize("socket_timeout", [None, "1000"])
+def test_settings_that_are_taken_make_transactional_clients(timeout, socket_timeout):
+    """What the bounds of transaction_timeout let through, the client does not refuse."""
+    kafka = {} if socket_timeout is None else {"socket.timeout.ms": socket_timeout}
+    config = QueueConfig(bootstrap_servers="localhost:1", transaction_timeout=timeout, kafka=kafka)
+    Transaction(transactional_settings(config, "t"))
+
+
+def test_a_tracker_tells_at_its_start_what_the_client_refuses():
+    """A setting that no transactional client takes is not left to the first redelivery."""
+    config = QueueConfig(bootstrap_servers="localhost:1", kafka={"linger.ms": -1})
+    with pytest.raises(InvalidConfig, match=r"queue\.buffering\.max\.ms"):
+        RedeliveryTracker(config).start()
+
+
 def test_a_queue_has_settings_of_its_own():
     """A queue's settings are checked, and those of the whole service are refused."""
     service = QueueService(QueueConfig(bootstrap_servers="broker:9092"))
@@ -123,14 +145,14 @@ def test_a_queue_has_settings_of_its_own():
         service.queue("q", max_attempts=-1)
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", "x" * 201, None, b"q", "\ud800"])
+@pytest.mark.parametrize("name", ["", "a\0b", "x" * 201, None, b"q", "\ud800", "redelivery"])
 def test_a_bad_name_of_a_queue_is_refused(name):
     """A queue's name becomes a record key and a group's id."""
     with pytest.raises(InvalidMessage, match="queue's name"):
         QueueService(QueueConfig(bootstrap_servers="broker:9092")).queue(name)
 
 
-@pytest.mark.parametrize("concurrency", [0, -1, True, 1.5, "2"])
+@pytest.mark.parametrize("concurrency", [0, -1, True, 1.5, "2", None])
 def test_a_bad_concurrency_is_refused(concurrency):
     """Before anything is connected."""
     queue = QueueService(QueueConfig(bootstrap_servers="broker:9092")).queue("q")

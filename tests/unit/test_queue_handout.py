@@ -13,6 +13,7 @@ from outbox_queue.headers import NOTHING
 from outbox_queue.message import Message
 
 PATIENCE = 30.0
+NEVER = float("inf")
 
 
 def make(concurrency=None, most=100, capacity=100):
@@ -21,8 +22,11 @@ def make(concurrency=None, most=100, capacity=100):
 
 
 def messages(number):
-    """New messages."""
-    return [Message(None, "q", b"", (0, n), NOTHING, enqueued_at_ms=0, max_attempts=None) for n in range(number)]
+    """New messages, whose deadline does not come."""
+    new = [Message(None, "q", b"", (0, n), NOTHING, enqueued_at_ms=0, max_attempts=None) for n in range(number)]
+    for message in new:
+        message._deadline = NEVER
+    return new
 
 
 class HandoutMachine(RuleBasedStateMachine):
@@ -135,9 +139,80 @@ def test_hung_messages_free_their_places():
     handout.offer(offered, there_are_more=False)
     hung = handout.take(0)
     now = time.monotonic() + 1
+    hung._deadline = now
     assert handout.drop_hung(now) == [hung]
     assert not handout.settle(hung)
     assert handout.take(0) is offered[1]
+
+
+def test_a_hung_handler_keeps_nothing_for_itself():
+    """What waits behind a hung handler is withdrawn after its processing time, and nothing is fetched until a take."""
+    handout = Handout(concurrency=1, max_in_progress=10, capacity=10, processing_seconds=60)
+    offered = messages(3)
+    handout.offer(offered, there_are_more=True)
+    handout.take(0)
+    now = time.monotonic()
+    assert handout.withdraw(now) == []
+    assert handout.withdraw(now + 61) == offered[1:]
+    assert handout.in_progress == handout.handed_out == 1
+    assert handout.wait_for_room(0) == 0
+    assert handout.take(0) is None
+    assert handout.wait_for_room(0) > 0
+
+
+def test_nothing_is_fetched_after_a_hung_message_until_a_take():
+    """A handler that hung may hang for ever; who takes by being told is told, and makes room by asking."""
+    handout = Handout(concurrency=1, max_in_progress=10, capacity=10, processing_seconds=0)
+    calls = []
+    handout.offer(messages(1), there_are_more=False)
+    hung = handout.take(0)
+    hung._deadline = 0.0
+    handout.listen(lambda: calls.append(1))
+    assert handout.drop_hung(time.monotonic() + 1) == [hung]
+    assert handout.wait_for_room(0) == 0
+    assert calls
+    assert handout.take(0) is None
+    assert handout.wait_for_room(0) > 0
+
+
+def test_who_waits_to_take_keeps_the_room():
+    """While somebody waits for a message, a hung one does not keep others from being fetched."""
+    handout = Handout(concurrency=2, max_in_progress=10, capacity=10, processing_seconds=0)
+    handout.offer(messages(1), there_are_more=False)
+    handout.take(0)._deadline = 0.0
+    thread = threading.Thread(target=handout.take, args=(PATIENCE,))
+    thread.start()
+    _until(lambda: handout._takers)
+    assert len(handout.drop_hung(time.monotonic() + 1)) == 1
+    assert handout.wait_for_room(0) > 0
+    handout.stop()
+    thread.join(PATIENCE)
+
+
+def test_a_message_past_its_deadline_is_not_handed_out():
+    """What others may have by now is withdrawn, found by a take or not; the next message is taken."""
+    handout = make()
+    offered = messages(4)
+    offered[0]._deadline = offered[3]._deadline = 0.0
+    handout.offer(offered, there_are_more=False)
+    assert handout.take(0) is offered[1]
+    assert handout.in_progress == 3
+    assert handout.withdraw(time.monotonic()) == [offered[0], offered[3]]
+    assert handout.withdraw(time.monotonic()) == []
+    assert handout.take(0) is offered[2]
+    assert handout.take(0) is None
+    assert handout.in_progress == handout.handed_out == 2
+
+
+def test_what_was_late_is_released_too():
+    """A message that was found late just before the end is given back with those that waited."""
+    handout = make()
+    offered = messages(2)
+    offered[0]._deadline = 0.0
+    handout.offer(offered, there_are_more=False)
+    assert handout.take_many(1, 0) == [offered[1]]
+    handout.stop()
+    assert handout.release() == [offered[0]]
 
 
 def test_listeners_hear_of_every_chance():

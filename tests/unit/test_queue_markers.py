@@ -93,6 +93,35 @@ def test_an_undelivered_marker_is_produced_again(clients):
     assert clients[0].delivered == [END]
 
 
+@pytest.mark.parametrize("is_reported", [False, True])
+def test_a_marker_that_is_too_large_is_given_up(clients, caplog, is_reported):
+    """What Kafka, or its client, will never take is not tried for ever."""
+    writer = MarkerWriter(CONFIG)
+    error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
+    if is_reported:
+        clients[0].failing = [error]
+    else:
+        clients[0].raising = [KafkaException(error)]
+    writer.write(END)
+    assert writer.flush(30) == 0
+    assert clients[0].delivered == []
+    assert "given up" in caplog.text
+
+
+def test_an_undelivered_marker_is_given_up_once_it_is_not_wanted(clients):
+    """A keep-alive whose message has been settled meanwhile would undo that."""
+    writer = MarkerWriter(CONFIG)
+    wanted = [False, True]
+    clients[0].failing = [KafkaError(KafkaError._MSG_TIMED_OUT)] * 2
+    writer.write(END, lambda: wanted[-1])
+    writer.tend(0)
+    assert len(clients[0].reports) == 1  # it is under way again
+    wanted.pop()
+    writer.tend(0)
+    assert writer.flush(30) == 0
+    assert clients[0].delivered == []
+
+
 def test_a_client_that_cannot_go_on_is_replaced(clients):
     """After a fatal error a new client delivers what the old one had, and what comes."""
     writer = MarkerWriter(CONFIG)

@@ -33,7 +33,7 @@ def test_histograms_observe_seconds():
     metrics = QueueMetrics()
     counters = metrics.of("a")
     counters.produced(3, 0.02)
-    counters.queueing_seconds(2.0)
+    counters.consumed(1, 2.0)
     counters.processing_seconds(7200.0, 2)
     assert value(metrics, "production_seconds_count", queue="a") == 3
     assert value(metrics, "production_seconds_bucket", queue="a", le="0.05") == 3

@@ -1,0 +1,96 @@
+"""Producers of start markers when they fail: what they tell, and how they are thrown away."""
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from outbox_queue import QueueConfig, starts
+from outbox_queue.markers import MarkerRecord
+from outbox_queue.starts import NotStarted, PlainStarts, TransactionalStarts, deadline, discard
+
+CONFIG = QueueConfig(bootstrap_servers="nowhere:1")
+MARKER = MarkerRecord(0, b"0-1", b"start")
+
+
+class Client:
+    """A producer that is fenced with a message in its queue."""
+
+    def __init__(self):
+        self.queued = 0
+        self.calls = []
+
+    def __len__(self):
+        return self.queued
+
+    def init_transactions(self, _seconds):
+        self.calls.append("init")
+
+    def begin_transaction(self):
+        self.calls.append("begin")
+
+    def produce(self, *_, **__):
+        self.queued += 1
+
+    def send_offsets_to_transaction(self, *_):
+        raise KafkaException(KafkaError(KafkaError._FENCED, "fenced", fatal=True))
+
+    def abort_transaction(self, _seconds):
+        raise KafkaException(KafkaError(KafkaError._FENCED, "fenced", fatal=True))
+
+    def purge(self):
+        self.calls.append("purge")
+
+    def poll(self, _seconds):
+        self.calls.append("poll")
+        self.queued = 0
+        raise KafkaException(KafkaError(KafkaError._FATAL, "fenced", fatal=True))
+
+    def flush(self, _seconds):
+        raise KafkaException(KafkaError(KafkaError._FATAL, "fenced", fatal=True))
+
+
+class Consumer:
+    """What offsets are committed for."""
+
+    def consumer_group_metadata(self):
+        return None
+
+
+@pytest.fixture
+def clients(monkeypatch):
+    """The producers that were made, in their order."""
+    made = []
+    monkeypatch.setattr(starts, "make_producer", lambda _: made.append(Client()) or made[-1])
+    return made
+
+
+def test_a_fenced_producer_is_emptied_before_it_is_dropped(clients):
+    """The Kafka client frees twice what a fenced transactional producer still has when it goes."""
+    starting = TransactionalStarts(CONFIG, "q", Consumer())
+    with pytest.raises(NotStarted, match="fenced") as error:
+        starting.write([MARKER], {0: 1}, deadline(5))
+    assert error.value.cause.code() == KafkaError._FENCED
+    assert clients[0].calls == ["init", "begin", "purge", "poll"]
+    with pytest.raises(NotStarted):
+        starting.write([MARKER], {0: 1}, deadline(5))
+    assert len(clients) == 2
+
+
+def test_a_broken_producer_without_transactions_is_emptied_too(clients):
+    """After a fatal error another producer is made, and the old one has nothing any more."""
+    starting = PlainStarts(CONFIG, Consumer())
+    with pytest.raises(NotStarted, match="fenced"):
+        starting.write([MARKER], {0: 1}, deadline(5))
+    assert clients[0].calls == ["purge", "poll"]
+    assert len(clients) == 2
+    clients[1].queued = 1
+    starting.close()
+    assert clients[1].queued == 0
+
+
+def test_throwing_away_ends(monkeypatch):
+    """A producer that does not let go of its messages is given up."""
+    monkeypatch.setattr(starts, "_DISCARD_SECONDS", 0.05)
+    client = Client()
+    client.poll = lambda _: 0
+    client.queued = 1
+    discard(client)

@@ -1,0 +1,75 @@
+"""How far a tracker says that it is, with Kafka clients that do nothing."""
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from outbox_queue import QueueConfig, tracker_loop
+from outbox_queue.metrics import QueueMetrics
+from outbox_queue.tracker_loop import TrackerLoop
+
+CONFIG = QueueConfig(bootstrap_servers="nowhere:1")
+
+
+class Consumer:
+    """Notes what is to be committed."""
+
+    def __init__(self):
+        self.commits = []
+        self.raising = None
+
+    def assign(self, _):
+        pass
+
+    def pause(self, _):
+        pass
+
+    def commit(self, offsets, asynchronous):
+        self.commits.append(([(one.partition, one.offset) for one in offsets], asynchronous))
+        if self.raising is not None:
+            raise self.raising
+
+
+@pytest.fixture
+def consumer(monkeypatch):
+    """The consumer of a tracker."""
+    consumer = Consumer()
+    monkeypatch.setattr(tracker_loop, "make_consumer", lambda _: consumer)
+    monkeypatch.setattr(tracker_loop, "make_producer", lambda _: None)
+    return consumer
+
+
+@pytest.fixture
+def loop(consumer):
+    """A tracker that has read one marker, of nothing that is in progress."""
+    loop = TrackerLoop(CONFIG, QueueMetrics(), lambda: False)
+    loop._assigned(consumer, [TopicPartition("markers", 0)])
+    loop._partitions[0].markers.read(4, (2, 1000), None, None, 0.0)
+    return loop
+
+
+def test_what_was_not_committed_is_committed_again(consumer, loop):
+    """A commit whose failure is heard of later is made again, though nothing has moved; a good one is not."""
+    error = KafkaError(KafkaError.REBALANCE_IN_PROGRESS)
+    loop._commit_if_due(10_000.0)
+    loop._note_commit(error, [TopicPartition("markers", 0, 5)])
+    loop._commit_if_due(20_000.0)
+    loop._note_commit(None, [TopicPartition("markers", 0, 5)])
+    loop._commit_if_due(30_000.0)
+    assert consumer.commits == [([(0, 5)], True)] * 2
+
+
+def test_a_commit_that_fails_at_once_is_made_again(consumer, loop):
+    """The same for one that the client does not even send."""
+    consumer.raising = KafkaException(KafkaError(KafkaError._STATE))
+    loop._commit_if_due(10_000.0)
+    loop._commit_if_due(20_000.0)
+    assert len(consumer.commits) == 2
+
+
+def test_an_old_failure_does_not_undo_a_later_commit(consumer, loop):
+    """What is said of an offset that has been passed, or of a partition that is gone, changes nothing."""
+    loop._commit_if_due(10_000.0)
+    old = [TopicPartition("markers", 0, 3), TopicPartition("markers", 7, 5)]
+    loop._note_commit(KafkaError(KafkaError.REBALANCE_IN_PROGRESS), old)
+    loop._commit_if_due(20_000.0)
+    assert len(consumer.commits) == 1
