@@ -118,25 +118,35 @@ class OutboxStream:
     def latest(self, start: Offset, limit: int | None) -> Offset:
         """The end of the next batch; `start` if there is nothing, or we do not lead.
 
+        Of a run that takes what is there, `start` is the end: so it is answered only when all is taken and purged.
+
         Args:
             start: the end of the last batch, which is over.
             limit: how many rows at most; None for all there are.
 
         Raises:
             OutboxError: if the table cannot be relayed.
+            NotLeading: if a run that takes what is there has lost its leadership for too long.
         """
+        if self._target is not None:
+            return self._insist(lambda: self._end_of_next(self._lead(), start, limit))
         term = self._election.term()
         if term is None:
             return start
         try:
-            self._begin(term, start)
-            self._finish(start)
-            batch = self._next(term, limit)
+            return self._end_of_next(term, start, limit)
         except _PASSING as error:
             _log.warning("trying again: %s", error)
             time.sleep(_RETRY_SECONDS)
             return start
+
+    def _end_of_next(self, term: int, start: Offset, limit: int | None) -> Offset:
+        self._begin(term, start)
+        self._finish(start)
+        batch = self._next(term, limit)
         if batch is None:
+            if self._target is not None:
+                self._await_purge()  # Spark ends the query now, and waits for nothing
             return start
         return {
             "batch": batch.mark.batch,

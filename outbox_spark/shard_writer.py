@@ -21,8 +21,11 @@ from dataclasses import dataclass
 
 from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError
 from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.harvest.transaction import Aborted, Ended, TransactionalProducer
+from outbox_core.harvest.verdicts import Verdict, verdict_on
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import StoredRecord
 from outbox_spark.claims import highest_claim
 from outbox_spark.takeover import fence, manifest_after_fence
@@ -34,6 +37,9 @@ MOST_ROWS = 50_000
 
 _PATIENCE_SECONDS = 90.0
 _PAUSE_SECONDS = 0.5
+
+_REFUSALS = (Verdict.RECORD, Verdict.FORBIDDEN, Verdict.AWAY)
+"""What does not pass by itself: the record, our rights, or a topic that librdkafka has waited for in vain."""
 
 
 class Deposed(OutboxError):
@@ -78,6 +84,7 @@ class ShardWriter:
         self._term = term
         self._reached = reached
         self._give_up_at = time.monotonic() + patience
+        self._wants_reports = False  # of deliveries; they cost more than all the rest
 
     def write(self, records: Sequence[StoredRecord]) -> ShardWritten:
         """Publish records, those that have not been.
@@ -138,26 +145,36 @@ class ShardWriter:
         ended = producer.begin()
         if ended is not None:
             raise KafkaUnavailable(ended.reason)
-        sent = producer.send(missing, self._over)
+        failures: list[Failure] | None = [] if self._wants_reports else None
+        sent = producer.send(missing, self._over, failures)
         if isinstance(sent, Ended):
             raise KafkaUnavailable(sent.reason)
         if sent is None:
             raise KafkaUnavailable("the producer's queue stayed full")
         if sent.refused:
             producer.abort()
-            record, error, *_ = sent.refused[0]
-            raise InvalidRecord(f"record {record[0]} for topic {record[1]!r}: {error.str()}; {_ADVICE}")
+            raise _refusal([sent.refused[0].record], sent.refused[0].error)
         self._send_manifest(producer, records)
         self._reached("sent")
         outcome = producer.commit()
         if isinstance(outcome, Ended):
             raise KafkaUnavailable(outcome.reason)
         if isinstance(outcome, Aborted):
-            reason = outcome.error.str() if outcome.error is not None else "the transaction was aborted"
-            if outcome.record_at_fault:
-                ids = f"records {missing[0][0]} to {missing[-1][0]}"
-                raise InvalidRecord(f"one of {ids}: {reason}; {_ADVICE}")
-            raise KafkaUnavailable(reason)
+            raise self._reason_of(outcome, missing, failures or [])
+
+    def _reason_of(
+        self, outcome: Aborted, missing: Sequence[StoredRecord], failures: Sequence[Failure]
+    ) -> InvalidRecord | KafkaUnavailable:
+        """A refusal is the end of it; an outage, or what nobody can tell, is tried again, with delivery reports."""
+        refused = [failure for failure in failures if verdict_on(failure.error) in _REFUSALS]
+        if refused:
+            return _refusal([failure.record for failure in refused], refused[0].error)
+        if outcome.error is None:
+            return KafkaUnavailable("the transaction was aborted")
+        if verdict_on(outcome.error) in _REFUSALS:
+            return _refusal(missing, outcome.error)
+        self._wants_reports = True
+        return KafkaUnavailable(outcome.error.str())
 
     def _send_manifest(self, producer: TransactionalProducer, records: Sequence[StoredRecord]) -> None:
         transactions = self._transactions
@@ -165,6 +182,17 @@ class ShardWriter:
         ended = producer.send_manifest(transactions.tracking_topic, manifest.encode(), transactions.tracking_partition)
         if ended is not None:
             raise KafkaUnavailable(ended.reason)
+
+
+def _refusal(among: Sequence[StoredRecord], error: KafkaError) -> InvalidRecord | KafkaUnavailable:
+    """What to raise for records of which at least one was refused."""
+    if verdict_on(error) not in _REFUSALS:
+        return KafkaUnavailable(error.str())
+    first, last = among[0], among[-1]
+    which = f"record {first[0]}" if len(among) == 1 else f"one of records {first[0]} to {last[0]}"
+    topics = sorted({record[1] for record in among})
+    where = f" for topic {topics[0]!r}" if len(topics) == 1 else ""
+    return InvalidRecord(f"{which}{where}: {error.str()}; {_ADVICE}")
 
 
 _ADVICE = (

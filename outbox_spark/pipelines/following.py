@@ -19,6 +19,7 @@ import functools
 import json
 import logging
 import operator
+import re
 import threading
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, OutboxTableError, StoreUnavailable
 from outbox_spark.config import StreamSettings
 from outbox_spark.failures import reason_of
 from outbox_spark.folder import FileTaken, Folder, HadoopFolder
@@ -44,6 +45,9 @@ _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _ATTEMPTS = 6
+"""How often it fails in a row with nothing done between; without `once`, of the same cause, which is no outage."""
+_OUTAGE = re.compile(r"Unavailable|OperationalError|InterfaceError")
+_CHANGING = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+")
 
 
 class RecordsMissing(OutboxError):
@@ -129,11 +133,13 @@ class Follower:
     totals: Counter[str] = field(default_factory=Counter)
     _error: BaseException | None = None
     _failures: int = 0
+    _causes: list[str] = field(default_factory=list)
 
     def run(self, *, once: bool, stop: threading.Event) -> Counter[str]:
         """Follow until told to stop, or, with `once`, until what is there now is taken; return all counts.
 
-        A query that fails is started again, after a pause that grows while nothing gets done; with `once` some times.
+        A query that fails is started again, after a pause that grows while nothing gets done: as long as services are
+        away, but with `once`, or if it is always the same that is wrong, some times only.
 
         Raises:
             RecordsMissing: see there.
@@ -148,7 +154,7 @@ class Follower:
                     raise
                 except OutboxError as error:
                     self._failures += 1
-                    if once and self._failures == _ATTEMPTS:
+                    if (once and self._failures == _ATTEMPTS) or self._repeats(error):
                         raise
                     pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self._failures - 1))
                     _log.warning("%s; trying again in %.0f s", error, pause)
@@ -156,6 +162,14 @@ class Follower:
         finally:
             self._log.close()
         return self.totals
+
+    def _repeats(self, error: OutboxError) -> bool:
+        """Whether the same has been wrong for so often that it will not pass by itself."""
+        if isinstance(error, StoreUnavailable | KafkaUnavailable) or _OUTAGE.search(str(error)):
+            self._causes.clear()
+            return False
+        self._causes.append(_CHANGING.sub("", str(error)))
+        return len(self._causes) >= _ATTEMPTS and len(set(self._causes[-_ATTEMPTS:])) == 1
 
     def _run_query(self, *, once: bool, stop: threading.Event) -> None:
         """One query, from wherever the targets are."""
@@ -229,6 +243,7 @@ class Follower:
             raise
         self.totals.update(counts)
         self._failures = 0
+        self._causes.clear()
         self.report(BatchReport(number=number, counts=counts, seconds=time.monotonic() - began, lag=self._lag(number)))
         for target in self.targets:
             target.tidy()

@@ -218,8 +218,7 @@ class Relay:
         """One leadership, or one try of it; whether all is done."""
         try:
             finished = self._serve(lease, once=once)
-            self._clean_up(lease)
-            return finished
+            return self._clean_up(lease) and finished
         finally:
             with self._changed:
                 self._busy = False
@@ -282,8 +281,12 @@ class Relay:
         self._stopping.wait(self._pause)
         self._pause = min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
 
-    def _clean_up(self, lease: Leadership) -> None:
-        """Settle our own transactions, so that nothing waits for a successor: no open transaction, no marked row."""
+    def _clean_up(self, lease: Leadership) -> bool:
+        """Settle our own transactions, so that nothing waits for a successor: no open transaction, no marked row.
+
+        Returns:
+            whether that was done.
+        """
         give_up_at = now() + _CLEAN_UP_SECONDS
         try:
             takeover.settle(
@@ -291,8 +294,10 @@ class Relay:
             )
             if self._may_clean_up(lease):
                 self._store.release()
+                return True
         except OutboxError as error:
             _log.warning("what the relay published is left to be settled by its successor: %s", error)
+        return False
 
     def _may_clean_up(self, lease: Leadership) -> bool:
         """Until the lease is over, also while it is being handed over."""

@@ -1,5 +1,6 @@
 """The outbox as a stream, without Spark and without services: whatever dies, each row is published once, in order."""
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ class World:
     manifests: dict = field(default_factory=dict)  # shard -> ids
     terms: int = 0
     outages: int = 0
+    purge_seconds: float = 0.0
 
     def insert(self, keys):
         for key in keys:
@@ -82,6 +84,7 @@ class MemoryStore:
                 self._world.rows[number] = (key, None)
 
     def purge_batch(self, batch):
+        time.sleep(self._world.purge_seconds)
         gone = [n for n, (_, mark) in self._world.rows.items() if mark == batch.mark and batch.first <= n <= batch.last]
         for number in gone:
             del self._world.rows[number]
@@ -236,6 +239,50 @@ def test_an_available_now_run_ends():
     assert stream.latest(end, 5) == end
     stream.stop()
     assert world.rows == {3: (3, None)}
+
+
+def test_an_available_now_run_does_not_end_for_an_outage():
+    """A database that is away for a moment is no end, and one that stays away is an error."""
+    world = World()
+    world.insert([1, 2])
+    stream = stream_of(world)
+    stream.stop_at_present_end()
+    world.outages = 1
+    assert stream.latest(BEGINNING, 5)["rows"] == 2
+    stream.stop()
+    other = stream_of(world)
+    other.stop_at_present_end()
+    world.outages = 1000
+    with pytest.raises(StoreUnavailable):
+        other.latest(BEGINNING, 5)
+    other.stop()
+
+
+def test_an_available_now_run_does_not_end_for_another_leader():
+    """Leadership that is lost on the way does not pass for the end of the rows."""
+    world, term = World(), Term(1)
+    world.insert([1, 2])
+    stream = stream_of(world, term=term)
+    stream.stop_at_present_end()
+    term.number = None
+    with pytest.raises(NotLeading, match="another process has led"):
+        stream.latest(BEGINNING, 5)
+    term.number = 2
+    assert stream.latest(BEGINNING, 5)["rows"] == 2
+    stream.stop()
+
+
+def test_an_available_now_run_ends_with_its_last_purge():
+    """When Spark is told that nothing is left, what the last batch held has been purged."""
+    world = World(purge_seconds=0.3)
+    world.insert([1, 2])
+    stream = stream_of(world)
+    stream.stop_at_present_end()
+    end = stream.latest(BEGINNING, 5)
+    stream.shards(BEGINNING, end)
+    assert stream.latest(end, 5) == end
+    assert world.rows == {}
+    stream.stop()
 
 
 def test_a_strange_checkpoint_costs_nothing():

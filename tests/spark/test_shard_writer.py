@@ -1,0 +1,91 @@
+"""What a shard's writer makes of Kafka's errors, without services: an outage is borne, a bad record is named."""
+
+import pytest
+from confluent_kafka import KafkaError
+
+from outbox_core.errors import InvalidRecord, KafkaUnavailable
+from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.transaction import Aborted, Committed, Sent
+from outbox_spark import shard_writer
+from outbox_spark.shard_writer import ShardWriter
+
+_ROWS = [(number, "orders", "k", b"v", None, None, -1, 1000 + number) for number in (7, 8, 9)]
+
+
+class _Transactions:
+    """The names that a writer asks for."""
+
+    kafka, outbox, tracking_topic, tracking_partition = {}, "d.s.t", "tracking", 0
+
+
+class _Producer:
+    """A producer whose commits end as they are told, one after the other."""
+
+    def __init__(self, outcomes, reports):
+        self._outcomes, self._reports = outcomes, reports
+        self.with_reports = []
+
+    def begin(self):
+        pass
+
+    def send(self, records, _, failures=None):
+        self.with_reports.append(failures is not None)
+        if failures is not None:
+            failures += self._reports
+        return Sent(list(records), [])
+
+    def send_manifest(self, *_):
+        pass
+
+    def commit(self):
+        return self._outcomes.pop(0)
+
+    def abort(self):
+        pass
+
+    def discard(self):
+        pass
+
+
+def _aborted(code):
+    return Aborted(KafkaError(code), record_at_fault=True)
+
+
+@pytest.fixture
+def write(monkeypatch):
+    """A function that writes three records by a producer whose commits end so."""
+    monkeypatch.setattr(shard_writer, "highest_claim", lambda *_: 0)
+    monkeypatch.setattr(shard_writer, "manifest_after_fence", lambda *_: None)
+    monkeypatch.setattr(shard_writer, "_PAUSE_SECONDS", 0.0)
+
+    def run(*outcomes, reports=(), patience=30.0):
+        producer = _Producer(list(outcomes), reports)
+        monkeypatch.setattr(shard_writer, "fence", lambda *_: producer)
+        writer = ShardWriter(_Transactions(), "leader", 1, patience=patience)
+        return writer.write(_ROWS).sent, producer
+
+    return run
+
+
+@pytest.mark.parametrize("code", [KafkaError._MSG_TIMED_OUT, KafkaError._INCONSISTENT, KafkaError.NOT_ENOUGH_REPLICAS])
+def test_an_outage_is_borne(write, code):
+    """A transaction that failed for what is nobody's fault is tried again, now with delivery reports."""
+    sent, producer = write(_aborted(code), Committed())
+    assert sent == 3
+    assert producer.with_reports == [False, True]
+
+
+def test_a_long_outage_is_no_bad_record(write):
+    """When patience ends, Kafka is said to be away: the relay tries again."""
+    with pytest.raises(KafkaUnavailable, match="timed out"):
+        write(_aborted(KafkaError._MSG_TIMED_OUT), patience=0.0)
+
+
+def test_a_bad_record_is_named(write):
+    """A code that is about a record ends it at once; one that says nothing, when delivery reports have told."""
+    with pytest.raises(InvalidRecord, match="one of records 7 to 9 for topic 'orders'"):
+        write(_aborted(KafkaError.MSG_SIZE_TOO_LARGE))
+    inconsistent = [_aborted(KafkaError._INCONSISTENT) for _ in range(2)]
+    reports = [Failure(_ROWS[1], KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))]
+    with pytest.raises(InvalidRecord, match="record 8 for topic 'orders'"):
+        write(*inconsistent, reports=reports)
