@@ -84,7 +84,7 @@ class Hold(NamedTuple):
     """One hold, as it is listed.
 
     Attributes:
-        id: number of the hold.
+        id: number of the hold; below zero if the library set it.
         topic: Kafka topic.
         key: Kafka key, or None.
         record_id: the held record, or None if a key or a topic is held.

@@ -133,11 +133,11 @@ class OutboxAdmin(OutboxAdminBase):
 class HoldAdmin(HoldAdminBase):
     """What the harvester does not publish, and what is to become of it. The actions are those of `outbox hold`."""
 
-    list_display = ("id", "kafka_topic", "kafka_key", "record_id", "reason", "error", "dead_letter", "create_time")
+    list_display = ("kafka_topic", "kafka_key", "record_id", "reason", "error", "dead_letter", "create_time")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith", "=record_id")
     search_help_text = "Beginning of a topic or of a key, or a record's id"
     list_filter = ("dead_letter", ("record_id", admin.EmptyFieldListFilter))
-    ordering = ("id",)
+    ordering = ("create_time", "record_id")
     show_full_result_count = False
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")

@@ -81,6 +81,14 @@ def test_mark_takes_the_earliest_rows(scene, store):
     assert ids(store.mark(OURS, 100)) == []
 
 
+def test_marks_are_counted(scene, store):
+    """How many rows carry a harvester's mark, and where; of none there is nothing to tell."""
+    put(scene, *(("t", str(n)) for n in range(5)))
+    assert store.marked() == (0, 0, 0)
+    store.mark(OURS, 3, {("t", "0")})
+    assert store.marked() == (3, 2, 4)
+
+
 def test_batches_are_limited_by_bytes(scene, store):
     """Marks and scans end behind the row that fills the limit, from the first one on; one large row always fits."""
     put(scene, *(("t", str(n), "x" * 9_000) for n in range(5)), *(("t", str(n), "x") for n in range(5)))

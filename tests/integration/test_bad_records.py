@@ -8,9 +8,10 @@ from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, R
 from psycopg.conninfo import make_conninfo
 
 from outbox_core import OutboxRecord
+from outbox_core.errors import TrackingTopicError
 from outbox_core.harvest.publisher import ERROR_HEADER, ORIGIN_HEADER
 from outbox_core.kafka import make_admin
-from tests.harvesting import Scene, by_key, wait_until
+from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, wait_until
 
 pytestmark = pytest.mark.real_broker
 
@@ -175,6 +176,53 @@ def test_topic_without_authorisation_is_held_until_released(scene, make_topic, m
     for key, values in by_key(scene.read(forbidden)).items():
         numbers = [int(value) for value in values]
         assert [n for i, n in enumerate(numbers) if i == 0 or numbers[i - 1] != n] == sorted(set(numbers)), key
+
+
+def test_dead_letter_topic_without_authorisation(scene, make_topic, mode):
+    """Bad records stay held, with what Kafka said of the dead-letter topic, and everything else is published."""
+    topic, letters = make_topic(config=SMALL), make_topic()
+    acl(scene, letters)
+    poison(scene, topic)
+    try:
+        scene.drain(config=mode | {"on_poison": "dead-letter", "dead_letter_topic": letters}, limits=QUICK)
+    finally:
+        acl(scene, letters, remove=True)
+    (hold,) = scene.held()
+    assert (hold.key, hold.dead_letter) == ("bad", False)
+    assert "the dead-letter topic refused it" in hold.error
+    assert_others_arrived(scene.read(topic))
+    assert scene.count() == 4
+
+
+def test_tracking_topic_without_authorisation_is_named(scene, make_topic, topic_name):
+    """Every transaction fails; the records' own topic is innocent and is not held."""
+    topic, tracking = make_topic(), topic_name("tracking")
+    acl(scene, tracking)
+    scene.fill(topic, 100)
+    harvester = scene.harvester(config={"delivery": "exactly-once", "tracking_topic": tracking}, limits=QUICK)
+    try:
+        harvester.start()
+        with pytest.raises(TrackingTopicError, match=f"{tracking}.*grant WRITE"):
+            harvester.join(GENEROUS_SECONDS)
+    finally:
+        acl(scene, tracking, remove=True)
+    assert scene.held() == []
+    assert scene.count() == 100
+
+
+def test_dead_letter_topic_that_is_deleted_is_made_anew(scene, make_topic, topic_name, mode):
+    """A topic that somebody deletes while the harvester runs is there again for the next dead letter."""
+    topic, letters = make_topic(config=SMALL), topic_name("letters")
+    admin = make_admin({"bootstrap.servers": scene.bootstrap})
+    kafka = {"allow.auto.create.topics": False, "topic.metadata.propagation.max.ms": 1000}
+    settings = {"on_poison": "dead-letter", "dead_letter_topic": letters, "producer_kafka_config": kafka}
+    with scene.running(config=mode | settings, limits=QUICK):
+        scene.stash(OutboxRecord(topic, "bad", LARGE))
+        wait_until(lambda: scene.count() == 0, "it is buried")
+        admin.delete_topics([letters])[letters].result(20)
+        scene.stash(OutboxRecord(topic, "bad", LARGE))
+        wait_until(lambda: scene.count() == 0, "the next one, too")
+    assert len(scene.read(letters)) == 1
 
 
 def test_deleted_topic_rests_and_the_others_flow(scene, make_topic, mode, caplog):

@@ -101,7 +101,7 @@ def test_admin_pauses(admin_client):
     form = {"kafka_topic": "orders", "kafka_key": "", "reason": ""}
     assert admin_client.post(f"{_HOLDS}add/", form).status_code == 302
     assert admin_client.post(f"{_HOLDS}add/", form | {"kafka_key": "a", "reason": "why"}).status_code == 302
-    rows = Hold.objects.order_by("id").values_list("kafka_topic", "kafka_key", "outbox", "reason")
+    rows = Hold.objects.order_by("create_time").values_list("kafka_topic", "kafka_key", "outbox", "reason")
     assert list(rows) == [("orders", None, "public.outbox", "by admin"), ("orders", "a", "public.outbox", "why")]
     hold = Hold.objects.first()
     assert admin_client.post(f"{_HOLDS}{hold.pk}/change/", form | {"kafka_topic": "x"}).status_code == 403

@@ -225,6 +225,7 @@ class World:
     Args:
         monkeypatch: puts a recovery that has nothing to recover in the place of the real one.
         batch: how many records one transaction takes.
+        on_poison: whether bad records become dead letters by themselves.
 
     Attributes:
         table: the outbox.
@@ -234,7 +235,7 @@ class World:
         looks_for_marks: how often terms looked for marks.
     """
 
-    def __init__(self, monkeypatch, *, batch=10):
+    def __init__(self, monkeypatch, *, batch=10, on_poison=True):
         self.table, self.cluster = Table(), Cluster()
         self.ensured = self.looks_for_marks = 0
         timing = Timing(
@@ -264,7 +265,7 @@ class World:
         )
         self.dead_letters = DeadLetters(
             topic=LETTERS,
-            on_poison=True,
+            on_poison=on_poison,
             ensure=self._ensure,
             forbidden=lambda topics: topics & self.cluster.forbidden if self.cluster.tells else set(),
         )
