@@ -5,7 +5,7 @@ top-level module of their classes, its value a function of (session, record).
 
     [project.entry-points."outbox.stash"]          [project.entry-points."outbox.astash"]
     sqlalchemy = "outbox_sqlalchemy:stash"          sqlalchemy = "outbox_sqlalchemy:astash"
-    django = "outbox_django:stash_on"
+    django = "outbox_django.stashing:stash_on"
 
 What belongs to no adapter is taken for a DB-API connection, on which `outbox_core.Stasher` writes into the table
 `outbox`. For another table, hand `Queue.record(...)` to the adapter's own object for that table.

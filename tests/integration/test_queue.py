@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
 
+from outbox_core.kafka import topic_settings
 from outbox_queue import (
     InvalidMessage,
     MessageSettled,
@@ -197,12 +199,16 @@ def test_a_nack_can_wait(service, config):
 
 
 def test_an_interrupted_message_comes_again_after_its_timeout(service, config):
-    """`interrupt` leaves the message to the tracker, which redelivers it once the redelivery timeout is over."""
-    queue = service.queue("q")
+    """`interrupt` leaves the message to the tracker, which redelivers it within twice the redelivery timeout."""
+    timeout = 5.0
+    queue = service.queue("q", redelivery_timeout=timedelta(seconds=timeout))
     with tracking(config), queue.consumer() as consumer:
         send(queue, b"interrupted")
-        receive(consumer).interrupt()
+        message = receive(consumer)
+        message.interrupt()
+        interrupted_at = time.monotonic()
         again = receive(consumer)
+        assert time.monotonic() - interrupted_at < 2 * timeout
         assert again.attempt == 2
         again.ack()
 
@@ -344,17 +350,31 @@ def test_a_delayed_message_waits(service, config):
 
 def test_two_consumers_share_a_queue(service, config):
     """500 messages go to two consumers of one queue, each message to one of them, and both get some."""
-    queue = service.queue("q")
-    with queue.consumer() as one, queue.consumer() as other:
-        eventually(lambda: _partitions_are_shared(config, "q", 2))
-        send(queue, *(b"%d" % n for n in range(500)))
-        got = {one: [], other: []}
-        with ThreadPoolExecutor(2) as pool:
-            for consumer, payloads in got.items():
-                pool.submit(_take_until, consumer, payloads, got, 500)
-    assert Counter(got[one] + got[other]) == Counter(b"%d" % n for n in range(500))
-    assert got[one]
-    assert got[other]
+    _share(config, [service.queue("q")])
+
+
+def test_two_queues_are_shared_at_once(service, config):
+    """The same for two queues at a time: 500 messages of each go to two consumers of its own."""
+    _share(config, [service.queue("one"), service.queue("other")])
+
+
+def _share(config, queues):
+    """Take 500 messages of each queue with two consumers: each message comes to one of them, and both get some."""
+    with ExitStack() as stack:
+        got = {queue: {stack.enter_context(queue.consumer()): [] for _ in range(2)} for queue in queues}
+        for queue in queues:
+            eventually(lambda name=queue.name: _partitions_are_shared(config, name, 2))
+        pool = stack.enter_context(ThreadPoolExecutor(2 * len(queues)))
+        for queue in queues:
+            send(queue, *(b"%s %d" % (queue.name.encode(), n) for n in range(500)))
+        for taken in got.values():
+            for consumer, payloads in taken.items():
+                pool.submit(_take_until, consumer, payloads, taken, 500)
+    for queue, taken in got.items():
+        one, other = taken.values()
+        assert Counter(one + other) == Counter(b"%s %d" % (queue.name.encode(), n) for n in range(500))
+        assert one
+        assert other
 
 
 def _take_until(consumer, payloads, everyone, total):
@@ -666,6 +686,9 @@ def test_missing_topics_are_made_for_their_purpose(kafka_bootstrap, topic_name):
     topics = ensure_topics(config)
     assert (topics.message_partitions, topics.marker_partitions, topics.problems) == (3, 5, ())
     assert ensure_topics(config) == topics
+    letters = topic_settings({"bootstrap.servers": kafka_bootstrap}, config.dead_letters)
+    assert letters["cleanup.policy"] == "compact"
+    assert int(letters["max.message.bytes"]) == 16 * 2**20  # more than the message topic takes
 
 
 def test_wrong_topics_are_reported(kafka_bootstrap, make_topic, caplog):
