@@ -1,7 +1,8 @@
 """What went wrong in a worker, in one line.
 
 Spark hands over the worker's traceback as text, within a message of its own and before the JVM's stack. What people
-need is the line that the last traceback ends with.
+need is the line that the last traceback ends with. An error of the JVM says in its first line who was called, and in
+the second what happened.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 from outbox_core.config import redact
 
 _TRACEBACK = "Traceback (most recent call last):"
+_CALLED = "An error occurred while calling "
 
 
 def reason_of(error: BaseException) -> str:
     """The worker's own error, if there is one, else the first line of the message; without secrets."""
     text = str(error)
-    found = _after_traceback(text) or next((line for line in text.splitlines() if line.strip()), type(error).__name__)
-    return redact(found.strip())
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    if lines[0].startswith(_CALLED) and len(lines) > 1:
+        lines = [lines[1].removeprefix(":")]
+    return redact((_after_traceback(text) or lines[0]).strip())
 
 
 def _after_traceback(text: str) -> str | None:

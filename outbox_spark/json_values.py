@@ -1,12 +1,15 @@
 """JSON values by a declared schema, in Spark SQL: fields for what fits, a reason for what does not.
 
 `from_json` alone is forgiving: it takes the first of two objects, ignores what follows one, and makes NULL of what does
-not fit. So the text is parsed as the one element of a list, within an object: what follows it is then an error. Fields
-declared NOT NULL must be there, at any depth. Whole numbers are not rounded, decimals are, to their scale.
+not fit. So the text is parsed as the first of two elements of a list, within an object: what follows it is then an
+error. A text that closes the list itself (`{"n": 1}]} and more`) cuts the second element off, and cannot bring its own:
+neither the name of the list nor that of the field in the second element can be known to who writes it. Fields declared
+NOT NULL must be there, at any depth. Whole numbers are not rounded, decimals are, to their scale.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig
@@ -16,7 +19,11 @@ if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
 _CORRUPT = "_corrupt"
-_SINGLE = "single"
+# One name for the life of the driver: with others, Spark would have to compile each batch anew.
+_SECRET = secrets.token_hex(8)
+SINGLE = f"single_{_SECRET}"
+"""The field of what `parsed` gives that holds the value's fields, as the first element of an array."""
+_SEAL = f"seal_{_SECRET}"
 _EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
 
 
@@ -33,27 +40,29 @@ def parse_schema(ddl: str) -> StructType:
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise InvalidConfig(f"schema: is not Spark's DDL (`name TYPE, ...`): {reason}") from None
+    if not isinstance(schema, StructType):
+        raise InvalidConfig(f"schema: is {schema.simpleString()} without a name; write `name TYPE, ...`")
     names = [field.name.lower() for field in schema.fields]
     taken = sorted({name for name in names if name in ("record", "item", "_raw") or names.count(name) > 1})
     if not names or taken:
         raise InvalidConfig(f"schema: {f'the field {taken[0]!r} is twice or taken' if taken else 'has no fields'}")
-    found: StructType = schema
-    return found
+    return schema
 
 
 def parsed(text: Column, schema: StructType) -> Column:
-    """A struct `single` (the value's fields, in an array of one) and `_corrupt`; for `fields` and `problem`.
+    """A struct of `SINGLE` (an array: the value's fields, and the seal) and `_corrupt`; for `problem`.
 
     Args:
         text: the value as text, NULL if it is not UTF-8.
         schema: what is expected.
     """
     from pyspark.sql import functions as F  # noqa: N812
-    from pyspark.sql.types import ArrayType, StringType, StructField, StructType
+    from pyspark.sql.types import ArrayType, BooleanType, StringType, StructField, StructType
 
-    wrapper = StructType([StructField(_SINGLE, ArrayType(schema)), StructField(_CORRUPT, StringType())])
+    sealed = StructType([*schema.fields, StructField(_SEAL, BooleanType())])
+    wrapper = StructType([StructField(SINGLE, ArrayType(sealed)), StructField(_CORRUPT, StringType())])
     options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
-    wrapped = F.concat(F.lit('{"single":['), text, F.lit("]}"))
+    wrapped = F.concat(F.lit(f'{{"{SINGLE}":['), text, F.lit(f',{{"{_SEAL}":true}}]}}'))
     return F.from_json(wrapped, wrapper, options)
 
 
@@ -66,7 +75,7 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
         wrapped: SQL of what `parsed` gave.
         schema: what is expected.
     """
-    element = f"get({wrapped}.{_SINGLE}, 0)"
+    element, seal = (f"get({wrapped}.{SINGLE}, {place})" for place in (0, 1))
     missing = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _missing(schema, element, "")]
     misfits = [
         f"CASE WHEN get_json_object({text}, {_path(field.name)}) IS NOT NULL AND {element}.{_name(field.name)} IS NULL "
@@ -83,7 +92,8 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
                  WHEN {text} NOT LIKE '%{{%' OR ltrim({text}) NOT LIKE '{{%' THEN 'the value is not a JSON object'
                  ELSE concat('the value does not fit the schema: ',
                              coalesce(nullif({_joined(misfits)}, ''), 'a field within a field, or text behind it')) END
-        WHEN size({wrapped}.{_SINGLE}) != 1 OR {element} IS NULL THEN 'the value is not one JSON object'
+        WHEN size({wrapped}.{SINGLE}) != 2 OR {element} IS NULL OR {seal}.{_SEAL} IS NULL THEN
+            'the value is not one JSON object'
         {_when("a field that must be there is missing: ", missing)}
         {_when(f"a time is not within the years {_EARLIEST_YEAR} to {_LATEST_YEAR}: ", wild)}
         END"""

@@ -22,7 +22,17 @@ from pyspark.sql.types import StructType
 
 from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, Message
 from outbox_spark.options import Options
-from outbox_spark.topics import OffsetRange, Position, RangeReader, TopicLog, parse_offsets, plan_batch, ranges_between
+from outbox_spark.topics import (
+    LATEST,
+    OffsetRange,
+    Position,
+    RangeReader,
+    TopicLog,
+    parse_offsets,
+    plan_batch,
+    ranges_between,
+    refuse_shortened,
+)
 
 SCHEMA = (
     "key binary, value binary, headers map<string, binary>, header_list array<struct<key: string, value: binary>>, "
@@ -146,7 +156,7 @@ class _BatchReader(_Reading, DataSourceReader):
         options = self.options
         log = TopicLog(options.kafka, options.topics)
         try:
-            start, end = log.starting(options.starting), log.starting(options.ending)
+            start, end = log.starting(options.starting), log.starting(options.ending, others=LATEST)
         finally:
             log.close()
         # Spark wants one partition at least, and reads nothing from one that is empty.
@@ -181,6 +191,8 @@ class _StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNo
             self._firsts, ends = self._log.bounds()
         else:
             ends = self._target
+        if self.options.fail_on_loss:
+            refuse_shortened(start, ends)
         return plan_batch(start, ends, self._firsts, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802

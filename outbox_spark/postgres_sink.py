@@ -47,8 +47,13 @@ class RowsWritten(WriterCommitMessage):
 def target_of(given: Mapping[str, str]) -> UpsertTarget:
     """Where rows go, from the options. Raises InvalidConfig."""
     options = Options("outbox_postgres", given, _OPTIONS, takes_kafka=False)
+    given_dsn = options.text("dsn")
+    try:
+        dsn = normalise_data_source(given_dsn)
+    except ValueError as error:
+        raise options.error("dsn", str(error)) from None
     return UpsertTarget(
-        dsn=normalise_data_source(options.text("dsn")),
+        dsn=dsn,
         table=options.text("table"),
         keys=options.names("keys", default=()),
         on_conflict=options.choice("onConflict", {"update", "ignore"}, "update"),

@@ -9,7 +9,8 @@ Two ways to keep records, by `keep`:
 
 - `every`: a record is one or more rows, known by (`_outbox_id`, `_row`); what is there already is a repeat.
 - `latest`: a record replaces all rows of its topic and key, a tombstone removes them. Records of a key are in one
-  partition, and partitions are read in order, so the last one stays.
+  partition, and partitions are read in order, so the last one stays. But for a replay, which comes later and is older:
+  it does not replace what was stashed after it, which both ids tell if they are of one outbox (`<outbox>:<number>`).
 
 Totals are sums over the table. They are never computed anew: rows that come are added, rows that go are subtracted.
 """
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 POSITIONS_TABLE = "outbox_spark_positions"
 _CONNECT_SECONDS = 10
+_DIGITS = 18  # of any bigint
 
 _META = {
     "_outbox_id": "text NOT NULL",
@@ -85,6 +87,7 @@ class ProjectedRecord(NamedTuple):
         is_tombstone: whether it has no value.
         rows: values of the columns.
         misfit: None, or why it cannot be projected.
+        is_replay: whether it is published again, from an archive.
     """
 
     topic: str
@@ -96,6 +99,14 @@ class ProjectedRecord(NamedTuple):
     is_tombstone: bool
     rows: Sequence[Sequence[Any]]
     misfit: Misfit | None = None
+    is_replay: bool = False
+
+    @property
+    def number(self) -> tuple[str, int] | None:
+        """Its outbox, and its id there, which grows with every record; None if its identity is no such pair."""
+        outbox, colon, number = self.outbox_id.rpartition(":")
+        is_number = number.isascii() and number.isdecimal() and len(number) <= _DIGITS
+        return (outbox, int(number)) if colon and is_number else None
 
 
 @dataclass(frozen=True)
@@ -180,10 +191,21 @@ class Projection:
             f"FROM {self.table.quoted} WITH NO DATA"
         )
         if self.keep == "latest":
-            yield "CREATE TEMPORARY TABLE last (topic text, key text, at bigint) ON COMMIT DROP"
+            yield (
+                "CREATE TEMPORARY TABLE last (topic text, key text, at bigint, replayed_from text, number bigint) "
+                "ON COMMIT DROP"
+            )
         if self.totals is not None:
             columns = ", ".join(f"{_quote(name)} {self.columns[name]}" for name in self._summed)
             yield f"CREATE TEMPORARY TABLE change ({columns}, sign integer) ON COMMIT DROP"
+
+    def leave_out_old_replays(self) -> str:
+        """A statement that takes out of `last` the replays of what the table has a later record than, or the same."""
+        return (
+            f"DELETE FROM last USING {self.table.quoted} AS t WHERE t._topic = last.topic AND t._key = last.key "
+            f"AND substring(t._outbox_id FROM '^(.*):[0-9]{{1,{_DIGITS}}}$') = last.replayed_from "
+            f"AND substring(t._outbox_id FROM ':([0-9]{{1,{_DIGITS}}})$')::bigint >= last.number"
+        )
 
     def apply(self) -> Iterator[tuple[str, str]]:
         """Statements that bring what is staged into the tables, in order, with a name for the rows they count."""
@@ -331,7 +353,7 @@ class _Writing:
         self._cursor = connection.cursor()
         self._projection = projection
         self._end = end
-        self._last: dict[tuple[str, str], int] = {}
+        self._last: dict[tuple[str, str], ProjectedRecord] = {}
         self._bad: list[tuple[Any, ...]] = []
         self._staged = 0
         self._counts = {"records": 0, "rows": 0, "repeated": 0, "replaced": 0, "tombstones": 0, "quarantined": 0}
@@ -363,19 +385,33 @@ class _Writing:
                 if record.misfit is not None:
                     self._bad.append(_quarantined(record, record.misfit))
                     continue
-                if self._projection.keep == "latest":
-                    self._last[record.topic, record.key or ""] = record.offset
+                if self._projection.keep == "latest" and not self._is_last(record):
+                    self._counts["repeated"] += 1
+                    continue
                 self._counts["tombstones"] += record.is_tombstone
                 place = (record.topic, record.key, record.partition, record.offset, record.time)
                 for number, row in enumerate(record.rows):
                     copy.write_row((record.outbox_id, number, *place, *row))
                     self._staged += 1
 
+    def _is_last(self, record: ProjectedRecord) -> bool:
+        """Whether it is the last of its key so far; a replay of what is not later than the last one is not."""
+        lane = record.topic, record.key or ""
+        if record.is_replay and lane in self._last:
+            before, mine = self._last[lane].number, record.number
+            if before is not None and mine is not None and before[0] == mine[0] and before[1] >= mine[1]:
+                return False
+        self._last[lane] = record
+        return True
+
     def _apply(self) -> None:
         if self._last:
             with self._cursor.copy("COPY last FROM STDIN") as copy:
-                for (topic, key), offset in self._last.items():
-                    copy.write_row((topic, key, offset))
+                for (topic, key), record in self._last.items():
+                    copy.write_row((topic, key, record.offset, *((record.is_replay and record.number) or (None, None))))
+        if any(record.is_replay for record in self._last.values()):
+            self._cursor.execute(self._projection.leave_out_old_replays())
+            self._counts["repeated"] += self._cursor.rowcount
         self._quarantine()
         for name, statement in self._projection.apply():
             self._cursor.execute(statement)

@@ -119,8 +119,12 @@ class TopicLog:
                 firsts[topic][str(partition)], ends[topic][str(partition)] = low, high
         return firsts, ends
 
-    def starting(self, wanted: Position | Literal["earliest", "latest"]) -> Position:
-        """The position that starting or ending offsets stand for; partitions not mentioned begin at the earliest.
+    def starting(self, wanted: Position | Literal["earliest", "latest"], *, others: int = EARLIEST) -> Position:
+        """The position that starting or ending offsets stand for.
+
+        Args:
+            wanted: the offsets, or the word for all of them.
+            others: `EARLIEST` or `LATEST`, for partitions that are not mentioned.
 
         Raises:
             InvalidConfig: if a topic or partition does not exist.
@@ -139,7 +143,7 @@ class TopicLog:
             topic: {
                 partition: {EARLIEST: first, LATEST: ends[topic][partition]}.get(asked, asked)
                 for partition, first in offsets.items()
-                for asked in (wanted.get(topic, {}).get(partition, EARLIEST),)
+                for asked in (wanted.get(topic, {}).get(partition, others),)
             }
             for topic, offsets in firsts.items()
         }
@@ -178,6 +182,23 @@ def _insist(ask: Callable[[], Any], what: str) -> Any:
             if time.monotonic() > give_up_at:
                 raise KafkaUnavailable(f"cannot find out {what}: {error.args[0].str()}") from None
             time.sleep(_POLL_SECONDS)
+
+
+def refuse_shortened(start: Position, ends: Position) -> None:
+    """See that no partition ends before what was read of it: then it is another topic, or has lost its end.
+
+    Raises:
+        RecordsExpired: naming the partition.
+    """
+    for topic, offsets in ends.items():
+        for partition, end in offsets.items():
+            reached = start.get(topic, {}).get(partition, end)
+            if end < reached:
+                raise RecordsExpired(
+                    f"{topic}[{partition}] was read up to offset {reached}, and now ends at {end}: is it another topic "
+                    "of that name? Begin with a new checkpoint, or wait with option failOnDataLoss=false until it is "
+                    "that long again"
+                )
 
 
 def plan_batch(start: Position, ends: Position, firsts: Position, limit: int | None) -> Position:
@@ -278,6 +299,8 @@ class RangeReader:
 
     def _read(self, consumer: Consumer) -> Iterator[list[Message]]:
         wanted = self._range
+        if not len(wanted):
+            return
         at = TopicPartition(wanted.topic, wanted.partition, self._first(consumer))
         if at.offset >= wanted.end:
             return

@@ -53,7 +53,11 @@ SELECT attname, format_type(atttypid, NULL) FROM pg_attribute
 WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
 """
 
-# The lock on the note's row also keeps two attempts of one task apart.
+# The lock on the note's row also keeps two attempts of one task apart; so there must be one before the first batch.
+_MAKE_NOTE = """
+INSERT INTO {progress} (query, "partition", run, batch) VALUES (%s, %s, %s, -1) ON CONFLICT DO NOTHING
+"""
+
 _READ_NOTE = """
 SELECT run, batch FROM {progress} WHERE query = %s AND "partition" = %s FOR UPDATE
 """
@@ -182,6 +186,7 @@ class Upsert:
             raise self._explain(error) from None
 
     def _is_done(self, connection: psycopg.Connection[Any], task: Task) -> bool:
+        connection.execute(self._sql(_MAKE_NOTE), (task.query, task.partition, task.run))
         note = connection.execute(self._sql(_READ_NOTE), (task.query, task.partition)).fetchone()
         if note is None:
             return False

@@ -2,7 +2,8 @@
 
 Exit codes: 0 for success (an audit: clean), 1 for a pipeline that was ended by an error, an audit that found something
 or a doctor who did, 2 for anything wrong before work began. Each failure is one line on stderr, beginning with
-`outbox-spark: error:`. The first SIGTERM or SIGINT stops between two batches, a second one at once.
+`outbox-spark: error:`. The first SIGTERM or SIGINT stops between two batches, or cancels what has none (`audit`,
+`replay`); a second one ends the process at once.
 
 Importing this imports no PySpark.
 """

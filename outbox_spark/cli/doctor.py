@@ -1,7 +1,7 @@
 """`outbox-spark doctor`: what pipelines need, looked at one by one, with the remedy for what is missing.
 
 Without a file: Java, the packages, the workers' Python, and a Spark job through it. With one: also the file itself, the
-Kafka cluster and topics, and the databases that it names.
+Kafka cluster and topics, the databases with our rights on their tables, and the archives that it reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.config import redact
 from outbox_core.errors import OutboxError
-from outbox_spark.config import PIPELINES, PipelineFile, read_document, understand
+from outbox_spark.config import (
+    PIPELINES,
+    PipelineFile,
+    PostgresTarget,
+    ProjectSettings,
+    ReplaySettings,
+    read_document,
+    understand,
+)
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -62,7 +70,7 @@ def examine(path: str | None) -> Iterator[Finding]:
     if path is not None:
         yield look("file", _read, path, files)
         yield from _services(files)
-    yield look("Spark", _spark, files)
+    yield from _on_spark(files)
 
 
 def look(what: str, find: Callable[..., str], *arguments: Any) -> Finding:
@@ -131,7 +139,9 @@ def _services(files: Iterable[PipelineFile]) -> Iterator[Finding]:
             yield look("relay: outbox", _outbox, file.harvest)
         postgres = getattr(settings, "postgres", None)
         if postgres is not None:
-            yield look(f"{file.pipeline}: PostgreSQL", _postgres, postgres.dsn, postgres.table)
+            yield look(f"{file.pipeline}: PostgreSQL", _postgres, settings, postgres)
+        if file.pipeline == "replay":
+            yield look("replay: Kafka", _targets, file)
         for side in sides:
             if side is not None and side.table is not None:
                 yield look("audit: table", _readable, side.table.dsn, side.table.table)
@@ -153,6 +163,14 @@ def _topics(kafka: Mapping[str, str], topics: list[str]) -> str:
     )
 
 
+def _targets(file: PipelineFile) -> str:
+    """Where a replay publishes to, as far as the file says it."""
+    file.require_kafka()
+    replay: ReplaySettings = file.settings
+    named = [replay.to.get(topic, topic) for topic in replay.topics or replay.to]
+    return _topics(file.kafka, list(dict.fromkeys(named))) if named else _kafka(file.kafka)
+
+
 def _kafka(kafka: Mapping[str, Any]) -> str:
     from outbox_core.kafka import check_connection
 
@@ -171,25 +189,47 @@ def _outbox(harvest: Any) -> str:
     return f"{harvest.outbox_table} is an outbox, and may be read and purged"
 
 
-def _postgres(dsn: str, table: str) -> str:
-    """Whether the table can be written, or made."""
-    from outbox_core.schema import TableName
+def _postgres(settings: ProjectSettings, target: PostgresTarget) -> str:
+    """Whether all tables can be made, and those that are there be written."""
+    from outbox_spark.pipelines.project import rights_on
 
-    name = TableName.parse(table)
-    with _connection(dsn) as connection:
-        exists, may_write = connection.execute(
-            "SELECT to_regclass(%s) IS NOT NULL, coalesce(has_table_privilege(to_regclass(%s)::oid, "
-            "'SELECT, INSERT, DELETE'), false)",
-            (name.quoted, name.quoted),
-        ).fetchone()
-        schema = name.schema or connection.execute("SELECT current_schema()").fetchone()[0]
-        may_make = connection.execute("SELECT has_schema_privilege(%s, 'CREATE, USAGE')", (schema,)).fetchone()[0]
-        user = connection.execute("SELECT current_user").fetchone()[0]
-    if exists and not may_write:
-        raise NotWell(f"{user} may not write {name}; GRANT SELECT, INSERT, UPDATE, DELETE ON {name.quoted} TO {user}")
-    if not exists and not may_make:
-        raise NotWell(f"{user} may not make {name}; GRANT CREATE, USAGE ON SCHEMA {schema} TO {user}")
-    return f"{name} {'is there' if exists else 'will be made'}"
+    wanted = rights_on(settings, target)
+    remedies, found = [], []
+    with _connection(target.dsn) as connection:
+        user, present, database, may_stage = connection.execute(_ABOUT_US).fetchone()
+        if not may_stage:
+            remedies.append(f'GRANT TEMPORARY ON DATABASE "{database}" TO "{user}"')
+        for schema in sorted({name.schema or present for name in wanted}):
+            may_make = connection.execute(_MAY_MAKE, (schema,)).fetchone()
+            if may_make is None:
+                raise NotWell(f"there is no schema {schema}; CREATE SCHEMA {schema}")
+            if not may_make[0]:
+                remedies.append(f'GRANT CREATE, USAGE ON SCHEMA "{schema}" TO "{user}"')
+        for name, rights in wanted.items():
+            exists, missing = connection.execute(_MISSING, (name.quoted, name.quoted, list(rights))).fetchone()
+            found.append(f"{name} {'is there' if exists else 'will be made'}")
+            if missing:
+                remedies.append(f'GRANT {", ".join(missing)} ON {name.quoted} TO "{user}"')
+    if remedies:
+        raise NotWell(f"{user} lacks rights; {'; '.join(remedies)}")
+    return ", ".join(found)
+
+
+_ABOUT_US = """
+SELECT current_user, current_schema(), current_database(), has_database_privilege(current_database(), 'TEMPORARY')
+"""
+
+# CREATE TABLE IF NOT EXISTS wants this also for a table that exists.
+_MAY_MAKE = """
+SELECT has_schema_privilege(oid, 'CREATE') AND has_schema_privilege(oid, 'USAGE') FROM pg_namespace WHERE nspname = %s
+"""
+
+# Of several privileges in one text, PostgreSQL says whether there is any.
+_MISSING = """
+SELECT to_regclass(%s) IS NOT NULL,
+       array_agg(wanted) FILTER (WHERE NOT has_table_privilege(to_regclass(%s)::oid, wanted))
+FROM unnest(%s::text[]) AS wanted
+"""
 
 
 def _readable(dsn: str, table: str) -> str:
@@ -207,7 +247,25 @@ def _connection(dsn: str) -> Any:
     return psycopg.connect(dsn, connect_timeout=10, autocommit=True)
 
 
-def _spark(files: list[PipelineFile]) -> str:
+def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:
+    """Spark itself, and what is looked at through it: the archives that are read."""
+    sessions: list[SparkSession] = []
+    try:
+        yield look("Spark", _spark, files, sessions)
+        made = [file.settings.path for file in files if file.pipeline == "archive"]
+        for file in files if sessions else ():
+            read = [getattr(file.settings, name, None) for name in ("expected", "found")]
+            archives = [side.archive for side in read if side is not None and side.archive is not None]
+            if file.pipeline == "replay":
+                archives.append(file.settings.archive)
+            for path in archives:
+                yield look(f"{file.pipeline}: archive", _archive, sessions[0], path, path in made)
+    finally:
+        for session in sessions:
+            session.stop()
+
+
+def _spark(files: list[PipelineFile], sessions: list[SparkSession]) -> str:
     """A job through the workers' Python."""
     from outbox_spark.cli.run import open_session
     from outbox_spark.config import SparkSettings
@@ -216,16 +274,23 @@ def _spark(files: list[PipelineFile]) -> str:
         pipeline="doctor", settings=None, kafka={}, spark=SparkSettings(), level=0
     )  # fmt: skip
     spark: SparkSession = open_session(file)
-    try:
-        row = spark.range(1).mapInArrow(_tell, "version STRING, outbox STRING").first()
-        if row is None or row.version != _version():
-            found = "nothing" if row is None else f"Python {row.version}"
-            raise NotWell(
-                f"the workers run {found}, the driver {_version()}; set PYSPARK_PYTHON to the driver's Python"
-            )
-        return f"{spark.version} ran a job on {spark.sparkContext.master}; workers have Python {row.version}"
-    finally:
-        spark.stop()
+    sessions.append(spark)
+    row = spark.range(1).mapInArrow(_tell, "version STRING, outbox STRING").first()
+    if row is None or row.version != _version():
+        found = "nothing" if row is None else f"Python {row.version}"
+        raise NotWell(f"the workers run {found}, the driver {_version()}; set PYSPARK_PYTHON to the driver's Python")
+    return f"{spark.version} ran a job on {spark.sparkContext.master}; workers have Python {row.version}"
+
+
+def _archive(spark: SparkSession, path: str, will_be_made: bool) -> str:
+    from outbox_spark.pipelines.archive import open_archive
+
+    table = open_archive(spark, path)
+    if table.is_empty and will_be_made:
+        return f"{table.url} will be made"
+    if table.is_empty:
+        raise NotWell(f"there is no archive in {table.url}; let `outbox-spark archive` make it, or name another folder")
+    return f"{table.url} has {', '.join(table.positions)}"
 
 
 def _version() -> str:

@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.cli.harvest import configure_logging
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 EXIT_ENDED_BY_ERROR = 1
+_LOOK_SECONDS = 0.2
 _LOCAL = "local[*,4]"
 """All cores of this machine; a task that fails is tried four times, as on a cluster."""
 
@@ -35,15 +37,19 @@ def main(options: argparse.Namespace) -> int:
         OutboxError: it could not begin.
     """
     file = load_pipeline(options.file, options.pipeline, os.environ)
+    if options.pipeline == "replay" and options.publish:
+        file.require_kafka()
     configure_logging(file.level)
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    spark = open_session(file)
+    spark = _start(file)
     stop = threading.Event()
     # Of an audit, 1 would say that it has found something.
     ended = EXIT_NOT_STARTED if options.pipeline == "audit" else EXIT_ENDED_BY_ERROR
     try:
-        with stop_on_signals(stop.set):
+        with stop_on_signals(stop.set), _jobs_end_with(stop, spark, options.pipeline):
             return _PIPELINES[options.pipeline](spark, file, options, stop)
+    except Stopped as error:
+        return fail(error, ended)
     except InvalidConfig as error:
         return fail(error, EXIT_NOT_STARTED)
     except OutboxError as error:
@@ -53,6 +59,54 @@ def main(options: argparse.Namespace) -> int:
         return fail(OutboxError(reason_of(error)), ended)
     finally:
         spark.stop()
+
+
+class NotStarted(OutboxError):
+    """Spark does not start."""
+
+
+class Stopped(OutboxError):
+    """A signal has ended a pipeline that does not go from batch to batch."""
+
+
+def _start(file: PipelineFile) -> SparkSession:
+    try:
+        return open_session(file)
+    except (OutboxError, ImportError):
+        raise
+    except Exception as error:
+        _log.debug("Spark did not start", exc_info=True)
+        raise NotStarted(f"Spark did not start: {reason_of(error)}; see `outbox-spark doctor`") from None
+
+
+@contextmanager
+def _jobs_end_with(stop: threading.Event, spark: SparkSession, pipeline: str) -> Iterator[None]:
+    """Cancel Spark's jobs, each that is begun, when it is to stop: of pipelines that do not look at `stop`.
+
+    Raises:
+        Stopped: instead of the error that this gives.
+    """
+    if pipeline not in ("audit", "replay"):
+        yield
+        return
+    over = threading.Event()
+
+    def cancel() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            if stop.is_set():
+                spark.sparkContext.cancelAllJobs()
+
+    watcher = threading.Thread(target=cancel, name="outbox-spark-cancel", daemon=True)
+    watcher.start()
+    try:
+        yield
+    except Exception:
+        if stop.is_set():
+            raise Stopped(f"{pipeline} was stopped by a signal before it had ended; start it again") from None
+        raise
+    finally:
+        over.set()
+        watcher.join()
 
 
 def open_session(file: PipelineFile) -> SparkSession:

@@ -45,6 +45,7 @@ PIPELINES: dict[str, type[Settings]] = {
 """Every pipeline, with what its section of the file must be."""
 
 _SHARED = ("kafka", "spark", "logging", "harvest")
+_SERVERS = "bootstrap.servers"
 _VARIABLE = re.compile(r"\$\$\{|\$\{([^}]*)\}")
 
 
@@ -67,6 +68,11 @@ class PipelineFile:
     spark: SparkSettings
     level: int
     harvest: HarvestConfig | None = None
+
+    def require_kafka(self) -> None:
+        """See that the file says where Kafka is. Raises InvalidConfig."""
+        if _SERVERS not in self.kafka:
+            raise InvalidSettings([Problem(("kafka", _SERVERS), f"is missing: `{self.pipeline}` needs it")])
 
 
 def load_pipeline(path: str | Path, pipeline: str, environ: Mapping[str, str]) -> PipelineFile:
@@ -105,6 +111,8 @@ def understand(document: Mapping[str, Any], pipeline: str, *, where: str = "the 
     settings = _section(PIPELINES[pipeline], section, (pipeline,), problems) if isinstance(section, Mapping) else None
     spark = _section(SparkSettings, document.get("spark") or {}, ("spark",), problems)
     kafka = _section(KafkaSettings, {"properties": document.get("kafka") or {}}, ("kafka",), problems)
+    if kafka is not None and _SERVERS not in kafka.properties and _reads_kafka(pipeline, settings):
+        problems.append(Problem(("kafka", _SERVERS), f"is missing: `{pipeline}` needs it"))
     if problems:
         raise InvalidSettings(problems)
     harvest = load_config({"harvest": document.get("harvest") or {}}) if pipeline == "relay" else None
@@ -116,6 +124,13 @@ def understand(document: Mapping[str, Any], pipeline: str, *, where: str = "the 
         level=log_level(document),
         harvest=harvest,
     )
+
+
+def _reads_kafka(pipeline: str, settings: Any) -> bool:
+    """Whether the pipeline cannot do without the section `kafka`; a replay can, as long as it does not publish."""
+    if pipeline == "audit" and settings is not None:
+        return any(side.topics is not None for side in (settings.expected, settings.found))
+    return pipeline in ("project", "archive")
 
 
 def _section(model: type[Settings], values: Any, path: tuple[str, ...], problems: list[Problem]) -> Any:

@@ -200,6 +200,7 @@ class ProjectSettings(StreamSettings):
         where: a Spark SQL condition; records or items that do not meet it have no row. None for all.
         postgres: the table in PostgreSQL, or None.
         parquet: the Parquet folder, or None; only with `keep: every`.
+        replay_header: records with this header are replays, which with `keep: latest` replace only what is older.
     """
 
     value_schema: str = Field(validation_alias="schema", min_length=1)
@@ -209,6 +210,7 @@ class ProjectSettings(StreamSettings):
     where: str | None = None
     postgres: PostgresTarget | None = None
     parquet: ParquetTarget | None = None
+    replay_header: Annotated[str, Field(min_length=1)] = "outbox-replay"
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from outbox_spark import utc
 from outbox_spark.config import ArchiveSettings
 from outbox_spark.parquet_table import ParquetTable
 from outbox_spark.pipelines.following import BatchReport, Follower
@@ -46,7 +47,7 @@ def archive(records: DataFrame) -> DataFrame:
         F.col("header_list").alias("headers"),
         "outbox_id",
         "topic",
-        F.to_date("timestamp").alias("date"),
+        F.expr(utc.day("timestamp")).alias("date"),
     )
 
 

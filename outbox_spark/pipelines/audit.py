@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from outbox_spark import utc
 from outbox_spark.config import AuditSettings
 from outbox_spark.pipelines.audit_sides import Sides, below
 
@@ -75,7 +76,10 @@ def audit(expected: DataFrame, found: DataFrame) -> DataFrame:
 
 
 def compare(expected: DataFrame, found: DataFrame) -> DataFrame:
-    """One small row for each record: `topic`, `hour`, `expected`, `found`, `replayed` (times), and its `findings`."""
+    """One small row for each record: `topic`, `hour`, `expected`, `found`, `replayed` (times), and its `findings`.
+
+    The hour is the microsecond at which it begins.
+    """
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -114,7 +118,7 @@ def compare(expected: DataFrame, found: DataFrame) -> DataFrame:
         .rowsBetween(Window.unboundedPreceding, -1)
     )
     ahead = F.max(F.struct("rank", "id", "first")).over(before)
-    hour = F.date_trunc("hour", F.coalesce("found_at", "expected_at")).alias("hour")
+    hour = F.expr(utc.hour("coalesce(found_at, expected_at)")).alias("hour")
     return records.withColumn("ahead", ahead).select("topic", hour, *_TIMES, F.expr(_FINDINGS).alias("findings"))
 
 
@@ -181,14 +185,14 @@ def run(spark: SparkSession, kafka: Mapping[str, str], settings: AuditSettings) 
     sides = Sides(spark, kafka, settings)
     expected, reached = sides.read(settings.expected)
     found, _ = sides.read(settings.found)
-    topics = settings.topics or settings.found.topics or settings.expected.topics
+    topics = settings.topics or settings.expected.topics
     if topics is not None:
         expected, found = (side.where(F.col("topic").isin(topics)) for side in (expected, found))
     if reached is not None:
         found = below(found, reached)
     compared = compare(expected, found).persist(StorageLevel.DISK_ONLY)
     try:
-        return _summarised(compared, settings, topics or [])
+        return _summarised(compared, settings, topics or settings.found.topics or [])
     finally:
         compared.unpersist()
 
@@ -210,7 +214,7 @@ def _summarised(compared: DataFrame, settings: AuditSettings, topics: list[str])
             of_topic[name] += row[name]
             of_hour[name] += row[name]
     known = sorted(hour for hour in hours if hour is not None)
-    result.hours = [{"hour": hour.isoformat() + "Z", **hours[hour]} for hour in known]
+    result.hours = [{"hour": _iso(hour), **hours[hour]} for hour in known]
     findings = findings_of(compared)
     if settings.findings is not None:
         findings.write.mode("overwrite").partitionBy("topic", "kind").parquet(settings.findings)
@@ -225,7 +229,8 @@ def _add_examples(result: AuditResult, findings: DataFrame, number: int) -> None
 
     place = F.row_number().over(Window.partitionBy("topic", "kind").orderBy("partition", "offset"))
     examples = findings.withColumn("place", place).where(F.col("place") <= number).orderBy("topic", "kind", "place")
-    result.examples = [_shown(row.asDict()) for row in examples.drop("place").collect()]
+    examples = examples.drop("place").withColumn("timestamp", F.expr(utc.micros("timestamp")))
+    result.examples = [_shown(row.asDict()) for row in examples.collect()]
     counts = [F.sum(F.when(F.col("kind") == kind, F.col("times")).otherwise(0)).alias(kind) for kind in KINDS]
     keys = findings.groupBy("topic", "key").agg(*counts, F.sum("times").alias("all"))
     worst = keys.orderBy(F.desc("all"), "topic", "key").limit(number).drop("all")
@@ -238,5 +243,10 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     if key is not None:
         row["key"] = bytes(key).decode("utf-8", "backslashreplace")
     if row.get("timestamp") is not None:
-        row["timestamp"] = row["timestamp"].isoformat() + "Z"
+        row["timestamp"] = _iso(row["timestamp"])
     return row
+
+
+def _iso(micros: int) -> str:
+    """A time that was collected, as `2026-11-21T08:00:00Z`."""
+    return f"{utc.from_micros(micros):%Y-%m-%dT%H:%M:%S.%f}".removesuffix(".000000") + "Z"

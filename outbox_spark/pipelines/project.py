@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TableName
-from outbox_spark import json_values
+from outbox_spark import json_values, utc
 from outbox_spark.config import ParquetTarget, PostgresTarget, ProjectSettings
 from outbox_spark.parquet_table import ParquetTable
 from outbox_spark.pipelines.following import BatchReport, Follower, Target
 from outbox_spark.positions import Positions
-from outbox_spark.projection import Misfit, ProjectedRecord, Projection, ProjectionStore, Totals
+from outbox_spark.projection import POSITIONS_TABLE, Misfit, ProjectedRecord, Projection, ProjectionStore, Totals
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -101,7 +101,7 @@ def parse(records: DataFrame, settings: ProjectSettings) -> DataFrame:
     )
     reason = F.expr(json_values.problem("value", "_text", "_parsed", schema)).alias("problem")
     # What the value holds may have any name: everything else is within these two.
-    fields = [F.get("_parsed.single", 0)[field.name].alias(field.name) for field in schema.fields]
+    fields = [F.get(f"_parsed.{json_values.SINGLE}", 0)[field.name].alias(field.name) for field in schema.fields]
     named = found.select(record.alias("record"), F.struct("key", "value", reason).alias("_raw"), *fields)
     try:
         return named.select(
@@ -236,9 +236,10 @@ def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, Da
         "key_text", F.expr("try_validate_utf8(cast(key AS STRING))")
     )
     checked = texts.withColumn("problem", F.expr(_misfit(settings, types)))
+    is_replay = F.coalesce(F.exists("headers", lambda header: header["key"] == settings.replay_header), F.lit(False))
     return checked.select(
-        *("topic", "partition", "offset", F.expr("cast(timestamp AS STRING) || '+00'").alias("time"), "outbox_id"),
-        *("key_text", "problem", F.expr("value IS NULL").alias("is_tombstone"), "rows"),
+        *("topic", "partition", "offset", F.expr(utc.text("timestamp")).alias("time"), "outbox_id"),
+        *("key_text", "problem", F.expr("value IS NULL").alias("is_tombstone"), is_replay.alias("is_replay"), "rows"),
         *(F.expr(f"IF(problem IS NULL, NULL, {name})").alias(name) for name in ("key", "value", "headers")),
     )
 
@@ -266,7 +267,7 @@ def _as_text(value: str, kind: DataType) -> str:
     if name in _NESTED:
         return f"to_json({value})"
     if name == "timestamp":
-        return f"cast({value} AS STRING) || '+00'"
+        return utc.text(value)
     return f"cast({value} AS STRING)" if name in ("date", "timestamp_ntz") else value
 
 
@@ -275,7 +276,7 @@ def _records(batches: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[
         columnar = batch.to_pydict()
         rows = columnar.pop("rows")
         for values, structs in zip(zip(*columnar.values(), strict=True), rows, strict=True):
-            topic, partition, offset, time, outbox_id, key_text, problem, is_tombstone, key, value, headers = values
+            topic, partition, offset, time, outbox_id, key_text, problem, is_tombstone, is_replay, *raw = values
             yield ProjectedRecord(
                 topic=topic,
                 partition=partition,
@@ -285,12 +286,15 @@ def _records(batches: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[
                 key=key_text,
                 is_tombstone=is_tombstone,
                 rows=[[struct[name] for name in columns] for struct in structs or ()],
-                misfit=None if problem is None else Misfit(problem, key, value, _pairs(headers)),
+                misfit=None if problem is None else _misfit_of(problem, *raw),
+                is_replay=is_replay,
             )
 
 
-def _pairs(headers: Iterable[Mapping[str, Any]] | None) -> list[tuple[str, bytes | None]]:
-    return [(header["key"], header["value"]) for header in headers or ()]
+def _misfit_of(
+    problem: str, key: bytes | None, value: bytes | None, headers: Iterable[Mapping[str, Any]] | None
+) -> Misfit:
+    return Misfit(problem, key, value, [(header["key"], header["value"]) for header in headers or ()])
 
 
 def make_projection(settings: ProjectSettings, target: PostgresTarget, types: Mapping[str, DataType]) -> Projection:
@@ -299,8 +303,7 @@ def make_projection(settings: ProjectSettings, target: PostgresTarget, types: Ma
     Raises:
         InvalidConfig: the totals name a column that does not exist, or sum one that is no number.
     """
-    table = TableName.parse(target.table)
-    quarantine = TableName.parse(target.quarantine) if target.quarantine else _beside(table, "_quarantine")
+    table, quarantine = _tables(target)
     columns = {name: postgres_type(kind) for name, kind in types.items()}
     totals = None
     if target.totals is not None:
@@ -339,8 +342,24 @@ def postgres_type(kind: DataType) -> str:
 _SUMMABLE = ("bigint", "integer", "smallint", "numeric", "real", "double precision")
 
 
-def _beside(table: TableName, suffix: str) -> TableName:
-    return TableName(table.table + suffix, table.schema)
+def _tables(target: PostgresTarget) -> tuple[TableName, TableName]:
+    """The projected table, and its quarantine."""
+    table = TableName.parse(target.table)
+    beside = TableName(table.table + "_quarantine", table.schema)
+    return table, TableName.parse(target.quarantine) if target.quarantine else beside
+
+
+def rights_on(settings: ProjectSettings, target: PostgresTarget) -> dict[TableName, tuple[str, ...]]:
+    """The tables of a projection, each with the rights that it takes to write to them."""
+    table, quarantine = _tables(target)
+    rights: dict[TableName, tuple[str, ...]] = {
+        table: ("SELECT", "INSERT", "DELETE") if settings.keep == "latest" else ("SELECT", "INSERT"),
+        quarantine: ("SELECT", "INSERT"),
+        TableName(POSITIONS_TABLE, table.schema): ("SELECT", "INSERT", "UPDATE"),
+    }
+    if target.totals is not None:
+        rights[TableName.parse(target.totals.table)] = ("SELECT", "INSERT", "UPDATE", "DELETE")
+    return rights
 
 
 class _ParquetTarget:
@@ -373,7 +392,7 @@ class _ParquetTarget:
         from pyspark.sql import functions as F  # noqa: N812
 
         rows = project(records, self._settings).where("_problem IS NULL").drop("_problem")
-        rows = rows.withColumn("_date", F.to_date("_time")).persist()
+        rows = rows.withColumn("_date", F.expr(utc.day("_time"))).persist()
         try:
             found = rows.agg(F.count(F.lit(1)), F.count_if(F.col("_row") == 0), F.min("_date")).first()
             count, records_, since = found if found is not None else (0, 0, None)
@@ -419,7 +438,7 @@ class _QuarantineTarget:
         from pyspark.sql import functions as F  # noqa: N812
 
         bad = parse(records, self._settings).where("problem IS NOT NULL")
-        rows = bad.withColumnRenamed("problem", "reason").drop("rows").withColumn("_date", F.to_date("timestamp"))
+        rows = bad.withColumnRenamed("problem", "reason").drop("rows").withColumn("_date", F.expr(utc.day("timestamp")))
         return {"quarantined": self._table.append(rows.coalesce(1), positions)}
 
     def tidy(self) -> None:

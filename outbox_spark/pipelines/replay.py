@@ -17,10 +17,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
+from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaException, Producer, TopicPartition, make_consumer, make_producer
+from outbox_spark import utc
 from outbox_spark.config import ReplaySettings
 from outbox_spark.pipelines.archive import open_archive
 from outbox_spark.topics import TopicLog
@@ -34,7 +37,7 @@ _COUNTS = "topic STRING, partition INT, target STRING, published BIGINT, skipped
 
 
 class ReplayFailed(OutboxError):
-    """A record was not taken by Kafka; start the replay again to go on."""
+    """A record was not taken by Kafka; start the replay again to go on, when that is mended."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,16 @@ class Planned:
         target: where to.
         records: how many.
         keys: of how many keys.
-        first: the time of the earliest.
-        last: the time of the latest.
+        first: the time of the earliest, in UTC.
+        last: the time of the latest, in UTC.
     """
 
     topic: str
     target: str
     records: int
     keys: int
-    first: Any
-    last: Any
+    first: datetime | None
+    last: datetime | None
 
 
 def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
@@ -98,13 +101,14 @@ def plan(rows: DataFrame) -> list[Planned]:
         .agg(
             F.count(F.lit(1)).alias("records"),
             F.approx_count_distinct("key").alias("keys"),
-            F.min("timestamp").alias("first"),
-            F.max("timestamp").alias("last"),
+            F.expr(utc.micros("min(timestamp)")).alias("first"),
+            F.expr(utc.micros("max(timestamp)")).alias("last"),
         )
         .orderBy("topic")
         .collect()
     )
-    return [Planned(**row.asDict()) for row in found]
+    times = ("first", "last")
+    return [Planned(**row.asDict() | {name: utc.from_micros(row[name]) for name in times}) for row in found]
 
 
 def run(
@@ -127,7 +131,7 @@ def run(
     if table.is_empty:
         raise InvalidConfig(f"replay.archive: there is no archive in {table.url}")
     only = {"topic": settings.topics} if settings.topics is not None else None
-    since = {"date": settings.since.date().isoformat()} if settings.since is not None else None
+    since = {"date": settings.since.astimezone(UTC).date().isoformat()} if settings.since is not None else None
     rows = replay(table.read(only=only, since=since), settings)
     planned = plan(rows)
     for part in planned:
@@ -241,7 +245,16 @@ class _Shard:
     def _transaction(self, producer: Producer, group: Any, target: str, rows: list[Mapping[str, Any]]) -> None:
         producer.begin_transaction()
         for row in rows:
-            self._produce(producer, target, row)
+            try:
+                self._produce(producer, target, row)
+            except KafkaException as error:
+                if verdict_on(error.args[0]) is not Verdict.RECORD:
+                    raise
+                producer.abort_transaction(_SECONDS)
+                raise ReplayFailed(
+                    f"the record of {self._name} at offset {row['offset']} cannot be sent to {target}: "
+                    f"{error.args[0].str()}; those before its transaction are published"
+                ) from None
         position = TopicPartition(target, 0, rows[-1]["offset"] + 1)
         if producer.flush(_SECONDS) or self._failure is not None:
             reason = self._failure or "no answer"

@@ -1,9 +1,11 @@
 """The archive: every record once, whatever dies and whatever is lost of Spark's checkpoint."""
 
 import shutil
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark.config import ArchiveSettings, ReplaySettings
@@ -142,6 +144,58 @@ def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic)
         assert [(m.partition, m.value, m.headers) for m in replayed if m.key == key] == [
             (m.partition, m.value, m.headers + marks) for m in originals if m.key == key
         ]
+
+
+def test_a_replay_of_a_time_in_any_zone(spark, settings):
+    """`since` is met by records of the day before in UTC, `until` is not included; the dry run shows times in UTC."""
+    began = datetime(2026, 11, 20, 22, tzinfo=UTC)
+    rows = [
+        (b"k", b"v", [], "orders", 0, number, began + timedelta(hours=number), f"x:{number}") for number in range(5)
+    ]
+    columns = "key BINARY, value BINARY, header_list ARRAY<STRUCT<key: STRING, value: BINARY>>, topic STRING, "
+    columns += "partition INT, offset BIGINT, timestamp TIMESTAMP, outbox_id STRING"
+    records = archive.archive(spark.createDataFrame(rows, columns))
+    archive.open_archive(spark, settings.path).append(records, {"orders": {"0": 5}})
+    east = timezone(timedelta(hours=5))
+    wanted = ReplaySettings(
+        archive=settings.path,
+        name="again",
+        since=(began + timedelta(hours=1)).astimezone(east),
+        until=(began + timedelta(hours=3)).astimezone(east),
+    )
+    said = []
+    counts = replay.run(spark, {}, wanted, publish=False, say=said.append)
+    assert counts["selected"] == 2
+    assert said[0].endswith("from 2026-11-20 23:00:00+00:00 to 2026-11-21 00:00:00+00:00")
+
+
+class _Refusing:
+    """A producer for which the third record is too large."""
+
+    def __init__(self):
+        self.calls = []
+
+    def begin_transaction(self):
+        self.calls.append("begin")
+
+    def produce(self, *_, **__):
+        self.calls.append("produce")
+        if self.calls.count("produce") == 3:
+            raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
+
+    def abort_transaction(self, _):
+        self.calls.append("abort")
+
+
+def test_a_replay_names_a_record_that_cannot_be_sent(settings):
+    """A record that the client refuses is named by its offset, and its transaction is aborted."""
+    wanted = ReplaySettings(archive=settings.path, name="again")
+    producer = _Refusing()
+    rows = [{"offset": offset, "key": b"k", "value": b"v", "headers": []} for offset in range(10, 20)]
+    shard = replay._Shard({}, wanted, "orders", 0)
+    with pytest.raises(replay.ReplayFailed, match=r"at offset 12 cannot be sent to again: .*too large"):
+        shard._transaction(producer, None, "again", rows)
+    assert producer.calls == ["begin", "produce", "produce", "produce", "abort"]
 
 
 def test_a_replay_needs_its_partitions(spark, settings, kafka_bootstrap, make_topic):

@@ -1,6 +1,7 @@
 """The audit: what it finds, between Parquet folders and between an archive and topics."""
 
 import json
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -80,6 +81,40 @@ def test_finds_lost_repeated_reordered_and_unexpected(compare):
     )
     assert by_kind["reordered"]["key"] == "key-0"
     assert by_kind["unexpected"]["id"] == "db.public.outbox:9999"
+
+
+def test_times_are_utc(spark, compare, monkeypatch):
+    """The report's hours and times are UTC, in whatever zone session and driver are."""
+    before = spark.conf.get("spark.sql.session.timeZone")
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    spark.conf.set("spark.sql.session.timeZone", "Asia/Kolkata")
+    try:
+        result = compare(_records(70), _records(69))
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", before)
+        monkeypatch.delenv("TZ")
+        time.tzset()
+    assert [(hour["hour"], hour["expected"]) for hour in result.hours] == [
+        ("2026-11-21T08:00:00Z", 60),
+        ("2026-11-21T09:00:00Z", 10),
+    ]
+    assert [example["timestamp"] for example in result.examples] == ["2026-11-21T09:09:00Z"]
+
+
+def test_topics_that_were_not_looked_at_are_lost(spark, monkeypatch):
+    """What is expected of a topic that the found side does not name is lost, unless `topics` leaves it out."""
+    expected = spark.createDataFrame([*_records(4), ("stock", *_records(1)[0][1:])], _COLUMNS)
+    expected = expected.withColumnRenamed("outbox_id", "id").selectExpr("*", "false AS is_replay")
+    sides = {"expected": {"parquet": "/expected"}, "found": {"topics": ["orders"]}}
+    monkeypatch.setattr(
+        audit.Sides,
+        "read",
+        lambda _, side: (expected if side.topics is None else expected.where("topic = 'orders'"), None),
+    )
+    result = audit.run(spark, {}, AuditSettings(**sides))
+    assert {topic: counts["lost"] for topic, counts in result.topics.items()} == {"orders": 0, "stock": 1}
+    assert audit.run(spark, {}, AuditSettings(**sides, topics=["orders"])).is_clean
 
 
 def test_records_without_key_have_no_order(compare):

@@ -17,6 +17,12 @@ def test_tells_the_workers_error():
     assert reason_of(RuntimeError(_SPARK_SAYS)) == "psycopg.errors.UniqueViolation: duplicate key, password=***"
 
 
+def test_tells_what_happened_in_the_jvm():
+    """An error of Java is told by what happened, not by what was called."""
+    called = "An error occurred while calling None.JavaSparkContext.\n: java.lang.OutOfMemoryError: heap\n\tat a.B(C)"
+    assert reason_of(RuntimeError(called)) == "java.lang.OutOfMemoryError: heap"
+
+
 def test_tells_the_first_line_of_others():
     """An error that is none of a worker's is shown by its first line, one without words by its name."""
     assert reason_of(RuntimeError("\nfirst\nsecond")) == "first"

@@ -131,6 +131,28 @@ def test_a_stream_into_another_sink(spark, scene, tmp_path):
 
 
 @pytest.mark.real_broker
+def test_a_stream_of_what_is_there(spark, scene, tmp_path):
+    """A run that takes what is there takes all of it once, and has emptied the table when it ends."""
+    scene.fill("t", 100)
+    options = {"dsn": scene.database, "kafka.bootstrap.servers": scene.bootstrap, "maxRecordsPerBatch": 40}
+    query = (
+        spark.readStream.format("outbox")
+        .options(**options)
+        .load()
+        .select("id")
+        .writeStream.format("parquet")
+        .option("path", os.fspath(tmp_path / "rows"))
+        .option("checkpointLocation", os.fspath(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(120)
+    assert query.exception() is None
+    assert scene.count() == 0
+    assert sorted(row.id for row in spark.read.parquet(os.fspath(tmp_path / "rows")).collect()) == list(range(1, 101))
+
+
+@pytest.mark.real_broker
 def test_secrets_are_not_shown(spark, database, kafka_bootstrap):
     """Neither a plan nor an error shows a password."""
     secret = {"dsn": database + "?password=hunter2", "kafka.sasl.password": "hunter2"}

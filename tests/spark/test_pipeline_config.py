@@ -1,11 +1,14 @@
 """Settings of the pipelines and the command line: what is refused, and in which words."""
 
+import os
+import signal
+import threading
 from datetime import timedelta
 
 import pytest
 
 from outbox_core.errors import InvalidConfig
-from outbox_spark.cli import main
+from outbox_spark.cli import main, run
 from outbox_spark.config import load_pipeline
 
 _PROJECT = """
@@ -82,6 +85,29 @@ def test_a_side_of_an_audit_is_one_thing(load):
         load("audit: {expected: {archive: /a}, found: {table: {dsn: 'dbname=x', table: t}}}", "audit")
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "section"),
+    [
+        ("project", "{name: a, topics: t, checkpoint: /c, schema: n BIGINT, parquet: {path: /p}}"),
+        ("archive", "{name: a, topics: t, checkpoint: /c, path: /p}"),
+        ("audit", "{expected: {archive: /a}, found: {topics: t}}"),
+    ],
+)
+@pytest.mark.parametrize("kafka", ["", "kafka: {client.id: me}\n"])
+def test_kafka_must_be_named(load, pipeline, section, kafka):
+    """What reads topics needs to know where Kafka is."""
+    with pytest.raises(InvalidConfig, match=rf"kafka\.bootstrap\.servers: is missing: `{pipeline}` needs it"):
+        load(f"{kafka}{pipeline}: {section}\n", pipeline)
+
+
+def test_kafka_need_not_be_named(load):
+    """An audit of folders reads no topic; a replay needs Kafka when it publishes."""
+    load("audit: {expected: {archive: /a}, found: {parquet: /b}}", "audit")
+    file = load("replay: {archive: /a, name: again}", "replay")
+    with pytest.raises(InvalidConfig, match=r"kafka\.bootstrap\.servers: is missing"):
+        file.require_kafka()
+
+
 def test_times_need_a_zone(load):
     """A replay's times without a zone are refused: nobody would know which."""
     text = "replay: {archive: /a, name: again, since: 2026-11-21 00:00:00}"
@@ -98,3 +124,62 @@ def test_the_command_fails_in_one_line(tmp_path, capsys):
     assert len(lines) == 2
     assert all(line.startswith("outbox-spark: error: ") for line in lines)
     assert "archive: is missing" in lines[1]
+
+
+class _Session:
+    """A session whose one job runs until it is cancelled."""
+
+    def __init__(self):
+        self.cancelled, self.stopped = threading.Event(), False
+        self.sparkContext = self
+
+    def cancelAllJobs(self):  # noqa: N802  Spark's name
+        self.cancelled.set()
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture
+def replay_file(tmp_path):
+    """A file for a replay."""
+    path = tmp_path / "replay.yaml"
+    path.write_text("replay: {archive: /a, name: again}\n")
+    return str(path)
+
+
+def test_a_session_that_does_not_start_is_one_line(replay_file, monkeypatch, capsys):
+    """When Spark fails to start, there is no traceback, and the code says that nothing was begun."""
+
+    def fail(_):
+        raise RuntimeError("An error occurred while calling None.x.\n: java.lang.OutOfMemoryError: heap\n\tat y")
+
+    monkeypatch.setattr(run, "open_session", fail)
+    assert main(["replay", "-f", replay_file]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("outbox-spark: error: Spark did not start: java.lang.OutOfMemoryError: heap; see")
+
+
+def test_a_replay_that_publishes_needs_kafka(replay_file, capsys):
+    """That is said before Spark is started."""
+    assert main(["replay", "-f", replay_file, "--publish"]) == 2
+    assert "kafka.bootstrap.servers: is missing: `replay` needs it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("pipeline", "code"), [("replay", 1), ("audit", 2)])
+def test_a_signal_ends_what_has_no_batches(tmp_path, monkeypatch, capsys, pipeline, code):
+    """The first SIGTERM cancels the jobs of an audit or a replay, and the command ends with one line."""
+    session = _Session()
+
+    def work(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert session.cancelled.wait(30)
+        raise RuntimeError("Job 3 cancelled as part of cancellation of all jobs")
+
+    path = tmp_path / "pipeline.yaml"
+    path.write_text("replay: {archive: /a, name: again}\naudit: {expected: {archive: /a}, found: {parquet: /b}}\n")
+    monkeypatch.setattr(run, "open_session", lambda _: session)
+    monkeypatch.setitem(run._PIPELINES, pipeline, work)
+    assert main([pipeline, "-f", str(path)]) == code
+    assert session.stopped
+    assert f"outbox-spark: error: {pipeline} was stopped by a signal" in capsys.readouterr().err

@@ -126,6 +126,9 @@ def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_boo
         b"[]": "JSON object",
         b'{"n":1} {"n":2}': "schema",
         b'{"n":1},{"n":2}': "one JSON object",
+        b'{"n":1}]}and more': "one JSON object",
+        b'{"n":1}],"x":[{"n":2}': "one JSON object",
+        b'{"n":1}],"single":[{"n":2}': "one JSON object",
         b'{"n":"x"}': "n is no BIGINT",
         b'{"n":1.5}': "n is no BIGINT",
         b"{}": "missing: n",
@@ -187,6 +190,7 @@ def test_projects_to_parquet_without_repeats(spark, settings, tmp_path, kafka_bo
     ("change", "words"),
     [
         ({"schema": "n NUMBERISH"}, "schema"),
+        ({"schema": "BIGINT"}, "schema: is bigint without a name"),
         ({"columns": {"n": "nothing_there"}}, "nothing_there"),
         ({"columns": {"n": "n +"}}, "columns"),
         ({"columns": {"sku": "item.sku"}}, "totals.sums"),

@@ -116,6 +116,37 @@ def test_a_task_and_its_successor_come_one_after_the_other(database):
     assert _found(database) == _expected("latest", {0: 500})
 
 
+def _of_outbox(offset, number, cents, *, is_replay=False, outbox="db.public.outbox", key="k"):
+    """A record with its place in the topic and its id in an outbox; a tombstone if it has no cents."""
+    rows = () if cents is None else [("a", cents)]
+    place = (_TOPIC, 0, offset, None, f"{outbox}:{number}", key)
+    return ProjectedRecord(*place, is_tombstone=cents is None, rows=rows, is_replay=is_replay)
+
+
+@pytest.mark.parametrize("in_one_batch", [True, False])
+def test_a_replay_does_not_go_back(database, in_one_batch):
+    """Replayed records replace what is older, not what was stashed later; without comparable ids the last counts."""
+    records = [
+        _of_outbox(0, 9, 9),
+        _of_outbox(1, 100, 100, key="other"),
+        _of_outbox(2, 9, 9, key="mended"),
+        _of_outbox(3, 5, 5, is_replay=True),
+        _of_outbox(4, 9, 9, is_replay=True),
+        _of_outbox(5, 10, 10, is_replay=True, key="mended"),
+        _of_outbox(6, 1, 1, is_replay=True, outbox="another", key="other"),
+    ]
+    with ProjectionStore(database, _projection()) as store:
+        store.prepare()
+        batches = [records] if in_one_batch else [[record] for record in records]
+        counts = [store.write(iter(batch), {_TOPIC: {"0": batch[-1].offset + 1}}) for batch in batches]
+    assert sum(count["repeated"] for count in counts) == 2
+    with psycopg.connect(database) as connection:
+        rows = connection.execute("SELECT _key, _outbox_id, cents FROM lines ORDER BY 1").fetchall()
+        totals = connection.execute("SELECT cents, lines FROM totals").fetchall()
+    assert rows == [("k", "db.public.outbox:9", 9), ("mended", "db.public.outbox:10", 10), ("other", "another:1", 1)]
+    assert totals == [(20, 3)]
+
+
 def test_pipelines_of_one_database_have_positions_of_their_own(database):
     """A second pipeline does not begin where the first is."""
     for name in ("a", "b"):

@@ -1,6 +1,8 @@
 """Batches and shards on real services, without Spark: crashes at every step, changes of leadership."""
 
 import json
+import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
@@ -251,6 +253,19 @@ def test_a_record_that_kafka_refuses_is_named(scene, make_topic):
     with pytest.raises(InvalidRecord, match=f"record 1 for topic '{topic}'.*harvester"):
         scene.relay()
     assert scene.count() == 1
+
+
+def test_a_record_that_the_broker_refuses_is_named(scene, make_topic):
+    """A record that the client takes and the broker does not stops the relay too, well before patience ends."""
+    topic = make_topic(1, config={"max.message.bytes": "20000"})
+    scene.stash(
+        OutboxRecord(topic=topic, key="a", value=b"x"), OutboxRecord(topic=topic, key="b", value=os.urandom(50_000))
+    )
+    began = time.monotonic()
+    with pytest.raises(InvalidRecord, match=f"records? .*2 for topic '{topic}'.*harvester"):
+        scene.relay()
+    assert time.monotonic() - began < 60
+    assert scene.count() == 2
 
 
 def test_headers_tombstones_and_partitions_arrive(scene, make_topic):

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable
-from outbox_spark.kafka_source import KafkaSourceOptions, to_arrow
+from outbox_spark.kafka_source import KafkaSourceOptions, _StreamReader, to_arrow
 from outbox_spark.topics import (
+    LATEST,
     OffsetRange,
     RangeReader,
     RecordsExpired,
@@ -60,6 +61,30 @@ def test_ranges_are_split_without_gaps(partitions, pieces):
 def test_a_batch_never_goes_back():
     """A partition whose end is below the start (a topic made anew) gives nothing, rather than a negative range."""
     assert plan_batch({"t": {"0": 9}}, {"t": {"0": 4}}, {"t": {"0": 0}}, None) == {"t": {"0": 9}}
+
+
+class _Log:
+    """A log of one partition that ends at 4."""
+
+    def bounds(self):
+        return {"t": {"0": 0}}, {"t": {"0": 4}}
+
+
+@pytest.mark.parametrize("available_now", [True, False])
+def test_a_topic_made_anew_is_noticed(available_now):
+    """A topic that ends before what was read of it is lost data, unless that is allowed."""
+    options = {"kafka.bootstrap.servers": "h:1", "subscribe": "t"}
+    reader = _StreamReader(KafkaSourceOptions.of(options, streaming=True))
+    lenient = _StreamReader(KafkaSourceOptions.of({**options, "failOnDataLoss": "false"}, streaming=True))
+    for each in (reader, lenient):
+        each.__dict__["_log"] = _Log()
+        if available_now:
+            each.prepareForTriggerAvailableNow()
+    limit = reader.getDefaultReadLimit()
+    assert reader.latestOffset({"t": {"0": 3}}, limit) == {"t": {"0": 4}}
+    with pytest.raises(RecordsExpired, match=r"t\[0\] was read up to offset 9, and now ends at 4"):
+        reader.latestOffset({"t": {"0": 9}}, limit)
+    assert lenient.latestOffset({"t": {"0": 9}}, limit) == {"t": {"0": 9}}
 
 
 @pytest.mark.parametrize("text", ["", "first", "{}", '{"t": 3}', '{"t": {"0": "x"}}', '{"t": {"0": -3}}', "[1]"])
@@ -179,16 +204,18 @@ def test_lost_records_are_an_error_unless_allowed(kafka_bootstrap, make_topic):
         values_of(kafka, OffsetRange(topic, 0, 2, 10))
     assert values_of(kafka, OffsetRange(topic, 0, 2, 10), fail_on_loss=False) == [6, 7, 8, 9]
     assert values_of(kafka, OffsetRange(topic, 0, 2, 5), fail_on_loss=False) == []
+    assert values_of(kafka, OffsetRange(topic, 0, 0, 0)) == []  # of nothing, nothing is lost
 
 
 @pytest.mark.real_broker
 def test_positions_by_words_and_numbers(kafka_bootstrap, make_topic, topic_name):
-    """-2 and -1 stand for the ends, partitions that are not named begin at the earliest; strangers are refused."""
+    """-2 and -1 stand for the ends, other partitions begin at the earliest or end at the latest; no strangers."""
     topic = make_topic(2)
     kafka = {"bootstrap.servers": kafka_bootstrap}
     produce(kafka_bootstrap, topic, range(5))
     log = TopicLog(kafka, [topic])
     assert log.starting({topic: {"0": -1}}) == {topic: {"0": 5, "1": 0}}
+    assert log.starting({topic: {"1": 0}}, others=LATEST) == {topic: {"0": 5, "1": 0}}
     assert log.starting({topic: {"0": 3, "1": -2}}) == {topic: {"0": 3, "1": 0}}
     with pytest.raises(InvalidConfig, match=r"\[7\], which is not there"):
         log.starting({topic: {"7": 0}})
@@ -248,3 +275,6 @@ def test_spark_reads_topics(spark, kafka_bootstrap, make_topic, tmp_path):
     batch = spark.read.format("outbox_kafka").options(**options, minPartitions=6).load()
     assert batch.count() == 301
     assert batch.rdd.getNumPartitions() >= 6
+    others = batch.where("partition != 0").count()
+    ending = json.dumps({topic: {"0": 0}})
+    assert spark.read.format("outbox_kafka").options(**options, endingOffsets=ending).load().count() == others

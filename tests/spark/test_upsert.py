@@ -1,6 +1,8 @@
 """Rows into a PostgreSQL table: each once, whatever is tried again; and what is wrong is said."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import psycopg
 import pytest
@@ -77,6 +79,31 @@ def test_rows_without_a_key_are_added_once(table):
         assert connection.execute("SELECT count(*) FROM seen").fetchone() == (4,)
 
 
+def test_attempts_of_the_first_batch_come_one_after_the_other(table):
+    """Before there is any note, too, a second attempt of a task waits for the first, and then adds nothing."""
+    with psycopg.connect(table, autocommit=True) as connection:
+        connection.execute("CREATE TABLE seen (number int)")
+    half_way, go_on = threading.Event(), threading.Event()
+
+    def rows() -> Iterator[tuple]:
+        yield (1,)
+        half_way.set()
+        go_on.wait(30)
+        yield (2,)
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = (upsert(table, keys=(), columns=("number",), table="seen") for _ in range(2))
+        one = threads.submit(first.write, rows(), task(0))
+        assert half_way.wait(30)
+        other = threads.submit(second.write, [(1,), (2,)], task(0))
+        wait([other], timeout=0.5)
+        assert not other.done()
+        go_on.set()
+        assert (one.result(30).skipped, other.result(30).skipped) == (False, True)
+    with psycopg.connect(table) as connection:
+        assert connection.execute("SELECT count(*) FROM seen").fetchone() == (2,)
+
+
 def test_a_failure_leaves_neither_rows_nor_note(table):
     """A task that dies on the way has written nothing, and is not skipped when it is tried again."""
 
@@ -123,6 +150,7 @@ def test_a_database_that_is_away_is_no_error_of_the_table():
     [
         ({"table": "t"}, "option dsn is missing"),
         ({"dsn": "dbname=x"}, "option table is missing"),
+        ({"dsn": "mysql://h/d", "table": "t"}, "option dsn is the URL of another kind of database"),
         ({"dsn": "dbname=x", "table": "t", "onConflict": "merge"}, "onConflict must be one of ignore, update"),
         ({"dsn": "dbname=x", "table": "t", "kafka.acks": "1"}, r"unknown option\(s\) kafka.acks"),
     ],
