@@ -39,6 +39,7 @@ _LIMITS = {
 _KAFKA = {"session.timeout.ms": int(SESSION_SECONDS * 1000), "reconnect.backoff.max.ms": 500}
 _LEADER_SECONDS = 40.0
 _SPRING_SECONDS = 12.0
+_RELEASE_SECONDS = 60.0
 
 
 class Hit(NamedTuple):
@@ -245,23 +246,39 @@ class ChaosOutbox:
     def _hold(self, then: str, fault: Fault, *, records: bool) -> Hit:
         """Pause a topic, or some keys by waiting records; release them after a while, perhaps under a new leader."""
         holds, began = Holds(self.name), time.time()
-        with psycopg.connect(self._services.postgres.dsn, autocommit=True) as connection:
-            if records:
-                waiting = connection.execute(f"SELECT id FROM {self.name} ORDER BY random() LIMIT 20").fetchall()
-                for (identity,) in waiting:
-                    with suppress(OutboxError):  # published meanwhile
-                        holds.add_record(connection, identity)
-            else:
-                holds.add(connection, self.topics[fault.count % len(self.topics)])
+        try:
+            with psycopg.connect(self._services.postgres.dsn, autocommit=True) as connection:
+                self._add_holds(holds, connection, self.topics[fault.count % len(self.topics)], records=records)
             time.sleep(0.2 + 2.0 * fault.share)
-            try:
-                if then == "kill-and-release":
-                    self._kill_leader()
-            finally:
+            if then == "kill-and-release":
+                self._kill_leader()
+        except psycopg.OperationalError as error:
+            raise Missed(f"the database is away: {error}") from None
+        finally:
+            released = wait_until(lambda: self._release(holds), _RELEASE_SECONDS)
+        if not released:
+            raise Missed("nothing could be released")  # the checker will find the records that stay held
+        return Hit(f"{'records' if records else 'a topic'} for {time.time() - began:.1f} s", began)
+
+    def _add_holds(self, holds: Holds, connection: psycopg.Connection[Any], topic: str, *, records: bool) -> None:
+        if not records:
+            holds.add(connection, topic)
+            return
+        waiting = connection.execute(f"SELECT id FROM {self.name} ORDER BY random() LIMIT 20").fetchall()
+        for (identity,) in waiting:
+            with suppress(OutboxError):  # published meanwhile
+                holds.add_record(connection, identity)
+
+    def _release(self, holds: Holds) -> bool:
+        """Release everything; False if the database is away."""
+        try:
+            with psycopg.connect(self._services.postgres.dsn, autocommit=True) as connection:
                 for topic in self.topics:
                     holds.release(connection, topic=topic)
                 holds.release_records(connection)
-        return Hit(f"{'records' if records else 'a topic'} for {time.time() - began:.1f} s", began)
+        except psycopg.OperationalError:
+            return False
+        return True
 
     def _kill_leader(self) -> Hit:
         leader = self.leader()
