@@ -166,6 +166,8 @@ class Fetcher:
         for partition in self._consumer.assignment():
             done = self._done.get(partition.partition, self._ends.get(partition.partition))
             end = self._end_of(partition)
+            if end < 0 and self._is_paused:
+                return None  # to ask for the others would take as long
             if done is not None and end >= 0:
                 lag = (lag or 0) + max(0, end - done)
         return lag
