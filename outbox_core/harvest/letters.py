@@ -127,7 +127,8 @@ class Letters:
         """
         cause = _cause_of(outcome)
         errors = [failure.error for failure in failures] + ([cause] if cause is not None else [])
-        if self._are_forbidden(letters, errors):
+        tried = {record[_ID] for record in letters}.union(failure.record[_ID] for failure in failures)
+        if self._are_forbidden(sorted(tried), errors):
             return
         if any(verdict_on(error) is Verdict.AWAY for error in errors):
             self._is_topic_there = False  # it is made anew
@@ -149,12 +150,12 @@ class Letters:
         elif failures or isinstance(outcome, Ended):  # else it was our own choice
             self._wait(outcome.reason if isinstance(outcome, Ended) else failures[0].error.str())
 
-    def _are_forbidden(self, letters: Sequence[StoredRecord], errors: Sequence[KafkaError]) -> bool:
+    def _are_forbidden(self, ids: Sequence[int], errors: Sequence[KafkaError]) -> bool:
         """See whether we may not write to the dead-letter topic; if so they stay held, and others wait."""
         error = next((error for error in errors if verdict_on(error) is Verdict.FORBIDDEN), None)
         if error is None or not self._rights.missing_for({self.topic}):
             return False
-        self._keep([letter[_ID] for letter in letters], error)
+        self._keep(ids, error)
         self._wait(error.str())
         return True
 

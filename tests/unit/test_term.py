@@ -183,6 +183,16 @@ def test_dead_letter_that_is_asked_for_again(world):
     world.close()
 
 
+def test_dead_letter_that_the_client_may_not_send_stays_held(world):
+    """The client may know by itself that a right is missing: then nothing is in the transaction."""
+    subject, letter = world.delivery.letters, world.table.rows[world.table.add("bad")]
+    world.cluster.forbidden = {LETTERS}
+    failure = Failure(letter, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), alone=True)
+    subject.concluded([], [failure], Aborted(None, record_at_fault=False))
+    assert set(world.table.kept) == {1}
+    world.close()
+
+
 # -- rights
 
 
