@@ -44,6 +44,7 @@ _log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 30.0
+_DOUBLINGS = 5  # of a second, to the longest pause; more would be no float after some hours
 _ATTEMPTS = 6
 """How often it fails in a row with nothing done between; without `once`, of the same cause, which is no outage."""
 _OUTAGE = re.compile(r"Unavailable|OperationalError|InterfaceError")
@@ -156,7 +157,7 @@ class Follower:
                     self._failures += 1
                     if (once and self._failures == _ATTEMPTS) or self._repeats(error):
                         raise
-                    pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** (self._failures - 1))
+                    pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._failures - 1, _DOUBLINGS))
                     _log.warning("%s; trying again in %.0f s", error, pause)
                     stop.wait(pause)
         finally:

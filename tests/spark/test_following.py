@@ -51,10 +51,10 @@ def test_gives_up_what_does_not_pass():
 
 def test_bears_outages():
     """Services that are away are waited for, whoever says so, for as long as it takes."""
-    away = [StoreUnavailable("away"), PipelineFailed("outbox_core.errors.KafkaUnavailable: away")] * 20
+    away = [StoreUnavailable("away"), PipelineFailed("outbox_core.errors.KafkaUnavailable: away")] * 600
     follower = _Failing(away)
     follower.run(once=False, stop=_Never())
-    assert follower.queries == 41
+    assert follower.queries == 1201
 
 
 def test_bears_different_failures():
