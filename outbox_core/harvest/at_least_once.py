@@ -107,6 +107,7 @@ class AtLeastOnce:
         self._mark_limit = 0
         self._reading: Reading | None = None
         self._mark_excludes = False
+        self._marked_with = self._bad.holds
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._read_holds_not_before = 0.0
         self._settling: Future[int] | None = None
@@ -194,7 +195,7 @@ class AtLeastOnce:
         self._mark_excludes = bool(lanes or ids or topics)
         self._mark_limit = limit
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
-        holds = bad.holds
+        holds = self._marked_with = bad.holds
         reading = self._reading = self._with.floor.begin(frozenset(lanes | ids | topics | holds.items))
 
         def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float, HoldSet]:
@@ -263,6 +264,8 @@ class AtLeastOnce:
         if not self._drain or self._mark_excludes or self._lanes.held or self._bad.is_writing or self._burials.is_busy:
             return
         holds, book = self._bad.holds, self._bad.book
+        if holds is not self._marked_with:
+            return  # something may have been released since the mark began
         try:
             if holds:  # the rest is held: unless that has changed, this is all
                 self.drained = self._with.marker.submit(book.read).result() is holds and not holds.requests

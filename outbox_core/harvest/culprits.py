@@ -189,7 +189,7 @@ class Culprits:
         """These records are published."""
         for topic, part in self._parking.succeeded(records) if self._parking else ():
             _log.info("records for %s arrive again", topic if part is None else f"{topic}, {part}")
-        self._with.kafka.worked(all_of_it=not self._parking)
+        self._with.kafka.worked(all_of_it=not self._parking.is_unreachable)
 
     def was_too_slow(self, records: Sequence[StoredRecord], failures: list[Failure]) -> Aborted:
         """A probe did not arrive in time, which says as much as a time-out."""
@@ -241,7 +241,7 @@ class Culprits:
         record, verdict = failure.record, verdict_on(failure.error)
         place = place_of(failure, verdict)
         is_new = place not in self._parking
-        self._parking.failed(record, place)
+        self._parking.failed(record, place, unreachable=verdict is Verdict.RETRY)
         self._since_scan.add(who_is(record))
         if verdict is Verdict.RETRY:
             self._with.kafka.began(f"record {record[_ID]} for topic {record[_TOPIC]}: {failure.error.str()}")
