@@ -50,7 +50,7 @@ from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure, Publisher
 from outbox_core.harvest.recovery import Recovery, Transactions
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.verdicts import Verdict, verdict_on
+from outbox_core.harvest.verdicts import Verdict
 from outbox_core.ports import HoldSet, MarkedBatch, OutboxStore, StoredRecord, bytes_of
 
 _log = logging.getLogger(__name__)
@@ -329,7 +329,7 @@ class AtLeastOnce:
             self._with.emit(MeterRead(stats))
 
     def _fail(self, failures: list[Failure]) -> None:
-        broken = [failure for failure in failures if verdict_on(failure.error) is Verdict.BROKEN]
+        broken = [failure for failure in failures if failure.verdict is Verdict.BROKEN]
         if (
             self._over() or self._remark or broken or self._publisher.is_broken
         ):  # dropped on purpose, on the way back anyhow, or with the producer

@@ -106,7 +106,7 @@ class BadRecords:
         """Take in failed deliveries; return the records that go back to the table."""
         dropped: list[StoredRecord] = []
         for failure in failures:
-            record, verdict = failure.record, verdict_on(failure.error)
+            record, verdict = failure.record, failure.verdict
             if verdict is Verdict.RECORD and not failure.alone:
                 self._suspects.append(record)
             elif verdict in (Verdict.RECORD, Verdict.FORBIDDEN) and self.book.is_kept:

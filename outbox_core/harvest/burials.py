@@ -23,7 +23,7 @@ from outbox_core.election.leadership import now
 from outbox_core.errors import OutboxError, StoreUnavailable
 from outbox_core.harvest.publisher import Failure, Publisher, dead_letter
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.verdicts import Verdict, verdict_on
+from outbox_core.harvest.verdicts import Verdict
 from outbox_core.ports import HoldSet, OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Burials:
         mine = [failure for failure in failures if self._sent.get(failure.record[0]) is failure.record]
         for failure in mine:
             del self._sent[failure.record[0]]
-            verdict = verdict_on(failure.error)
+            verdict = failure.verdict
             if verdict in (Verdict.RECORD, Verdict.FORBIDDEN):
                 self._refused.append(failure)
             else:

@@ -217,11 +217,11 @@ class Culprits:
             return
         if not failures and len(group) == 1:
             failures = [Failure(group[0], aborted.error, partition=-1)]
-        about_record = [failure for failure in failures if verdict_on(failure.error) is Verdict.RECORD]
-        others = [failure for failure in failures if verdict_on(failure.error) is not Verdict.RECORD]
-        self._condemn_topics(failure for failure in others if verdict_on(failure.error) is Verdict.FORBIDDEN)
+        about_record = [failure for failure in failures if failure.verdict is Verdict.RECORD]
+        others = [failure for failure in failures if failure.verdict is not Verdict.RECORD]
+        self._condemn_topics(failure for failure in others if failure.verdict is Verdict.FORBIDDEN)
         for failure in others:
-            if verdict_on(failure.error) is not Verdict.FORBIDDEN:
+            if failure.verdict is not Verdict.FORBIDDEN:
                 self._park(failure)
         if len(group) == 1:
             self.condemn(about_record)
@@ -238,7 +238,7 @@ class Culprits:
                 self._trials.failed(rest, named, code)
 
     def _park(self, failure: Failure) -> None:
-        record, verdict = failure.record, verdict_on(failure.error)
+        record, verdict = failure.record, failure.verdict
         place = place_of(failure, verdict)
         is_new = place not in self._parking
         self._parking.failed(record, place, unreachable=verdict is Verdict.RETRY)
@@ -253,10 +253,10 @@ class Culprits:
 
     def refused(self, failures: Sequence[Failure]) -> None:
         """The client refused these: no other record is to blame for that."""
-        about_record = [failure for failure in failures if verdict_on(failure.error) is Verdict.RECORD]
+        about_record = [failure for failure in failures if failure.verdict is Verdict.RECORD]
         self.condemn(about_record)
         for failure in failures:
-            if verdict_on(failure.error) is not Verdict.RECORD:
+            if failure.verdict is not Verdict.RECORD:
                 self._park(failure)
 
     def blame_topics(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> None:

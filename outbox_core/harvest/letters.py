@@ -130,14 +130,15 @@ class Letters:
         tried = {record[_ID] for record in letters}.union(failure.record[_ID] for failure in failures)
         if self._are_forbidden(sorted(tried), errors):
             return
-        if any(verdict_on(error) is Verdict.AWAY for error in errors):
+        verdicts = [failure.verdict for failure in failures] + ([verdict_on(cause)] if cause is not None else [])
+        if Verdict.AWAY in verdicts:
             self._is_topic_there = False  # it is made anew
         if isinstance(outcome, Committed):
             self._done.update(letter[_ID] for letter in letters)
             self._rest = 0.0
         if not failures and cause is not None:
             failures = [Failure(letter, cause, alone=len(letters) == 1) for letter in letters]
-        refused = [failure for failure in failures if verdict_on(failure.error) is Verdict.RECORD]
+        refused = [failure for failure in failures if failure.verdict is Verdict.RECORD]
         if not isinstance(outcome, Committed) and self._at_once > 1 and not all(failure.alone for failure in refused):
             self._at_once = 1  # one of them is to blame for the others
             return

@@ -10,13 +10,15 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, Producer
 from outbox_core.ports import StoredRecord
 
 _log = logging.getLogger(__name__)
 
+_PARTITION: Final = 6
 _SETTLE_POLL_SECONDS = 0.1
 _REMEMBERED_TOPICS = 10_000
 _LEGAL_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
@@ -41,6 +43,16 @@ class Failure(NamedTuple):
     error: KafkaError
     alone: bool = False
     partition: int | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What the error says about the record.
+
+        A partition that the topic does not have is the fault of a record that names it; else the topic has just been
+        deleted, or made anew with fewer.
+        """
+        names_none = self.record[_PARTITION] < 0 and self.error.code() == KafkaError._UNKNOWN_PARTITION  # noqa: SLF001
+        return Verdict.AWAY if names_none else verdict_on(self.error)
 
 
 def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> list[tuple[str, Any]]:

@@ -210,13 +210,16 @@ def test_tracking_topic_without_authorisation_is_named(scene, make_topic, topic_
     assert scene.count() == 100
 
 
-def test_dead_letter_topic_that_is_deleted_is_made_anew(scene, make_topic, topic_name, mode):
-    """A topic that somebody deletes while the harvester runs is there again for the next dead letter."""
+def test_dead_letter_topic_that_is_deleted_is_made_anew(scene, make_topic, topic_name):
+    """A topic that somebody deletes while the harvester runs is there again for the next dead letter.
+
+    Exactly once it is the same, with longer rests: see tests/unit/test_term.py.
+    """
     topic, letters = make_topic(config=SMALL), topic_name("letters")
     admin = make_admin({"bootstrap.servers": scene.bootstrap})
     kafka = {"allow.auto.create.topics": False, "topic.metadata.propagation.max.ms": 1000}
     settings = {"on_poison": "dead-letter", "dead_letter_topic": letters, "producer_kafka_config": kafka}
-    with scene.running(config=mode | settings, limits=QUICK):
+    with scene.running(config=settings, limits=QUICK):
         scene.stash(OutboxRecord(topic, "bad", LARGE))
         wait_until(lambda: scene.count() == 0, "it is buried")
         admin.delete_topics([letters])[letters].result(20)
