@@ -324,11 +324,11 @@ class Term:
         self._join_scan()
         self._with.floor.reset("a transaction was aborted")
         self._purge_is_committed(None)
-        self._in_flight = self._in_memory()
+        self._in_flight = self._not_purged()
 
-    def _in_memory(self) -> set[int]:
-        """Rows that were scanned, and neither forgotten nor purged, while no batch is being published."""
-        return {identity for identity, _ in self._unpurged} | self._culprits.ids
+    def _not_purged(self) -> set[int]:
+        """Rows that are published and may still be in the table. What is set aside for trials every scan leaves out."""
+        return {identity for identity, _ in self._unpurged}
 
     # -- trials and dead letters
 
@@ -338,7 +338,7 @@ class Term:
         records = list(group)
         began = now()
         # Exactly: those that were let go of are to be found again.
-        self._in_flight = self._in_memory() | {record[_ID] for record in records}
+        self._in_flight = self._not_purged() | {record[_ID] for record in records}
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []

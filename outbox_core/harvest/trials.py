@@ -11,7 +11,8 @@ groups, each in a transaction of its own:
 - a group of one that fails with a code that a record may be to blame for is bad.
 
 Order is kept: the parts of a group are tried one after the other, the records of a key in their order, and a record
-moves to a later part together with all that follow it in its key.
+moves to a later part together with all that follow it in its key. What goes back to the table takes along whatever is
+set aside of its keys (`drop`): else it would be overtaken.
 
 The structure is pure and belongs to one thread.
 """
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 
 from outbox_core.harvest.lanes import lane_of
 from outbox_core.kafka import KafkaError
@@ -98,9 +100,22 @@ class Trials:
         """The next group to try, without those that meanwhile are held or parked."""
         group = self._groups.popleft()
         self._count(group, -1)
-        kept = [record for record in group if not is_kept_back(record)]
-        self.let_go = len(kept) < len(group)
-        return kept
+        gone = {lane_of(record) for record in group if is_kept_back(record)}
+        self.let_go = bool(gone)
+        if not gone:
+            return group
+        lanes = {lane for lane in gone if lane is not None}
+        self.drop(lanes)
+        return [record for record in group if lane_of(record) not in lanes and not is_kept_back(record)]
+
+    def drop(self, lanes: AbstractSet[LaneKey]) -> None:
+        """Forget the records of these keys: an earlier one has gone back to the table, and they are not to overtake it."""
+        if not lanes or lanes.isdisjoint(self.lanes):
+            return
+        groups, self._groups = self._groups, deque()
+        self._records = self._bytes = 0
+        for group in groups:
+            self.set_aside([record for record in group if lane_of(record) not in lanes])
 
     def put_back(self, group: Group) -> None:
         """A group that is to be tried next: it was not after all, or is a part of one that was."""

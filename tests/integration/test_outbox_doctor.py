@@ -176,7 +176,7 @@ def test_missing_rights_on_holds_are_told(database, connection, run, monkeypatch
         connection.execute("REVOKE SELECT ON outbox_hold FROM reader")
         code, findings = run("doctor")
         assert code == 1
-        assert "SELECT" in of(findings, "problem")["holds"]["detail"]
+        assert "missing rights on outbox_hold" in of(findings, "problem")["database"]["detail"]
     finally:
         connection.execute("DROP OWNED BY reader; DROP ROLE reader")
 

@@ -109,3 +109,16 @@ def test_too_much_in_memory_does_not_wait():
     assert trials.are_too_many
     trials.next(lambda _: True)
     assert not trials.are_too_many
+
+
+def test_what_goes_back_takes_along_what_is_set_aside_of_its_key():
+    """The key opens before its later records are tried: they must not overtake the one in the table."""
+    trials = Trials(100, 10**6)
+    trials.set_aside([record(1, "k"), record(2, "m")])
+    trials.set_aside([record(3, "k"), record(4, "m")])
+    closed = {"k"}
+    assert trials.next(lambda one: one[2] in closed) == [record(2, "m")]
+    assert trials.let_go
+    closed.clear()
+    assert trials.next(lambda one: one[2] in closed) == [record(4, "m")]
+    assert not trials
