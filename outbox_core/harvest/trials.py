@@ -109,7 +109,7 @@ class Trials:
         return [record for record in group if lane_of(record) not in lanes and not is_kept_back(record)]
 
     def drop(self, lanes: AbstractSet[LaneKey]) -> None:
-        """Forget the records of these keys: an earlier one has gone back to the table, and they are not to overtake it."""
+        """Forget the records of these keys: an earlier one has gone back to the table, and must not be overtaken."""
         if not lanes or lanes.isdisjoint(self.lanes):
             return
         groups, self._groups = self._groups, deque()
