@@ -255,7 +255,8 @@ def test_sequence_that_is_not_the_default_one(scene):
 def test_role_that_may_not_read_the_sequence(scene, topic_name):
     """The floor is off and the log says which right is missing; harvesting works all the same."""
     role = topic_name("role")
-    scene.execute(f'CREATE ROLE "{role}" LOGIN; GRANT SELECT, UPDATE, DELETE ON outbox TO "{role}"')
+    grants = f'GRANT SELECT, UPDATE, DELETE ON outbox TO "{role}"; GRANT SELECT ON outbox_hold TO "{role}"'
+    scene.execute(f'CREATE ROLE "{role}" LOGIN; {grants}')
     scene.fill("t", 3)
     store = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))
     assert store.sight().unusable.startswith("GRANT SELECT ON SEQUENCE public.outbox_id_seq")
