@@ -6,6 +6,7 @@ import inspect
 import logging
 import random
 import threading
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -138,20 +139,25 @@ class Worker:
 
     def _failed(self, message: Message, error: Exception) -> None:
         if message.is_settled:
-            _log.warning("%r: the handler raised after it had settled it", message, exc_info=error)
+            _log.warning("%r: the handler raised after it had settled it\n%s", message, _trace(error))
             return
         try:
             if isinstance(error, Reject):
                 message.reject(_text(error.reason))
                 return
-            _log.warning("%r: the handler raised", message, exc_info=error)
+            _log.warning("%r: the handler raised\n%s", message, _trace(error))
             message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {_text(error)}")
         except (QueueClosed, MessageSettled):
             raise
         except Exception as problem:
             # Also one of `retry_delay`.
-            _log.warning("%r: not given back, and redelivered after its timeout", message, exc_info=problem)
+            _log.warning("%r: not given back, and redelivered after its timeout\n%s", message, _trace(problem))
             message.interrupt()
+
+
+def _trace(error: Exception) -> str:
+    """What happened where; unlike some formatters of logs, also for errors that cannot say what they are."""
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def check_handler(handler: object) -> None:
