@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from confluent_kafka import (
@@ -73,6 +74,8 @@ __all__ = [
 
 KafkaConfig = Mapping[str, Any]
 
+_DISCARD_SECONDS = 2.0
+_DISCARD_POLL_SECONDS = 0.01
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ATTEMPT_SECONDS = 1.0
 _APPEAR_INTERVAL_SECONDS = 0.05
@@ -114,6 +117,19 @@ def make_producer(config: KafkaConfig) -> Producer:
     """A producer from librdkafka settings. Raises InvalidConfig for a setting librdkafka refuses."""
     producer: Producer = _make(Producer, config)
     return producer
+
+
+def discard(producer: Producer) -> None:
+    """Take back whatever a producer still has, before it is thrown away.
+
+    librdkafka 2.16 corrupts its memory when a fenced transactional producer is destroyed with messages in it.
+    """
+    with suppress(KafkaException):
+        producer.purge()
+    end = time.monotonic() + _DISCARD_SECONDS
+    while len(producer) and time.monotonic() < end:
+        with suppress(KafkaException):  # a broken producer says so once more
+            producer.poll(_DISCARD_POLL_SECONDS)
 
 
 def make_consumer(config: KafkaConfig) -> Consumer:

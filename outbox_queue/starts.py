@@ -16,17 +16,14 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol
 
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition, make_producer
+from outbox_core.kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition, discard, make_producer
 from outbox_queue.clients import group_of, producer_settings, transactional_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.markers import PARTITIONER, MarkerRecord
 
 _SLICE_SECONDS = 0.2
-_DISCARD_SECONDS = 2.0
-_DISCARD_POLL_SECONDS = 0.01
 
 _log = logging.getLogger(__name__)
 
@@ -214,19 +211,6 @@ def commit(config: QueueConfig, consumer: Consumer, offsets: Mapping[int, int]) 
     for partition in consumer.commit(offsets=positions(config, offsets), asynchronous=False) or ():
         if partition.error is not None:
             raise KafkaException(partition.error)
-
-
-def discard(producer: Producer) -> None:
-    """Take back whatever a producer still has, before it is thrown away.
-
-    librdkafka 2.16 corrupts its memory when a fenced transactional producer is destroyed with messages in it.
-    """
-    with suppress(KafkaException):
-        producer.purge()
-    end = time.monotonic() + _DISCARD_SECONDS
-    while len(producer) and time.monotonic() < end:
-        with suppress(KafkaException):  # a broken producer says so once more
-            producer.poll(_DISCARD_POLL_SECONDS)
 
 
 def deadline(seconds: float) -> SecondsLeft:

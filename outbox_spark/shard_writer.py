@@ -166,7 +166,7 @@ class ShardWriter:
         self, outcome: Aborted, missing: Sequence[StoredRecord], failures: Sequence[Failure]
     ) -> InvalidRecord | KafkaUnavailable:
         """A refusal is the end of it; an outage, or what nobody can tell, is tried again, with delivery reports."""
-        refused = [failure for failure in failures if verdict_on(failure.error) in _REFUSALS]
+        refused = [failure for failure in failures if failure.verdict in _REFUSALS]
         if refused:
             return _refusal([failure.record for failure in refused], refused[0].error)
         if outcome.error is None:

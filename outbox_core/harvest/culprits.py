@@ -26,7 +26,6 @@ from typing import Final
 from outbox_core.election.leadership import now
 from outbox_core.harvest.bad_records import Exclusion, new_hold, place_of
 from outbox_core.harvest.holding import HoldBook
-from outbox_core.harvest.lanes import lane_of
 from outbox_core.harvest.parking import Parking
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.rights import Rights
@@ -170,11 +169,6 @@ class Culprits:
             self._with.floor.reset("records of a failed transaction are held or parked meanwhile")
         return group, None
 
-    def _go_back(self, records: Iterable[StoredRecord]) -> None:
-        """These go back to the table, and with them what is set aside of their keys."""
-        lanes = (lane_of(record) for record in records)
-        self._trials.drop({lane for lane in lanes if lane is not None})
-
     def _is_kept_back(self, record: StoredRecord) -> bool:
         who = who_is(record)
         return self.holds.covers(record) or who in self._parking or record[_TOPIC] in self._parking.topics
@@ -232,9 +226,10 @@ class Culprits:
         if len(group) == 1:
             self.condemn(about_record)
             return
-        rest = [record for record in group if not self._is_kept_back(record)]
-        self._go_back(record for record in group if self._is_kept_back(record))
-        if len(rest) < len(group) and not about_record:
+        gone = {record[_ID]: record for record in group if self._is_kept_back(record)}
+        self._trials.drop(gone.values())
+        rest = [record for record in group if record[_ID] not in gone]
+        if gone and not about_record:
             self._trials.put_back(rest)
         elif rest:
             code = about_record[0].error.code() if about_record else aborted.error.code()
@@ -250,7 +245,7 @@ class Culprits:
         is_new = place not in self._parking
         is_probe = self._parking.failed(record, place, unreachable=verdict is Verdict.RETRY)
         if not is_probe:
-            self._go_back([record])
+            self._trials.drop([record])
         self._since_scan.add(who_is(record))
         if verdict is Verdict.RETRY:
             self._with.kafka.began(f"record {record[_ID]} for topic {record[_TOPIC]}: {failure.error.str()}")
@@ -284,7 +279,7 @@ class Culprits:
         self._with.metrics.publish_error(len(failures))
         for failure in failures:
             self._trials.refused(failure.record, failure.error.code())
-        self._go_back(failure.record for failure in failures)
+        self._trials.drop(failure.record for failure in failures)
         if not self.book.is_kept:
             for failure in failures:
                 self._rest(failure)

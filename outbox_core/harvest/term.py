@@ -342,7 +342,8 @@ class Term:
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []
-            outcome = self._attempt(producer, records, failures, patience)
+            unfinished = producer.begin() or self._fill(producer, records, failures)
+            outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
                 self._culprits.blame_topics(outcome.cause, records)
@@ -350,16 +351,6 @@ class Term:
             self._conclude(outcome, records, failures, now() - began)
         self._culprits.tried(now() - began)
         return None
-
-    def _attempt(
-        self,
-        producer: TransactionalProducer,
-        records: list[StoredRecord],
-        failures: list[Failure],
-        patience: float | None,
-    ) -> Outcome:
-        unfinished = producer.begin() or self._fill(producer, records, failures)
-        return unfinished or self._commit_in_time(producer, records, failures, patience)
 
     def _commit_in_time(
         self,

@@ -20,12 +20,11 @@ from typing import Any
 from outbox_core.harvest.lanes import lane_of
 from outbox_core.harvest.publisher import Failure, is_legal_topic, message_headers
 from outbox_core.harvest.verdicts import Verdict, is_bystander, verdict_on
-from outbox_core.kafka import KafkaError, KafkaException, Message, make_producer
+from outbox_core.kafka import KafkaError, KafkaException, Message, discard, make_producer
 from outbox_core.ports import LaneKey, StoredRecord
 
 _INIT_ATTEMPT_SECONDS = 2.0
 _QUEUE_FULL_POLL_SECONDS = 0.01
-_DISCARD_POLLS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +116,8 @@ class TransactionalProducer:
         return Ended("init_transactions was given up")
 
     def discard(self) -> None:
-        """Take back whatever is still queued, before the producer is thrown away.
-
-        librdkafka 2.16 corrupts its memory when a fenced producer is destroyed with messages in it.
-        """
-        with suppress(KafkaException):
-            self._producer.purge(in_queue=True, in_flight=True)
-        for _ in range(_DISCARD_POLLS):
-            if not len(self._producer):
-                return
-            with suppress(KafkaException):  # a broken producer says so once more
-                self._producer.poll(_QUEUE_FULL_POLL_SECONDS)
+        """Take back whatever is still queued, before the producer is thrown away (`outbox_core.kafka.discard`)."""
+        discard(self._producer)
 
     def begin(self) -> Ended | None:
         """Open a transaction."""

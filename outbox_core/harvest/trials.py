@@ -20,8 +20,7 @@ The structure is pure and belongs to one thread.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from outbox_core.harvest.lanes import lane_of
 from outbox_core.kafka import KafkaError
@@ -100,22 +99,20 @@ class Trials:
         """The next group to try, without those that meanwhile are held or parked."""
         group = self._groups.popleft()
         self._count(group, -1)
-        gone = {lane_of(record) for record in group if is_kept_back(record)}
+        gone = {record[0]: record for record in group if is_kept_back(record)}
         self.let_go = bool(gone)
-        if not gone:
-            return group
-        lanes = {lane for lane in gone if lane is not None}
-        self.drop(lanes)
-        return [record for record in group if lane_of(record) not in lanes and not is_kept_back(record)]
+        lanes = self.drop(gone.values())
+        return [record for record in group if record[0] not in gone and lane_of(record) not in lanes]
 
-    def drop(self, lanes: AbstractSet[LaneKey]) -> None:
-        """Forget the records of these keys: an earlier one has gone back to the table, and must not be overtaken."""
-        if not lanes or lanes.isdisjoint(self.lanes):
-            return
-        groups, self._groups = self._groups, deque()
-        self._records = self._bytes = 0
-        for group in groups:
-            self.set_aside([record for record in group if lane_of(record) not in lanes])
+    def drop(self, records: Iterable[StoredRecord]) -> set[LaneKey]:
+        """These go back to the table: forget all others of their keys, which would overtake them. Returns the keys."""
+        lanes = {lane for lane in map(lane_of, records) if lane is not None}
+        if lanes and not lanes.isdisjoint(self.lanes):
+            groups, self._groups = self._groups, deque()
+            self._records = self._bytes = 0
+            for group in groups:
+                self.set_aside([record for record in group if lane_of(record) not in lanes])
+        return lanes
 
     def put_back(self, group: Group) -> None:
         """A group that is to be tried next: it was not after all, or is a part of one that was."""

@@ -149,8 +149,7 @@ class PostgresExamination:
         """What is held; None without a table of holds, or without the right to read it."""
         if not self._has_holds() or "SELECT" in self._missing_hold_rights():
             return None
-        (row,) = self._ask(_HELD.format(holds=self._holds.quoted), (self._name.quoted,))
-        return Held(*row)
+        return self._count_held()
 
     def holds(self, *, needed: bool) -> Finding:
         """The table of holds.
@@ -170,8 +169,8 @@ class PostgresExamination:
             judge = problem if needed or "SELECT" in missing else warning
             grant = f"GRANT {', '.join(missing)} ON {self._holds.quoted} TO the harvester's role"
             return judge("holds", f"{self._holds} lacks the right(s) {', '.join(missing)}", grant)
-        held = self.held()
-        if held is None or not any(held):
+        held = self._count_held()
+        if not any(held):
             return fine("holds", f"{self._holds}, nothing is held")
         paused = f"; paused: {', '.join(held.topics)}" if held.topics else ""
         return warning(
@@ -182,6 +181,10 @@ class PostgresExamination:
 
     def _has_holds(self) -> bool:
         return bool(self._ask("SELECT to_regclass(%s) IS NOT NULL", (self._holds.quoted,))[0][0])
+
+    def _count_held(self) -> Held:
+        (row,) = self._ask(_HELD.format(holds=self._holds.quoted), (self._name.quoted,))
+        return Held(*row)
 
     def _missing_hold_rights(self) -> list[str]:
         return [name for (name,) in self._ask(_HOLD_RIGHTS, {"holds": self._holds.quoted})]

@@ -3,9 +3,11 @@
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from outbox_core import kafka
+from outbox_core.kafka import discard
 from outbox_queue import QueueConfig, starts
 from outbox_queue.markers import MarkerRecord
-from outbox_queue.starts import NotStarted, PlainStarts, TransactionalStarts, deadline, discard
+from outbox_queue.starts import NotStarted, PlainStarts, TransactionalStarts, deadline
 
 CONFIG = QueueConfig(bootstrap_servers="nowhere:1")
 MARKER = MarkerRecord(0, b"0-1", b"start")
@@ -89,7 +91,7 @@ def test_a_broken_producer_without_transactions_is_emptied_too(clients):
 
 def test_throwing_away_ends(monkeypatch):
     """A producer that does not let go of its messages is given up."""
-    monkeypatch.setattr(starts, "_DISCARD_SECONDS", 0.05)
+    monkeypatch.setattr(kafka, "_DISCARD_SECONDS", 0.05)
     client = Client()
     client.poll = lambda _: 0
     client.queued = 1
