@@ -2,7 +2,7 @@
 
     {"type":"claim","id":"6f0c...","name":"host-17","group":"shop.public.outbox","outbox":...,"server":...}
     {"type":"heartbeat","claim":42,"id":"6f0c...","sequence":3,"name":"host-17","group":...,"outbox":...,"server":...}
-    {"type":"look"}
+    {"type":"look", and otherwise like a heartbeat}
 
 A claim is numbered by the offset that Kafka gives it, so it cannot contain its own number. `id` is random, made anew
 for every claim: several instances may share one configuration and so one `name`, which is there for people only.
@@ -22,9 +22,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
-
-LOOK = b'{"type":"look"}'
+from uuid import UUID, uuid4
 
 LONGEST_GROUP = 1000
 LONGEST_OUTBOX = 200
@@ -113,6 +111,12 @@ def encode(signal: Signal) -> bytes:
     said = {"group": contest.group, "outbox": contest.outbox, "server": contest.server}
     fields |= {name: value for name, value in said.items() if value}
     return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def encode_look(name: str = "", contest: Contest = NO_CONTEST) -> bytes:
+    """Return the value of a look, no smaller than any heartbeat of this name and contest: where it passes, they do."""
+    largest = encode(Heartbeat(2**63 - 1, uuid4(), 2**63 - 1, name, contest))
+    return largest.replace(b'"heartbeat"', b'"look"', 1)
 
 
 def decode(value: bytes | None) -> Signal | None:

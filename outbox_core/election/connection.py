@@ -16,7 +16,7 @@ logger = logging.getLogger("outbox_core.election")
 
 _TOPIC_FORBIDDEN = {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
 
-_PROBE_SECONDS = 0.25
+_PROBE_SECONDS = 0.5
 _PROBE_INTERVAL_SECONDS = 1.0
 
 
@@ -35,7 +35,7 @@ class Connection:
         self._name = config.name
         self._topic = config.topic
         # A probe holds up the heartbeats.
-        self._probe_seconds = min(_PROBE_SECONDS, config.heartbeat_timeout.total_seconds() / 10)
+        self._probe_seconds = min(_PROBE_SECONDS, config.heartbeat_timeout.total_seconds() / 5)
         self._is_lost = False
         self._probe_at = 0.0
         self.answered_at = now()
@@ -68,21 +68,25 @@ class Connection:
         except KafkaException as error:
             self.complaint = self.complaint or error.args[0].str()
         else:
-            self.answered()
+            self._is_back()
         self._probe_at = now() + _PROBE_INTERVAL_SECONDS
 
     def well(self) -> None:
         """Take note that the cluster does what it is asked."""
         self.answered()
-        self.complaint = ""
+        if not self._is_lost:  # else it is a message that had come before
+            self.complaint = ""
 
     def answered(self) -> None:
         """Take note that the cluster answers."""
+        self.answered_at = now()
+
+    def _is_back(self) -> None:
+        self.answered()
         if self._is_lost:
             logger.info("%s: Kafka is back", self._name)
+            self._is_lost = False
             self.complaint = ""
-        self._is_lost = False
-        self.answered_at = now()
 
 
 def refuse_if_permanent(error: KafkaError, config: NeliConfig, *, is_new: bool) -> None:

@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from outbox_core.election.claims import LOOK, Claim, decode, encode
+from outbox_core.election.claims import Claim, decode, encode, encode_look
 from outbox_core.election.connection import Connection, is_lasting, refuse_if_permanent, why_refused
 from outbox_core.election.leadership import Leadership, now
 from outbox_core.election.tenure import Tenure
@@ -167,13 +167,14 @@ class Pulse:
 
     def _try_to_write(self) -> KafkaError | None:
         """Write a look, again while that fails in passing and a lease could last; return what it failed with."""
+        look = encode_look(self._config.name, self._config.contest)
         outcome: list[KafkaError | None] = []
         give_up_at = now() + self._config.heartbeat_timeout.total_seconds()
         while True:
             outcome.clear()
             self._producer.produce(
                 self._place.topic,
-                LOOK,
+                look,
                 partition=self._place.partition,
                 on_delivery=lambda error, _: outcome.append(error),
             )

@@ -88,6 +88,8 @@ class Vigil:
 
     def refused(self, error: KafkaError) -> None:
         """Take note that a message of ours was not taken; say it once it has lasted."""
+        if error.code() > 0:  # below, it is the client's own: no broker said it
+            self._connection.answered()
         if not self._refusal:
             self._refused_since = now()
         self._refusal = why_refused(self._config.topic, error)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outbox_core.election.claims import LOOK, Claim, Contest, Heartbeat, decode, encode
+from outbox_core.election.claims import Claim, Contest, Heartbeat, decode, encode, encode_look
 from outbox_core.election.leadership import Leadership, now
 from outbox_core.election.tenure import State, Tenure
 from outbox_core.events import LeaderAcquired, LeaderFenced
@@ -134,7 +134,7 @@ def test_contests_agree_as_far_as_they_say():
         b'{"type":"heartbeat","id":"6f0c1f6e-0000-4000-8000-000000000000","sequence":1,"name":""}',
         b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"%s"}' % (b"x" * 33_000),
         b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"","group":5}',
-        LOOK,
+        encode_look("host", OURS),
     ],
 )
 def test_noise_is_no_signal(value):
@@ -219,7 +219,9 @@ def test_rival_for_another_outbox_is_named():
     """A higher claim of our group for another server's outbox is told with both."""
     owner = leading()
     owner.log.append(Claim(uuid4(), "twin", Contest("billing", "shop.public.outbox", "7300000000000000002")))
-    assert "twin made a higher claim for shop.public.outbox on database server 7300000000000000002" in str(owner.read(1))
+    assert "twin made a higher claim for shop.public.outbox on database server 7300000000000000002" in str(
+        owner.read(1)
+    )
 
 
 def test_lease_over_fences_once():
