@@ -38,6 +38,7 @@ from outbox_core.errors import (
     KafkaUnavailable,
     LeaderTopicError,
     OutboxError,
+    ProcessExhausted,
     TrackingTopicError,
 )
 
@@ -154,7 +155,12 @@ def _make(client: Any, config: KafkaConfig) -> Any:
     try:
         return client(settings)
     except KafkaException as error:
-        raise InvalidConfig(f"Kafka settings: {error.args[0].str()}") from None
+        cause: KafkaError = error.args[0]
+        if cause.code() == KafkaError._CRIT_SYS_RESOURCE:  # noqa: SLF001  confluent's public constant
+            raise ProcessExhausted(
+                f"a Kafka client cannot be made: {cause.str()}; raise the process's limits"
+            ) from None
+        raise InvalidConfig(f"Kafka settings: {cause.str()}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConfig(f"Kafka settings: {error}") from None
 
