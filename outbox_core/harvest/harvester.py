@@ -129,7 +129,9 @@ class Harvester:
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
-        self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity, server_id)
+        self._elector = (
+            self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity, server_id)
+        )
         self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
