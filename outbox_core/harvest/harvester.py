@@ -194,7 +194,10 @@ class Harvester:
     def leader_id(self) -> UUID | None:
         """The ID that marks carry now, in the handler of LeaderAcquired that of the event; None while not leading."""
         term = self._term
-        return term.leader_id if term is not None else self._leads_as
+        is_new = self._leads_as is not None and self._announced is None  # then the last term may not have ended yet
+        if term is not None and not is_new:
+            return term.leader_id
+        return self._leads_as if self.is_leader else None
 
     @property
     def in_flight_records(self) -> int:

@@ -554,10 +554,11 @@ def test_groups_share_a_leader_topic(contend, topic_name):
     assert third.trouble is None
 
 
-def test_deposed_owner_is_back_although_others_write(contend, topic_name, kafka_bootstrap):
+def test_deposed_owner_is_back_although_others_write(contend, topic_name, kafka_bootstrap, monkeypatch):
     """A deposed owner claims anew once its rival is silent, also on a topic that other groups write to all the time."""
     topic = topic_name("busy")
     leader = leads(contend(quick=True, topic=topic))
+    monkeypatch.setattr(leader._pulse, "_patience", lambda: 1.0)  # no pause of theirs is ever as long
     producer = Producer({"bootstrap.servers": kafka_bootstrap, "linger.ms": 0})
     group = leader._config.group_id
     rival = {"type": "claim", "id": str(uuid.uuid4()), "name": "rival", "group": group}
