@@ -39,6 +39,7 @@ from outbox_core.errors import GroupRefused, InvalidConfig, KafkaUnavailable, Le
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka import check_connection, ensure_leader_topic
 from tests.kafka_reader import read_topic
+from tests.resources import held, reference_counts_only, settles, times
 
 LEASE = 1.5
 pytestmark = pytest.mark.real_broker
@@ -486,6 +487,78 @@ def test_group_with_other_assignors(contend, topic_name, kafka_bootstrap):
         refused.stop()
     finally:
         member.close()
+
+
+def test_electors_leave_nothing_behind(contend, topic_name, kafka_bootstrap):
+    """Electors that were refused at the start, or by the group, or that led and stopped, leave no thread or descriptor.
+
+    Nothing is garbage-collected meanwhile. OUTBOX_TEST_LEAKS repeats it 200 times.
+    """
+    compacted, go = topic_name("compacted"), topic_name("go")
+    ensure_leader_topic({"bootstrap.servers": kafka_bootstrap}, compacted)
+    ensure_leader_topic({"bootstrap.servers": kafka_bootstrap}, f"{go}.neli")
+    alter(kafka_bootstrap, compacted, max_message_bytes="200")
+    settings = {"bootstrap.servers": kafka_bootstrap, "group.id": go, "partition.assignment.strategy": "range"}
+    member = Consumer(settings)
+    member.subscribe([f"{go}.neli"])
+    until(lambda: member.poll(0.1) or member.assignment())
+
+    def refused_at_the_start():
+        with pytest.raises(LeaderTopicError):
+            Neli(NeliConfig(kafka={"bootstrap.servers": kafka_bootstrap}, group_id=compacted, topic=compacted)).start()
+
+    def refused_by_the_group():
+        elector = Neli(NeliConfig(kafka={"bootstrap.servers": kafka_bootstrap}, group_id=go))
+        elector.start()
+        with pytest.raises(GroupRefused):
+            elector.join(10)
+        elector.stop()
+
+    group = topic_name("alone")
+
+    def led():
+        elector = Neli(NeliConfig(kafka={"bootstrap.servers": kafka_bootstrap}, group_id=group))
+        with elector:
+            until(lambda: elector.is_leader)
+
+    lives = [refused_at_the_start, refused_by_the_group, led]
+    for live in lives:
+        live()  # what is made once, such as topics, is made now
+    try:
+        with reference_counts_only():
+            before = held()
+            for _ in range(times(3, 200)):
+                for live in lives:
+                    live()
+            after = settles(before.threads, before.descriptors)
+    finally:
+        member.close()
+    assert after.threads <= before.threads
+    assert after.descriptors <= before.descriptors
+    assert after.memory_mib - before.memory_mib < 20
+
+
+def test_lost_connections_leave_nothing_behind(contend, proxy):
+    """An elector that loses its connections again and again holds no more than at first, as leader and as standby."""
+    members = [leads(contend(bootstrap=proxy.bootstrap)), contend(bootstrap=proxy.bootstrap)]
+    until(lambda: members[1]._pulse._vigil._has_heard)
+
+    def lose():
+        lost_at = now()
+        proxy.reset()
+        proxy.resume()
+        until(lambda: all(member._pulse._vigil._heard_at > lost_at for member in members), timeout=30)
+
+    lose()
+    with reference_counts_only():
+        before = held()
+        for _ in range(times(5, 200)):
+            lose()
+        after = settles(before.threads, before.descriptors)
+    assert after.threads <= before.threads
+    assert after.descriptors <= before.descriptors + 4  # a connection may just be made anew
+    assert after.memory_mib - before.memory_mib < 10
+    assert [member.failure for member in members] == [None, None]
 
 
 def test_session_beyond_the_brokers_bounds(contend):
