@@ -286,21 +286,7 @@ class Harvester:
             store.close()
 
     def _neli(self, identity: str, server_id: str) -> Neli:
-        config = self.config
-        group_id, topic = config.leader_names(identity)
-        return Neli(
-            NeliConfig(
-                kafka=config.neli_settings(group_id),
-                group_id=group_id,
-                topic=topic,
-                name=config.name,
-                heartbeat_timeout=config.limits.heartbeat_timeout,
-                min_poll_interval=config.limits.min_poll_interval,
-                outbox=identity,
-                server_id=server_id,
-            ),
-            self._on_leadership,
-        )
+        return Neli(NeliConfig.of(self.config, identity, server_id), self._on_leadership)
 
     def _publisher(self, identity: str) -> Publisher | None:
         """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
