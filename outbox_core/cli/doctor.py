@@ -175,9 +175,7 @@ def _settled_floor(sight: Sight) -> Finding:
     return fine("settled floor", "can be proven")
 
 
-def _examine_kafka(
-    config: HarvestConfig, identity: str | None, server_id: str, topics: list[str]
-) -> Iterator[Finding]:
+def _examine_kafka(config: HarvestConfig, identity: str | None, server_id: str, topics: list[str]) -> Iterator[Finding]:
     kafka = _kafka(config)
     yield kafka.cluster()
     if identity is None:

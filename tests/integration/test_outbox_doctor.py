@@ -231,7 +231,7 @@ def test_doctor_sees_who_leads(database, kafka_bootstrap, run):
     assert "leaderGroupID" in found["remedy"]
 
 
-def test_doctor_sees_a_compacted_leader_topic(run, database, kafka_bootstrap, connection):
+def test_doctor_sees_a_compacted_leader_topic(run, database, kafka_bootstrap):
     """A leader topic that refuses messages without a key is a problem."""
     identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
     topic = NewTopic(f"{identity}.neli", num_partitions=1, config={"cleanup.policy": "compact"})
