@@ -704,7 +704,7 @@ def test_leader_topic_that_begins_to_refuse(contend, topic_name, kafka_bootstrap
     alter(kafka_bootstrap, topic, cleanup_policy="delete")
     leads(leader)
     until(lambda: leader.trouble is None and standby.trouble is None)
-    assert "takes messages again" in caplog.text
+    until(lambda: "takes messages again" in caplog.text)
     assert (leader.failure, standby.failure) == (None, None)
 
 
