@@ -10,6 +10,7 @@ from django.core.management import call_command
 
 from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
+from outbox_core.election import Neli, NeliConfig
 from outbox_core.harvest import Harvester
 from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_hold_sql, create_table_sql, notify_sql
 from outbox_core.stores import postgres_examination
@@ -210,6 +211,35 @@ def test_status_names_the_leader(database, kafka_bootstrap, run):
         wait_until(lambda: harvester.is_leader, "leadership")
         status = run("status")[1]
     assert [(each["client_id"], each["leads"]) for each in status["harvesters"]] == [("harvester-of-status", True)]
+
+
+def test_doctor_sees_who_leads(database, kafka_bootstrap, run):
+    """The leader is named; one that leads an equally named outbox of another server is a problem that names both."""
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    assert "leader" not in of(run("doctor")[1], "ok")
+    config = HarvestConfig(data_source=database, base_kafka_config=kafka, name="harvester-of-doctor")
+    with Harvester(config) as harvester:
+        wait_until(lambda: harvester.is_leader, "leadership")
+        assert "harvester-of-doctor leads" in of(run("doctor")[1], "ok")["leader"]["detail"]
+    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
+    with Neli(NeliConfig.of(config, identity, "7300000000000000002")) as twin:
+        wait_until(lambda: twin.is_leader, "leadership")
+        code, findings = run("doctor")
+    assert code == 1
+    found = of(findings, "problem")["leader"]
+    assert f"for {identity} on database server 7300000000000000002, and this is {identity} on" in found["detail"]
+    assert "leaderGroupID" in found["remedy"]
+
+
+def test_doctor_sees_a_compacted_leader_topic(run, database, kafka_bootstrap):
+    """A leader topic that refuses messages without a key is a problem."""
+    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
+    topic = NewTopic(f"{identity}.neli", num_partitions=1, config={"cleanup.policy": "compact"})
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    admin.create_topics([topic])[topic.topic].result(10)
+    code, findings = run("doctor")
+    assert code == 1
+    assert "cleanup.policy=compact" in of(findings, "problem")["leader topic"]["detail"]
 
 
 @pytest.mark.django_db(transaction=True)
