@@ -42,6 +42,7 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 _CLOSE_CHECK_SECONDS = 0.1
 _LULL_SECONDS = 30.0  # who has sent nothing for so long does not try any more
+_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ class FloorGauge:
 class Activity:
     """When a harvester last did what: the ground for calling it well. Written by its threads, read by any.
 
-    Health follows what was done, not what was begun: a leader that begins one transaction after the other and can commit
-    none is not well.
+    Health follows what was done, not what was begun: a leader that begins one transaction after the other and can
+    commit none is not well.
 
     Args:
         clock: in seconds; it stands still while the machine sleeps, and so do harvesters.
@@ -92,8 +93,8 @@ class Activity:
 
     def begin(self) -> None:
         """A leadership begins: nothing that was done or not done before counts."""
-        self._looked_at = self._finished_at = self._trying_since = self._clock()
-        self._tried_at = float("-inf")
+        self._looked_at = self._clock()
+        self.finished()
 
     def looked(self) -> None:
         """The table was read."""
@@ -109,6 +110,7 @@ class Activity:
     def finished(self) -> None:
         """Records were dealt with for good: deleted after their publication, or held."""
         self._finished_at = self._trying_since = self._clock()
+        self._tried_at = _NEVER
 
     @property
     def idle_seconds(self) -> float:

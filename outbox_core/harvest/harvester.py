@@ -2,7 +2,7 @@
 
 Threads: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the terms), one
 thread for each of the two database connections, and one that counts the backlog for the metrics. What they share is
-in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. A sixth one, `outbox-watch`,
+in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. One more, `outbox-watch`,
 gives leadership up when the process can do nothing with it. All are daemon threads: a process whose main thread ends
 without `stop` stops its harvesters in good order while the interpreter exits (`_stop_with_process`).
 
@@ -460,7 +460,8 @@ class Harvester:
                 with self._term_changed:
                     self._term = None
                     self._term_changed.notify_all()
-                self._kafka.dismissed()  # whoever leads now finds out whether it still is so
+                for outage in (self._database, self._kafka):
+                    outage.dismissed()  # whoever leads now finds out whether it still is so
             if term.drained:
                 return
 
