@@ -183,7 +183,13 @@ def _headers(topic: str) -> list[HostileRow]:
         row("name-empty", [""], [b"1"], "Kafka takes it", ends="published"),
         row("value-null", ["a"], [None], "Kafka takes it", ends="published"),
         row("names-nested", [["a", "b"]], [[b"1", b"2"]], "an array of two dimensions"),
-        row("forged-id", ["outbox-id"], [b"another.public.outbox:1"], "an inbox takes the real one for a repeat (M2)"),
+        row(
+            "forged-id",
+            ["outbox-id"],
+            [b"another.public.outbox:1"],
+            "an inbox takes the real one for a repeat (M2)",
+            ends="published",
+        ),
         row("forged-origin", ["outbox-original-topic"], [b"elsewhere"], "looks like a dead letter", ends="either"),
     ]
 

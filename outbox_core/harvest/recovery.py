@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -22,6 +22,7 @@ from outbox_core.election.leadership import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.harvest.topics import RowTopics
 from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
 from outbox_core.harvest.transaction import Ended, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
@@ -69,6 +70,7 @@ class Transactions:
         reached: called at every step of a term.
         tracking_partition: which partition of the tracking topic belongs to this transactional.id.
         relay_topic: where a relay on Spark leaves the manifests of its shards, one partition for each.
+        topics: tells which topics rows may name.
     """
 
     kafka: Mapping[str, Any]
@@ -84,6 +86,7 @@ class Transactions:
     reached: Callable[[Step], None] = _nothing
     tracking_partition: int = 0
     relay_topic: str = ""
+    topics: RowTopics = field(default_factory=RowTopics)
 
     @classmethod
     def of(cls, config: HarvestConfig, identity: str, reached: Callable[[Step], None] = _nothing) -> Transactions:
@@ -102,6 +105,7 @@ class Transactions:
             accept_marked=config.accept_marked,
             reached=reached,
             relay_topic=names.relay_topic,
+            topics=RowTopics.of(config, identity),
         )
 
     def of_shard(self, shard: int) -> Transactions:
@@ -127,7 +131,11 @@ class Transactions:
     def new_producer(self) -> TransactionalProducer:
         """A producer for one term."""
         return TransactionalProducer(
-            self.producer, id_header=self.id_header, outbox_name=self.outbox_name, timeout_seconds=self.timeout + 5.0
+            self.producer,
+            id_header=self.id_header,
+            outbox_name=self.outbox_name,
+            timeout_seconds=self.timeout + 5.0,
+            topics=self.topics,
         )
 
     def last_manifest(self, give_up: Callable[[], bool]) -> Manifest | None:

@@ -18,7 +18,8 @@ from functools import partial
 from typing import Any
 
 from outbox_core.harvest.lanes import lane_of
-from outbox_core.harvest.publisher import Failure, is_legal_topic, message_headers
+from outbox_core.harvest.publisher import Failure, message_headers, partition_of
+from outbox_core.harvest.topics import RowTopics
 from outbox_core.harvest.verdicts import Verdict, is_bystander, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, discard, make_producer
 from outbox_core.ports import LaneKey, StoredRecord
@@ -83,10 +84,17 @@ class TransactionalProducer:
         id_header: name of the header with the record's identity, '' for none.
         outbox_name: identity of the outbox, written before the record's id.
         timeout_seconds: how long a commit or an abort may take.
+        topics: tells which topics rows may name.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], *, id_header: str, outbox_name: str, timeout_seconds: float
+        self,
+        settings: Mapping[str, Any],
+        *,
+        id_header: str,
+        outbox_name: str,
+        timeout_seconds: float,
+        topics: RowTopics | None = None,
     ) -> None:
         # As a rule without delivery reports: they would cost more than all the rest, and the commit vouches for all.
         self._producer = make_producer(settings)
@@ -94,7 +102,7 @@ class TransactionalProducer:
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
         self._timeout = timeout_seconds
-        self._legal_topics: set[str] = set()
+        self._topics = topics or RowTopics()
         self._manifest_error: KafkaError | None = None
         self._has_failed = False
 
@@ -173,8 +181,10 @@ class TransactionalProducer:
         """Produce one record. False if `give_up` said so while the queue was full."""
         _, topic, key, value, _, _, partition = record[:7]
         headers = message_headers(record, self._id_header, self._id_prefix)
-        if topic not in self._legal_topics:
-            self._check_topic(topic)
+        if topic not in self._topics.known:
+            self._topics.check(record)
+        if not key or partition != -1:
+            partition = partition_of(record)
         while True:
             try:
                 self._producer.produce(topic, value, key, partition, headers=headers, **more)
@@ -184,11 +194,6 @@ class TransactionalProducer:
                 self._producer.poll(_QUEUE_FULL_POLL_SECONDS)  # raises if the producer has broken
             else:
                 return True
-
-    def _check_topic(self, topic: str) -> None:
-        if not is_legal_topic(topic):
-            raise ValueError(f"{topic[:300]!r} is not a legal topic name")
-        self._legal_topics.add(topic)
 
     def send_manifest(self, topic: str, value: bytes, partition: int = 0) -> Ended | None:
         """Produce the manifest into the open transaction, on the partition that belongs to this transactional.id."""
