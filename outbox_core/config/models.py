@@ -308,6 +308,11 @@ class HarvestConfig(Settings):
         """The dead-letter topic, for an outbox of this identity."""
         return self.dead_letter_topic or _topic_name(identity, ".dead-letter")
 
+    @property
+    def batch_settings(self) -> kafka_settings.BatchSettings:
+        """What the producer's settings say of batches."""
+        return kafka_settings.batch_settings(self._merged)
+
     def lone_producer_settings(self) -> dict[str, Any]:
         """The librdkafka settings of the producer whose batches have one record each."""
         aliases = ("linger.ms", "queue.buffering.max.ms", "batch.num.messages")

@@ -36,6 +36,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Final
 from uuid import UUID, uuid4
 
@@ -51,11 +52,14 @@ from outbox_core.harvest.publisher import Failure, Publisher
 from outbox_core.harvest.recovery import Recovery, Transactions
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import HoldSet, MarkedBatch, OutboxStore, StoredRecord, bytes_of
 
 _log = logging.getLogger(__name__)
 
 _ID: Final = 0
+_TOPIC: Final = 1
+_topic_of = itemgetter(_TOPIC)
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
@@ -254,6 +258,7 @@ class AtLeastOnce:
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, batch.records, took)
         if batch.records:
+            self._with.batches.meet(set(map(_topic_of, batch.records)))
             records, back = self._bad.sift(batch.records)
             self._give_back(back)
             self._lanes.admit(records)
@@ -278,6 +283,8 @@ class AtLeastOnce:
 
     def _send(self) -> bool:
         """Send a chunk of what may be sent. False if more of it can be sent at once."""
+        if not self._batches_fit():
+            return True
         batch = self._lanes.take(_SEND_CHUNK)
         elector = self._with.elector
         leadership = elector.leadership
@@ -295,6 +302,18 @@ class AtLeastOnce:
                 self._lanes.put_back(batch[position:])
                 return True
         return not self._lanes.has_ready
+
+    def _batches_fit(self) -> bool:
+        """Whether the producer builds batches that all topics take; else it is replaced once nothing is in flight."""
+        batches, publisher = self._with.batches, self._publisher
+        if batches.are_awaited:
+            return False
+        publisher.limit_batches(batches.limit)
+        if not publisher.is_outdated:
+            return True
+        if not publisher.in_flight:
+            publisher.renew()
+        return not publisher.is_outdated
 
     def _send_alone(self, closes_at: float) -> bool:
         """Send what must be judged by itself. False if nothing more can be sent now."""
@@ -336,6 +355,9 @@ class AtLeastOnce:
             self._to_reset.extend(record[_ID] for record, *_ in failures)
             self._force_remark()
         else:
+            self._with.batches.refused(
+                {failure.record[_TOPIC] for failure in failures if _was_batch_too_large(failure)}
+            )
             self._give_back(self._bad.judge(failures, self._lanes))
         if not self._over():
             self._with.metrics.publish_error(len(failures))
@@ -431,6 +453,8 @@ class AtLeastOnce:
             due = min(due, self._settle_not_before - time)
         if not self._remark:
             due = min(due, max(_TICK_SECONDS, self._bad.due_in()), self._burials.due_in())
+            if self._with.batches.are_awaited:
+                due = min(due, self._with.batches.await_seconds)
             if self._marking is None and (self._bad.holds or self._lanes.held):
                 due = min(due, max(self._bad.book.due_in(), self._read_holds_not_before - time))
         return max(0.0, due)
@@ -472,3 +496,7 @@ class AtLeastOnce:
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()
+
+
+def _was_batch_too_large(failure: Failure) -> bool:
+    return failure.error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not failure.alone

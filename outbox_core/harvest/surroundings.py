@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event as ThreadEvent
 
 from outbox_core.events import Event
+from outbox_core.harvest.batch_sizes import BatchSizes
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
@@ -68,6 +69,7 @@ class Surroundings:
         news: told when records may have been committed.
         database: says once when the database goes and comes.
         kafka: says once when deliveries fail and succeed again.
+        batches: how large the producer's batches may be.
     """
 
     elector: LeaderElector
@@ -81,3 +83,4 @@ class Surroundings:
     news: News
     database: Outage
     kafka: Outage
+    batches: BatchSizes = field(default_factory=BatchSizes)

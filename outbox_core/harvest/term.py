@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
 
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
-from outbox_core.harvest.culprits import Culprits
+from outbox_core.harvest.culprits import Culprits, too_large_for
 from outbox_core.harvest.floor import Look, Reading
+from outbox_core.harvest.lanes import without
 from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.pace import Pace
@@ -20,10 +22,12 @@ from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _CREATE_TIME: Final = 7
+_topic_of = itemgetter(1)
 _IDLE_SECONDS = 1.0
 
 
@@ -245,7 +249,10 @@ class Term:
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
-        outcome = producer.begin() or self._fill(producer, records) or self._commit(producer)
+        self._refuse_too_large(records)
+        if not records:
+            return None
+        outcome = self._begin(producer, records) or self._fill(producer, records) or self._commit(producer)
         self._count_in_flight(0)
         took = now() - began
         self._culprits.published(took)
@@ -257,6 +264,22 @@ class Term:
         elif records:
             self._succeed(records, took)
         return None
+
+    def _begin(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
+        """Open a transaction, with batches that all topics in use take."""
+        batches = self._with.batches
+        batches.meet(set(map(_topic_of, records)))
+        while batches.are_awaited and not self._leadership.over():
+            self._waiting.pause(batches.await_seconds)
+        producer.limit_batches(batches.limit)
+        return producer.begin()
+
+    def _refuse_too_large(self, records: list[StoredRecord]) -> None:
+        """Leave out what is known to be too large for its topic, so that it does not cost a transaction."""
+        too_large = self._with.batches.too_large(records)
+        if too_large:
+            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in too_large])
+            self._leave_out(records, without(records, too_large))
 
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
@@ -312,7 +335,7 @@ class Term:
 
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
-        if aborted.error is not None and aborted.record_at_fault:
+        if aborted.error is not None and aborted.record_at_fault and not self._sizes_explain(aborted.error, records):
             self._culprits.set_aside(records)
         self._forget_scanned()
         if aborted.error is not None:
@@ -320,6 +343,15 @@ class Term:
             if not aborted.record_at_fault:
                 self._with.kafka.began(aborted.error.str())
                 self._waiting.rest(self._timing.io_error_backoff)
+
+    def _sizes_explain(self, error: KafkaError, records: Sequence[StoredRecord]) -> bool:
+        """Whether a batch was too large, and it is known how to go on: with smaller ones, or without some records."""
+        if error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
+            return False
+        batches = self._with.batches
+        before = batches.limit
+        batches.refused(set(map(_topic_of, records)))
+        return batches.limit != before or bool(batches.too_large(records))
 
     def _forget_scanned(self) -> None:
         self._join_scan()
@@ -343,7 +375,7 @@ class Term:
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []
-            unfinished = producer.begin() or self._fill(producer, records, failures)
+            unfinished = self._begin(producer, records) or self._fill(producer, records, failures)
             outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
