@@ -34,6 +34,7 @@ _ASK_AGAIN_SECONDS = 60.0
 _IN_USE_SECONDS = 600.0
 _MOST_TOPICS = 10_000
 _ASKED_AT_ONCE = 500
+_UNLIMITED: Final = 2**62
 _OVERHEAD_BYTES: Final = 68  # of a batch of one record, at least
 
 
@@ -44,7 +45,7 @@ class _Topic:
     Attributes:
         used_at: when records for it were last met.
         limit: its max.message.bytes, None if that is not known.
-        learned: a batch that it might take, as larger ones were refused; None if none was.
+        learned: a batch that it might take: larger ones were refused, or it was its limit before. None if neither.
         ask_at: when to ask for the limit again.
     """
 
@@ -93,6 +94,7 @@ class BatchSizes:
 
     def meet(self, topics: Iterable[str]) -> None:
         """Records for these topics are about to be sent: ask for limits that are not known."""
+        self._take_answers()
         clock = self._clock()
         wanted = []
         for name in topics:
@@ -117,13 +119,16 @@ class BatchSizes:
         for future in asked.values():
             future.add_done_callback(lambda _: self._wake())
         self._asked.update(asked)
-        if new & asked.keys():
-            self._awaited |= new & asked.keys()
+        self._await(new & asked.keys(), clock)
+
+    def _await(self, names: Collection[str], clock: float) -> None:
+        if names:
+            self._awaited.update(names)
             self._await_until = clock + _PATIENCE_SECONDS
 
     def _forget(self) -> None:
         """Keep the half that was used last."""
-        kept = sorted(self._topics.items(), key=lambda item: item[1].used_at)[_MOST_TOPICS // 2 :]
+        kept = sorted(self._topics.items(), key=lambda item: item[1].used_at)[-(_MOST_TOPICS // 2) :]
         self._topics = dict(kept)
         self._wary &= self._topics.keys()
         self._look_again_at = 0.0
@@ -177,19 +182,27 @@ class BatchSizes:
                 topic.learned = min(halved, topic.learned or halved)
                 self._look_again_at = 0.0
             elif topic is not None:
-                topic.ask_at = min(topic.ask_at, self._clock() + 1.0)  # it may have changed
-
-    @property
-    def are_wary(self) -> bool:
-        """Whether a topic has refused something as too large: then records are looked at before they are sent."""
-        return bool(self._wary) and not self._is_compressed
+                topic.ask_at = 0.0  # it may have changed
 
     def too_large(self, records: Iterable[StoredRecord]) -> list[StoredRecord]:
-        """Those of the records that their topics cannot take, even alone."""
-        if not self.are_wary:
+        """Those of the records that their topics cannot take even alone, as far as limits are known.
+
+        Only for topics that have refused something as too large: to look at every record would cost more than that.
+        """
+        if not self._wary or self._is_compressed:
             return []
         limits = {name: self._topics[name].limit for name in self._wary if name in self._topics}
-        return [record for record in records if _least_bytes(record) > (limits.get(record[1]) or 2**62)]
+        return [record for record in records if _least_bytes(record) > (limits.get(record[1]) or _UNLIMITED)]
+
+    def ask_anew(self, topics: Collection[str]) -> None:
+        """Ask for these limits, whenever they were last read: somebody may just have raised one, to let a record go."""
+        for name in topics:
+            topic = self._topics[name]
+            topic.limit, topic.learned = None, topic.limit or topic.learned
+        new = [name for name in topics if name not in self._asked]
+        if new:
+            self._ask_for(new, self._clock())
+        self._await(topics, self._clock())
 
 
 def _least_bytes(record: StoredRecord) -> int:

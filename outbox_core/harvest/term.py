@@ -269,14 +269,23 @@ class Term:
         """Open a transaction, with batches that all topics in use take."""
         batches = self._with.batches
         batches.meet(set(map(_topic_of, records)))
-        while batches.are_awaited and not self._leadership.over():
-            self._waiting.pause(batches.await_seconds)
+        self._await_limits()
         producer.limit_batches(batches.limit)
         return producer.begin()
 
+    def _await_limits(self) -> None:
+        batches = self._with.batches
+        while batches.are_awaited and not self._leadership.over():
+            self._waiting.pause(batches.await_seconds)
+
     def _refuse_too_large(self, records: list[StoredRecord]) -> None:
         """Leave out what is known to be too large for its topic, so that it does not cost a transaction."""
-        too_large = self._with.batches.too_large(records)
+        batches = self._with.batches
+        too_large = batches.too_large(records)
+        if too_large:
+            batches.ask_anew(set(map(_topic_of, too_large)))
+            self._await_limits()
+            too_large = batches.too_large(records)
         if too_large:
             self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in too_large])
             self._leave_out(records, without(records, too_large))
