@@ -14,6 +14,7 @@ from pathlib import Path
 
 from devstack.broker import BrokerProbe
 from devstack.errors import DevstackError, log_tail
+from devstack.frame_proxy import FrameProxy
 from devstack.jars import KAFKA_VERSION, Report, kafka_jars
 from devstack.java import find_java
 from devstack.ports import LOCALHOST, free_ports, is_free
@@ -24,6 +25,7 @@ _PROXIES = (1, 2)
 _LISTENING = ("plain", "controller", "proxied1", "proxied2")
 _ADVERTISED = ("advertised1", "advertised2")
 _SECONDS_TO_START = 90
+_SECONDS_FOR_PROXY = 60
 
 _SETTINGS = {
     "process.roles": "broker,controller",
@@ -141,10 +143,19 @@ class KafkaBroker:
         Args:
             number: 1 or 2; each can have one proxy at a time.
         """
+        return TcpProxy(LOCALHOST, *self._proxied_ports(number))
+
+    def frame_proxied(self, number: int) -> FrameProxy:
+        """The same, by a proxy that can pick out single requests."""
+        return FrameProxy(LOCALHOST, *self._proxied_ports(number))
+
+    def _proxied_ports(self, number: int) -> tuple[int, int]:
         if number not in _PROXIES:
             raise DevstackError(f"there are proxied listeners {_PROXIES}, not {number}")
         ports = self._ports
-        return TcpProxy(LOCALHOST, ports[f"proxied{number}"], ports[f"advertised{number}"])
+        # The shared broker's may be in use by another run of the tests.
+        wait_until(lambda: is_free(ports[f"advertised{number}"]), timeout=_SECONDS_FOR_PROXY)
+        return ports[f"proxied{number}"], ports[f"advertised{number}"]
 
     @property
     def _ports(self) -> dict[str, int]:
