@@ -79,6 +79,24 @@ def test_up_prints_two_lines_and_down_leaves_nothing_running(directory):
     assert _devstack("status", "--dir", directory).returncode == 3
 
 
+@pytest.mark.real_broker
+@pytest.mark.timeout(200)
+def test_three_brokers_from_a_shell(directory):
+    """Up starts a cluster, status names its processes, down ends them all; it is not mistaken for one broker."""
+    up = _devstack("up", "--dir", directory, "--brokers", "3")
+    assert up.returncode == 0, up.stderr
+    bootstrap = up.stdout.split("OUTBOX_KAFKA_BOOTSTRAP=")[1].strip()
+    assert bootstrap.count(",") == 2
+    pids = DevStack(directory).kafka.pids
+    assert len(pids) == 4
+    status = _devstack("status", "--dir", directory)
+    assert status.returncode == 0
+    assert all(str(pid) in status.stdout for pid in pids)
+    assert _devstack("up", "--dir", directory, "--brokers", "1").returncode == 2
+    assert _devstack("down", "--dir", directory).returncode == 0
+    assert not any(command_line(pid) for pid in pids)
+
+
 def test_up_after_a_crash_starts_again_with_the_data(directory):
     """What a killed machine leaves behind (pid files, recycled pids) does not stand in the way, and rows survive."""
     stack = DevStack(directory, embedded=True)

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 
 from devstack import jars, java
+from devstack.cluster import _java_hash
 from devstack.errors import BrokerUnavailableError, DevstackError
 from devstack.frame_proxy import Api, Request, _frames
 from devstack.ports import free_ports, is_free
@@ -272,3 +273,11 @@ def test_what_is_no_frame_ends_the_connection():
     """A length that cannot be is no reason to wait for so many bytes."""
     with pytest.raises(ConnectionAbortedError, match="not Kafka's protocol"):
         list(_frames(bytearray(b"GET / HTTP/1.1")))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("", 0), ("hello", 99162322), ("polygenelubricants", 0), ("coordinated-1", 676563824)]
+)
+def test_transactional_ids_are_hashed_as_kafka_does(text, value):
+    """Java's hash, of which Kafka takes the absolute value, and 0 for the one number that has none."""
+    assert _java_hash(text) == value
