@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -28,6 +28,7 @@ from outbox_core.harvest.manifest import Opening
 from outbox_core.harvest.read_back import published_rows, read_back
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.harvest.topics import RowTopics
 from outbox_core.harvest.tracking import ForeignLedger, Ledger, ManifestNotRead, read_ledger, write_barrier
 from outbox_core.harvest.transaction import Ended
 from outbox_core.harvest.verdicts import Verdict, verdict_on
@@ -84,6 +85,7 @@ class Transactions:
         reached: called at every step of a term.
         tracking_partition: which partition of the tracking topic belongs to this transactional.id.
         relay_topic: where a relay on Spark leaves the manifests of its shards, one partition for each.
+        topics: tells which topics rows may name.
     """
 
     kafka: Mapping[str, Any]
@@ -101,6 +103,7 @@ class Transactions:
     reached: Callable[[Step], None] = _nothing
     tracking_partition: int = 0
     relay_topic: str = ""
+    topics: RowTopics = field(default_factory=RowTopics)
 
     @classmethod
     def of(cls, config: HarvestConfig, identity: str, reached: Callable[[Step], None] = _nothing) -> Transactions:
@@ -121,6 +124,7 @@ class Transactions:
             accept_moved=config.accept_moved,
             reached=reached,
             relay_topic=names.relay_topic,
+            topics=RowTopics.of(config, identity),
         )
 
     def of_shard(self, shard: int) -> Transactions:
@@ -146,7 +150,11 @@ class Transactions:
     def new_producer(self) -> RecordProducer:
         """A producer for one term."""
         return RecordProducer(
-            self.producer, id_header=self.id_header, outbox_name=self.outbox_name, timeout_seconds=self.timeout + 5.0
+            self.producer,
+            id_header=self.id_header,
+            outbox_name=self.outbox_name,
+            timeout_seconds=self.timeout + 5.0,
+            topics=self.topics,
         )
 
     def ledger(self, producer: RecordProducer, give_up: Callable[[], bool]) -> Ledger | Ended:

@@ -137,6 +137,9 @@ class Cluster:
         missing: topics that are not there.
         tells: whether it says where we may not write.
         breaks: how many of the next commits break their producer for no such reason.
+        hesitates: how many of the next commits must be aborted for a reason that is about no record.
+        breaking: topics whose records break the producer, whatever for.
+        refusing: topics that we may not write to, of which only the delivery reports tell.
         transactions: what was attempted: the topics of each, without the tracking topic.
         published: ids of what was committed, by topic.
     """
@@ -144,7 +147,8 @@ class Cluster:
     def __init__(self):
         self.forbidden, self.silent, self.missing = set(), set(), set()
         self.tells = True
-        self.breaks = 0
+        self.breaks = self.hesitates = 0
+        self.breaking, self.refusing = set(), set()
         self.transactions = []
         self.published = {}
 
@@ -205,9 +209,15 @@ class Producer:
         if cluster.breaks:
             cluster.breaks -= 1
             return Ended("broken")
+        if self._in(cluster.breaking):
+            return Ended("broken by a record")
+        if cluster.hesitates and self._records:
+            cluster.hesitates -= 1
+            return Aborted(KafkaError(KafkaError.NOT_COORDINATOR), record_at_fault=False)
         if self._in(cluster.forbidden) or TRACKING in cluster.forbidden:
             return Ended("broken", KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
         for topics, code in (
+            (cluster.refusing, KafkaError.TOPIC_AUTHORIZATION_FAILED),
             (cluster.missing, KafkaError.UNKNOWN_TOPIC_OR_PART),
             (cluster.silent, KafkaError._MSG_TIMED_OUT),
         ):
@@ -276,7 +286,7 @@ class World:
             topic=LETTERS,
             on_poison=on_poison,
             ensure=self._ensure,
-            forbidden=lambda topics: topics & self.cluster.forbidden if self.cluster.tells else set(),
+            forbidden=self._forbidden,
         )
         transactions = SimpleNamespace(
             new_producer=lambda: Producer(self.cluster),
@@ -292,6 +302,9 @@ class World:
             leader_id, timing, self.surroundings, transactions, dead_letters=self.dead_letters, drain=True
         )
         monkeypatch.setattr(term_module, "Recovery", lambda *_: self)
+
+    def _forbidden(self, topics):
+        return topics & (self.cluster.forbidden | self.cluster.refusing) if self.cluster.tells else set()
 
     def _ensure(self):
         self.ensured += 1
