@@ -579,6 +579,8 @@ class PostgresStore:
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """The rows of these ids, by ascending id, whoever marked them."""
+        if not self._find:
+            self.check()
         return self._query(self._find, {"ids": _array(ids)})  # type: ignore[return-value]
 
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
