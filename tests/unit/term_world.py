@@ -27,6 +27,7 @@ from outbox_core.ports import NO_FLOOR, NO_HOLDS, NO_LIMIT, HoldSet, NewHold, Si
 
 TRACKING, LETTERS = "tracking", "letters"
 POISON = b"poison"
+LONG_SECONDS = 10.0
 _LONGEST_SECONDS = 20.0
 
 
@@ -187,18 +188,25 @@ class Producer:
         self._records = list(sent.records)
         return sent
 
-    def send_manifest(self, topic, value, partition=0):
-        del topic, value, partition
+    @property
+    def failure(self):
+        return None
 
-    def all_arrive(self, timeout_seconds):
-        del timeout_seconds
-        return not self._in(self._cluster.silent)
+    def send_manifest(self, topic, value, partition=0, *, key=None):
+        del topic, value, partition, key
 
-    def abort(self):
+    def all_arrive(self, timeout_seconds, give_up=lambda: False):
+        del give_up
+        # A transaction that is waited for as long as any other fails in the end: the commit says so.
+        return timeout_seconds >= LONG_SECONDS or not self._in(self._cluster.silent)
+
+    def abort(self, cause=None, give_up=lambda: False):
+        del give_up
         self._note()
-        return Aborted(None, record_at_fault=False)
+        return Aborted(cause, record_at_fault=cause is not None)
 
-    def commit(self):
+    def commit(self, give_up=lambda: False):
+        del give_up
         cluster = self._cluster
         self._note()
         if cluster.breaks:
@@ -287,7 +295,8 @@ class World:
             new_producer=lambda: Producer(self.cluster),
             tracking_topic=TRACKING,
             outbox="d.s.t",
-            timeout=10.0,
+            transactional_id="d.s.t",
+            timeout=LONG_SECONDS,
             heartbeat_timeout=1.0,
             reached=lambda _: None,
         )
@@ -311,6 +320,9 @@ class World:
 
     def settle(self, producer):
         del producer
+
+    def server_id(self):
+        return "1"
 
     def refuse_marks(self):
         self.looks_for_marks += 1
