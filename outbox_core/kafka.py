@@ -359,11 +359,25 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
     appear there.
 
     Raises:
-        LeaderTopicError: if it is missing and cannot be made, or cannot be described.
+        LeaderTopicError: if it is missing and cannot be made, or cannot be described, or is compacted.
         KafkaUnavailable: if the cluster does not answer.
     """
     with Inquiry(config, timeout_seconds) as inquiry:
-        return _ensure(inquiry, _LEADER_TOPIC, topic)
+        partitions = _ensure(inquiry, _LEADER_TOPIC, topic)
+        if inquiry.can_create():
+            _refuse_compaction(inquiry, topic)
+        return partitions
+
+
+def _refuse_compaction(inquiry: Inquiry, topic: str) -> None:
+    """See that a leader topic takes messages without a key. Who may not read its settings finds out by writing."""
+    with suppress(KafkaException, FutureTimeoutError):
+        policy = inquiry.topic_settings(topic)["cleanup.policy"]
+        if "compact" in policy:
+            raise LeaderTopicError(
+                f"leader topic {topic!r} has cleanup.policy={policy}, so it refuses the leader's messages, which have "
+                "no key; set it to delete, or name another leaderTopic (leader_topic)"
+            )
 
 
 def ensure_tracking_topic(

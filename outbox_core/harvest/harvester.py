@@ -110,6 +110,7 @@ class Harvester:
         self._term_changed = threading.Condition()
         self._term: AtLeastOnce | ExactlyOnce | None = None
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
+        self._leads_as: UUID | None = None  # the leadership, as event handlers see it: from Acquired, until Revoked
         self._failure: BaseException | None = None
         self._elector: LeaderElector | None = None
         self._thread: threading.Thread | None = None
@@ -127,11 +128,13 @@ class Harvester:
         """
         if self._thread is not None:
             raise RuntimeError("a harvester is started once")
-        identity = self._identify()
+        identity, server_id = self._identify()
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
-        self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
+        self._elector = (
+            self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity, server_id)
+        )
         self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
@@ -186,15 +189,18 @@ class Harvester:
 
     @property
     def is_leader(self) -> bool:
-        """Whether the lease is valid now."""
+        """Whether it leads and the lease is valid now; not any more while leadership is handed over."""
         leadership = self._elector.leadership if self._elector else None
-        return leadership is not None and now() < leadership.deadline
+        return leadership is not None and leadership.leader_id == self._leads_as and now() < leadership.deadline
 
     @property
     def leader_id(self) -> UUID | None:
-        """The ID that marks carry now, or None while not harvesting."""
+        """The ID that marks carry now, in the handler of LeaderAcquired that of the event; None while not leading."""
         term = self._term
-        return term.leader_id if term is not None else None
+        is_new = self._leads_as is not None and self._announced is None  # then the last term may not have ended yet
+        if term is not None and not is_new:
+            return term.leader_id
+        return self._leads_as if self.is_leader else None
 
     @property
     def in_flight_records(self) -> int:
@@ -275,14 +281,15 @@ class Harvester:
         notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
         return Listening(notices, self._news)
 
-    def _identify(self) -> str:
+    def _identify(self) -> tuple[str, str]:
+        """The outbox's identity, and the ID of its server."""
         store = self._make_store()
         try:
-            return store.check()
+            return store.check(), store.server_id()
         finally:
             store.close()
 
-    def _neli(self, identity: str) -> Neli:
+    def _neli(self, identity: str, server_id: str) -> Neli:
         config = self.config
         group_id, topic = config.leader_names(identity)
         return Neli(
@@ -293,6 +300,8 @@ class Harvester:
                 name=config.name,
                 heartbeat_timeout=config.limits.heartbeat_timeout,
                 min_poll_interval=config.limits.min_poll_interval,
+                outbox=identity,
+                server_id=server_id,
             ),
             self._on_leadership,
         )
@@ -386,6 +395,7 @@ class Harvester:
 
     def _on_leadership(self, event: Event) -> None:
         """Hand the event on; on a hand-over first let the term finish, since the successor waits for our return."""
+        self._leads_as = event.leader_id if isinstance(event, LeaderAcquired) else None
         if isinstance(event, LeaderRevoked):
             self._hand_over()
         self.metrics.leading(isinstance(event, LeaderAcquired))
