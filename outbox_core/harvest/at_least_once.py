@@ -27,8 +27,9 @@ statements run elsewhere, on the two threads that own a store each.
   rows than asked, which is the case above.
 
 A leadership that ends, in whatever way, sends nothing more, waits for what is in flight (bounded by
-`delivery_timeout`, and not at all once the lease is over), purges what was acknowledged and clears its marks from the rest. Nothing of the next leadership
-starts before that, so the lanes' promise holds across leaderships of one process too.
+`delivery_timeout`; once the lease is over it is taken back), purges what was acknowledged and clears its marks from
+the rest. Nothing of the next leadership starts before that, so the lanes' promise holds across leaderships of one
+process too.
 """
 
 from __future__ import annotations

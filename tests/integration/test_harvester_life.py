@@ -299,6 +299,7 @@ class _Resending:
     def __init__(self):
         self.sent = self.sent_again = 0
         self._waiting = []
+        self._taken_back = []
         self._polls = 0
 
     def produce(self, *_, on_delivery, **__):
@@ -312,8 +313,11 @@ class _Resending:
         self._polls += 1
         if self._polls % 20 == 0:
             self.sent_again += len(self._waiting)
+        taken_back, self._taken_back = self._taken_back, []
+        for report in taken_back:
+            report(KafkaError(KafkaError._PURGE_INFLIGHT), None)
         time.sleep(0.01)
-        return 0
+        return len(taken_back)
 
     flush = poll
 
@@ -321,9 +325,8 @@ class _Resending:
         assert in_queue
         assert not blocking
         if in_flight:
-            waiting, self._waiting = self._waiting, []
-            for report in waiting:
-                report(KafkaError(KafkaError._PURGE_INFLIGHT), None)
+            self._taken_back += self._waiting
+            self._waiting = []
 
 
 def test_nothing_is_sent_again_after_the_lease(scene):
