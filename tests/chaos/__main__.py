@@ -1,6 +1,7 @@
 """`python -m tests.chaos`: a long chaos run with a report; `make chaos` calls it."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ def main() -> int:
     )
     parser.add_argument("--directory", type=Path, default=None, help="for the report, journals and logs")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its services would outlive it
     seed = options.seed if options.seed is not None else new_seed()
     directory = options.directory or Path(f"/tmp/chaos/{options.mode}-{time.strftime('%H%M%S')}-{seed}")  # noqa: S108
     _say(f"chaos: {options.mode}, {options.brokers} broker(s), deck {options.deck}, seed {seed}, report in {directory}")

@@ -67,7 +67,7 @@ class HostileWriter:
             self._clean()
 
     def _make_role(self, connection: psycopg.Connection) -> None:
-        if not connection.execute("SELECT FROM pg_roles WHERE rolname = %s", [_ROLE]).fetchone():
+        if not connection.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", [_ROLE]).fetchone():
             connection.execute(f"CREATE ROLE {_ROLE} LOGIN PASSWORD '{_PASSWORD}'")
         connection.execute(f"GRANT INSERT ON {self._table} TO {_ROLE}")
 
