@@ -16,6 +16,7 @@ from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_hold_sql, c
 from outbox_core.stores import postgres_examination
 from tests.harvesting import wait_until
 from tests.integration.django_fixtures import django_db_modify_db_settings
+from tests.services import as_role
 
 __all__ = ["django_db_modify_db_settings"]
 
@@ -167,7 +168,7 @@ def test_missing_rights_on_holds_are_told(database, connection, run, monkeypatch
     connection.execute("CREATE ROLE reader LOGIN")
     connection.execute("GRANT ALL ON outbox, outbox_id_seq TO reader; GRANT SELECT, INSERT ON outbox_hold TO reader")
     try:
-        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", database.replace("postgres@", "reader@"))
+        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", as_role(database, "reader"))
         code, findings = run("doctor")
         assert code == 0
         found = of(findings, "warning")["holds"]

@@ -106,7 +106,7 @@ def test_record_that_cannot_be_held_rests_without_a_probe():
 def test_place_without_room_for_a_probe_rests_ever_longer():
     """The record goes back to the table; whoever fails there next is no probe while there is no room."""
     clock = Clock()
-    parking = Parking(1.0, 3.0, clock, most_probe_bytes=3)
+    parking = Parking(1.0, 3.0, clock, most_probe_bytes=5)
     for rest in (1.0, 2.0, 3.0):
         assert not parking.failed((1, "t", "a", b"four", None, None, -1, 0), ("t", 0))
         assert parking.lanes == {("t", "a")}
@@ -149,7 +149,8 @@ def test_withdrawn_keys_are_left_out_until_they_are_back():
     assert withdrawals.lanes == {("t", "a")}
     assert withdrawals.ids == set()
     withdrawals.hold_done(("t", "a"))
-    assert not withdrawals
-    assert withdrawals.is_caught(record(9, "a"))  # by the mark that was sent before
+    assert withdrawals, "a mark that was sent before has not answered"
+    assert withdrawals.is_caught(record(9, "a"))
     withdrawals.mark_begins()
+    assert not withdrawals
     assert not withdrawals.is_caught(record(9, "a"))
