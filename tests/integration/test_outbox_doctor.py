@@ -232,17 +232,6 @@ def test_doctor_sees_who_leads(database, kafka_bootstrap, run):
     assert "leaderGroupID" in found["remedy"]
 
 
-def test_doctor_sees_a_compacted_leader_topic(run, database, kafka_bootstrap):
-    """A leader topic that refuses messages without a key is a problem."""
-    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
-    topic = NewTopic(f"{identity}.neli", num_partitions=1, config={"cleanup.policy": "compact"})
-    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
-    admin.create_topics([topic])[topic.topic].result(10)
-    code, findings = run("doctor")
-    assert code == 1
-    assert "cleanup.policy=compact" in of(findings, "problem")["leader topic"]["detail"]
-
-
 @pytest.mark.django_db(transaction=True)
 def test_django_commands_look_at_the_database_of_the_settings(kafka_bootstrap, settings):
     """`manage.py outbox_status` and `outbox_doctor` print to the stream that Django gives them."""
