@@ -31,6 +31,7 @@ _ID: Final = 0
 _CREATE_TIME: Final = 7
 _topic_of = itemgetter(1)
 _IDLE_SECONDS = 1.0
+_QUIET_SECONDS = 10.0
 
 
 class Scanned(NamedTuple):
@@ -133,8 +134,6 @@ class Term:
             self._refuse_marks(recovery)
             self._culprits.read_holds()
             self._hold_guilty()
-            if not self._suspicion.is_failing:
-                self._with.kafka.ended()  # else only a commit says so
         while ended is None and not over():
             ended = self._turn(producer)
         self._join_scan()
@@ -191,6 +190,8 @@ class Term:
             self._pace.found_nothing(scanned.took)
             if scanned.is_all:
                 self._suspicion.found_nothing()
+                if not self._suspicion.is_failing:
+                    self._with.kafka.faded(_QUIET_SECONDS)  # nothing is there to be committed
                 self._look_whether_drained(scanned.holds)
         return records
 
@@ -382,6 +383,7 @@ class Term:
 
     def _publication_is_committed(self, records: list[StoredRecord], *, are_buried: bool) -> None:
         self._transactions.reached(Step.COMMITTED)
+        self._with.kafka.ended()  # not before: a term that begins well may never commit anything
         self.committed = True
         self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
         self._are_buried = are_buried

@@ -275,7 +275,8 @@ class World:
         )
         wake, metrics, leader_id = threading.Event(), HarvestMetrics(), uuid4()
         database, kafka = (
-            SimpleNamespace(began=lambda _: None, ended=lambda: None, worked=lambda **_: None) for _ in range(2)
+            SimpleNamespace(began=lambda _: None, ended=lambda: None, worked=lambda **_: None, faded=lambda _: None)
+            for _ in range(2)
         )
         self.surroundings = Surroundings(
             elector=SimpleNamespace(leadership=Leadership(leader_id, 0, float("inf"))),
