@@ -40,6 +40,7 @@ from outbox_core.ports import (
     WITHHELD_BYTES,
     Backlog,
     Floor,
+    HeldKey,
     HoldSet,
     LaneKey,
     MarkedBatch,
@@ -439,6 +440,7 @@ _OF_ANOTHER_TABLE = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.DatatypeMismatch,
 )
+_KEY = 2
 _VALUE = 3
 _WITHHELD = 8
 _SELECTED = 9
@@ -758,7 +760,10 @@ class PostgresStore:
             statement = self._format(_FIND_MARKED, topic=_TOPIC, held_key=_HELD_KEY, **_RELAYS)
             found = self._query(statement, {"limit": limit})
             if found:
-                self.hold([NewHold(topic, key, identity, MARKED, _MARKED_ERROR) for identity, topic, key in found])
+                holds = [
+                    NewHold(topic, _as_held(key), identity, MARKED, _MARKED_ERROR) for identity, topic, key in found
+                ]
+                self.hold(holds)
                 ids = _array([identity for identity, _, _ in found])
                 self._execute(self._format(_CLEAR_MARKS_OF, **_RELAYS), {"ids": ids})
         return len(found)
@@ -918,7 +923,9 @@ class PostgresStore:
         if any(map(_withheld_of, rows)):
             limit = self._max_message_bytes
             rows = [
-                row if row[_WITHHELD] is None else (*row[:_VALUE], Withheld(row[_WITHHELD], limit), *row[_VALUE + 1 :])
+                row
+                if row[_WITHHELD] is None
+                else (*row[:_KEY], _as_held(row[_KEY]), Withheld(row[_WITHHELD], limit), *row[_VALUE + 1 :])
                 for row in rows
             ]
         return rows  # type: ignore[return-value]
@@ -1078,6 +1085,10 @@ def _is_about_rights(error: OutboxTableError) -> bool:
 def _array(numbers: Sequence[int]) -> str:
     """An array as one text parameter: psycopg would adapt a list element by element."""
     return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _as_held(key: str | None) -> HeldKey | None:
+    return None if key is None else HeldKey(key)
 
 
 def _excluded(lanes: Collection[LaneKey]) -> dict[str, Any]:

@@ -302,7 +302,9 @@ def test_what_cannot_be_sent_is_not_read(scene, limited):
         assert rows[6][3:6] == (None, ["a"], [b"x"])
     # What is not read does not fill a batch.
     assert len(limited.scan(10, (), max_bytes=20_000)) == 6
-    limited.hold([NewHold("t", "value", 1, "refused", "", dead_letter=True)])
+    limited.hold([NewHold("t", row[2], row[0], "refused", "", dead_letter=True) for row in rows[:2]])
+    assert limited.release_gone() == 0
+    assert [row[0] for row in limited.scan(2, (), holds=limited.holds())] == [3, 4]
     assert isinstance(limited.fetch([1])[0][3], Withheld)
 
 
@@ -420,7 +422,7 @@ def test_errors_of_the_server_are_outages(scene, store, code):
 
 
 def test_table_that_is_altered_under_prepared_statements(scene, store):
-    """The table is looked at again, once: if it still is an outbox harvesting goes on, else the error says why not."""
+    """The table is looked at again, once: it still is an outbox, or the error says what is wrong."""
     scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', 'k')")
     store.scan(10, ())
     scene.execute("ALTER TABLE outbox ALTER kafka_key TYPE varchar(100)")
