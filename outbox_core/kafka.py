@@ -297,6 +297,7 @@ class Inquiry:
         except KafkaException as error:
             cause: KafkaError = error.args[0]
             is_absent = cause.code() in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION}
+            error.__traceback__ = None  # kept by the future it came from, it keeps this frame and all its callers alive
             return 0 if is_absent else cause
         except FutureTimeoutError:
             return KafkaError(KafkaError._TIMED_OUT)  # noqa: SLF001  confluent's public constant

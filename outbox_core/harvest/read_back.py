@@ -7,11 +7,13 @@ rest is not, and no belief about it is safe: taken for published, rows would be 
 So recovery reads what the batch's topics hold from a little before the opening's time, as a read_committed client, and
 takes a row for published if a record has its id in the id header (`<outbox name>:<id>`) and the same key and value.
 Timestamps only say where to begin: the first record that is not older than the opening, less a margin for clocks that
-differ (a topic with LogAppendTime has its broker's). Where that is not enough, a row is repeated and none is lost.
+differ (a topic with LogAppendTime has its broker's). Where that is not enough, or a topic may not be read, a row is
+repeated and none is lost.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from outbox_core.harvest.manifest import Opening
 from outbox_core.harvest.tracking import ManifestNotRead, reader_settings
 from outbox_core.kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition, make_consumer
 from outbox_core.ports import StoredRecord
+
+_log = logging.getLogger(__name__)
 
 _MARGIN_MS = 60_000
 _ANSWER_SECONDS = 10.0
@@ -156,6 +160,10 @@ def _messages(
             if place in left:
                 yield message
             offset += 1  # the next one
+        elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            _log.error("topic %s: %s; rows for it may be repeated: grant READ on it", place[0], error.str())
+            left = {other for other in left if other[0] != place[0]}
+            continue
         elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001  confluent's public constant
             if error.fatal() or not error.retriable():
                 raise KafkaException(error)

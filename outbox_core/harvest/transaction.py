@@ -326,7 +326,8 @@ class TransactionalProducer:
             left = give_up_at - monotonic()
             with suppress(KafkaException):  # a broken producer: the probe says so
                 if not self._producer.flush(max(0.0, min(_PROBE_SECONDS, left))):
-                    return self._reports.error is None and not self._reports.is_torn
+                    # What failed is not outstanding any more, either.
+                    return not self._has_transaction_failed() and self._reports.error is None
             if self._has_transaction_failed() or left <= 0 or give_up():
                 return False
 
