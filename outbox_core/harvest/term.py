@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
 
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
-from outbox_core.harvest.culprits import Culprits
+from outbox_core.harvest.culprits import Culprits, too_large_for
 from outbox_core.harvest.floor import Look, Reading
+from outbox_core.harvest.lanes import without
 from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.pace import Pace
@@ -18,14 +20,18 @@ from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.suspicion import Suspicion
 from outbox_core.harvest.tracking import opening_key
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _CREATE_TIME: Final = 7
+_topic_of = itemgetter(1)
 _IDLE_SECONDS = 1.0
+_QUIET_SECONDS = 10.0
 
 
 class Scanned(NamedTuple):
@@ -52,6 +58,7 @@ class LeadershipOfTerm(Protocol):
     in_flight_records: int
     marks_are_settled: bool
     letters: Letters
+    suspicion: Suspicion
 
     def over(self) -> bool:
         """Whether nothing more is to be begun."""
@@ -98,6 +105,7 @@ class Term:
         self._scan_holds: HoldSet = NO_HOLDS
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._letters = leadership.letters
+        self._suspicion = leadership.suspicion
         rights = Rights(dead_letters, transactions.tracking_topic)
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
@@ -125,12 +133,16 @@ class Term:
             self._server = recovery.server_id()
             self._refuse_marks(recovery)
             self._culprits.read_holds()
-            self._with.kafka.ended()
+            self._hold_guilty()
         while ended is None and not over():
             ended = self._turn(producer)
         self._join_scan()
         self._purge_is_committed(now() + self._timing.drain_timeout)
         return None if over() else ended
+
+    def _hold_guilty(self) -> None:
+        if self._suspicion.guilty is not None and self._culprits.hold_topic(*self._suspicion.guilty):
+            self._suspicion.held()
 
     def _refuse_marks(self, recovery: Recovery) -> None:
         """Once in a leadership: while it lasts nobody else marks, and to look for marks is to read the whole table."""
@@ -177,6 +189,9 @@ class Term:
             self._culprits.is_idle = True
             self._pace.found_nothing(scanned.took)
             if scanned.is_all:
+                self._suspicion.found_nothing()
+                if not self._suspicion.is_failing:
+                    self._with.kafka.faded(_QUIET_SECONDS)  # nothing is there to be committed
                 self._look_whether_drained(scanned.holds)
         return records
 
@@ -189,7 +204,8 @@ class Term:
         """Send a scan that excludes what is in flight now: the set is copied before the statement begins."""
         lanes, identities, topics = self._culprits.exclusion()
         excluded = self._in_flight.union(identities)
-        limit, max_bytes = self._timing.mark_query_records, self._timing.mark_query_bytes
+        topics |= self._suspicion.left_out
+        limit, max_bytes = self._suspicion.limit, self._timing.mark_query_bytes
         self._scan_excludes = bool(lanes or identities or topics)
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         book, holds = self._culprits.book, self._culprits.holds
@@ -204,7 +220,7 @@ class Term:
             )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, look, took, book.look_after(store) if records or holds else holds
+            return records, look, took, book.look_after(store, records) if records or holds else holds
 
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
@@ -243,18 +259,23 @@ class Term:
         """One transaction. Returns `Ended` if the producer is of no more use."""
         self._count_in_flight(len(records))
         began = now()
-        is_full = len(records) == self._timing.mark_query_records or bytes_of(records) >= self._timing.mark_query_bytes
+        is_full = len(records) == self._suspicion.limit or bytes_of(records) >= self._timing.mark_query_bytes
         if is_full:
             # There is more: read it while this batch is published. A batch that was not full is another matter: what
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
+        self._refuse_too_large(records)
+        if not records:
+            return None
         outcome = self._fill(producer, records) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
         self._culprits.published(took)
         if isinstance(outcome, Ended):
             self._culprits.blame_topics(outcome.cause, records)
+            if not self._leadership.over():
+                self._suspicion.ended(records, outcome.reason)
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
@@ -262,10 +283,35 @@ class Term:
             self._succeed(records, took)
         return None
 
+    def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
+        """Have the next transaction's batches be such as all topics in use take."""
+        batches = self._with.batches
+        batches.meet(set(map(_topic_of, records)))
+        self._await_limits()
+        producer.limit_batches(batches.limit)
+
+    def _await_limits(self) -> None:
+        batches = self._with.batches
+        while batches.are_awaited and not self._leadership.over():
+            self._waiting.pause(batches.await_seconds)
+
+    def _refuse_too_large(self, records: list[StoredRecord]) -> None:
+        """Leave out what is known to be too large for its topic, so that it does not cost a transaction."""
+        batches = self._with.batches
+        too_large = batches.too_large(records)
+        if too_large:
+            batches.ask_anew(set(map(_topic_of, too_large)))
+            self._await_limits()
+            too_large = batches.too_large(records)
+        if too_large:
+            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in too_large])
+            self._leave_out(records, without(records, too_large))
+
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
     ) -> Aborted | Ended | None:
         """Open a transaction and put the records into it; `records` is left with those that are in it."""
+        self._fit_batches(producer, records)
         ended = producer.begin() or self._send_opening(producer, records)
         if ended is not None:
             return ended
@@ -330,12 +376,14 @@ class Term:
         self._with.metrics.published(len(records))
         self._with.metrics.publish_latency(took, len(records))
         self._culprits.succeeded(records)
+        self._suspicion.committed(records)
         stats = self._with.meter.add(len(records))
         if stats is not None:
             self._with.emit(MeterRead(stats))
 
     def _publication_is_committed(self, records: list[StoredRecord], *, are_buried: bool) -> None:
         self._transactions.reached(Step.COMMITTED)
+        self._with.kafka.ended()  # not before: a term that begins well may never commit anything
         self.committed = True
         self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
         self._are_buried = are_buried
@@ -344,7 +392,7 @@ class Term:
 
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
-        if aborted.error is not None and aborted.record_at_fault:
+        if aborted.error is not None and aborted.record_at_fault and not self._sizes_explain(aborted.error, records):
             self._culprits.set_aside(records)
         self._forget_scanned()
         if aborted.error is not None:
@@ -352,6 +400,15 @@ class Term:
             if not aborted.record_at_fault:
                 self._with.kafka.began(aborted.error.str())
                 self._waiting.rest(self._timing.io_error_backoff)
+
+    def _sizes_explain(self, error: KafkaError, records: Sequence[StoredRecord]) -> bool:
+        """Whether a batch was too large, and it is known how to go on: with smaller ones, or without some records."""
+        if error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
+            return False
+        batches = self._with.batches
+        before = batches.limit
+        batches.refused(set(map(_topic_of, records)))
+        return batches.limit != before or bool(batches.too_large(records))
 
     def _forget_scanned(self) -> None:
         self._join_scan()
@@ -474,6 +531,7 @@ class Term:
                     if self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                         return False
                     continue
+                self._with.removal.ended()
                 self._in_flight.difference_update(identity for identity, _ in self._unpurged)
                 self._unpurged = []
                 self._transactions.reached(Step.AFTER_PURGE)
