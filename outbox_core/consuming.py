@@ -35,7 +35,15 @@ from typing import Literal, TypeVar
 
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from outbox_core.kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    UnreadableHeaders,
+    headers_of,
+)
 
 ID_HEADER = "outbox-id"
 
@@ -176,9 +184,11 @@ def message_id_of(message: Message, id_header: str = ID_HEADER) -> str:
     """The id of a record: the last header of that name, else topic, partition and offset.
 
     Raises:
-        InvalidMessageId: if the header is not UTF-8, too long or contains NUL.
+        InvalidMessageId: if the header is not UTF-8, too long or contains NUL, or the headers cannot be read.
     """
-    headers: list[tuple[str, bytes | None]] = message.headers() or []  # type: ignore[assignment]
+    headers = headers_of(message)  # also without an id header: the handler may call `message.headers()` after it
+    if id_header and isinstance(headers, UnreadableHeaders):
+        raise InvalidMessageId("the record has a header name that is not UTF-8, so its headers cannot be read")
     values = [value for name, value in headers if name == id_header]
     if not id_header or not values or not values[-1]:
         return f"{message.topic()}-{message.partition()}-{message.offset()}"
@@ -257,9 +267,11 @@ class _Loop:
     def _id_of(self, message: Message) -> str:
         try:
             return message_id_of(message, self._id_header)
-        except InvalidMessageId as error:
-            self._set_back(message)
-            raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
+        except Exception as error:
+            self._set_back(message)  # whatever the reason: the next record's offset must not be committed
+            if isinstance(error, InvalidMessageId):
+                raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
+            raise
 
     def bookmark(self, message: Message) -> None:
         """Commit the offset after a record, or hand it to the client to commit."""

@@ -51,6 +51,7 @@ class Planned:
         keys: of how many keys.
         first: the time of the earliest, in UTC.
         last: the time of the latest, in UTC.
+        without_headers: how many had headers that could not be read; they are published with the replay's alone.
     """
 
     topic: str
@@ -59,6 +60,7 @@ class Planned:
     keys: int
     first: datetime | None
     last: datetime | None
+    without_headers: int = 0
 
 
 def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
@@ -69,7 +71,8 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
         settings: topics, keys, times, targets and the header.
 
     Returns:
-        the selected rows, with `target` (the topic to publish to) and the marked `headers`.
+        the selected rows, with `target` (the topic to publish to), the marked `headers`, and `without_headers`:
+        whether the archive does not know what they were (NULL there).
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -89,7 +92,8 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
         F.struct(F.lit(settings.header).alias("key"), F.encode(F.lit(settings.name), "UTF-8").alias("value"))
     )
     marked = F.concat(F.coalesce("headers", F.array().cast(archived.schema["headers"].dataType)), mark)
-    return rows.withColumn("target", target).withColumn("headers", marked)
+    without = F.col("headers").isNull()
+    return rows.withColumn("target", target).withColumn("without_headers", without).withColumn("headers", marked)
 
 
 def plan(rows: DataFrame) -> list[Planned]:
@@ -103,6 +107,7 @@ def plan(rows: DataFrame) -> list[Planned]:
             F.approx_count_distinct("key").alias("keys"),
             F.expr(utc.micros("min(timestamp)")).alias("first"),
             F.expr(utc.micros("max(timestamp)")).alias("last"),
+            F.count_if("without_headers").alias("without_headers"),
         )
         .orderBy("topic")
         .collect()
@@ -138,6 +143,7 @@ def run(
         say(
             f"{part.topic} -> {part.target}: {part.records:,} records of about {part.keys:,} keys, "
             f"from {part.first} to {part.last}"
+            + (f"; {part.without_headers:,} of them without their headers" if part.without_headers else "")
         )
     counts = {"selected": sum(part.records for part in planned), "published": 0, "skipped": 0}
     if not planned or not publish:

@@ -8,11 +8,12 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox_core.errors import InvalidConfig
-from outbox_spark.config import ArchiveSettings, ReplaySettings
+from outbox_spark.config import ArchiveSettings, AuditSettings, ReplaySettings
 from outbox_spark.ledger import Ledger
-from outbox_spark.pipelines import archive, replay
+from outbox_spark.pipelines import archive, audit, replay
 from outbox_spark.pipelines.following import RecordsMissing
 from tests.kafka_reader import read_topic
+from tests.raw_records import NOT_UTF8, produce_raw
 from tests.spark.following import forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
@@ -144,6 +145,22 @@ def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic)
         assert [(m.partition, m.value, m.headers) for m in replayed if m.key == key] == [
             (m.partition, m.value, m.headers + marks) for m in originals if m.key == key
         ]
+
+
+def test_a_record_that_no_calendar_or_text_holds(spark, settings, kafka_bootstrap, make_topic, topic_name):
+    """An unreadable header name and a time far ahead stop neither archive, audit nor replay, which says what it lacks."""
+    topic = make_topic(3, config={"message.timestamp.after.max.ms": str(2**63 - 1)})
+    target, kafka = make_topic(3), {"bootstrap.servers": kafka_bootstrap}
+    settings = ArchiveSettings(**settings.model_dump() | {"topics": [topic]})
+    produce_raw(kafka_bootstrap, topic, b"{}", key=b"k1", headers=[(NOT_UTF8, b"x")], timestamp_ms=2**62)
+    produce(kafka_bootstrap, topic, range(4))
+    assert run_once(archive, spark, kafka_bootstrap, settings)["records"] == 5
+    compared = AuditSettings(expected={"topics": [topic]}, found={"archive": settings.path})
+    assert audit.run(spark, kafka, compared).is_clean
+    wanted, said = ReplaySettings(archive=settings.path, name=topic_name(), to={topic: target}), []
+    assert replay.run(spark, kafka, wanted, publish=True, say=said.append)["published"] == 5
+    assert said[0].endswith("; 1 of them without their headers")
+    assert len(read_topic(kafka_bootstrap, target)) == 5
 
 
 def test_a_replay_of_a_time_in_any_zone(spark, settings):

@@ -121,6 +121,19 @@ def test_a_consumer_that_stores_by_itself_is_refused():
     assert consumer.log == [("probe", 5), ("seek", 5)]
 
 
+def test_headers_that_cannot_be_asked_for():
+    """Whatever keeps a record's id from being read, the record comes again and its offset is not committed."""
+
+    class Broken(Record):
+        def headers(self):
+            raise RuntimeError("no headers")
+
+    consumer = PlayedConsumer(Broken(5), Record(6))
+    with pytest.raises(RuntimeError, match="no headers"):
+        run(consumer)
+    assert consumer.log == [("probe", 5), ("seek", 5)]
+
+
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()])
 def test_a_handler_that_raises(error):
     """Its transaction is rolled back, no offset is committed, and the record comes again."""
