@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
@@ -21,6 +20,7 @@ from outbox_core.errors import InvalidConfig
 from outbox_core.metrics import MetricsServer
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters import DeadLetter, DeadLetters
+from outbox_queue.message import utc_time
 from outbox_queue.stats import Glance, QueueStats, messages_in_progress, queue_stats, waiting_messages
 from outbox_queue.tracker import RedeliveryTracker
 
@@ -249,14 +249,16 @@ def _stats_row(row: QueueStats) -> list[str]:
 
 
 def _print_table(titles: list[str], rows: list[list[str]]) -> None:
+    rows = [[_printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in [titles, *rows]:
+    for row in [titles, *rows]:  # names and reasons come from whoever may write to the topics
         sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
 
 
 def _print_json(objects: Iterable[Mapping[str, Any]]) -> None:
     for one in objects:
-        sys.stdout.write(json.dumps(one, ensure_ascii=False) + "\n")
+        text = json.dumps(one, ensure_ascii=False)
+        sys.stdout.write("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
 
 
 def _shown_whole(message: Glance | DeadLetter) -> dict[str, Any]:
@@ -275,11 +277,16 @@ def _text_or_base64(content: bytes) -> str | dict[str, str]:
 
 def _short(payload: bytes) -> str:
     text = payload[: 4 * _SHOWN].decode(errors="replace")
-    printable = "".join(character if character.isprintable() else "." for character in text)
+    printable = _printable(text)
     return printable if len(printable) <= _SHOWN else printable[: _SHOWN - 1] + "…"
+
+
+def _printable(text: str) -> str:
+    """Text without what a terminal would obey."""
+    return "".join(character if character.isprintable() else "." for character in text)
 
 
 def _time(milliseconds: int | None) -> str:
     if milliseconds is None:
         return "-"
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return utc_time(milliseconds).strftime("%Y-%m-%dT%H:%M:%SZ")
