@@ -209,4 +209,3 @@ def _letter(letter: TopicRecord) -> DeadLetter:
         headers=travelled.headers,
         payload=letter.value or b"",
     )
-

@@ -11,7 +11,6 @@ from outbox_queue.config import milliseconds
 from outbox_queue.errors import InvalidMessage, MessageSettled
 from outbox_queue.headers import LONGEST_REASON, Header, Travelled, place_text
 
-
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _LAST_MS = 253_402_300_799_999
 

@@ -86,4 +86,3 @@ def test_commands_of_queues_show_it(kafka_bootstrap, make_topic):
     assert len(letters.requeue(lambda _: True)) == 1
     assert letters.all() == []
     assert {record.value for record in read_topic(kafka_bootstrap, config.message_topic)} == {b"payload", b"no place"}
-

@@ -148,7 +148,7 @@ def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic)
 
 
 def test_a_record_that_no_calendar_or_text_holds(spark, settings, kafka_bootstrap, make_topic, topic_name):
-    """An unreadable header name and a time far ahead stop neither archive, audit nor replay, which says what it lacks."""
+    """An unreadable header name and a time far ahead stop neither archive, audit nor replay."""
     topic = make_topic(3, config={"message.timestamp.after.max.ms": str(2**63 - 1)})
     target, kafka = make_topic(3), {"bootstrap.servers": kafka_bootstrap}
     settings = ArchiveSettings(**settings.model_dump() | {"topics": [topic]})
