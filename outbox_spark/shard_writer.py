@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
-from outbox_core.harvest.transaction import Aborted, Ended, TransactionalProducer
+from outbox_core.harvest.transaction import Aborted, Ended
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import StoredRecord
@@ -139,7 +140,7 @@ class ShardWriter:
         return [record for record in records if (record[0], record[7]) not in published]
 
     def _publish(
-        self, producer: TransactionalProducer, missing: Sequence[StoredRecord], records: Sequence[StoredRecord]
+        self, producer: RecordProducer, missing: Sequence[StoredRecord], records: Sequence[StoredRecord]
     ) -> None:
         """One transaction: the records, and a manifest of the whole shard."""
         ended = producer.begin()
@@ -176,7 +177,7 @@ class ShardWriter:
         self._wants_reports = True
         return KafkaUnavailable(outcome.error.str())
 
-    def _send_manifest(self, producer: TransactionalProducer, records: Sequence[StoredRecord]) -> None:
+    def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
         transactions = self._transactions
         manifest = Manifest(transactions.outbox, [record[0] for record in records], [record[7] for record in records])
         ended = producer.send_manifest(transactions.tracking_topic, manifest.encode(), transactions.tracking_partition)

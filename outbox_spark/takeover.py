@@ -21,9 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
 from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.harvest.tracking import ManifestNotRead
-from outbox_core.harvest.transaction import TransactionalProducer
 from outbox_core.kafka import topic_exists
 from outbox_spark.batch_store import BatchStore
 
@@ -76,7 +76,7 @@ def refuse_marks(transactions: Transactions, store: BatchStore) -> None:
     _log.warning("%s; those that it had sent are repeated", what)
 
 
-def fence(transactions: Transactions, over: Callable[[], bool]) -> TransactionalProducer:
+def fence(transactions: Transactions, over: Callable[[], bool]) -> RecordProducer:
     """A producer of this transactional.id, having fenced the last one.
 
     Raises:

@@ -94,6 +94,11 @@ class Neli:
         """What ended the elector against its will, or None."""
         return self._failure
 
+    @property
+    def trouble(self) -> str | None:
+        """What keeps it from electing anybody, for people; None while it works."""
+        return str(self._failure) if self._failure is not None else None
+
     def start(self) -> None:
         """Join the group, having made the leader topic if it is missing. Does nothing if that was done before.
 

@@ -21,9 +21,10 @@ from outbox_core.config import HarvestConfig
 from outbox_core.election.leadership import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
 from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
-from outbox_core.harvest.transaction import Ended, TransactionalProducer
+from outbox_core.harvest.transaction import Ended
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
 
@@ -124,9 +125,9 @@ class Transactions:
         width = partition_count(self.kafka, self.relay_topic) if self.relay_topic else 0
         return [self.of_shard(shard) for shard in range(width)]
 
-    def new_producer(self) -> TransactionalProducer:
+    def new_producer(self) -> RecordProducer:
         """A producer for one term."""
-        return TransactionalProducer(
+        return RecordProducer(
             self.producer, id_header=self.id_header, outbox_name=self.outbox_name, timeout_seconds=self.timeout + 5.0
         )
 
@@ -169,7 +170,7 @@ class Recovery:
             return Ended(str(error))
         return None
 
-    def settle(self, producer: TransactionalProducer) -> Ended | None:
+    def settle(self, producer: RecordProducer) -> Ended | None:
         """Fence the last owner, settle its transaction, delete what it published; a relay's likewise."""
         return self._settle(self._transactions, producer) or self._settle_shards()
 
@@ -184,7 +185,7 @@ class Recovery:
                 return ended
         return None
 
-    def _settle(self, transactions: Transactions, producer: TransactionalProducer) -> Ended | None:
+    def _settle(self, transactions: Transactions, producer: RecordProducer) -> Ended | None:
         ended = producer.init(self._over)
         if ended is not None:
             return ended

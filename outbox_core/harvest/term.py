@@ -14,10 +14,11 @@ from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome, TransactionalProducer
+from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
 
@@ -113,7 +114,7 @@ class Term:
         finally:
             producer.discard()
 
-    def _run(self, producer: TransactionalProducer) -> Ended | None:
+    def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
@@ -133,7 +134,7 @@ class Term:
             recovery.refuse_marks()
             self._leadership.marks_are_settled = True
 
-    def _turn(self, producer: TransactionalProducer) -> Ended | None:
+    def _turn(self, producer: RecordProducer) -> Ended | None:
         """One transaction, if there is anything to publish: the next rows; every other time a trial or dead letters."""
         culprits = self._culprits
         culprits.call_probes()
@@ -234,7 +235,7 @@ class Term:
 
     # -- publish
 
-    def _publish(self, producer: TransactionalProducer, records: list[StoredRecord]) -> Ended | None:
+    def _publish(self, producer: RecordProducer, records: list[StoredRecord]) -> Ended | None:
         """One transaction. Returns `Ended` if the producer is of no more use."""
         self._count_in_flight(len(records))
         began = now()
@@ -258,7 +259,7 @@ class Term:
         return None
 
     def _fill(
-        self, producer: TransactionalProducer, records: list[StoredRecord], failures: list[Failure] | None = None
+        self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
     ) -> Aborted | Ended | None:
         """Put the records and their manifest into the open transaction; `records` is left with those that are in it."""
         sent = producer.send(records, self._leadership.over, failures)
@@ -272,7 +273,7 @@ class Term:
             return producer.abort()
         return self._send_manifest(producer, records)
 
-    def _send_manifest(self, producer: TransactionalProducer, records: Sequence[StoredRecord]) -> Ended | None:
+    def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         manifest = Manifest(
             self._transactions.outbox, [record[_ID] for record in records], [record[_CREATE_TIME] for record in records]
         )
@@ -284,7 +285,7 @@ class Term:
         self._in_flight.difference_update(record[_ID] for record in records if record[_ID] not in kept)
         records[:] = sent
 
-    def _commit(self, producer: TransactionalProducer) -> Outcome:
+    def _commit(self, producer: RecordProducer) -> Outcome:
         """Commit, once what the last transaction published is out of the table: the one ordering rule."""
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
             return producer.abort()
@@ -332,7 +333,7 @@ class Term:
 
     # -- trials and dead letters
 
-    def _try(self, producer: TransactionalProducer) -> Ended | None:
+    def _try(self, producer: RecordProducer) -> Ended | None:
         """A transaction of records one of which may be to blame for the failure of another transaction."""
         group, patience = self._culprits.next_group()
         records = list(group)
@@ -354,7 +355,7 @@ class Term:
 
     def _commit_in_time(
         self,
-        producer: TransactionalProducer,
+        producer: RecordProducer,
         records: list[StoredRecord],
         failures: list[Failure],
         patience: float | None,
@@ -375,9 +376,7 @@ class Term:
             self._culprits.judge(outcome, records, failures)
         self._forget_scanned()
 
-    def _write_letters(
-        self, producer: TransactionalProducer, records: list[StoredRecord], failures: list[Failure]
-    ) -> Outcome:
+    def _write_letters(self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure]) -> Outcome:
         ended = producer.begin()
         sent = ended or producer.send(records, self._leadership.over, failures)
         if isinstance(sent, Ended):
@@ -390,7 +389,7 @@ class Term:
         refused = self._send_manifest(producer, records)
         return refused or self._commit_in_time(producer, records, failures, self._letters.patience)
 
-    def _bury(self, producer: TransactionalProducer, letters: Sequence[StoredRecord]) -> Ended | None:
+    def _bury(self, producer: RecordProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         """A transaction of dead letters."""
         records: list[StoredRecord] = list(letters)
         failures: list[Failure] = []

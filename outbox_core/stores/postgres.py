@@ -77,6 +77,9 @@ FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
 """
 
+# Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
+_SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
+
 _MARK = """
 WITH head AS MATERIALIZED (
     SELECT array_agg({locator}) AS rows, count(*) AS selected
@@ -318,6 +321,12 @@ _TEXT_TYPES = {"text", "character varying", "character"}
 _id_of = itemgetter(0)
 # A server that has become a standby is as good as away: the next connection may find the new primary.
 _PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+# No right to the function, or no such function (servers that only speak PostgreSQL's protocol).
+_SERVER_ID_WITHHELD = (
+    psycopg.errors.InsufficientPrivilege,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.FeatureNotSupported,
+)
 _SELECTED = 8
 # Before, a transaction took another name when it was prepared.
 _TRANSACTIONS_KEEP_THEIR_NAMES = 140001
@@ -412,6 +421,19 @@ class PostgresStore:
         self._outbox = f"{schema}.{table}"
         self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
+
+    def server_id(self) -> str:
+        """Return the server's system identifier, '' where it may not be read (some hosted databases).
+
+        Raises:
+            StoreUnavailable: if the database does not answer.
+        """
+        try:
+            return str(self._query(_SERVER_ID)[0][0])
+        except OutboxTableError as error:
+            if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
+                return ""
+            raise
 
     def mark(
         self,

@@ -10,10 +10,11 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox_core.errors import StoreUnavailable
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.term import Term
 from outbox_core.harvest.tracking import _Reader
-from outbox_core.harvest.transaction import Aborted, Committed, Ended, TransactionalProducer
+from outbox_core.harvest.transaction import Aborted, Committed, Ended
 from outbox_core.kafka import TopicPartition, make_consumer
 from outbox_core.stores.postgres import PostgresStore
 
@@ -71,7 +72,7 @@ class KeepsScannedRows(Term):
         self._scanning = scanning
 
 
-class FailsOnce(TransactionalProducer):
+class FailsOnce(RecordProducer):
     """The broker could not take a record of the first transaction."""
 
     failed = False
@@ -143,7 +144,7 @@ class ReadsToStableOffset(_Reader):
 # -- 7. Nobody knows the outcome of a commit that timed out
 
 
-class TimesOutOnce(TransactionalProducer):
+class TimesOutOnce(RecordProducer):
     """The answer to the first commit never comes.
 
     Attributes:

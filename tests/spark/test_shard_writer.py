@@ -5,7 +5,8 @@ from confluent_kafka import KafkaError
 
 from outbox_core.errors import InvalidRecord, KafkaUnavailable
 from outbox_core.harvest.publisher import Failure
-from outbox_core.harvest.transaction import Aborted, Committed, Sent
+from outbox_core.harvest.record_producer import Sent
+from outbox_core.harvest.transaction import Aborted, Committed
 from outbox_spark import shard_writer
 from outbox_spark.shard_writer import ShardWriter
 

@@ -17,9 +17,10 @@ from outbox_core.harvest.lanes import lane_of
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.pace import News
 from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.record_producer import Sent
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.transaction import Aborted, Committed, Ended, Sent
+from outbox_core.harvest.transaction import Aborted, Committed, Ended
 from outbox_core.kafka import KafkaError
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import NO_FLOOR, NO_HOLDS, NO_LIMIT, HoldSet, NewHold, Sight, StoredRecord
