@@ -283,9 +283,9 @@ class QueueConfig(_QueueSettings):
         hidden = 2 * (self.transaction_timeout + _BROKERS_LOOK_EVERY)
         if self.transactional and self.marker_key == "queue" and self.redelivery_timeout <= hidden:
             _log.warning(
-                "redelivery_timeout (%s) should be more than %s: with transactional: true and a tracker of kafka-mq-go, "
-                "which marker_key: queue is for, a consumer that dies hides the end markers of others for so long, and "
-                "that tracker sends finished messages again",
+                "redelivery_timeout (%s) should be more than %s: with transactional: true and a tracker of kafka-mq-go "
+                "(marker_key: queue), a consumer that dies hides the end markers of others for so long, and that "
+                "tracker sends finished messages again",
                 format_duration(self.redelivery_timeout),
                 format_duration(hidden),
             )

@@ -139,17 +139,30 @@ class DeadLetters:
         return self._remove(choose, again=False)
 
     def _remove(self, choose: Callable[[DeadLetter], bool], *, again: bool) -> list[DeadLetter]:
-        with self._transactions() as transaction:
-            # Only now: what a command that is fenced by this one has committed is seen.
-            chosen = [letter for letter in self.all() if choose(letter)]
-            for batch in _batches(chosen):
-                failure = transaction.run(lambda batch=batch: self._send(transaction, batch, again=again))  # type: ignore[misc]
-                if failure is not None:
-                    raise QueueError(
-                        f"dead letters of {self._config.dead_letters!r}: {failure.reason}; if no other command is at "
-                        "work, run it again: what was done is not repeated"
-                    )
-        return chosen
+        done: list[DeadLetter] = []
+        is_done = False
+        while not is_done:
+            with self._transactions() as transaction:
+                # Only now: what a command that is fenced by this one has committed is seen.
+                left = [letter for letter in self.all() if choose(letter)]
+                is_done = self._remove_some(transaction, left, done, again=again)
+        return done
+
+    def _remove_some(
+        self, transaction: Transaction, letters: list[DeadLetter], done: list[DeadLetter], *, again: bool
+    ) -> bool:
+        """Remove letters; return False if a new producer has to go on, and to see first which are left."""
+        for batch in _batches(letters):
+            if transaction.must_replace:
+                return False
+            failure = transaction.run(lambda batch=batch: self._send(transaction, batch, again=again))  # type: ignore[misc]
+            if failure is not None:
+                raise QueueError(
+                    f"dead letters of {self._config.dead_letters!r}: {failure.reason}; if no other command is at "
+                    "work, run it again: what was done is not repeated"
+                )
+            done += batch
+        return True
 
     def _send(self, transaction: Transaction, batch: list[DeadLetter], *, again: bool) -> None:
         for letter in batch:
@@ -160,7 +173,7 @@ class DeadLetters:
                         letter.headers, attempt=1, enqueued_at_ms=letter.enqueued_at_ms, origin=origin
                     )
                     if origin is not None
-                    else letter.headers  # a stranger's, without a place: it begins anew
+                    else list(letter.headers)  # a stranger's, without a place: it begins anew
                 )
                 transaction.produce(self._config.message_topic, letter.payload, letter.queue.encode(), headers=copy)
             transaction.produce(self._config.dead_letters, None, letter.key, partition=letter.partition)

@@ -4,7 +4,8 @@ A turn of the loop reads a batch of markers, then looks at each partition (`outb
 sent, or a batch of expired messages is redelivered (`outbox_queue.redelivery`).
 
 - A partition whose messages are to be redelivered for the first time is prepared *before* the tick that judges them:
-  what another tracker had committed there is thus read before anything is decided.
+  what another tracker had committed there is thus read before anything is decided. The same holds when a producer is
+  replaced because the end of its last transaction may have been sent twice (`outbox_core.harvest.transaction`).
 - A tick that does not come back within two seconds may wait behind the unfinished transaction of a tracker that died:
   preparing the partition ends it.
 - The offset that is committed is that of the first unfinished message's start marker, on time, on revoke and at the
@@ -255,19 +256,19 @@ class TrackerLoop:
             return True
         result = tracked.redeliverer.redeliver(batch)
         markers.settle(result.done, redelivered=True)
+        markers.postpone(result.refused, _REFUSED_MS)
+        markers.settle(result.left, redelivered=False)
         self._count(result)
-        failure = result.failure
-        if failure is None:
-            self._redelivery.ended()
-        elif failure.is_refused:
-            markers.postpone(result.left, _REFUSED_MS)
-        else:
-            markers.settle(result.left, redelivered=False)
-            markers.judge_again()
-            self._redelivery.began(f"partition {markers.number} of the marker topic: {failure.reason}")
-            tracked.retry_at = _now() + _RETRY_MS
-            return False
-        return True
+        if result.failure is None:
+            if result.done:
+                self._redelivery.ended()
+            if not tracked.redeliverer.is_prepared:
+                markers.judge_again()
+            return True
+        markers.judge_again()
+        self._redelivery.began(f"partition {markers.number} of the marker topic: {result.failure.reason}")
+        tracked.retry_at = _now() + _RETRY_MS
+        return False
 
     def _count(self, result: Redelivered) -> None:
         for queue, count in result.copies.items():
