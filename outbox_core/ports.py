@@ -271,6 +271,9 @@ class OutboxStore(Protocol):
     def hold(self, holds: Sequence[NewHold]) -> None:
         """Hold what is not held yet."""
 
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """Return the rows of these ids that are in the table, by ascending id."""
+
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """The held rows of these ids, by ascending id, whoever marked them."""
 

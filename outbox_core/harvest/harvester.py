@@ -253,6 +253,7 @@ class Harvester:
             lambda: make_producer(self.config.lone_producer_settings()),
             id_header=self.config.id_header,
             outbox_name=self.config.outbox_name or identity,
+            topics=self._transactions_of_outbox.topics,
         )
 
     def _dead_letters(self, identity: str) -> DeadLetters:

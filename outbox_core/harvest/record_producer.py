@@ -8,13 +8,12 @@ from functools import partial
 from typing import Any
 
 from outbox_core.harvest.lanes import lane_of
-from outbox_core.harvest.publisher import Failure, is_legal_topic, message_headers
+from outbox_core.harvest.publisher import Failure, message_headers, partition_of
+from outbox_core.harvest.topics import RowTopics
 from outbox_core.harvest.transaction import Ended, GiveUp, TransactionalProducer
 from outbox_core.harvest.verdicts import Verdict, is_bystander, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message
 from outbox_core.ports import LaneKey, StoredRecord
-
-_REMEMBERED_TOPICS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,22 @@ class RecordProducer(TransactionalProducer):
         id_header: name of the header with the record's identity, '' for none.
         outbox_name: identity of the outbox, written before the record's id.
         timeout_seconds: how long a commit or an abort may take.
+        topics: tells which topics rows may name; by default those that no outbox may have rows for are refused.
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], *, id_header: str, outbox_name: str, timeout_seconds: float
+        self,
+        settings: Mapping[str, Any],
+        *,
+        id_header: str,
+        outbox_name: str,
+        timeout_seconds: float,
+        topics: RowTopics | None = None,
     ) -> None:
         super().__init__(settings, timeout_seconds=timeout_seconds)
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
-        self._legal_topics: set[str] = set()
+        self._topics = topics or RowTopics()
 
     def send(
         self, records: Iterable[StoredRecord], give_up: GiveUp, failures: list[Failure] | None = None
@@ -94,16 +100,11 @@ class RecordProducer(TransactionalProducer):
         """Produce one record. False if `give_up` said so while the queue was full."""
         _, topic, key, value, _, _, partition = record[:7]
         headers = message_headers(record, self._id_header, self._id_prefix)
-        if topic not in self._legal_topics:
-            self._check_topic(topic)
+        if topic not in self._topics.known:
+            self._topics.check(record)
+        if not key or partition != -1:
+            partition = partition_of(record)
         return self.produce(topic, value, key, partition, headers, give_up=give_up, **more)
-
-    def _check_topic(self, topic: str) -> None:
-        if not is_legal_topic(topic):
-            raise ValueError(f"{topic[:300]!r} is not a legal topic name")
-        if len(self._legal_topics) >= _REMEMBERED_TOPICS:
-            self._legal_topics.clear()
-        self._legal_topics.add(topic)
 
 
 def _note(failures: list[Failure], record: StoredRecord, error: KafkaError | None, message: Message) -> None:

@@ -11,13 +11,14 @@ from outbox_core.events import MeterRead
 from outbox_core.harvest.culprits import Culprits
 from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.letters import Letters
-from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.tracking import opening_key
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
@@ -100,6 +101,8 @@ class Term:
         rights = Rights(dead_letters, transactions.tracking_topic)
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
+        self._server = ""  # ID of the database server
+        self._over_since: float | None = None
 
     def run(self) -> Ended | None:
         """Run until the leadership is over (None) or the producer is of no more use.
@@ -119,6 +122,7 @@ class Term:
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
+            self._server = recovery.server_id()
             self._refuse_marks(recovery)
             self._culprits.read_holds()
             self._with.kafka.ended()
@@ -245,7 +249,7 @@ class Term:
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
-        outcome = producer.begin() or self._fill(producer, records) or self._commit(producer)
+        outcome = self._fill(producer, records) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
         self._culprits.published(took)
@@ -261,7 +265,10 @@ class Term:
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
     ) -> Aborted | Ended | None:
-        """Put the records and their manifest into the open transaction; `records` is left with those that are in it."""
+        """Open a transaction and put the records into it; `records` is left with those that are in it."""
+        ended = producer.begin() or self._send_opening(producer, records)
+        if ended is not None:
+            return ended
         sent = producer.send(records, self._leadership.over, failures)
         if isinstance(sent, Ended):
             return sent
@@ -270,14 +277,31 @@ class Term:
             self._culprits.refused(sent.refused)  # alone, by nature; the transaction goes on without them
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
-            return producer.abort()
-        return self._send_manifest(producer, records)
+            return producer.abort(give_up=self._is_late)
+        return None
+
+    def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
+        """The tracking partition is in the transaction from its first record on (rule 8)."""
+        transactions = self._transactions
+        opening = Opening.of(transactions.outbox, self._server, records)
+        key = opening_key(transactions.transactional_id)
+        return producer.send_manifest(transactions.tracking_topic, opening.encode(), key=key)
 
     def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         manifest = Manifest(
-            self._transactions.outbox, [record[_ID] for record in records], [record[_CREATE_TIME] for record in records]
+            self._transactions.outbox,
+            [record[_ID] for record in records],
+            [record[_CREATE_TIME] for record in records],
+            self._server,
         )
         return producer.send_manifest(self._transactions.tracking_topic, manifest.encode())
+
+    def _is_late(self) -> bool:
+        """Whether the leadership is over for so long that Kafka's answers are left to the next term."""
+        if self._leadership.over():
+            self._over_since = self._over_since or now()
+            return now() - self._over_since >= self._timing.drain_timeout
+        return False
 
     def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
         self._with.floor.reset("records were left out of a transaction")
@@ -285,13 +309,21 @@ class Term:
         self._in_flight.difference_update(record[_ID] for record in records if record[_ID] not in kept)
         records[:] = sent
 
-    def _commit(self, producer: RecordProducer) -> Outcome:
-        """Commit, once what the last transaction published is out of the table: the one ordering rule."""
+    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
+        """Commit, once every record is in Kafka, and what the last transaction published is out of the table.
+
+        The manifest comes last: a torn transaction then has none, and recovery knows it by its opening.
+        """
+        if not producer.all_arrive(self._transactions.timeout, self._is_late):
+            return producer.abort(producer.failure, self._is_late)
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
-            return producer.abort()
+            return producer.abort(give_up=self._is_late)
+        refused = self._send_manifest(producer, records)
+        if refused is not None:
+            return refused
         self._transactions.reached(Step.BEFORE_COMMIT)
         self._transactions.reached(Step.COMMIT_SENT)
-        return producer.commit()
+        return producer.commit(self._is_late)
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records, are_buried=False)
@@ -343,7 +375,7 @@ class Term:
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []
-            unfinished = producer.begin() or self._fill(producer, records, failures)
+            unfinished = self._fill(producer, records, failures)
             outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
@@ -361,10 +393,13 @@ class Term:
         patience: float | None,
     ) -> Outcome:
         """Commit, but for what has not arrived within so many seconds; None to wait as for any transaction."""
-        if patience is not None and not producer.all_arrive(patience):
-            aborted = producer.abort()
-            return aborted if isinstance(aborted, Ended) else self._culprits.was_too_slow(records, failures)
-        return self._commit(producer)
+        if patience is not None and not producer.all_arrive(patience, self._is_late):
+            failure = producer.failure
+            aborted = producer.abort(failure, self._is_late)
+            if failure is not None or isinstance(aborted, Ended):
+                return aborted
+            return self._culprits.was_too_slow(records, failures)
+        return self._commit(producer, records)
 
     def _conclude(
         self, outcome: Committed | Aborted, records: list[StoredRecord], failures: list[Failure], took: float
@@ -377,7 +412,7 @@ class Term:
         self._forget_scanned()
 
     def _write_letters(self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure]) -> Outcome:
-        ended = producer.begin()
+        ended = producer.begin() or self._send_opening(producer, records)
         sent = ended or producer.send(records, self._leadership.over, failures)
         if isinstance(sent, Ended):
             return sent
@@ -385,9 +420,8 @@ class Term:
             failures += sent.refused
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
-            return producer.abort()
-        refused = self._send_manifest(producer, records)
-        return refused or self._commit_in_time(producer, records, failures, self._letters.patience)
+            return producer.abort(give_up=self._is_late)
+        return self._commit_in_time(producer, records, failures, self._letters.patience)
 
     def _bury(self, producer: RecordProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         """A transaction of dead letters."""

@@ -363,19 +363,20 @@ class TransactionalProducer:
             if not cause.fatal() and not is_torn(cause) and (never_sent or cause.txn_requires_abort()):
                 # Its EndTxn(commit) may be out, and the abort's answer will not tell.
                 self._must_replace = self._must_replace or not never_sent
-                return self.abort(self._reports.error or cause)
+                return self.abort(self._reports.error or cause, give_up)
             return Ended(f"the commit's outcome is unknown: {cause.str()}", error=cause)
         return Committed()
 
-    def abort(self, cause: KafkaError | None = None) -> Aborted | Ended:
+    def abort(self, cause: KafkaError | None = None, give_up: GiveUp = never) -> Aborted | Ended:
         """Abort the open transaction.
 
         Args:
             cause: what it has failed of; None if it is our choice.
+            give_up: asked while the answer is out; the abort is then left to the next producer.
         """
         if not self._is_torn(cause):
             try:
-                self._end(self._producer.abort_transaction, never)
+                self._end(self._producer.abort_transaction, give_up)
                 self._producer.poll(0)  # what is still to be reported
             except KafkaException as error:
                 return Ended(error.args[0].str(), cause)

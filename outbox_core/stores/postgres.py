@@ -260,6 +260,14 @@ WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE
 ORDER BY id
 """
 
+_FIND = """
+SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
+FROM {table} AS stored
+WHERE id = ANY (%(ids)s::bigint[])
+ORDER BY id
+"""
+
 # Ids may come back: a hold is of the row that has its topic and key, too.
 _IS_OF_RECORD = """
 held.outbox = %(outbox)s AND held.record_id = stored.id AND held.kafka_topic = stored.kafka_topic
@@ -379,7 +387,7 @@ class PostgresStore:
         self._has_holds: bool | None = None
         self._may_change_holds = True
         self._role = ""
-        self._fetch = ""
+        self._fetch = self._find = ""
         self._held_parameters = _HeldParameters()
         self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
         relays = {"first_of_relays": relay_marks.FIRST, "last_of_relays": relay_marks.LAST}
@@ -569,6 +577,12 @@ class PostgresStore:
         parameters = {"ids": _array(ids), "outbox": self._known_as()}
         return self._query(self._fetch, parameters)  # type: ignore[return-value]
 
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """The rows of these ids, by ascending id, whoever marked them."""
+        if not self._find:
+            self.check()
+        return self._query(self._find, {"ids": _array(ids)})  # type: ignore[return-value]
+
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
         parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
@@ -706,6 +720,7 @@ class PostgresStore:
         self._scan = self._format(_SCAN, exclusion="", **parts)
         self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **parts)
         self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts)
+        self._find = self._format(_FIND, **parts)
 
     def _above(self, floor: Floor) -> dict[str, Any]:
         """Parameters of a floor; on another connection than the one it was proven on, it is none."""

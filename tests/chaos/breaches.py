@@ -9,6 +9,7 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
+from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery
@@ -199,6 +200,32 @@ class TrustsCommit(TimesOutOnce):
     def commit(self):
         outcome = super().commit()
         return Committed() if isinstance(outcome, Ended) else outcome
+
+
+# -- 8. No transaction begins in an epoch in which an EndTxn may have been sent twice
+
+
+class TrustsItsEpoch(RecordProducer):
+    """The producer goes on in its epoch although a late EndTxn may be on its way."""
+
+    def begin(self):
+        self._must_replace = False
+        return super().begin()
+
+
+# -- 9. A torn transaction is recognised: opening first, manifest when all has arrived
+
+
+class TakesTransactionsForWhole(Term):
+    """The manifest is produced behind the records, whether they arrive or not, and nothing before them."""
+
+    def _send_opening(self, producer, records):
+        del producer, records
+
+    def _commit(self, producer, records):
+        if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
+            return producer.abort()
+        return self._send_manifest(producer, records) or producer.commit()
 
 
 class Gate:

@@ -197,7 +197,7 @@ def test_a_redelivery_is_not_torn_by_a_late_commit(frames, kafka_bootstrap, conf
 
 
 def test_a_tracker_that_lost_its_partition_does_not_come_back(frames, kafka_bootstrap, config, redeliverer):
-    """A new producer, after an end that was repeated, would fence the successor: what that one redelivered stays once."""
+    """A new producer would fence the successor, and send again what that one has redelivered."""
     network = Network(frames, kafka_bootstrap, commits=True, of="kafka-mq-redelivery-")
     first, second = _expired(1), _expired(2)
     assert redeliverer.redeliver([first]).done == [first]
