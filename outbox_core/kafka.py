@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from operator import methodcaller
@@ -58,6 +59,7 @@ __all__ = [
     "Message",
     "Producer",
     "TopicKind",
+    "TopicLimits",
     "TopicPartition",
     "UnreadableHeaders",
     "check_connection",
@@ -81,6 +83,7 @@ _DISCARD_SECONDS = 2.0
 _DISCARD_POLL_SECONDS = 0.01
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ATTEMPT_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
 _APPEAR_INTERVAL_SECONDS = 0.05
 _LEADER_TOPIC_SETTINGS = {
     # Only the last claim and the heartbeats of the last seconds are ever read.
@@ -421,6 +424,48 @@ def topic_settings(
         return inquiry.topic_settings(topic)
     except (KafkaException, FutureTimeoutError):
         return None
+
+
+class TopicLimits:
+    """Asks for `max.message.bytes` of topics, with an admin client of its own that is made when it is first needed.
+
+    Args:
+        config: librdkafka settings.
+    """
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._config = config
+        self._admin: AdminClient | None = None
+
+    def ask(self, topics: Collection[str]) -> dict[str, Future[int | None]]:
+        """Ask, and do not wait.
+
+        Returns:
+            By topic what will be known of it: the limit, None if the broker shows none, or KafkaException if the topic
+            is not there, or may not be described.
+        """
+        if self._admin is None:
+            self._admin = make_admin(self._config)
+        resources = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
+        answers = self._admin.describe_configs(resources, request_timeout=_ANSWER_SECONDS)
+        return {resource.name: _limit_in(answer) for resource, answer in answers.items()}
+
+
+def _limit_in(answer: Future[Any]) -> Future[int | None]:
+    """The one setting, out of an answer with all of them."""
+    limit: Future[int | None] = Future()
+
+    def pick(answered: Future[Any]) -> None:
+        error = answered.exception()
+        if error is not None:
+            limit.set_exception(error)
+            return
+        entry = answered.result().get("max.message.bytes")
+        value = str(entry.value) if entry is not None else ""
+        limit.set_result(int(value) if value.isdecimal() else None)
+
+    answer.add_done_callback(pick)
+    return limit
 
 
 def partition_count(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:

@@ -279,6 +279,11 @@ class HarvestConfig(Settings):
         wanted = kafka_settings.wanted_delivery_timeout(self.base_kafka_config, self.producer_kafka_config)
         return longest if wanted is None else min(wanted, longest)
 
+    @property
+    def max_message_bytes(self) -> int:
+        """How many bytes a message may have for the producer to take it."""
+        return kafka_settings.max_message_bytes(self._merged)
+
     def producer_settings(self) -> dict[str, Any]:
         """The librdkafka settings of the producer that publishes."""
         return kafka_settings.build_producer_settings(
@@ -310,6 +315,11 @@ class HarvestConfig(Settings):
     def dead_letter_name(self, identity: str) -> str:
         """The dead-letter topic, for an outbox of this identity."""
         return self.dead_letter_topic or _topic_name(identity, ".dead-letter")
+
+    @property
+    def batch_settings(self) -> kafka_settings.BatchSettings:
+        """What the producer's settings say of batches."""
+        return kafka_settings.batch_settings(self._merged)
 
     def lone_producer_settings(self) -> dict[str, Any]:
         """The librdkafka settings of the producer whose batches have one record each."""

@@ -34,8 +34,10 @@ starts before that, so the lanes' promise holds across leaderships of one proces
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterable
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Final
 from uuid import UUID, uuid4
 
@@ -51,15 +53,20 @@ from outbox_core.harvest.publisher import Failure, Publisher
 from outbox_core.harvest.recovery import Recovery, Transactions
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import HoldSet, MarkedBatch, OutboxStore, StoredRecord, bytes_of
 
 _log = logging.getLogger(__name__)
 
 _ID: Final = 0
+_TOPIC: Final = 1
+_topic_of = itemgetter(_TOPIC)
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
+_FIRST_RIVALS_REST_SECONDS = 0.05
+_LONGEST_RIVALS_REST_SECONDS = 5.0
 
 
 class AtLeastOnce:
@@ -109,6 +116,7 @@ class AtLeastOnce:
         self._mark_excludes = False
         self._marked_with = self._bad.holds
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
+        self._rivals_rest = 0.0
         self._read_holds_not_before = 0.0
         self._settling: Future[int] | None = None
         self._settle_not_before = 0.0
@@ -182,7 +190,8 @@ class AtLeastOnce:
     def _start_mark(self) -> None:
         """Send a mark if one is due; if not, see now and then at least what is held."""
         bad = self._bad
-        limit = 0 if self._pace.due_in() or not bad.book.was_read else self._room()
+        is_blocked = self._pace.due_in() or not bad.book.was_read or self._with.removal.has_begun
+        limit = 0 if is_blocked else self._room()
         if self._marking is not None or not (limit or self._wants_holds()):
             return
         leader_id, book, max_bytes = self.leader_id, bad.book, self._timing.mark_query_bytes
@@ -209,7 +218,7 @@ class AtLeastOnce:
             if not batch.records and not holds:
                 return batch, look, took, holds
             try:
-                return batch, look, took, book.look_after(store)
+                return batch, look, took, book.look_after(store, batch.records)
             except StoreUnavailable as error:  # and so nobody hears of what is marked
                 raise StoreUnavailable(str(error), in_doubt=True) from error
 
@@ -250,10 +259,12 @@ class AtLeastOnce:
         if self._remark or batch.selected != len(batch.records) or self._lanes.holds_any(batch.records):
             self._to_reset.extend(record[_ID] for record in batch.records)
             self._force_remark()
+            self._leave_room_for_rivals()
             return
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, batch.records, took)
         if batch.records:
+            self._with.batches.meet(set(map(_topic_of, batch.records)))
             records, back = self._bad.sift(batch.records)
             self._give_back(back)
             self._lanes.admit(records)
@@ -278,6 +289,8 @@ class AtLeastOnce:
 
     def _send(self) -> bool:
         """Send a chunk of what may be sent. False if more of it can be sent at once."""
+        if not self._batches_fit():
+            return True
         batch = self._lanes.take(_SEND_CHUNK)
         elector = self._with.elector
         leadership = elector.leadership
@@ -295,6 +308,18 @@ class AtLeastOnce:
                 self._lanes.put_back(batch[position:])
                 return True
         return not self._lanes.has_ready
+
+    def _batches_fit(self) -> bool:
+        """Whether the producer builds batches that all topics take; else it is replaced once nothing is in flight."""
+        batches, publisher = self._with.batches, self._publisher
+        if batches.are_awaited:
+            return False
+        publisher.limit_batches(batches.limit)
+        if not publisher.is_outdated:
+            return True
+        if not publisher.in_flight:
+            publisher.renew()
+        return not publisher.is_outdated
 
     def _send_alone(self, closes_at: float) -> bool:
         """Send what must be judged by itself. False if nothing more can be sent now."""
@@ -336,6 +361,9 @@ class AtLeastOnce:
             self._to_reset.extend(record[_ID] for record, *_ in failures)
             self._force_remark()
         else:
+            self._with.batches.refused(
+                {failure.record[_TOPIC] for failure in failures if _was_batch_too_large(failure)}
+            )
             self._give_back(self._bad.judge(failures, self._lanes))
         if not self._over():
             self._with.metrics.publish_error(len(failures))
@@ -379,20 +407,29 @@ class AtLeastOnce:
         try:
             purged = settling.result()
         except StoreUnavailable as error:
-            self._with.database.began(error)
-            self._settle_not_before = now() + self._timing.io_error_backoff
+            self._settle_not_before = now() + self._with.note_outage(error, self._timing.io_error_backoff)
             self._to_purge = self._being_purged + self._to_purge
             self._to_reset = self._being_reset + self._to_reset
             return
         self._with.database.ended()
         self._bad.reset_done(self._being_reset)
+        if self._being_purged:
+            self._with.removal.ended()
         if purged == len(self._being_purged):
+            if purged:
+                self._rivals_rest /= 2
             self._lanes.purged(self._being_purged)
             if self._drain and not self._lanes.held:
                 self._with.news.tell()  # whether that was all is to be seen at once
         else:
             _log.info("purged %d of %d rows: the rest carry another leader's mark", purged, len(self._being_purged))
             self._force_remark()
+            self._leave_room_for_rivals()
+
+    def _leave_room_for_rivals(self) -> None:
+        """Another leader, of another group perhaps, marks the same rows: at full speed both would send all of it."""
+        self._rivals_rest = min(_LONGEST_RIVALS_REST_SECONDS, max(_FIRST_RIVALS_REST_SECONDS, 2 * self._rivals_rest))
+        self._pace.failed(self._rivals_rest * random.uniform(0.5, 1.0))  # noqa: S311  jitter
 
     # -- remark
 
@@ -431,6 +468,8 @@ class AtLeastOnce:
             due = min(due, self._settle_not_before - time)
         if not self._remark:
             due = min(due, max(_TICK_SECONDS, self._bad.due_in()), self._burials.due_in())
+            if self._with.batches.are_awaited:
+                due = min(due, self._with.batches.await_seconds)
             if self._marking is None and (self._bad.holds or self._lanes.held):
                 due = min(due, max(self._bad.book.due_in(), self._read_holds_not_before - time))
         return max(0.0, due)
@@ -472,3 +511,7 @@ class AtLeastOnce:
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()
+
+
+def _was_batch_too_large(failure: Failure) -> bool:
+    return failure.error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not failure.alone

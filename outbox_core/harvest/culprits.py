@@ -331,3 +331,10 @@ class Culprits:
         written = self._waiting.insist(self._with.marker, lambda store: book.write(store, holds))
         if written is not None:
             self.holds = written
+
+
+def too_large_for(record: StoredRecord) -> KafkaError:
+    """The error of a record that its topic is known not to take."""
+    return KafkaError(
+        KafkaError.MSG_SIZE_TOO_LARGE, f"too large for the max.message.bytes of topic {record[_TOPIC]}: it was not sent"
+    )

@@ -27,6 +27,7 @@ from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
 from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
+from outbox_core.harvest.batch_sizes import BatchSizes
 from outbox_core.harvest.exactly_once import ExactlyOnce
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.listening import Listening
@@ -39,6 +40,7 @@ from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.kafka import (
     Producer,
+    TopicLimits,
     check_connection,
     ensure_dead_letter_topic,
     ensure_tracking_topic,
@@ -91,7 +93,7 @@ class Harvester:
         self._drain = drain
         self._make_store = store_factory or self._postgres_store
         self._make_elector = elector_factory
-        self._make_producer = producer_factory or (lambda: make_producer(config.producer_settings()))
+        self._make_producer = producer_factory
         self._reached = reached
         self._wake = threading.Event()
         self._news = News(self._wake)
@@ -106,6 +108,7 @@ class Harvester:
         self._thread: threading.Thread | None = None
         self._database = Outage("database", _log)
         self._kafka = Outage("delivery to Kafka", _log)
+        self._removal = Outage("removal of published records", _log)
 
     # -- life
 
@@ -192,7 +195,7 @@ class Harvester:
             return Health(ok=False, leader=False, detail=redact(str(self._failure)))
         if self._ended.is_set():
             return Health(ok=False, leader=False, detail="stopped")
-        for outage in (self._database, self._kafka):
+        for outage in (self._database, self._kafka, self._removal):
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
                 return Health(ok=False, leader=self.is_leader, detail=redact(outage.describe()))
         return Health(ok=True, leader=self.is_leader, detail="leading" if self.is_leader else "standing by")
@@ -209,6 +212,7 @@ class Harvester:
             config.outbox_table,
             application_name=self._application_name,
             statement_timeout=config.limits.statement_timeout.total_seconds(),
+            max_message_bytes=config.max_message_bytes,
         )
 
     @property
@@ -248,9 +252,13 @@ class Harvester:
         """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
         if self.config.delivery == "exactly-once":
             return None
+        settings = self.config.producer_settings()
         return Publisher(
-            self._make_producer,
+            self._make_producer or (lambda: make_producer(settings)),
             lambda: make_producer(self.config.lone_producer_settings()),
+            lambda limit: (
+                self._make_producer() if self._make_producer else make_producer(settings | {"batch.size": limit})
+            ),
             id_header=self.config.id_header,
             outbox_name=self.config.outbox_name or identity,
             topics=self._transactions_of_outbox.topics,
@@ -294,6 +302,15 @@ class Harvester:
             news=self._news,
             database=self._database,
             kafka=self._kafka,
+            batches=self._batch_sizes(),
+            removal=self._removal,
+        )
+
+    def _batch_sizes(self) -> BatchSizes:
+        config = self.config
+        largest, is_compressed = config.batch_settings
+        return BatchSizes(
+            TopicLimits(config.base_kafka_config).ask, self._wake.set, largest=largest, is_compressed=is_compressed
         )
 
     def _backlog_observer(self) -> BacklogObserver:
@@ -385,6 +402,7 @@ class Harvester:
                     self._term = None
                     self._term_changed.notify_all()
                 self._kafka.dismissed()  # whoever leads now finds out whether it still is so
+                self._removal.dismissed()
             if term.drained:
                 return
 

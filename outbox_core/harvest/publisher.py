@@ -136,6 +136,8 @@ class Publisher:
     Args:
         make_producer: makes a producer; called at once, and again after a fatal error.
         make_lone_producer: makes a producer whose batches have one record; by default the same as the other.
+        make_limited_producer: makes a producer whose batches have so many bytes at most; by default they are as large
+            as those of the others.
         id_header: name of the header that carries the record's identity; '' for none.
         outbox_name: identity of the outbox, written before the record's id.
         topics: tells which topics rows may name; by default those that no outbox may have rows for are refused.
@@ -152,6 +154,7 @@ class Publisher:
         self,
         make_producer: Callable[[], Producer],
         make_lone_producer: Callable[[], Producer] | None = None,
+        make_limited_producer: Callable[[int], Producer] | None = None,
         *,
         id_header: str,
         outbox_name: str,
@@ -159,6 +162,9 @@ class Publisher:
     ) -> None:
         self._make_producer = make_producer
         self._make_lone_producer = make_lone_producer or make_producer
+        self._make_limited_producer = make_limited_producer or (lambda _: make_producer())
+        self._batch_bytes: int | None = None
+        self._made_for: int | None = None
         self._producer = make_producer()
         self._lone_producer: Producer | None = None
         self._alone_in_flight = 0
@@ -295,9 +301,23 @@ class Publisher:
             if producer is not None:
                 producer.purge(in_queue=True, in_flight=False, blocking=False)
 
+    def limit_batches(self, max_bytes: int | None) -> None:
+        """Set the largest batch, None for what the settings say. Takes effect with `renew`."""
+        self._batch_bytes = max_bytes
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the producer builds batches of another size than it should: send nothing more, and `renew` it."""
+        return self._batch_bytes != self._made_for
+
     def renew_if_broken(self) -> None:
         """After a fatal error the producer accepts nothing more; make a new one. Only with nothing in flight."""
         if self._fatal:
-            self._producer = self._make_producer()
             self._lone_producer = None
             self._fatal = False
+            self.renew()
+
+    def renew(self) -> None:
+        """Make a new producer. Only with nothing in flight."""
+        limit = self._made_for = self._batch_bytes
+        self._producer = self._make_producer() if limit is None else self._make_limited_producer(limit)

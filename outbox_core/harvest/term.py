@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
 
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
-from outbox_core.harvest.culprits import Culprits
+from outbox_core.harvest.culprits import Culprits, too_large_for
 from outbox_core.harvest.floor import Look, Reading
+from outbox_core.harvest.lanes import without
 from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.pace import Pace
@@ -21,10 +23,12 @@ from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.tracking import opening_key
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _CREATE_TIME: Final = 7
+_topic_of = itemgetter(1)
 _IDLE_SECONDS = 1.0
 
 
@@ -204,7 +208,7 @@ class Term:
             )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, look, took, book.look_after(store) if records or holds else holds
+            return records, look, took, book.look_after(store, records) if records or holds else holds
 
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
@@ -249,6 +253,9 @@ class Term:
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
+        self._refuse_too_large(records)
+        if not records:
+            return None
         outcome = self._fill(producer, records) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
@@ -262,10 +269,35 @@ class Term:
             self._succeed(records, took)
         return None
 
+    def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
+        """Have the next transaction's batches be such as all topics in use take."""
+        batches = self._with.batches
+        batches.meet(set(map(_topic_of, records)))
+        self._await_limits()
+        producer.limit_batches(batches.limit)
+
+    def _await_limits(self) -> None:
+        batches = self._with.batches
+        while batches.are_awaited and not self._leadership.over():
+            self._waiting.pause(batches.await_seconds)
+
+    def _refuse_too_large(self, records: list[StoredRecord]) -> None:
+        """Leave out what is known to be too large for its topic, so that it does not cost a transaction."""
+        batches = self._with.batches
+        too_large = batches.too_large(records)
+        if too_large:
+            batches.ask_anew(set(map(_topic_of, too_large)))
+            self._await_limits()
+            too_large = batches.too_large(records)
+        if too_large:
+            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in too_large])
+            self._leave_out(records, without(records, too_large))
+
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
     ) -> Aborted | Ended | None:
         """Open a transaction and put the records into it; `records` is left with those that are in it."""
+        self._fit_batches(producer, records)
         ended = producer.begin() or self._send_opening(producer, records)
         if ended is not None:
             return ended
@@ -344,7 +376,7 @@ class Term:
 
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
-        if aborted.error is not None and aborted.record_at_fault:
+        if aborted.error is not None and aborted.record_at_fault and not self._sizes_explain(aborted.error, records):
             self._culprits.set_aside(records)
         self._forget_scanned()
         if aborted.error is not None:
@@ -352,6 +384,15 @@ class Term:
             if not aborted.record_at_fault:
                 self._with.kafka.began(aborted.error.str())
                 self._waiting.rest(self._timing.io_error_backoff)
+
+    def _sizes_explain(self, error: KafkaError, records: Sequence[StoredRecord]) -> bool:
+        """Whether a batch was too large, and it is known how to go on: with smaller ones, or without some records."""
+        if error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
+            return False
+        batches = self._with.batches
+        before = batches.limit
+        batches.refused(set(map(_topic_of, records)))
+        return batches.limit != before or bool(batches.too_large(records))
 
     def _forget_scanned(self) -> None:
         self._join_scan()
@@ -474,6 +515,7 @@ class Term:
                     if self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                         return False
                     continue
+                self._with.removal.ended()
                 self._in_flight.difference_update(identity for identity, _ in self._unpurged)
                 self._unpurged = []
                 self._transactions.reached(Step.AFTER_PURGE)

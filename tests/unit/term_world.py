@@ -167,6 +167,9 @@ class Producer:
     def discard(self):
         pass
 
+    def limit_batches(self, max_bytes):
+        self.batch_bytes = max_bytes
+
     def begin(self):
         self._records = []
 
