@@ -135,8 +135,8 @@ class TableLayout:
         key_required: whether `kafka_key` is NOT NULL.
         key_length: longest key in characters, or None for no limit.
         value_length: longest value in characters (text layout), or None for no limit.
-        has_time_default: whether `create_time` has a DEFAULT, as our own layout has. A stash then leaves it out: writers
-            need no right to set it.
+        has_time_default: whether `create_time` has a DEFAULT, as our own layout has. A stash then leaves it out, and
+            writers need no right to set it.
     """
 
     values: Literal["binary", "text"] = "binary"

@@ -66,8 +66,9 @@ SELECT set_config('synchronous_commit', 'on', false),
 _INSPECT = """
 SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
        current_database(), n.nspname, c.relname,
-       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'UPDATE')
-           AND has_table_privilege(c.oid, 'DELETE'),
+       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
+           AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
+                WHERE attrelid = c.oid AND attname = 'leader_id'),
        (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
        (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
@@ -400,7 +401,7 @@ class PostgresStore:
             raise OutboxTableError(f"{self._name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
         if not may_harvest:
-            raise OutboxTableError(f"missing rights on {self._name}: harvesting needs SELECT, UPDATE and DELETE")
+            raise OutboxTableError(f"missing rights on {self._name}: harvesting needs SELECT, DELETE and UPDATE (leader_id)")
         if cache is not None and cache > 1:
             _log.warning(
                 "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
