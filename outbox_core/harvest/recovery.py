@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -71,8 +71,8 @@ class Transactions:
         relay_topic: where a relay on Spark leaves the manifests of its shards, one partition for each.
     """
 
-    kafka: Mapping[str, Any]
-    producer: Mapping[str, Any]
+    kafka: Mapping[str, Any] = field(repr=False)
+    producer: Mapping[str, Any] = field(repr=False)
     transactional_id: str
     tracking_topic: str
     outbox: str

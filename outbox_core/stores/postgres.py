@@ -401,7 +401,9 @@ class PostgresStore:
             raise OutboxTableError(f"{self._name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
         if not may_harvest:
-            raise OutboxTableError(f"missing rights on {self._name}: harvesting needs SELECT, DELETE and UPDATE (leader_id)")
+            raise OutboxTableError(
+                f"missing rights on {self._name}: harvesting needs SELECT, DELETE and UPDATE (leader_id)"
+            )
         if cache is not None and cache > 1:
             _log.warning(
                 "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "

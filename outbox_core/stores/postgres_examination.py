@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.examination import Finding, fine, problem, warning
 from outbox_core.schema import STORAGE_PARAMETERS, TableName, hold_beside
+from outbox_core.stores.postgres import one_line
 
 _OLDEST_SERVER = 140_000
 _OLD_SECONDS = 60
@@ -119,6 +120,7 @@ class PostgresExamination:
         table: the outbox table, which must exist.
 
     Raises:
+        InvalidConfig: if the data source cannot be read.
         StoreUnavailable: if the database cannot be reached, or a question failed.
     """
 
@@ -129,8 +131,11 @@ class PostgresExamination:
             self._connection = psycopg.connect(
                 data_source, autocommit=True, connect_timeout=10, application_name="kafka-outbox doctor"
             )
+        except psycopg.ProgrammingError:
+            # Without the driver's words: they quote the DSN, perhaps its password.
+            raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
-            raise StoreUnavailable(f"cannot connect to the database: {error}") from None
+            raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
 
     def close(self) -> None:
         """Close the connection."""
@@ -289,4 +294,4 @@ class PostgresExamination:
         try:
             return self._connection.execute(statement, parameters).fetchall()
         except psycopg.Error as error:
-            raise StoreUnavailable(f"the database refused to answer: {error}") from None
+            raise StoreUnavailable(f"the database refused to answer: {one_line(error)}") from None

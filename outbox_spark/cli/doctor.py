@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.config import redact
-from outbox_core.errors import OutboxError
+from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.config import (
     PIPELINES,
     PipelineFile,
@@ -244,7 +244,11 @@ def _readable(dsn: str, table: str) -> str:
 def _connection(dsn: str) -> Any:
     import psycopg
 
-    return psycopg.connect(dsn, connect_timeout=10, autocommit=True)
+    try:
+        return psycopg.connect(dsn, connect_timeout=10, autocommit=True)
+    except psycopg.ProgrammingError:
+        # Without the driver's words: they quote the DSN, perhaps its password.
+        raise InvalidConfig("libpq cannot read the dsn") from None
 
 
 def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:
