@@ -220,7 +220,8 @@ class BatchStore(PostgresStore):
     def _layout(self) -> tuple[bool, bool]:
         """Whether there is a column for the partition, and whether rows can be found by their address."""
         if self._found is None:
-            rows = self._query(_LAYOUT, (self._name.quoted,))
+            self._connected()  # only now is it known where the table is
+            rows = self._query(_LAYOUT, (self._table.quoted,))
             if not rows:
                 raise OutboxTableError(f"outbox table {self._name} does not exist")
             self._found = (rows[0][0], rows[0][1])

@@ -21,7 +21,7 @@ import psycopg
 
 from outbox_core.errors import OutboxError, StoreUnavailable
 from outbox_core.schema import NOTIFY_CHANNEL_PREFIX, TableName
-from outbox_core.stores.postgres import connect_to_primary, one_line
+from outbox_core.stores.sessions import Connection, connect_to_primary, one_line
 
 _PROBE_SECONDS = 2.0
 
@@ -48,9 +48,9 @@ class CommitNotices:
 
     def __init__(self, data_source: str, table: str, *, application_name: str) -> None:
         self._data_source = data_source
-        self._name = TableName.parse(table)
+        self._name = self._table = TableName.parse(table)  # as it was named; with its schema, once it was found
         self._application_name = application_name
-        self._connection: psycopg.Connection[tuple[object, ...]] | None = None
+        self._connection: Connection | None = None
         self._channel = ""
         self._heard: list[str] = []  # payloads; they may also arrive with the answer to a statement
         self._bell, self._button = socket.socketpair()
@@ -66,7 +66,7 @@ class CommitNotices:
         """
         self.close()
         try:
-            self._connection = connect_to_primary(self._data_source, self._application_name)
+            self._connection, (self._table,) = connect_to_primary(self._data_source, self._application_name, self._name)
             self._connection.add_notify_handler(lambda notice: self._heard.append(notice.payload))
             self._channel = self._find_channel(self._connection)
             self._connection.execute(f"LISTEN {self._channel}".encode())
@@ -124,8 +124,8 @@ class CommitNotices:
         self._bell.close()
         self._button.close()
 
-    def _find_channel(self, connection: psycopg.Connection[tuple[object, ...]]) -> str:
-        parameters = {"table": self._name.quoted, "mark": f"%{NOTIFY_CHANNEL_PREFIX}%"}
+    def _find_channel(self, connection: Connection) -> str:
+        parameters = {"table": self._table.quoted, "mark": f"%{NOTIFY_CHANNEL_PREFIX}%"}
         row = connection.execute(_FIND, parameters).fetchone()
         if row is None or not row[1]:
             raise NoNotices(
@@ -136,7 +136,8 @@ class CommitNotices:
 
     def _probe(self) -> None:
         token = str(uuid4())
-        with connect_to_primary(self._data_source, self._application_name) as second:
+        connection, _ = connect_to_primary(self._data_source, self._application_name)
+        with connection as second:
             second.execute("SELECT pg_notify(%s, %s)", (self._channel, token))
         give_up_at = time.monotonic() + _PROBE_SECONDS
         while token not in self._heard and (remaining := give_up_at - time.monotonic()) > 0:

@@ -29,7 +29,7 @@ from uuid import UUID
 import psycopg
 
 from outbox_core import relay_marks
-from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.ports import (
     NO_FLOOR,
     NO_HOLDS,
@@ -46,22 +46,9 @@ from outbox_core.ports import (
     StoredRecord,
 )
 from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, hold_id
+from outbox_core.stores.sessions import Connection, connect_to_primary, milliseconds, one_line
 
 _log = logging.getLogger(__name__)
-
-_SESSION = """
-SELECT set_config('synchronous_commit', 'on', false),
-       set_config('statement_timeout', %(statement_timeout)s, false),
-       -- The head of the table is found through its primary key, always. Statistics of a table that is empty one
-       -- minute and holds a million rows the next would have the planner sort the whole table instead.
-       set_config('enable_seqscan', 'off', false),
-       set_config('enable_bitmapscan', 'off', false),
-       set_config('enable_sort', 'off', false),
-       set_config('enable_hashjoin', 'off', false),
-       set_config('enable_mergejoin', 'off', false),
-       set_config('jit', 'off', false),
-       pg_is_in_recovery()
-"""
 
 _INSPECT = """
 SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
@@ -304,16 +291,9 @@ FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS hea
 
 _BACKLOG_COUNT_BOUND = 100_000
 
-_LONGEST_TIMEOUT_SECONDS = 86_400.0
+_RELAYS = {"first_of_relays": relay_marks.FIRST, "last_of_relays": relay_marks.LAST}
 
-_CONNECTION_DEFAULTS = {
-    # Without these a database that vanishes behind a firewall is noticed after two hours.
-    "connect_timeout": "10",
-    "keepalives_idle": "5",
-    "keepalives_interval": "2",
-    "keepalives_count": "3",
-    "tcp_user_timeout": "10000",
-}
+_LONGEST_TIMEOUT_SECONDS = 86_400.0
 
 _TEXT_TYPES = {"text", "character varying", "character"}
 _id_of = itemgetter(0)
@@ -359,28 +339,21 @@ class PostgresStore:
     ) -> None:
         self._statement_timeout = statement_timeout
         self._data_source = data_source
-        self._name = TableName.parse(table)
+        self._name = self._table = TableName.parse(table)  # as it was named; with its schema, once it was found
         self._application_name = application_name
-        self._connection: psycopg.Connection[tuple[Any, ...]] | None = None
+        self._connection: Connection | None = None
         self._session = object()
         self._sequence: _Sequence | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
         self._reading_timeout = statement_timeout
-        self._hold_name = hold_beside(self._name)
+        self._hold_name = self._hold_table = hold_beside(self._name)
         self._outbox = ""  # <schema>.<table>, as holds know it
         self._has_holds: bool | None = None
         self._may_change_holds = True
         self._role = ""
         self._fetch = ""
+        self._formatted: dict[tuple[object, ...], str] = {}
         self._held_parameters = _HeldParameters()
-        self._settle = self._format(_SETTLE, microseconds=MICROSECONDS)
-        relays = {"first_of_relays": relay_marks.FIRST, "last_of_relays": relay_marks.LAST}
-        self._marked, self._is_marked = self._format(_MARKED, **relays), self._format(_IS_MARKED, **relays)
-        self._clear_marks = self._format(_CLEAR_MARKS)
-        self._purge = self._format(_PURGE)
-        self._reset = self._format(_RESET)
-        self._empty = self._format(_IS_EMPTY)
-        self._backlog = self._format(_BACKLOG, bound=_BACKLOG_COUNT_BOUND)
 
     def check(self) -> str:
         """Look at the table, prepare for its layout, and return `<database>.<schema>.<table>`.
@@ -390,7 +363,10 @@ class PostgresStore:
                 holds, and we may not read them.
             StoreUnavailable: if the database does not answer.
         """
-        rows = self._query(_INSPECT, (self._name.quoted,))
+        if not self._table.schema:
+            self.close()  # another session may find it
+        self._connected()
+        rows = self._query(_INSPECT, (self._table.quoted,))
         if not rows:
             raise OutboxTableError(
                 f"outbox table {self._name} does not exist; make it with `outbox schema --table {self._name}`, "
@@ -444,11 +420,11 @@ class PostgresStore:
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
-        return self._change(self._purge, leader_id, ids)
+        return self._change(_PURGE, leader_id, ids)
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
-        return self._change(self._reset, leader_id, ids)
+        return self._change(_RESET, leader_id, ids)
 
     def scan(
         self,
@@ -477,7 +453,7 @@ class PostgresStore:
             sequence = self._sequence = self._sequence or self._find_sequence()
             if sequence.unusable:
                 return Sight(NO_FLOOR.id, None, frozenset(), sequence.unusable)
-            names = {"name": self._name.quoted, "sequence": sequence.name}
+            names = {"name": self._table.quoted, "sequence": sequence.name}
             drawn = self._query(_DRAWN.format(sequence=sequence.name.replace("%", "%%")), names)
             found = self._query(_WRITERS, names)
         except OutboxTableError as error:  # it has gone, or may not be read: the next mark says what is wrong
@@ -490,12 +466,13 @@ class PostgresStore:
 
     def describe(self, writers: Collection[str]) -> Sequence[OpenWriter]:
         """Those of these writers that are still open."""
-        rows = self._query(_DESCRIBE, {"name": self._name.quoted, "writers": list(writers)})
+        rows = self._query(_DESCRIBE, {"name": self._table.quoted, "writers": list(writers)})
         return [OpenWriter(*row) for row in rows]
 
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
-        return self._execute(self._settle, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
+        statement = self._format(_SETTLE, microseconds=MICROSECONDS)
+        return self._execute(statement, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
 
     def holds(self) -> HoldSet | None:
         """What is held now, None if this outbox has no table of holds.
@@ -507,7 +484,7 @@ class PostgresStore:
             if not self._has_holds and not self._find_holds():
                 return None
             try:
-                found = self._query(self._format(_HOLDS), {"outbox": self._known_as(), "name": self._hold_name.quoted})
+                found = self._query(self._format(_HOLDS), {"outbox": self._known_as(), "name": self._hold_table.quoted})
             except OutboxTableError as error:
                 self._has_holds = None  # dropped, perhaps
                 if _is_about_rights(error) or self._find_holds():
@@ -571,21 +548,22 @@ class PostgresStore:
     def marked(self) -> MarkedRows:
         """The rows that carry a harvester's mark."""
         with self._without_timeout():
-            is_any = self._query(self._is_marked)[0][0]
-            return MarkedRows(*self._query(self._marked)[0] if is_any else (0, 0, 0))
+            is_any = self._query(self._format(_IS_MARKED, **_RELAYS))[0][0]
+            return MarkedRows(*self._query(self._format(_MARKED, **_RELAYS))[0] if is_any else (0, 0, 0))
 
     def clear_marks(self) -> int:
         """Clear all marks, whosever they are; return how many."""
         with self._without_timeout():
-            return self._execute(self._clear_marks, ()).rowcount
+            return self._execute(self._format(_CLEAR_MARKS), ()).rowcount
 
     def is_empty(self) -> bool:
         """Whether no row is visible."""
-        return bool(self._query(self._empty)[0][0])
+        return bool(self._query(self._format(_IS_EMPTY))[0][0])
 
     def backlog(self) -> Backlog:
         """Count what waits: exactly up to 100,000 rows, by the planner's statistics beyond."""
-        pending, age = self._query(self._backlog, {"name": self._name.quoted})[0]
+        statement = self._format(_BACKLOG, bound=_BACKLOG_COUNT_BOUND)
+        pending, age = self._query(statement, {"name": self._table.quoted})[0]
         return Backlog(int(pending), max(0.0, age))
 
     def close(self) -> None:
@@ -595,8 +573,14 @@ class PostgresStore:
             connection.close()
 
     def _format(self, statement: str, **parts: object) -> str:
-        names = {"table": self._name.quoted.replace("%", "%%"), "holds": self._hold_name.quoted.replace("%", "%%")}
-        return statement.format(**names, **parts)
+        """A statement with the names of the tables, which are known once there is a connection."""
+        self._connected()
+        key = (statement, *parts.values())
+        if key not in self._formatted:
+            names = {"table": self._table.quoted, "holds": self._hold_table.quoted}
+            escaped = {what: name.replace("%", "%%") for what, name in names.items()}
+            self._formatted[key] = statement.format(**escaped, **parts)
+        return self._formatted[key]
 
     def _known_as(self) -> str:
         """What holds call this outbox."""
@@ -606,7 +590,7 @@ class PostgresStore:
 
     def _check_holds(self) -> None:
         """See that what is held can be read."""
-        rows = self._query(_INSPECT_HOLDS, (self._hold_name.quoted,))
+        rows = self._query(_INSPECT_HOLDS, (self._hold_table.quoted,))
         if rows and not rows[0][0] and not _missing_in_holds(rows):
             raise OutboxTableError(
                 f"missing rights on {self._hold_name}: what is held there would be published; {self._grant()}"
@@ -615,7 +599,8 @@ class PostgresStore:
     def _find_holds(self) -> bool:
         """See whether there is a table of holds; say it if there is none, once for each time it is so."""
         before = self._has_holds
-        rows = self._query(_INSPECT_HOLDS, (self._hold_name.quoted,))
+        self._connected()  # only now is it known where the table is
+        rows = self._query(_INSPECT_HOLDS, (self._hold_table.quoted,))
         missing = _missing_in_holds(rows)
         self._has_holds = bool(rows) and not missing
         if before is None and not self._has_holds:
@@ -691,7 +676,7 @@ class PostgresStore:
     def _above(self, floor: Floor) -> dict[str, Any]:
         """Parameters of a floor; on another connection than the one it was proven on, it is none."""
         self._connected()
-        name, place, sequence = self._name.quoted, floor.place, self._sequence
+        name, place, sequence = self._table.quoted, floor.place, self._sequence
         if (
             sequence is None
             or not isinstance(place, _Place)
@@ -709,7 +694,7 @@ class PostgresStore:
 
     def _find_sequence(self) -> _Sequence:
         """The sequence that the table's ids come from."""
-        found = self._query(_SEQUENCE, {"name": self._name.quoted})
+        found = self._query(_SEQUENCE, {"name": self._table.quoted})
         if len(found) != 1 or not found[0][1]:
             return _Sequence("", f"the ids of {self._name} are not simply drawn from one sequence")
         name, _, may_read = found[0]
@@ -728,7 +713,7 @@ class PostgresStore:
         return "" if ascends else f"the sequence of {self._name}.id descends or cycles"
 
     def _change(self, statement: str, leader_id: UUID, ids: Sequence[int]) -> int:
-        return self._execute(statement, {"leader_id": leader_id, "ids": _array(ids)}).rowcount
+        return self._execute(self._format(statement), {"leader_id": leader_id, "ids": _array(ids)}).rowcount
 
     def _query(self, statement: str, parameters: Any = ()) -> list[tuple[Any, ...]]:
         return self._execute(statement, parameters).fetchall()
@@ -763,7 +748,7 @@ class PostgresStore:
         self._reading_timeout = min(2 * self._reading_timeout, max(_LONGEST_TIMEOUT_SECONDS, self._statement_timeout))
 
     def _set_timeout(self, seconds: float) -> None:
-        self._execute("SELECT set_config('statement_timeout', %s, false)", (_milliseconds(seconds),))
+        self._execute("SELECT set_config('statement_timeout', %s, false)", (milliseconds(seconds),))
 
     @contextmanager
     def _without_timeout(self) -> Iterator[None]:
@@ -779,12 +764,18 @@ class PostgresStore:
         except psycopg.Error as error:
             self._raise(error)
 
-    def _connected(self) -> psycopg.Connection[tuple[Any, ...]]:
+    def _connected(self) -> Connection:
         """The connection; if there is none, another one, on which nothing holds that was seen on the last."""
         if self._connection is None or self._connection.closed:
-            self._connection = connect_to_primary(
-                self._data_source, self._application_name, statement_timeout=self._statement_timeout
+            # Found once: another session's path must not lead to another table.
+            names = () if self._table.schema else (self._name, hold_beside(self._name))
+            self._connection, found = connect_to_primary(
+                self._data_source, self._application_name, *names, statement_timeout=self._statement_timeout
             )
+            if found:
+                self._table, hold_table = found
+                self._hold_table = hold_table if hold_table.schema else hold_beside(self._table)
+                self._formatted.clear()
             self._session = object()
             self._sequence = None
             self._role = self._connection.info.user
@@ -801,41 +792,6 @@ class PostgresStore:
         raise OutboxTableError(f"outbox table {self._name}: {message}") from error
 
 
-def connect_to_primary(
-    data_source: str, application_name: str, *, statement_timeout: float = 0.0
-) -> psycopg.Connection[tuple[Any, ...]]:
-    """An autocommit connection as harvesting needs it.
-
-    Args:
-        data_source: libpq connection string or URL.
-        application_name: shown in pg_stat_activity, unless the data source names one.
-        statement_timeout: after how many seconds the server gives a statement up; 0.0 for never.
-
-    Raises:
-        InvalidConfig: if the data source cannot be read.
-        StoreUnavailable: if the server does not let us in, or is a standby.
-    """
-    try:
-        given = psycopg.conninfo.conninfo_to_dict(data_source)
-    except psycopg.ProgrammingError:
-        raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
-    settings: dict[str, Any] = {"application_name": application_name, **_CONNECTION_DEFAULTS, **given}
-    try:
-        connection = psycopg.connect(**settings, autocommit=True)
-    except psycopg.Error as error:
-        raise StoreUnavailable(f"cannot connect to the database of data_source: {one_line(error)}") from None
-    try:
-        row = connection.execute(_SESSION, {"statement_timeout": _milliseconds(statement_timeout)}).fetchone()
-    except psycopg.Error as error:
-        connection.close()
-        raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from None
-    if row is None or row[-1]:
-        # A standby lags behind: what has been purged would be found there again.
-        connection.close()
-        raise StoreUnavailable("the server is a standby; data_source must name the primary")
-    return connection
-
-
 def _missing_in_holds(rows: Sequence[tuple[Any, ...]]) -> list[str]:
     """The columns that a table of holds lacks; none if there is no table."""
     return [column for column in HOLD_COLUMNS if column not in rows[0][1]] if rows else []
@@ -843,15 +799,6 @@ def _missing_in_holds(rows: Sequence[tuple[Any, ...]]) -> list[str]:
 
 def _is_about_rights(error: OutboxTableError) -> bool:
     return isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege)
-
-
-def _milliseconds(seconds: float) -> str:
-    return str(round(seconds * 1000))
-
-
-def one_line(error: psycopg.Error) -> str:
-    """A driver's message without line breaks."""
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
 def _array(numbers: Sequence[int]) -> str:

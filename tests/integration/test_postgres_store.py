@@ -70,9 +70,12 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
         "mark_excluding": (store._mark_excluding, {"leader_id": me, **excluded}),
         "scan": (store._scan, {**bounds, "ids": "{[1,3],[7,7]}"}),
         "scan_excluding": (store._scan_excluding, excluded),
-        "settle": (store._settle, {"ids": "{1,2,3}", "create_times": "{1,2,3}"}),
-        "purge": (store._purge, {"leader_id": me, "ids": "{1,2,3}"}),
-        "reset": (store._reset, {"leader_id": me, "ids": "{1,2,3}"}),
+        "settle": (
+            store._format(store_module._SETTLE, microseconds=store_module.MICROSECONDS),
+            {"ids": "{1,2,3}", "create_times": "{1,2,3}"},
+        ),
+        "purge": (store._format(store_module._PURGE), {"leader_id": me, "ids": "{1,2,3}"}),
+        "reset": (store._format(store_module._RESET), {"leader_id": me, "ids": "{1,2,3}"}),
     }
     for name, (statement, parameters) in statements.items():
         nodes = _plan(store, statement, parameters)

@@ -135,10 +135,10 @@ def test_notices_that_do_not_come_through(scene, monkeypatch):
     add_trigger(scene)
     real, connected = notices.connect_to_primary, []
 
-    def connect(data_source, application_name):
+    def connect(data_source, *arguments):
         connected.append(data_source)
         elsewhere = make_conninfo(data_source, dbname="postgres")  # where a notice reaches nobody of this database
-        return real(data_source if len(connected) == 1 else elsewhere, application_name)
+        return real(data_source if len(connected) == 1 else elsewhere, *arguments)
 
     monkeypatch.setattr(notices, "connect_to_primary", connect)
     monkeypatch.setattr(notices, "_PROBE_SECONDS", 0.2)

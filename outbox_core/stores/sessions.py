@@ -1,0 +1,130 @@
+"""Connections to PostgreSQL: as harvesting needs them, and safe from those who may create objects in a schema.
+
+**The search path is pinned.** A function or operator that fits its arguments better than PostgreSQL's own is taken from
+any schema on the path (CVE-2018-1058): a role that may create one in `public` could have the harvester's role run it.
+So a session's own path is used once, to find the tables that were named without a schema. From then on it is
+`pg_catalog, pg_temp`, and every statement names its tables with their schemas. The statements that run before have no
+operators, and qualify their functions.
+
+Consequence: triggers on those tables run under this path, too. They must qualify what they use, as for `pg_restore`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+from outbox_core.errors import InvalidConfig, StoreUnavailable
+from outbox_core.schema import TableName
+
+_FIND = "SELECT pg_catalog.to_regclass(%s)::pg_catalog.oid"
+
+_PIN = "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false)"
+
+_NAME = """
+SELECT n.nspname, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = %s
+"""
+
+_SESSION = """
+SELECT set_config('synchronous_commit', 'on', false),
+       set_config('statement_timeout', %(statement_timeout)s, false),
+       -- Whatever role or database set: a session that is ended in between is an outage of our own making. The last
+       -- one is known from PostgreSQL 17 on.
+       set_config('lock_timeout', '0', false),
+       set_config('idle_session_timeout', '0', false),
+       set_config('idle_in_transaction_session_timeout', '0', false),
+       CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
+            THEN set_config('transaction_timeout', '0', false) END,
+       -- The head of the table is found through its primary key, always. Statistics of a table that is empty one
+       -- minute and holds a million rows the next would have the planner sort the whole table instead.
+       set_config('enable_seqscan', 'off', false),
+       set_config('enable_bitmapscan', 'off', false),
+       set_config('enable_sort', 'off', false),
+       set_config('enable_hashjoin', 'off', false),
+       set_config('enable_mergejoin', 'off', false),
+       set_config('jit', 'off', false),
+       pg_is_in_recovery()
+"""
+
+_CONNECTION_DEFAULTS = {
+    # Without these a database that vanishes behind a firewall is noticed after two hours.
+    "connect_timeout": "10",
+    "keepalives_idle": "5",
+    "keepalives_interval": "2",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "10000",
+}
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+def pin_search_path(connection: psycopg.Connection[Any], *names: TableName) -> list[TableName]:
+    """Find tables by the session's search path, and from then on use no schema but `pg_catalog`.
+
+    Call it before any other statement of the session. Outside autocommit it begins a transaction.
+
+    Args:
+        connection: rows of any kind whose columns can be read by position.
+        names: tables to find; one that has a schema is returned as it is.
+
+    Returns:
+        The same tables with their schemas; those that are not there without one.
+
+    Raises:
+        psycopg.Error: if the server does not answer.
+    """
+    oids = [None if name.schema else connection.execute(_FIND, (name.quoted,)).fetchone() for name in names]
+    connection.execute(_PIN)
+    found = []
+    for name, row in zip(names, oids, strict=True):
+        place = connection.execute(_NAME, (row[0],)).fetchone() if row is not None and row[0] is not None else None
+        found.append(name if place is None else TableName(place[1], place[0]))
+    return found
+
+
+def connect_to_primary(
+    data_source: str, application_name: str, *names: TableName, statement_timeout: float = 0.0
+) -> tuple[Connection, list[TableName]]:
+    """An autocommit connection as harvesting needs it, and where it finds these tables (`pin_search_path`).
+
+    Args:
+        data_source: libpq connection string or URL.
+        application_name: shown in pg_stat_activity, unless the data source names one.
+        names: tables to find.
+        statement_timeout: after how many seconds the server gives a statement up; 0.0 for never.
+
+    Raises:
+        InvalidConfig: if the data source cannot be read.
+        StoreUnavailable: if the server does not let us in, or is a standby.
+    """
+    try:
+        given = psycopg.conninfo.conninfo_to_dict(data_source)
+    except psycopg.ProgrammingError:
+        raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+    settings: dict[str, Any] = {"application_name": application_name, **_CONNECTION_DEFAULTS, **given}
+    try:
+        connection = psycopg.connect(**settings, autocommit=True)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"cannot connect to the database of data_source: {one_line(error)}") from None
+    try:
+        tables = pin_search_path(connection, *names)
+        row = connection.execute(_SESSION, {"statement_timeout": milliseconds(statement_timeout)}).fetchone()
+    except psycopg.Error as error:
+        connection.close()
+        raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from None
+    if row is None or row[-1]:
+        # A standby lags behind: what has been purged would be found there again.
+        connection.close()
+        raise StoreUnavailable("the server is a standby; data_source must name the primary")
+    return connection, tables
+
+
+def milliseconds(seconds: float) -> str:
+    """A duration as a setting of PostgreSQL."""
+    return str(round(seconds * 1000))
+
+
+def one_line(error: psycopg.Error) -> str:
+    """A driver's message without line breaks."""
+    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
