@@ -446,7 +446,8 @@ def _quarantined(record: ProjectedRecord, misfit: Misfit) -> tuple[Any, ...]:
 def _advance(connection: Any, projection: Projection, positions: Iterable[tuple[str, str, int]]) -> None:
     statement = (
         f"INSERT INTO {_with_parameters(projection.positions)} AS p VALUES (%s, %s, %s, %s) "
-        "ON CONFLICT (query, topic, partition) DO UPDATE SET next_offset = greatest(p.next_offset, excluded.next_offset)"
+        "ON CONFLICT (query, topic, partition) "
+        "DO UPDATE SET next_offset = greatest(p.next_offset, excluded.next_offset)"
     )
     for topic, partition, offset in sorted(positions):
         connection.execute(statement, (projection.query, topic, int(partition), offset))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.holds import Hold, Holds
+from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -202,10 +203,12 @@ def _count(number: int, noun: str) -> str:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        holds = Holds(options.table)
+        name = TableName.parse(options.table)
     except InvalidConfig as error:
         raise InvalidConfig(f"--table: {error}") from None
-    with connect(options.dsn) as connection:
+    connection, name = connect(options.dsn, name)
+    holds = Holds(name)
+    with connection:
         import psycopg
 
         try:

@@ -76,7 +76,7 @@ def _print_schema(options: argparse.Namespace) -> int:
     if options.grants:
         if options.only or options.notify:
             raise InvalidConfig("--grants: print nothing else; leave out --only and --notify")
-        sys.stdout.write(grants_sql(name, *options.grants, layout=options.layout))
+        sys.stdout.write(grants_sql(name, options.grants[0], options.grants[1], options.layout))
         return 0
     if options.only in {None, "outbox"}:
         sys.stdout.write(create_table_sql(name, options.layout))

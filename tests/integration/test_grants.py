@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager
+from io import StringIO
 
 import psycopg
 import pytest
+from django.core.management import call_command
 from django.db import connections, transaction
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from sqlalchemy import create_engine
@@ -16,7 +18,7 @@ import outbox_django
 import outbox_sqlalchemy
 from outbox_core.cli import main
 from outbox_core.record import OutboxRecord
-from outbox_core.schema import TEXT_LAYOUT, TableLayout
+from outbox_core.schema import TEXT_LAYOUT, TableLayout, TableName, create_inbox_sql
 from outbox_core.stasher import Stasher
 from tests.harvesting import Scene
 from tests.integration.django_fixtures import django_db_modify_db_settings
@@ -67,6 +69,27 @@ def roles(scene, topic_name, layout):
         scene.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"')
 
 
+@pytest.fixture
+def run(kafka_bootstrap, monkeypatch, capsys):
+    """Runs a command on a database that the environment names; returns its output."""
+
+    def run(dsn, *arguments):
+        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", dsn)
+        monkeypatch.setenv("OUTBOX_KAFKA_BOOTSTRAP", kafka_bootstrap)
+        capsys.readouterr()
+        assert main(list(arguments)) == 0, arguments
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def _databases(django_db_blocker):
+    """Django's own databases are not used here; connections of other aliases are closed where they are made."""
+    with django_db_blocker.unblock():
+        yield
+
+
 @contextmanager
 def django_alias(dsn):
     """An alias in Django's DATABASES for this role."""
@@ -102,29 +125,21 @@ def stash_by_every_adapter(dsn, topic, layout):
 
 
 @pytest.mark.real_broker
-def test_everything_works_with_the_printed_grants(
-    scene, roles, layout, make_topic, monkeypatch, capsys, django_db_blocker
-):
+def test_everything_works_with_the_printed_grants(scene, roles, layout, make_topic, run):
     """Three adapters stash; both deliveries harvest; status, doctor and holds answer, and find nothing to grant."""
     writer, harvester = roles
     topic = make_topic(1)
-    with django_db_blocker.unblock():
-        count = stash_by_every_adapter(writer, topic, layout)
-        scene.drain(config={"data_source": harvester})
-        count += stash_by_every_adapter(writer, topic, layout)
-        scene.drain(config={"data_source": harvester, "delivery": "exactly-once"})
-        stash_by_every_adapter(writer, topic, layout)
+    count = stash_by_every_adapter(writer, topic, layout)
+    scene.drain(config={"data_source": harvester})
+    count += stash_by_every_adapter(writer, topic, layout)
+    scene.drain(config={"data_source": harvester, "delivery": "exactly-once"})
+    stash_by_every_adapter(writer, topic, layout)
     assert len(scene.read(topic, isolation="read_committed")) == count
-    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", harvester)
-    monkeypatch.setenv("OUTBOX_KAFKA_BOOTSTRAP", scene.bootstrap)
     first = str(scene.rows()[0].id)
     for arguments in (["add", "--record", first], ["list"], ["dead-letter", first], ["release", first], ["skip", "77"]):
-        assert main(["hold", *arguments]) == 0, arguments
-    capsys.readouterr()
-    assert main(["status", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pending"] == 9
-    assert main(["doctor", "--json"]) == 0
-    findings = json.loads(capsys.readouterr().out)
+        run(harvester, "hold", *arguments)
+    assert json.loads(run(harvester, "status", "--json"))["pending"] == 9
+    findings = json.loads(run(harvester, "doctor", "--json"))
     odd = {found["subject"]: found["detail"] for found in findings if found["verdict"] != "ok"}
     assert set(odd) <= {"leader group", "old snapshot"}, odd
 
@@ -164,3 +179,52 @@ def test_one_role_may_be_both(scene, topic_name):
             connection.execute("DELETE FROM outbox")
     finally:
         scene.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
+
+
+# Each fits its arguments better than PostgreSQL's own, and is taken from any schema on the search path (CVE-2018-1058).
+_TRAPS = """
+CREATE FUNCTION public.trap(text, varchar) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE 'trapped'; END $$;
+CREATE FUNCTION public.trap(varchar, varchar) RETURNS boolean LANGUAGE plpgsql AS $$ BEGIN RAISE 'trapped'; END $$;
+CREATE FUNCTION public.unnest(text[]) RETURNS SETOF text LANGUAGE plpgsql AS $$ BEGIN RAISE 'trapped'; END $$;
+CREATE FUNCTION public.trap(interval, integer) RETURNS timestamptz LANGUAGE plpgsql
+    AS $$ BEGIN RAISE 'trapped'; END $$;
+CREATE OPERATOR public.= (FUNCTION = public.trap, LEFTARG = text, RIGHTARG = varchar);
+CREATE OPERATOR public.= (FUNCTION = public.trap, LEFTARG = varchar, RIGHTARG = varchar);
+"""
+
+
+@pytest.mark.parametrize("layout", ["binary"], indirect=True)
+def test_commands_run_nobody_elses_functions(scene, run, monkeypatch):
+    """An operator's commands, Django's included, use PostgreSQL's own functions, whoever may create some in public."""
+    scene.execute(_TRAPS)
+    with pytest.raises(psycopg.errors.RaiseException, match="trapped"):
+        scene.execute(
+            "SELECT outbox.id FROM outbox_hold JOIN outbox ON outbox_hold.kafka_topic = outbox.kafka_topic, "
+            "unnest('{a}'::text[])"
+        )
+    scene.stash(OutboxRecord("orders", "k"), OutboxRecord("orders", "k"))
+    scene.execute(create_inbox_sql(TableName("inbox")))
+    scene.execute("INSERT INTO inbox VALUES ('s', '1', now() - interval '1 day')")
+    for arguments in (
+        ["hold", "add", "--record", "1"],
+        ["hold", "list", "--topic", "orders", "--key", "k"],
+        ["hold", "dead-letter", "1"],
+        ["hold", "skip", "1"],
+        ["hold", "add", "--topic", "orders", "--key", "k"],
+        ["hold", "release", "--topic", "orders", "--key", "k"],
+        ["inbox", "prune", "--older-than", "1h"],
+        ["status"],
+        ["doctor"],
+    ):
+        run(scene.database, *arguments)
+    scene.execute("INSERT INTO inbox VALUES ('s', '1', now() - interval '1 day')")
+    monkeypatch.setattr("outbox_core.cli.doctor._examine_kafka", lambda *_: iter(()))
+    with django_alias(scene.database) as alias:
+        call_command("outbox_hold", "--database", alias, "add", "--record", "2", stdout=StringIO())
+        call_command("outbox_hold", "--database", alias, "skip", "2", stdout=StringIO())
+        call_command("prune_inbox", "--database", alias, "--older-than", "1h", stdout=StringIO())
+        with connections[alias].cursor() as cursor:
+            cursor.execute("SHOW search_path")
+            assert cursor.fetchone() == ('"$user", public',)
+    assert scene.count() == 0
+    assert not scene.execute("SELECT FROM inbox")
