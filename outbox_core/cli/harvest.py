@@ -16,6 +16,7 @@ from outbox_core.cli.garbage import garbage_is_collected_rarely
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
+from outbox_core.printable import get_logger, printable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 EXIT_ENDED_BY_ERROR = 1
 EXIT_NOT_STARTED = 2
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -143,7 +144,7 @@ def run(config: HarvestConfig, *, drain: bool = False) -> int:
 
 def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
     """Write one line about an error to stderr; return the exit code."""
-    sys.stderr.write(f"outbox: error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"outbox: error: {printable(' '.join(message.split()))}\n")
     return code
 
 

@@ -7,7 +7,6 @@ each signal's number into a socket as it arrives, and a thread that reads the so
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -15,12 +14,14 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from outbox_core.printable import get_logger
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 @contextmanager

@@ -14,7 +14,6 @@ Belongs to the harvest thread; one batch at a time.
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -25,8 +24,9 @@ from outbox_core.harvest.publisher import Failure, Publisher, dead_letter
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
 from outbox_core.ports import HoldSet, OutboxStore, StoredRecord
+from outbox_core.printable import get_logger
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 BATCH = 50  # values may be large
 RETRY_SECONDS = 5.0

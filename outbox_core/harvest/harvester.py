@@ -12,7 +12,6 @@ in `_announced`, `_stopping` and `_term`; every change of those is followed by `
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -47,8 +46,9 @@ from outbox_core.kafka import (
 )
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
+from outbox_core.printable import get_logger
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _STANDBY_TICK_SECONDS = 0.2
 _STANDBY_DRAIN_CHECK_SECONDS = 0.5

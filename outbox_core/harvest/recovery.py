@@ -11,7 +11,6 @@ each, like the harvester's own.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -26,8 +25,9 @@ from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
 from outbox_core.harvest.transaction import Ended, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
+from outbox_core.printable import get_logger
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class Step(Enum):

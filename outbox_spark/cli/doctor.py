@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.printable import printable
 from outbox_spark.config import (
     PIPELINES,
     PipelineFile,
@@ -54,7 +55,7 @@ def main(path: str | None) -> int:
     """Look at everything, say what was found; return 0 if all is well, else 1."""
     well = True
     for finding in examine(path):
-        sys.stdout.write(f"{redact(str(finding))}\n")
+        sys.stdout.write(f"{printable(redact(str(finding)))}\n")
         sys.stdout.flush()
         well = well and finding.is_well
     return 0 if well else 1
