@@ -13,6 +13,7 @@ from outbox_core.cli import doctor, hold
 from outbox_core.cli.harvest import fail
 from outbox_core.config import HarvestConfig
 from outbox_core.examination import warning
+from outbox_core.holds import Hold
 from outbox_core.printable import get_logger, printable, printable_json
 
 HOSTILE = "\x1b]0;owned\x07\x9b2J\u202ex\nWARNING forged\r"
@@ -106,6 +107,6 @@ def test_errors_of_commands(capsys):
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
 def test_holds(as_json):
     """What is held is listed with its names escaped."""
-    held = hold.Hold(1, "o", HOSTILE, HOSTILE, 1, HOSTILE, HOSTILE, False, datetime.now(UTC))
+    held = Hold(1, HOSTILE, HOSTILE, 1, HOSTILE, HOSTILE, dead_letter=False, create_time=datetime.now(UTC))
     shown = (hold._as_json if as_json else hold._as_line)(held)
     assert printable(shown.replace("\t", "")) == shown.replace("\t", "")
