@@ -26,6 +26,7 @@ group reads twice, though not what a producer wrote twice. Places have no colon 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -35,7 +36,6 @@ from typing import Literal, TypeVar
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
-from outbox_core.printable import get_logger
 
 ID_HEADER = "outbox-id"
 
@@ -74,7 +74,7 @@ _PASSING = _MOVED | {
     KafkaError.LEADER_NOT_AVAILABLE,
 }
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

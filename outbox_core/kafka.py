@@ -40,7 +40,6 @@ from outbox_core.errors import (
     OutboxError,
     TrackingTopicError,
 )
-from outbox_core.printable import get_logger
 
 if TYPE_CHECKING:
     from confluent_kafka.admin._metadata import ClusterMetadata
@@ -103,7 +102,7 @@ _TRACKING_TOPIC_SETTINGS = {
 
 _NOTICE = 5  # of syslog's levels
 
-_client_log = get_logger(__name__)
+_client_log = logging.getLogger(__name__)
 
 
 class _DebugLogger(logging.LoggerAdapter[logging.Logger]):

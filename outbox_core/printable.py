@@ -29,11 +29,15 @@ def printable_json(document: Any) -> str:
     return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
 
 
-def get_logger(name: str) -> logging.Logger:
-    """Return the logger of this name, whose lines show nothing unprintable, whatever handlers the application has."""
-    logger = logging.getLogger(name)
-    logger.addFilter(_escape)
-    return logger
+def escape_log_lines(package: str) -> None:
+    """Let the loggers of a package show nothing unprintable, whatever handlers the application has.
+
+    Filters are not inherited by the loggers below, so each of them gets one: call it when the modules that log have
+    been imported, as often as may be.
+    """
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and (name == package or name.startswith(f"{package}.")):
+            logger.addFilter(_escape)
 
 
 def _escape(record: logging.LogRecord) -> bool:

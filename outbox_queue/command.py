@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from outbox_core.cli.signals import stop_on_signals
 from outbox_core.config import log_level, redact
 from outbox_core.errors import InvalidConfig
 from outbox_core.metrics import MetricsServer
-from outbox_core.printable import get_logger, printable, printable_json
+from outbox_core.printable import printable, printable_json
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters import DeadLetter, DeadLetters
 from outbox_queue.stats import Glance, QueueStats, messages_in_progress, queue_stats, waiting_messages
@@ -29,7 +30,7 @@ _OVERRIDES = ("bootstrap_servers", "message_topic", "marker_topic", "dead_letter
 _SHOWN = 60
 _WAIT_SECONDS = 1.0
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:

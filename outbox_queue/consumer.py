@@ -13,6 +13,7 @@ settled is redelivered when its timeout has passed: this process may still be wo
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-from outbox_core.printable import get_logger
 from outbox_queue import wire
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.dead_letter_writer import DeadLetterWriter
@@ -41,7 +41,7 @@ _LONGEST_TICK_SECONDS = 0.5
 _KEPT = (State.UNSETTLED, State.REJECTED)
 """While a dead letter is written, its message is kept."""
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Consumer:

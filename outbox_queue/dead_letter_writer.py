@@ -10,11 +10,11 @@ topic.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.kafka import KafkaError, KafkaException, Producer, make_producer
-from outbox_core.printable import get_logger
 from outbox_queue import dead_letters
 from outbox_queue.clients import producer_settings
 from outbox_queue.config import QueueConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _LARGEST_RECORD = 1_000_000_000
 _SLACK_SECONDS = 1.0
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class DeadLetterWriter:

@@ -10,12 +10,12 @@ no letter is sent again twice. What a fenced command had committed stays.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from outbox_core.kafka import KafkaException
-from outbox_core.printable import get_logger
 from outbox_queue import headers as message_headers
 from outbox_queue.clients import transactional_settings
 from outbox_queue.config import QueueConfig
@@ -28,7 +28,7 @@ _PATIENCE_SECONDS = 30.0
 _BATCH = 500
 _BATCH_BYTES = 4_000_000
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class DeadLetter(NamedTuple):

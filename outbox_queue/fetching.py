@@ -23,6 +23,7 @@ copies in transactions), which are no records: otherwise an empty queue would se
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -30,7 +31,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from outbox_core.kafka import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
-from outbox_core.printable import get_logger
 from outbox_queue.clients import consumer_settings, group_of
 from outbox_queue.config import QueueConfig
 from outbox_queue.errors import QueueError
@@ -58,7 +58,7 @@ _HOPELESS = frozenset(
     }
 )
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Fetcher:

@@ -25,18 +25,18 @@ Times are milliseconds; `now` is on a monotonic clock. Used by one thread.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from typing import Any, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from outbox_core.kafka import TIMESTAMP_LOG_APPEND_TIME
-from outbox_core.printable import get_logger
 from outbox_queue import wire
 from outbox_queue.deadline_clock import DeadlineClock
 from outbox_queue.in_progress import InProgress, QueueLoad, Unfinished
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _NOWHERE = -1
 _parse = wire.Marker.FromString

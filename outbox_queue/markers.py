@@ -10,6 +10,7 @@ Kafka takes for too large is given up at once.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from outbox_core.kafka import KafkaError, KafkaException, Producer, make_producer
-from outbox_core.printable import get_logger
 from outbox_queue.clients import producer_settings
 from outbox_queue.config import QueueConfig
 
@@ -32,7 +32,7 @@ _PURGE_SECONDS = 1.0
 Wanted = Callable[[], bool]
 """Whether a marker still is to be delivered, though it could not be before."""
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class MarkerRecord(NamedTuple):

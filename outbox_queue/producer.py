@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -11,7 +12,6 @@ from typing import Any, Self
 
 from outbox_core.kafka import KafkaError, KafkaException, make_producer
 from outbox_core.kafka import Producer as KafkaProducer
-from outbox_core.printable import get_logger
 from outbox_queue.clients import producer_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.errors import QueueClosed, SendFailed
@@ -38,7 +38,7 @@ _UNCERTAIN = frozenset(
     }
 )
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Producer:

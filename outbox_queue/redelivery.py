@@ -11,13 +11,13 @@ message becomes a dead letter without headers; it cannot be sent again as it is.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from outbox_core.printable import get_logger
 from outbox_queue import dead_letters, wire
 from outbox_queue import headers as message_headers
 from outbox_queue.clients import TRACKER_GROUP, transactional_settings
@@ -31,7 +31,7 @@ _FIRST_ATTEMPT = 1
 REDELIVERED = "redelivered"
 """The reason in a tracker's end marker."""
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Expired(NamedTuple):

@@ -11,12 +11,12 @@ a start marker, and one that a tracker without counting has redelivered may have
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, KafkaException
-from outbox_core.printable import get_logger
 from outbox_queue import headers, wire
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.dead_letter_writer import DeadLetterWriter
@@ -27,7 +27,7 @@ from outbox_queue.metrics import QueueCounters
 from outbox_queue.payloads import MARKER_OVERHEAD
 from outbox_queue.starts import NotStarted
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Prepared(NamedTuple):

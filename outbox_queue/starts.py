@@ -12,20 +12,20 @@ before the process died is redelivered by the tracker *and* read again by anothe
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from outbox_core.kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition, discard, make_producer
-from outbox_core.printable import get_logger
 from outbox_queue.clients import group_of, producer_settings, transactional_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.markers import PARTITIONER, MarkerRecord
 
 _SLICE_SECONDS = 0.2
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 SecondsLeft = Callable[[], float]
 """How much longer a step may take: less once the consumer is being closed."""

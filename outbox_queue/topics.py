@@ -11,17 +11,17 @@ reported once, in the log.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from outbox_core.config.durations import format_duration
 from outbox_core.kafka import TopicKind, ensure_topic, topic_settings
-from outbox_core.printable import get_logger
 from outbox_queue.clients import common_settings
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.errors import QueueTopicError
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 LOG_APPEND_TIME = "LogAppendTime"
 _UNLIMITED = -1

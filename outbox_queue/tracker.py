@@ -7,11 +7,11 @@ replaced by the others after six seconds, one that is stopped at once. What each
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Self
 
 from outbox_core.metrics import Health
-from outbox_core.printable import get_logger
 from outbox_queue.clients import TRACKER_GROUP, transactional_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.metrics import QueueMetrics
@@ -21,7 +21,7 @@ from outbox_queue.transaction import Transaction
 
 _AWAY_SECONDS = 30.0
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class RedeliveryTracker:

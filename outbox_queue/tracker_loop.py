@@ -18,6 +18,7 @@ Everything here, callbacks included, runs on the thread that calls `turn`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -34,7 +35,6 @@ from outbox_core.kafka import (
     make_consumer,
     make_producer,
 )
-from outbox_core.printable import get_logger
 from outbox_queue.clients import TRACKER_GROUP, consumer_settings, producer_settings
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.errors import QueueError
@@ -73,7 +73,7 @@ _HOPELESS = frozenset(
     }
 )
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 import threading
 import traceback
@@ -11,7 +12,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 
 from outbox_core.cli.signals import stop_on_signals
-from outbox_core.printable import get_logger
 from outbox_queue.consumer import Consumer
 from outbox_queue.errors import InvalidMessage, MessageSettled, QueueClosed, QueueError, Reject
 from outbox_queue.message import Message
@@ -22,7 +22,7 @@ RetryDelay = Callable[[Message, Exception], timedelta]
 
 _MOST_DOUBLINGS = 100  # of any delay, even a microsecond: more than a timedelta holds
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 def backoff(

@@ -18,6 +18,7 @@ While Spark works on a batch, the next one is marked on a thread of its own, and
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,11 +26,10 @@ from dataclasses import dataclass
 from typing import Protocol, TypedDict, TypeVar
 
 from outbox_core.errors import KafkaUnavailable, OutboxError, StoreUnavailable
-from outbox_core.printable import get_logger
 from outbox_core.relay_marks import RelayMark
 from outbox_spark.batch_store import Batch, BatchStore, Shard
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

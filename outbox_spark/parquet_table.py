@@ -9,12 +9,12 @@ The driver does the commits; rows stay on the executors.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from outbox_core.printable import get_logger
 from outbox_spark.folder import HadoopFolder
 from outbox_spark.ledger import STAGING, Ledger, TableFile
 from outbox_spark.positions import Positions
@@ -22,7 +22,7 @@ from outbox_spark.positions import Positions
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _ORDER = ("topic", "_topic", "partition", "_partition", "offset", "_offset")
 """Columns by which merged rows are ordered, where a table has them."""

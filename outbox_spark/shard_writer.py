@@ -14,6 +14,7 @@ whoever leads later fences us.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +27,10 @@ from outbox_core.harvest.transaction import Aborted, Ended, TransactionalProduce
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import StoredRecord
-from outbox_core.printable import get_logger
 from outbox_spark.claims import highest_claim
 from outbox_spark.takeover import fence, manifest_after_fence
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 MOST_ROWS = 50_000
 """Most rows of one shard of one batch: their manifest is one record, which brokers take up to 1 MB by default."""

@@ -15,6 +15,7 @@ our step 1, and is fenced by it, or sees our claim.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,10 +25,9 @@ from outbox_core.harvest.recovery import Transactions
 from outbox_core.harvest.tracking import ManifestNotRead
 from outbox_core.harvest.transaction import TransactionalProducer
 from outbox_core.kafka import topic_exists
-from outbox_core.printable import get_logger
 from outbox_spark.batch_store import BatchStore
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 8
 

@@ -20,6 +20,7 @@ Rows of one key must be in one partition if their order matters; of several in a
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,10 +30,9 @@ import psycopg
 from psycopg import sql
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
-from outbox_core.printable import get_logger
 from outbox_core.schema import TableName
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 PROGRESS_TABLE = "outbox_spark_progress"
 _LOCK = 0x6F7574626F78  # "outbox": tasks that find the table missing make it one after the other

@@ -7,6 +7,7 @@ each signal's number into a socket as it arrives, and a thread that reads the so
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -14,14 +15,12 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from outbox_core.printable import get_logger
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import re
 import socket
@@ -19,9 +20,8 @@ from outbox_core.config.data_source import DEFAULT_DATA_SOURCE, normalise_data_s
 from outbox_core.config.durations import format_duration, parse_duration
 from outbox_core.config.problems import InvalidSettings, Problem, Settings
 from outbox_core.config.redaction import redact, redact_settings
-from outbox_core.printable import get_logger
 
-_log = get_logger("outbox_core.config")
+_log = logging.getLogger("outbox_core.config")
 
 _WITHOUT_EFFECT = {
     "queue_timeout": "queueTimeout",

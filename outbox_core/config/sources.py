@@ -27,9 +27,8 @@ from outbox_core.config.problems import InvalidSettings, Path, Problem, unknown_
 from outbox_core.config.redaction import is_secret
 from outbox_core.config.yaml_file import read_yaml
 from outbox_core.errors import InvalidConfig
-from outbox_core.printable import get_logger
 
-_log = get_logger("outbox_core.config")
+_log = logging.getLogger("outbox_core.config")
 
 Document = Mapping[str, Any]
 

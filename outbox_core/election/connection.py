@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import GroupRefused, InvalidConfig, LeaderTopicError, OutboxError
 from outbox_core.kafka import Consumer, KafkaError, KafkaException
-from outbox_core.printable import get_logger
 
 if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
 
-logger = get_logger("outbox_core.election")
+logger = logging.getLogger("outbox_core.election")
 
 TOPIC_FORBIDDEN = {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
 

@@ -27,6 +27,7 @@ must fence where the action takes effect, as the harvester's modes do.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Self
@@ -37,7 +38,6 @@ from outbox_core.election.worker import Worker
 from outbox_core.errors import OutboxError
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka import ensure_leader_topic
-from outbox_core.printable import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
     from outbox_core.election.config import NeliConfig
 
-logger = get_logger("outbox_core.election")
+logger = logging.getLogger("outbox_core.election")
 
 _LEAVE_SECONDS = 10.0
 

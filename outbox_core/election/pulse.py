@@ -7,6 +7,7 @@ can hold it up; the lease is then over on time all the same, because everybody w
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,6 @@ from outbox_core.kafka import (
     make_consumer,
     make_producer,
 )
-from outbox_core.printable import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
     from outbox_core.errors import OutboxError
 
-logger = get_logger("outbox_core.election")
+logger = logging.getLogger("outbox_core.election")
 
 _LONGEST_WAIT_SECONDS = 0.05  # how late a request to stop may be noticed
 _END_OFFSET_TIMEOUT_SECONDS = 1.0

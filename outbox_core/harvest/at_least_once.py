@@ -33,6 +33,7 @@ starts before that, so the lanes' promise holds across leaderships of one proces
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Final
@@ -51,9 +52,8 @@ from outbox_core.harvest.recovery import Recovery, Transactions
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
 from outbox_core.ports import HoldSet, MarkedBatch, OutboxStore, StoredRecord, bytes_of
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _ID: Final = 0
 _NOTHING_MARKED: Final = MarkedBatch(0, ())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -9,12 +10,11 @@ from typing import TYPE_CHECKING
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.harvest.outage import Outage
 from outbox_core.ports import Backlog, OutboxStore
-from outbox_core.printable import get_logger
 
 if TYPE_CHECKING:
     from outbox_core.harvest.harvester import Harvester
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 # Where the head of the table is full of dead rows a count goes through them: at most a tenth of the time.
 _REST = 9

@@ -19,6 +19,7 @@ Belongs to the harvest thread, as the lanes that are passed in do.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -34,9 +35,8 @@ from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.withdrawals import Who, Withdrawals, who_is
 from outbox_core.ports import NO_HOLDS, HoldSet, LaneKey, NewHold, OutboxStore, StoredRecord
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _ID: Final = 0
 _TOPIC: Final = 1

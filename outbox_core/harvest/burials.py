@@ -14,6 +14,7 @@ Belongs to the harvest thread; one batch at a time.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -24,9 +25,8 @@ from outbox_core.harvest.publisher import Failure, Publisher, dead_letter
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
 from outbox_core.ports import HoldSet, OutboxStore, StoredRecord
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 BATCH = 50  # values may be large
 RETRY_SECONDS = 5.0

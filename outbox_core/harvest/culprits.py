@@ -18,6 +18,7 @@ Belongs to the harvest thread.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -36,9 +37,8 @@ from outbox_core.harvest.waiting import Waiting
 from outbox_core.harvest.withdrawals import Who, who_is
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, StoredRecord
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _ID: Final = 0
 _TOPIC: Final = 1

@@ -47,6 +47,7 @@ A writer that stays open keeps S from being settled: the floor stops, nothing is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -54,9 +55,8 @@ from typing import Final
 
 from outbox_core.metrics import FloorGauge, HarvestMetrics
 from outbox_core.ports import NO_FLOOR, Floor, OpenWriter, OutboxStore, Sight, StoredRecord
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _ID: Final = 0
 _id_of = itemgetter(_ID)  # of a floor as of a record

@@ -12,6 +12,7 @@ in `_announced`, `_stopping` and `_term`; every change of those is followed by `
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -46,9 +47,9 @@ from outbox_core.kafka import (
 )
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
-from outbox_core.printable import get_logger
+from outbox_core.printable import escape_log_lines
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _STANDBY_TICK_SECONDS = 0.2
 _STANDBY_DRAIN_CHECK_SECONDS = 0.5
@@ -117,6 +118,7 @@ class Harvester:
         """
         if self._thread is not None:
             raise RuntimeError("a harvester is started once")
+        escape_log_lines("outbox_core")
         identity = self._identify()
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()

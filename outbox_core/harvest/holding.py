@@ -15,6 +15,7 @@ All of that happens on the marker's thread, one statement after the other; the h
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,9 +23,8 @@ from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, OutboxStore
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 READ_EVERY_SECONDS = 0.4
 _LOOK_FOR_TABLE_EVERY_SECONDS = 30.0

@@ -17,6 +17,7 @@ Belongs to the harvest thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -31,9 +32,8 @@ from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import OutboxStore, StoredRecord
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _ID: Final = 0
 _LONGEST_REST_SECONDS = 120.0

@@ -8,18 +8,18 @@ before is found by the look that follows.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import OutboxError
 from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.pace import News
-from outbox_core.printable import get_logger
 
 if TYPE_CHECKING:
     from outbox_core.stores.notices import CommitNotices  # needs psycopg, which queues do without
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 30.0
 _FIRST_RETRY_SECONDS = 0.5

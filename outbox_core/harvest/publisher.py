@@ -5,6 +5,7 @@ Delivery reports arrive on the thread that calls `poll`, which is the thread tha
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -14,9 +15,8 @@ from typing import Any, Final, NamedTuple
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, Producer
 from outbox_core.ports import StoredRecord
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _PARTITION: Final = 6
 _SETTLE_POLL_SECONDS = 0.1

@@ -11,6 +11,7 @@ each, like the harvester's own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -25,9 +26,8 @@ from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
 from outbox_core.harvest.transaction import Ended, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
-from outbox_core.printable import get_logger
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class Step(Enum):

@@ -18,6 +18,7 @@ is taken too.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,11 +45,10 @@ from outbox_core.ports import (
     Sight,
     StoredRecord,
 )
-from outbox_core.printable import get_logger
 from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, hold_id
 from outbox_core.stores.sessions import Connection, connect_to_primary, milliseconds, one_line
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _INSPECT = """
 SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.cli.harvest import configure_logging
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, OutboxError
-from outbox_core.printable import get_logger
 from outbox_spark.cli import EXIT_NOT_STARTED, fail
 from outbox_spark.config import PipelineFile, load_pipeline
 from outbox_spark.failures import reason_of
@@ -28,7 +27,7 @@ _LOOK_SECONDS = 0.2
 _LOCAL = "local[*,4]"
 """All cores of this machine; a task that fails is tried four times, as on a cluster."""
 
-_log = get_logger("outbox_spark")
+_log = logging.getLogger("outbox_spark")
 
 
 def main(options: argparse.Namespace) -> int:

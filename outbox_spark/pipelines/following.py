@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import operator
 import re
 import threading
@@ -27,7 +28,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, OutboxTableError, StoreUnavailable
-from outbox_core.printable import get_logger
 from outbox_spark.config import StreamSettings
 from outbox_spark.failures import reason_of
 from outbox_spark.folder import FileTaken, Folder, HadoopFolder
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.2
 _STOP_SECONDS = 60.0

@@ -13,6 +13,7 @@ What makes it exactly once is told in `outbox_spark.outbox_stream` (batches), `s
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 import time
@@ -27,7 +28,6 @@ from outbox_core.errors import InvalidConfig, OutboxError, StoreUnavailable
 from outbox_core.events import Event, LeaderAcquired, LeaderRevoked
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.kafka import check_connection, ensure_tracking_topic
-from outbox_core.printable import get_logger
 from outbox_spark import takeover
 from outbox_spark.batch_store import BatchStore
 from outbox_spark.leadership import make_elector
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
-_log = get_logger(__name__)
+_log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1
 _EMPTY_CHECK_SECONDS = 0.5

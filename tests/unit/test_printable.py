@@ -1,20 +1,19 @@
 """What others chose is shown so that it can do nothing to a terminal or to a log."""
 
 import json
+import logging
 import re
 from datetime import UTC, datetime
 from io import StringIO
-from pathlib import Path
 
 import pytest
 
-import outbox_core
 from outbox_core.cli import doctor, hold
-from outbox_core.cli.harvest import fail
+from outbox_core.cli.harvest import configure_logging, fail
 from outbox_core.config import HarvestConfig
 from outbox_core.examination import warning
 from outbox_core.holds import Hold
-from outbox_core.printable import get_logger, printable, printable_json
+from outbox_core.printable import escape_log_lines, printable, printable_json
 
 HOSTILE = "\x1b]0;owned\x07\x9b2J\u202ex\nWARNING forged\r"
 _UNPRINTABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]")
@@ -37,12 +36,19 @@ def test_printable_json():
         printable_json(float("inf"))
 
 
-@pytest.mark.parametrize("argument", [HOSTILE, ValueError(HOSTILE), [HOSTILE]], ids=["text", "error", "list"])
-def test_log_lines(caplog, argument):
-    """A line of a log is one line, whatever its arguments say; numbers are formatted as numbers."""
-    logger = get_logger("outbox_core.test_log_lines")
-    get_logger(logger.name)
+@pytest.fixture
+def logger():
+    """A logger of ours, below that of its package."""
+    logger = logging.getLogger("outbox_core.harvest.test_printable")
+    escape_log_lines("outbox_core")
+    escape_log_lines("outbox_core")
     assert len(logger.filters) == 1
+    return logger
+
+
+@pytest.mark.parametrize("argument", [HOSTILE, ValueError(HOSTILE), [HOSTILE]], ids=["text", "error", "list"])
+def test_log_lines(logger, caplog, argument):
+    """A line of a log is one line, whatever its arguments say; numbers are formatted as numbers."""
     logger.warning("records of %s wait for %.1f s, %d", argument, 1.25, 3)
     logger.warning("records of " + str(argument))  # noqa: G003  as some lines are made before they are logged
     assert len(caplog.records) == 2
@@ -52,20 +58,24 @@ def test_log_lines(caplog, argument):
     assert "wait for 1.2 s, 3" in caplog.text
 
 
-def test_tracebacks_keep_their_lines(caplog):
+def test_tracebacks_keep_their_lines(logger, caplog):
     """What is escaped is the line, not the traceback behind it."""
     try:
         int(HOSTILE)
     except ValueError:
-        get_logger("outbox_core.test_tracebacks").exception("ended by %s", HOSTILE)
+        logger.exception("ended by %s", HOSTILE)
     assert "\n  File " in caplog.text
 
 
-def test_every_logger_of_ours_escapes():
-    """No module makes a logger of its own by other means: it would log names of topics as they are."""
-    packages = [Path(outbox_core.__file__).parent.parent / name for name in ("outbox_core", "outbox_queue")]
-    own = re.compile(r"^\w+ = logging\.getLogger\(", re.MULTILINE)
-    assert not [file for package in packages for file in package.rglob("*.py") if own.search(file.read_text())]
+def test_log_of_commands(capsys):
+    """The commands' log escapes the lines of every logger, librdkafka's included."""
+    before = logging.root.handlers[:]
+    configure_logging(logging.INFO)
+    logging.getLogger("some.library").warning("topic %s", HOSTILE)
+    logging.root.handlers[:] = before
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert not _UNPRINTABLE.search(told)
 
 
 @pytest.fixture
