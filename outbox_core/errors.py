@@ -43,6 +43,10 @@ class StoreUnavailable(OutboxError):
         self.in_doubt = in_doubt
 
 
+class RowsRemain(StoreUnavailable):
+    """Rows are still there after a DELETE of them succeeded; publishing must wait, as they would be repeated."""
+
+
 class KafkaUnavailable(OutboxError):
     """The Kafka cluster cannot be reached with the given settings."""
 

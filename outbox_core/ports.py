@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import sha256
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
@@ -20,6 +22,21 @@ LaneKey = tuple[str, str]
 NO_LIMIT = 2**62
 """More bytes than there are."""
 
+LONGEST_KEY_OF_HOLD = 256
+"""Longer keys are known to holds by a digest: what is held must not take more memory the longer its keys are."""
+
+KEY_DIGEST_PREFIX = "sha256:"
+
+
+def held_key(key: str) -> str:
+    """The key as holds and exclusions know it: itself, or a digest of it.
+
+    A key that looks like a digest is one of those that are known by theirs, so no two keys are known by the same text.
+    """
+    if len(key) <= LONGEST_KEY_OF_HOLD and not key.startswith(KEY_DIGEST_PREFIX):
+        return key
+    return KEY_DIGEST_PREFIX + sha256(key.encode()).hexdigest()
+
 
 class StoredRecord(NamedTuple):
     """A row of the outbox as the harvester sees it.
@@ -30,7 +47,8 @@ class StoredRecord(NamedTuple):
         id: the row's id.
         topic: Kafka topic.
         key: Kafka key, or None.
-        value: Kafka value; None is a tombstone. Text is sent as UTF-8.
+        value: Kafka value; None is a tombstone. Text is sent as UTF-8. `Withheld` if the message would be too large:
+            then its headers are not there either, and a long key is as `held_key` has it.
         header_keys: names of the headers, or None for none.
         header_values: their values, parallel to `header_keys`.
         partition: explicit partition; -1 lets the partitioner decide.
@@ -47,10 +65,56 @@ class StoredRecord(NamedTuple):
     create_time: int
 
 
+class Withheld:
+    """Stands for the value of a record that no client would take, so that it was not read. No producer takes it either.
+
+    Attributes:
+        size: how many bytes key, value and headers have together.
+        limit: how many a message may have.
+    """
+
+    __slots__ = ("limit", "size")
+
+    def __init__(self, size: int, limit: int) -> None:
+        self.size = size
+        self.limit = limit
+
+    def __len__(self) -> int:
+        """What a record without its value takes in memory, near enough."""
+        return WITHHELD_BYTES
+
+    def __repr__(self) -> str:
+        return f"Withheld({self.size}, {self.limit})"
+
+
+WITHHELD_BYTES = 1024
+HEADER_BYTES = 64
+"""What a header's name or value takes in memory beside its bytes, near enough."""
+
+_ARRAY_BYTES = 32
+_ROUNDING_BYTES = 8
+
+
 def size_of(record: StoredRecord) -> int:
-    """What the value and header values of a record take in memory, in bytes, near enough."""
-    size = len(record[3]) if record[3] else 0
-    return size if not record[5] else size + sum(len(value or b"") for value in record[5])
+    """What a record takes in memory, in bytes, near enough: topic, key, value and headers.
+
+    Never less than what a store takes for it: a batch that a store cut short is recognised by its size.
+    """
+    _, topic, key, value, names, values = record[:6]
+    size = len(topic) if topic.isascii() else 4 * len(topic)
+    if key:
+        size += len(key) if key.isascii() else 4 * len(key)
+    if value:
+        size += 4 * len(value) if value.__class__ is str and not value.isascii() else len(value)
+    return size if not (names or values) else size + _size_of_headers(names or ()) + _size_of_headers(values or ())
+
+
+def _size_of_headers(texts: Sequence[bytes | str | None]) -> int:
+    size = _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * len(texts)
+    for text in texts:
+        if text:
+            size += 4 * len(text) if isinstance(text, str) and not text.isascii() else len(text)
+    return size
 
 
 def bytes_of(records: Iterable[StoredRecord]) -> int:
@@ -79,14 +143,14 @@ class MarkedBatch(NamedTuple):
     records: Sequence[StoredRecord]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HoldSet:
     """What is held at a moment: read by one statement, and handed to later ones as their parameter.
 
     Attributes:
         topics: topics of which nothing is published.
-        lanes: keys of which nothing is published.
-        ids: records without a key that are not published.
+        lanes: keys of which nothing is published, as `held_key` has them.
+        ids: records without a key, or with a long one, that are not published.
         requests: of the held records those that are to go to the dead-letter topic, with what is known of their error.
         may_change: whether the harvester can hold more, and let go of what it holds; if not, there are no requests.
     """
@@ -103,7 +167,7 @@ class HoldSet:
     def __len__(self) -> int:
         return len(self.topics) + len(self.lanes) + len(self.ids)
 
-    @property
+    @cached_property
     def items(self) -> frozenset[Hashable]:
         """Everything that is held: topics, lanes and ids."""
         return frozenset().union(self.topics, self.lanes, self.ids)
@@ -115,7 +179,7 @@ class HoldSet:
     def covers(self, record: StoredRecord) -> bool:
         """Whether a record is not to be published."""
         identity, topic, key = record[:3]
-        return topic in self.topics or (identity in self.ids if key is None else (topic, key) in self.lanes)
+        return topic in self.topics or (identity in self.ids if key is None else (topic, held_key(key)) in self.lanes)
 
 
 NO_HOLDS = HoldSet()
@@ -165,8 +229,8 @@ class Floor(NamedTuple):
     place: Hashable
 
 
-NO_FLOOR = Floor(-(2**63), None)
-"""Look from the head of the table."""
+NO_FLOOR = Floor(-(2**63) - 1, None)
+"""Look from the head of the table: below every id."""
 
 
 class Sight(NamedTuple):
@@ -229,11 +293,15 @@ class OutboxStore(Protocol):
     ) -> MarkedBatch:
         """Mark the earliest rows above the floor not marked by `leader_id`; not what is held, nor these lanes and ids.
 
-        At most `limit` rows, and no row once those before it hold `max_bytes` of values. Returns them.
+        At most `limit` rows, and no row once those before it take `max_bytes` (`size_of`). Returns them.
         """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
-        """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
+        """Delete the rows of these ids that are still marked by `leader_id`; return how many.
+
+        Raises:
+            RowsRemain: if such rows are there all the same afterwards, as they are of `settle` and `bury`.
+        """
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
@@ -282,6 +350,12 @@ class OutboxStore(Protocol):
 
     def marked(self) -> MarkedRows:
         """The rows that carry any harvester's mark; a relay's (`outbox_core.relay_marks`) do not count."""
+
+    def hold_marked(self, limit: int) -> int:
+        """Hold some of the rows that carry a harvester's mark, and clear their marks; return how many they were."""
+
+    def release_marked(self) -> int:
+        """Let go of what `hold_marked` held; return how many records."""
 
     def clear_marks(self) -> int:
         """Clear all marks, whosever they are; return how many."""

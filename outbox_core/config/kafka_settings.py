@@ -20,6 +20,8 @@ _MAX_POLL_INTERVAL = "max.poll.interval.ms"
 _LIBRDKAFKA_MAX_POLL_INTERVAL = 300_000
 _QUEUE_LENGTH = "queue.buffering.max.messages"
 _LIBRDKAFKA_QUEUE_LENGTH = 100_000
+_MAX_MESSAGE_BYTES = "message.max.bytes"
+_LIBRDKAFKA_MAX_MESSAGE_BYTES = 1_000_000
 _TRUE = ("true", "t", "1")
 _LEASE_SHARE_FOR_SENDING = 0.6
 
@@ -90,6 +92,12 @@ def linger(settings: KafkaSettings) -> timedelta:
         if name in settings:
             return timedelta(milliseconds=_milliseconds(settings[name]) or 0)
     return timedelta(0)
+
+
+def max_message_bytes(settings: KafkaSettings) -> int:
+    """How many bytes a message may have for the client to take it."""
+    value = str(settings.get(_MAX_MESSAGE_BYTES, ""))
+    return int(value) if value.isdecimal() else _LIBRDKAFKA_MAX_MESSAGE_BYTES
 
 
 def build_producer_settings(

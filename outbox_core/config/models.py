@@ -276,6 +276,11 @@ class HarvestConfig(Settings):
         wanted = kafka_settings.wanted_delivery_timeout(self.base_kafka_config, self.producer_kafka_config)
         return longest if wanted is None else min(wanted, longest)
 
+    @property
+    def max_message_bytes(self) -> int:
+        """How many bytes a message may have for the producer to take it."""
+        return kafka_settings.max_message_bytes(self._merged)
+
     def producer_settings(self) -> dict[str, Any]:
         """The librdkafka settings of the producer that publishes."""
         return kafka_settings.build_producer_settings(

@@ -34,6 +34,7 @@ starts before that, so the lanes' promise holds across leaderships of one proces
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Final
@@ -60,6 +61,8 @@ _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
+_FIRST_RIVALS_REST_SECONDS = 0.05
+_LONGEST_RIVALS_REST_SECONDS = 5.0
 
 
 class AtLeastOnce:
@@ -109,6 +112,7 @@ class AtLeastOnce:
         self._mark_excludes = False
         self._marked_with = self._bad.holds
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
+        self._rivals_rest = 0.0
         self._read_holds_not_before = 0.0
         self._settling: Future[int] | None = None
         self._settle_not_before = 0.0
@@ -182,7 +186,8 @@ class AtLeastOnce:
     def _start_mark(self) -> None:
         """Send a mark if one is due; if not, see now and then at least what is held."""
         bad = self._bad
-        limit = 0 if self._pace.due_in() or not bad.book.was_read else self._room()
+        is_blocked = self._pace.due_in() or not bad.book.was_read or self._with.removal.has_begun
+        limit = 0 if is_blocked else self._room()
         if self._marking is not None or not (limit or self._wants_holds()):
             return
         leader_id, book, max_bytes = self.leader_id, bad.book, self._timing.mark_query_bytes
@@ -209,7 +214,7 @@ class AtLeastOnce:
             if not batch.records and not holds:
                 return batch, look, took, holds
             try:
-                return batch, look, took, book.look_after(store)
+                return batch, look, took, book.look_after(store, batch.records)
             except StoreUnavailable as error:  # and so nobody hears of what is marked
                 raise StoreUnavailable(str(error), in_doubt=True) from error
 
@@ -250,6 +255,7 @@ class AtLeastOnce:
         if self._remark or batch.selected != len(batch.records) or self._lanes.holds_any(batch.records):
             self._to_reset.extend(record[_ID] for record in batch.records)
             self._force_remark()
+            self._leave_room_for_rivals()
             return
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, batch.records, took)
@@ -379,20 +385,29 @@ class AtLeastOnce:
         try:
             purged = settling.result()
         except StoreUnavailable as error:
-            self._with.database.began(error)
-            self._settle_not_before = now() + self._timing.io_error_backoff
+            self._settle_not_before = now() + self._with.note_outage(error, self._timing.io_error_backoff)
             self._to_purge = self._being_purged + self._to_purge
             self._to_reset = self._being_reset + self._to_reset
             return
         self._with.database.ended()
         self._bad.reset_done(self._being_reset)
+        if self._being_purged:
+            self._with.removal.ended()
         if purged == len(self._being_purged):
+            if purged:
+                self._rivals_rest /= 2
             self._lanes.purged(self._being_purged)
             if self._drain and not self._lanes.held:
                 self._with.news.tell()  # whether that was all is to be seen at once
         else:
             _log.info("purged %d of %d rows: the rest carry another leader's mark", purged, len(self._being_purged))
             self._force_remark()
+            self._leave_room_for_rivals()
+
+    def _leave_room_for_rivals(self) -> None:
+        """Another leader, of another group perhaps, marks the same rows: at full speed both would send all of it."""
+        self._rivals_rest = min(_LONGEST_RIVALS_REST_SECONDS, max(_FIRST_RIVALS_REST_SECONDS, 2 * self._rivals_rest))
+        self._pace.failed(self._rivals_rest * random.uniform(0.5, 1.0))  # noqa: S311  jitter
 
     # -- remark
 

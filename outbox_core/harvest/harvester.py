@@ -107,6 +107,7 @@ class Harvester:
         self._thread: threading.Thread | None = None
         self._database = Outage("database", _log)
         self._kafka = Outage("delivery to Kafka", _log)
+        self._removal = Outage("removal of published records", _log)
 
     # -- life
 
@@ -194,7 +195,7 @@ class Harvester:
             return Health(ok=False, leader=False, detail=redact(str(self._failure)))
         if self._ended.is_set():
             return Health(ok=False, leader=False, detail="stopped")
-        for outage in (self._database, self._kafka):
+        for outage in (self._database, self._kafka, self._removal):
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
                 return Health(ok=False, leader=self.is_leader, detail=redact(outage.describe()))
         return Health(ok=True, leader=self.is_leader, detail="leading" if self.is_leader else "standing by")
@@ -211,6 +212,7 @@ class Harvester:
             config.outbox_table,
             application_name=self._application_name,
             statement_timeout=config.limits.statement_timeout.total_seconds(),
+            max_message_bytes=config.max_message_bytes,
         )
 
     @property
@@ -295,6 +297,7 @@ class Harvester:
             news=self._news,
             database=self._database,
             kafka=self._kafka,
+            removal=self._removal,
         )
 
     def _backlog_observer(self) -> BacklogObserver:
@@ -386,6 +389,7 @@ class Harvester:
                     self._term = None
                     self._term_changed.notify_all()
                 self._kafka.dismissed()  # whoever leads now finds out whether it still is so
+                self._removal.dismissed()
             if term.drained:
                 return
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, OutboxStore
+from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, OutboxStore, StoredRecord, Withheld
 
 _log = logging.getLogger(__name__)
 
@@ -31,6 +32,11 @@ _LOOK_FOR_TABLE_EVERY_SECONDS = 30.0
 _TIDY_EVERY_SECONDS = 10.0
 _AT_ONCE = 1_000
 _NAMED = 3
+
+_ID: Final = 0
+_TOPIC: Final = 1
+_KEY: Final = 2
+_VALUE: Final = 3
 
 
 class HoldBook:
@@ -49,6 +55,7 @@ class HoldBook:
         self.current: HoldSet = NO_HOLDS
         self.is_kept = True
         self.read_at = float("-inf")
+        self._answer: HoldSet = NO_HOLDS
         self._read_every = READ_EVERY_SECONDS
         self._tidied_at = float("-inf")
         self._metrics = metrics
@@ -67,8 +74,11 @@ class HoldBook:
         """Seconds until it is old."""
         return max(0.0, self.read_at + self._read_every - now())
 
-    def look_after(self, store: OutboxStore) -> HoldSet:
-        """What is held, for records that a statement has brought."""
+    def look_after(self, store: OutboxStore, records: Sequence[StoredRecord] = ()) -> HoldSet:
+        """What is held, for records that a statement has brought; those that were too large to read are held now."""
+        withheld = [record for record in records if isinstance(record[_VALUE], Withheld)]
+        if withheld:
+            return self.write(store, [_too_large(record) for record in withheld])
         if self.is_old:
             self.read(store)
         return self.current
@@ -85,8 +95,10 @@ class HoldBook:
         self.read_at = now()
         if holds is None:
             holds = NO_HOLDS
-        if holds != self.current:
+        # A store gives the same object as long as nothing has changed: there may be thousands of holds to compare.
+        if holds is not self._answer and holds != self.current:
             self.current = _sharing(self.current, holds)
+        self._answer = holds
         self._metrics.held(len(holds))  # in any case: the gauge may show what another leadership read
         return self.current
 
@@ -116,6 +128,19 @@ class HoldBook:
         except StoreUnavailable:
             self.read_at = float("-inf")
             raise
+
+
+def _too_large(record: StoredRecord) -> NewHold:
+    """The hold of a record whose value was not read."""
+    withheld = record[_VALUE]
+    return NewHold(
+        record[_TOPIC],
+        record[_KEY],
+        record[_ID],
+        "too large",
+        f"kafka_key, kafka_value and headers have {withheld.size:,} bytes, and the producer's message.max.bytes is "  # type: ignore[union-attr]
+        f"{withheld.limit:,}: the value was not read",  # type: ignore[union-attr]
+    )
 
 
 def _sharing(old: HoldSet, new: HoldSet) -> HoldSet:

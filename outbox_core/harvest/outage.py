@@ -54,6 +54,11 @@ class Outage:
             self.ended()
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it failed when it was last tried."""
+        return self._began_at is not None
+
+    @property
     def lasted_seconds(self) -> float:
         """For how long nothing of it has worked, 0.0 if it is not away."""
         return 0.0 if self._began_at is None else time.monotonic() - max(self._began_at, self._worked_at)

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from outbox_core.config import HarvestConfig
 from outbox_core.election.leadership import now
@@ -26,8 +26,13 @@ from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
 from outbox_core.harvest.transaction import Ended, TransactionalProducer
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
+from outbox_core.ports import OutboxStore
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_AT_ONCE = 1_000
 
 
 class Step(Enum):
@@ -199,6 +204,7 @@ class Recovery:
             settled = self._waiting.insist(self._with.purger, lambda store: store.settle(ids, create_times))
             if settled is None:
                 return Ended("the leadership ended before the last term was settled")
+            self._with.removal.ended()
             if settled:
                 _log.info("purged %d rows that the last term had published", settled)
         return None
@@ -225,19 +231,57 @@ class Recovery:
             producer.discard()
 
     def refuse_marks(self) -> None:
-        """Before exactly-once delivery: see what an at-least-once leader may have left.
+        """Before exactly-once delivery: see what an at-least-once leader may have left, and hold it.
+
+        What it sent would be repeated. So the marked rows wait, with their keys, until somebody decides; all others
+        go on, since a writer that may set `leader_id` must not be able to stop them.
 
         Raises:
-            MarkedRowsFound: if there are marked rows, and they are not accepted.
+            MarkedRowsFound: if there are marked rows, and no holds to keep them back with.
         """
-        marked = self._waiting.insist(self._with.marker, lambda store: store.marked())
+        if self._transactions.accept_marked:
+            self._accept_marks()
+            return
+        marked = self._ask(lambda store: store.marked())
         if marked is None or not marked.number:
             return
         what = f"{marked.number} rows (ids {marked.first} to {marked.last}) carry the mark of an at-least-once leader"
-        if not self._transactions.accept_marked:
+        can_hold = self._ask(_can_hold)
+        if can_hold is False:
             raise MarkedRowsFound(
-                f"{what} that did not stop in good order: those that it had sent would be repeated. Let an "
-                "at-least-once harvester drain them, or accept the possible repeats with --accept-marked"
+                f"{what} that did not stop in good order: those that it had sent would be repeated, and there is no "
+                "table of holds to keep them back with (`outbox schema --only hold` makes it). Let an at-least-once "
+                "harvester drain them, or accept the possible repeats with --accept-marked"
             )
-        _log.warning("%s; those that it had sent are repeated", what)
-        self._waiting.insist(self._with.marker, lambda store: store.clear_marks())
+        if can_hold:
+            _log.warning(
+                "%s that did not stop in good order, or that their writers set: they are held, with their keys, as "
+                "they may have been published already; see `outbox hold list`. Release or skip them; --accept-marked "
+                "releases all of them",
+                what,
+            )
+            while self._ask(lambda store: store.hold_marked(_AT_ONCE)):
+                pass
+
+    def _accept_marks(self) -> None:
+        """Let marked rows be published, and those that were held for their marks."""
+        marked = self._ask(lambda store: store.marked())
+        if marked is None:
+            return
+        if marked.number:
+            _log.warning(
+                "%d rows (ids %d to %d) carry the mark of an at-least-once leader; those that it had sent are repeated",
+                *marked,
+            )
+            self._ask(lambda store: store.clear_marks())
+        released = self._ask(lambda store: store.release_marked())
+        if released:
+            _log.warning("%d rows that were held for their marks are released", released)
+
+    def _ask(self, question: Callable[[OutboxStore], T]) -> T | None:
+        return self._waiting.insist(self._with.marker, question)
+
+
+def _can_hold(store: OutboxStore) -> bool:
+    holds = store.holds()
+    return holds is not None and holds.may_change

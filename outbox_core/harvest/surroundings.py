@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Event as ThreadEvent
 
+from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.events import Event
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.meter import Meter
@@ -14,6 +16,10 @@ from outbox_core.harvest.pace import News
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import LeaderElector
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_REMOVAL_REST_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +74,7 @@ class Surroundings:
         news: told when records may have been committed.
         database: says once when the database goes and comes.
         kafka: says once when deliveries fail and succeed again.
+        removal: says once when published rows cannot be removed, and when they can again.
     """
 
     elector: LeaderElector
@@ -81,3 +88,15 @@ class Surroundings:
     news: News
     database: Outage
     kafka: Outage
+    removal: Outage = field(default_factory=lambda: Outage("removal of published records", _log))
+
+    def note_outage(self, error: StoreUnavailable, backoff: float) -> float:
+        """A statement failed; returns how many seconds to wait before it is repeated.
+
+        As long as published rows cannot be removed, a right is missing rather than the database: there is no hurry.
+        """
+        if not isinstance(error, RowsRemain):
+            self.database.began(error)
+            return backoff
+        self.removal.began(error)
+        return max(backoff, min(_LONGEST_REMOVAL_REST_SECONDS, self.removal.lasted_seconds / 4))

@@ -199,7 +199,7 @@ class Term:
             )
             took = now() - began
             self._with.metrics.mark_took(took)
-            return records, look, took, book.look_after(store) if records or holds else holds
+            return records, look, took, book.look_after(store, records) if records or holds else holds
 
         self._pace.begin()
         self._scanning = self._with.marker.submit(scan)
@@ -441,6 +441,7 @@ class Term:
                     if self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                         return False
                     continue
+                self._with.removal.ended()
                 self._in_flight.difference_update(identity for identity, _ in self._unpurged)
                 self._unpurged = []
                 self._transactions.reached(Step.AFTER_PURGE)

@@ -62,8 +62,7 @@ class Waiting:
         try:
             result = future.result()
         except StoreUnavailable as error:
-            self._with.database.began(error)
-            self.rest(self._timing.io_error_backoff)
+            self.rest(self._with.note_outage(error, self._timing.io_error_backoff))
             return None
         self._with.database.ended()
         return result

@@ -29,11 +29,15 @@ from uuid import UUID
 import psycopg
 
 from outbox_core import relay_marks
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
 from outbox_core.ports import (
+    HEADER_BYTES,
+    KEY_DIGEST_PREFIX,
+    LONGEST_KEY_OF_HOLD,
     NO_FLOOR,
     NO_HOLDS,
     NO_LIMIT,
+    WITHHELD_BYTES,
     Backlog,
     Floor,
     HoldSet,
@@ -44,9 +48,11 @@ from outbox_core.ports import (
     OpenWriter,
     Sight,
     StoredRecord,
+    Withheld,
+    held_key,
 )
 from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, hold_id
-from outbox_core.stores.sessions import Connection, connect_to_primary, milliseconds, one_line
+from outbox_core.stores.sessions import Connection, connect_to_primary, is_lent_by_transaction, milliseconds, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +62,7 @@ SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhp
        has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
            AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
                 WHERE attrelid = c.oid AND attname = 'leader_id'),
+       pg_backend_pid(),
        (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
        (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
@@ -65,49 +72,97 @@ FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
 """
 
+# Whether a message would be larger than any client of ours takes is looked at for each row that is returned only if one
+# of them is.
 _MARK = """
 WITH head AS MATERIALIZED (
-    SELECT array_agg({locator}) AS rows, count(*) AS selected
+    SELECT array_agg({locator}) AS rows, count(*) AS selected, bool_or(is_large) AS any_large
     FROM (
-        SELECT {locator}, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+        SELECT {locator}, is_large, sum(CASE WHEN is_large THEN {withheld} ELSE size END)
+               OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
         FROM (
-            SELECT {locators}, {size} AS size FROM {table}
+            SELECT {locators}, {size} AS size, {content} > %(max_message)s AS is_large FROM {table}
             WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
             ORDER BY id
             LIMIT %(limit)s
         ) AS earliest
     ) AS sized
-    WHERE before < %(max_bytes)s
+    WHERE coalesce(before, 0) < %(max_bytes)s
 )
 UPDATE {table} SET leader_id = %(leader_id)s
 WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
-RETURNING id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
-          NULLIF(kafka_header_values, '{{}}'), {partition}, 0, (SELECT selected FROM head)
+RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, 0,
+          CASE WHEN {is_large} THEN {content} END, (SELECT selected FROM head)
 """
 
-# Exact for every timestamp, the infinite ones apart, which nobody draws twice by chance.
-MICROSECONDS = "CASE WHEN isfinite(create_time) THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END"
+# Exact for every time that a clock shows. The others, which only somebody who writes them by hand can draw, are all 0:
+# infinite ones, those that a 64-bit number cannot hold, and none.
+MICROSECONDS = """
+CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
+     THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END
+"""
 
 _SCAN = """
-SELECT id, kafka_topic, kafka_key, kafka_value, header_keys, header_values, partition, microseconds
+SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, CASE WHEN is_large THEN {content} END
 FROM (
-    SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+    SELECT *, sum(CASE WHEN is_large THEN {withheld} ELSE size END)
+              OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
     FROM (
-        SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}') AS header_keys,
-               NULLIF(kafka_header_values, '{{}}') AS header_values, {partition} AS partition,
-               {microseconds} AS microseconds, {size} AS size
+        SELECT id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
+               {partition} AS partition, {microseconds} AS microseconds,
+               {size} AS size, {content} > %(max_message)s AS is_large
         FROM {table}
         WHERE {above} AND {other_ids} {exclusion}
         ORDER BY id
         LIMIT %(limit)s
     ) AS earliest
 ) AS sized
-WHERE before < %(max_bytes)s
+WHERE coalesce(before, 0) < %(max_bytes)s
 ORDER BY id
 """
 
-# What a row takes in memory, near enough. Known without reading a value that is stored out of line.
-SIZE = "coalesce(octet_length(kafka_value), 0) + coalesce(pg_column_size(kafka_header_values), 0)"
+# No column of a table of our own making is NULL there, but one that was made by hand may have it: such a record has no
+# legal topic, and is held for that.
+_TOPIC = "coalesce(kafka_topic, '')"
+
+# As `outbox_core.ports.held_key` has it. No character takes more than four bytes; the length of a value that is stored
+# out of line is known without reading it only in bytes.
+_HELD_KEY = f"""
+CASE WHEN (octet_length(kafka_key) <= {LONGEST_KEY_OF_HOLD}
+           OR octet_length(kafka_key) <= {4 * LONGEST_KEY_OF_HOLD} AND length(kafka_key) <= {LONGEST_KEY_OF_HOLD})
+          AND NOT starts_with(kafka_key, '{KEY_DIGEST_PREFIX}') THEN kafka_key
+     ELSE '{KEY_DIGEST_PREFIX}' || encode(sha256(convert_to(kafka_key, 'UTF8')), 'hex') END
+"""
+
+# An array's size in memory. That of a compressed one is found by decompressing it: a megabyte may take kilobytes on
+# disk. An empty array takes 16 bytes or less.
+_RAW_ARRAY = """
+CASE WHEN pg_column_compression({array}) IS NULL THEN pg_column_size({array}) ELSE octet_length(array_send({array})) END
+"""
+
+_ARRAY_SIZE = f"""
+CASE WHEN coalesce(pg_column_size({{array}}), 0) < 24 THEN 0
+     ELSE {_RAW_ARRAY} + {HEADER_BYTES} * cardinality({{array}}) END
+"""
+
+# No more than what a message has of it, so that nothing is withheld that a client would take.
+_ARRAY_CONTENT = f"""
+CASE WHEN coalesce(pg_column_size({{array}}), 0) < 24 THEN 0 ELSE {_RAW_ARRAY} - 32 - 7 * cardinality({{array}}) END
+"""
+
+_TEXTS = "coalesce(octet_length(kafka_key), 0) + coalesce(octet_length(kafka_value), 0)"
+
+
+def _of_headers(expression: str) -> str:
+    arrays = ("kafka_header_keys", "kafka_header_values")
+    return "".join(f" + ({expression.format(array=array).strip()})" for array in arrays)
+
+
+# What a row takes in memory, near enough (`outbox_core.ports.size_of`). Known without reading values that are stored
+# out of line, except compressed headers.
+SIZE = f"{_TEXTS} + coalesce(octet_length(kafka_topic), 0){_of_headers(_ARRAY_SIZE)}"
+
+_CONTENT = f"({_TEXTS}{_of_headers(_ARRAY_CONTENT)})"
 
 _SETTLE = """
 DELETE FROM {table} AS stored
@@ -127,18 +182,31 @@ _IS_MARKED = """
 SELECT EXISTS (SELECT FROM {table} WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}')
 """
 
+# The first ones. Their keys are as holds have them: they may be of any length.
+_FIND_MARKED = """
+SELECT id, {topic}, {held_key} FROM {table}
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' ORDER BY id LIMIT %(limit)s
+"""
+
+_CLEAR_MARKS_OF = """
+UPDATE {table} SET leader_id = NULL
+WHERE id = ANY (%(ids)s::bigint[]) AND leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
+"""
+
+_RELEASE_MARKED = "DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s"
+
 _CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
 
 # The floor holds for one incarnation of table and sequence, and while the sequence is not set back. Both are looked at
 # by the statement that uses it, which by then has the table's lock: TRUNCATE ... RESTART IDENTITY, say, comes before
 # it or after it. (A subquery is evaluated once, and its value is an index condition. CASE guards the right to read the
 # sequence.)
-_ABOVE = """id > (
+_ABOVE = """id >= (
             SELECT CASE
                 WHEN pg_relation_filenode(to_regclass(%(name)s::text)) = %(table_file)s::oid
                  AND pg_relation_filenode(to_regclass(%(sequence)s::text)) = %(sequence_file)s::oid
                 THEN CASE WHEN pg_sequence_last_value(to_regclass(%(sequence)s::text)) >= %(floor)s::bigint
-                     THEN %(floor)s::bigint ELSE {lowest} END
+                     THEN %(floor)s::bigint + 1 ELSE {lowest} END
                 ELSE {lowest} END)"""
 
 # Where the ids come from: the sequence of an identity column, or the one that its default names.
@@ -192,11 +260,11 @@ WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode 
   AND l.virtualtransaction = ANY (%(writers)s::text[])
 """
 
-# Hot keys and failing ones. The record's own columns are compared as one text; the separator cannot occur in a topic.
-# A subquery that does not depend on the row is hashed, also in a generic plan; `<> ALL (parameter)` is searched there
-# from its beginning for every row.
-_EXCLUSION = """
-AND (kafka_key IS NULL OR kafka_topic || '/' || kafka_key NOT IN (SELECT unnest(%(excluded)s::text[])))
+# Hot keys and failing ones. A subquery that does not depend on the row is hashed, also in a generic plan; `<> ALL
+# (parameter)` is searched there from its beginning for every row.
+_EXCLUSION = f"""
+AND (kafka_key IS NULL OR ({_TOPIC}, {_HELD_KEY}) NOT IN
+     (SELECT * FROM unnest(%(excluded_topics)s::text[], %(excluded_keys)s::text[])))
 """
 
 # Ids come in runs: a multirange is searched by halves, where an array is walked.
@@ -204,11 +272,11 @@ _OTHER_IDS = "NOT (id::bigint <@ %(ids)s::int8multirange)"
 
 # What is held was read by an earlier statement and comes as parameters. Read here, in the same snapshot, a release
 # would take effect for a statement that was prepared for the hold: one that begins behind the rows it releases.
-HELD = """
-AND kafka_topic NOT IN (SELECT unnest(%(held_topics)s::text[]))
-AND (kafka_key IS NULL OR (kafka_topic, kafka_key) NOT IN
-     (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
+HELD = f"""
 AND NOT (id::bigint <@ %(held_ids)s::int8multirange)
+AND {_TOPIC} NOT IN (SELECT unnest(%(held_topics)s::text[]))
+AND (kafka_key IS NULL OR ({_TOPIC}, {_HELD_KEY}) NOT IN
+     (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
 """
 
 _INSPECT_HOLDS = """
@@ -217,20 +285,37 @@ SELECT has_table_privilege(c.oid, 'SELECT'),
 FROM pg_class AS c WHERE c.oid = to_regclass(%s)
 """
 
-# One row at least: whether there is anything to tell of or not, rights may have been granted or withdrawn.
+# One row at least: whether there is anything to tell of or not, rights may have been granted or withdrawn. The holds
+# themselves come only if they are others than those that were read last: thousands of them are read several times a
+# second. Which versions of which rows there are tells that, whatever was inserted, changed or deleted.
 _HOLDS = """
-SELECT rights.may_change, held.outbox IS NOT NULL, kafka_topic, kafka_key, record_id, dead_letter, error
+WITH known AS MATERIALIZED (
+    SELECT count(*) AS number, coalesce(bit_xor(hashint8extended(id, xmin::text::bigint)), 0) AS versions
+    FROM {holds} WHERE outbox = %(outbox)s
+)
+SELECT rights.may_change, known.number, known.versions, held.outbox IS NOT NULL, held.kafka_topic, held.held_key,
+       held.record_id, held.dead_letter, held.error, held.is_long
 FROM (SELECT has_table_privilege(oid, 'INSERT') AND has_table_privilege(oid, 'UPDATE')
              AND has_table_privilege(oid, 'DELETE') AS may_change
       FROM pg_class WHERE oid = to_regclass(%(name)s)) AS rights
-LEFT JOIN {holds} AS held ON held.outbox = %(outbox)s
+CROSS JOIN known
+LEFT JOIN (
+    SELECT *, held_key IS DISTINCT FROM kafka_key AS is_long
+    FROM (SELECT *, {held_key} AS held_key FROM {holds} WHERE outbox = %(outbox)s) AS keyed
+) AS held ON (known.number, known.versions) IS DISTINCT FROM (%(number)s::bigint, %(versions)s::bigint)
 """
 
 # That nothing is held twice is for the primary key to see (`hold_id`): looked for by the other columns, each new hold
 # would be compared with every old one.
 _HOLD = """
 INSERT INTO {holds} (id, outbox, kafka_topic, kafka_key, record_id, reason, error, dead_letter)
-SELECT wanted.id, %(outbox)s, wanted.topic, wanted.key, wanted.record_id, wanted.reason, wanted.error, wanted.dead
+SELECT wanted.id, %(outbox)s, wanted.topic,
+       -- A long key comes as its digest: the record itself has it.
+       CASE WHEN starts_with(wanted.key, '{digest}')
+            THEN coalesce((SELECT kafka_key FROM {table} WHERE id = wanted.record_id AND {held_key} = wanted.key),
+                          wanted.key)
+            ELSE wanted.key END,
+       wanted.record_id, wanted.reason, wanted.error, wanted.dead
 FROM unnest(%(hold_ids)s::bigint[], %(topics)s::text[], %(keys)s::text[], %(ids)s::bigint[], %(reasons)s::text[],
             %(errors)s::text[], %(dead)s::boolean[])
      AS wanted (id, topic, key, record_id, reason, error, dead)
@@ -238,16 +323,16 @@ ON CONFLICT (id) DO NOTHING
 """
 
 _FETCH = """
-SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
-       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
-FROM {table} AS stored
+SELECT id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds},
+       CASE WHEN is_large THEN {content} END
+FROM (SELECT *, {content} > %(max_message)s AS is_large FROM {table}) AS stored
 WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 ORDER BY id
 """
 
 # Ids may come back: a hold is of the row that has its topic and key, too.
 _IS_OF_RECORD = """
-held.outbox = %(outbox)s AND held.record_id = stored.id AND held.kafka_topic = stored.kafka_topic
+held.outbox = %(outbox)s AND held.record_id = stored.id AND held.kafka_topic = coalesce(stored.kafka_topic, '')
 AND held.kafka_key IS NOT DISTINCT FROM stored.kafka_key
 """
 
@@ -256,16 +341,16 @@ WITH buried AS (
     DELETE FROM {table} AS stored
     USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
     WHERE stored.id = published.id AND {microseconds} = published.microseconds
-    RETURNING stored.id
+    RETURNING stored.id, stored.kafka_topic, stored.kafka_key
 ), released AS (
-    DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id = ANY (%(ids)s::bigint[])
+    DELETE FROM {holds} AS held USING buried AS stored WHERE {is_of_record}
 )
 SELECT count(*) FROM buried
 """
 
 _KEEP = """
-UPDATE {holds} SET dead_letter = false, error = %(error)s
-WHERE outbox = %(outbox)s AND record_id = ANY (%(ids)s::bigint[])
+UPDATE {holds} AS held SET dead_letter = false, error = %(error)s
+FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_record}
 """
 
 _RELEASE_GONE = """
@@ -277,6 +362,33 @@ _PURGE = "DELETE FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id =
 
 _RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
+# A DELETE may succeed and delete nothing. Asked only when it deleted less than it was to.
+_UNSETTLED = """
+SELECT count(*), min(stored.id) FROM {table} AS stored
+JOIN unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
+  ON stored.id = published.id AND {microseconds} = published.microseconds
+"""
+
+_UNPURGED = "SELECT count(*), min(id) FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+
+# What may keep this role from deleting or marking what it reads.
+_OBSTACLES = """
+WITH family AS (SELECT to_regclass(%(name)s) AS oid
+                UNION SELECT inhrelid FROM pg_inherits WHERE inhparent = to_regclass(%(name)s))
+SELECT 'row level security' || coalesce(
+           (SELECT ' (policies: ' || string_agg(quote_ident(polname), ', ' ORDER BY polname) || ')'
+            FROM pg_policy WHERE polrelid = family.oid), ' (it has no policy)')
+FROM family WHERE row_security_active(oid)
+UNION ALL
+SELECT 'trigger ' || quote_ident(tgname) FROM pg_trigger JOIN family ON tgrelid = family.oid
+WHERE NOT tgisinternal AND tgenabled IN ('O', 'A')
+  AND tgtype & 3 = 3 AND tgtype & 24 <> 0  -- BEFORE ... FOR EACH ROW; of DELETE or UPDATE
+UNION ALL
+SELECT 'rule ' || quote_ident(rulename) FROM pg_rewrite JOIN family ON ev_class = family.oid
+WHERE ev_type IN ('2', '4') AND ev_enabled IN ('O', 'A')
+ORDER BY 1
+"""
+
 _IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
 
 # Counting millions of rows takes seconds; beyond the bound the planner's statistics are good enough for a gauge.
@@ -284,7 +396,9 @@ _BACKLOG = """
 SELECT CASE WHEN counted < {bound} THEN counted
             ELSE greatest(counted, (SELECT reltuples::bigint FROM pg_class WHERE oid = to_regclass(%(name)s)))
        END,
-       coalesce((SELECT extract(epoch FROM clock_timestamp() - create_time)::float8
+       -- An infinite time has no age.
+       coalesce((SELECT CASE WHEN isfinite(create_time)
+                             THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
                  FROM {table} ORDER BY id LIMIT 1), 0)
 FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS head) AS bounded
 """
@@ -296,10 +410,31 @@ _RELAYS = {"first_of_relays": relay_marks.FIRST, "last_of_relays": relay_marks.L
 _LONGEST_TIMEOUT_SECONDS = 86_400.0
 
 _TEXT_TYPES = {"text", "character varying", "character"}
+_TIME_TYPES = {"timestamp with time zone", "timestamp without time zone", "date"}
 _id_of = itemgetter(0)
 # A server that has become a standby is as good as away: the next connection may find the new primary.
 _PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
-_SELECTED = 8
+# Of the server and its resources: a transaction or session that was ended, no more memory or connections, a shutdown,
+# an internal error. None of them says anything about the table.
+_PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
+_OF_ANOTHER_TABLE = (
+    psycopg.errors.FeatureNotSupported,  # "cached plan must not change result type"
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.DatatypeMismatch,
+)
+_VALUE = 3
+_WITHHELD = 8
+_SELECTED = 9
+_withheld_of = itemgetter(_WITHHELD)
+_LARGEST_INTEGER = 2**63 - 1
+MARKED = "marked"
+"""The reason of the holds of records that an at-least-once leader may have sent."""
+
+_MARKED_ERROR = (
+    "its column leader_id was set: an at-least-once leader that did not stop in good order may have sent it, or its "
+    "writer set it. Release it to publish it, perhaps again, or skip it; --accept-marked releases all of these"
+)
 # Before, a transaction took another name when it was prepared.
 _TRANSACTIONS_KEEP_THEIR_NAMES = 140001
 
@@ -327,6 +462,8 @@ class PostgresStore:
         table: name of the outbox table.
         application_name: shown in pg_stat_activity.
         statement_timeout: after how many seconds a statement is given up; 0.0 for never.
+        max_message_bytes: how many bytes key, value and headers of a message may have together; what has more is not
+            read (`outbox_core.ports.Withheld`).
     """
 
     def __init__(
@@ -336,7 +473,9 @@ class PostgresStore:
         *,
         application_name: str = "kafka-outbox",
         statement_timeout: float = 0.0,
+        max_message_bytes: int = NO_LIMIT,
     ) -> None:
+        self._max_message_bytes = max_message_bytes
         self._statement_timeout = statement_timeout
         self._data_source = data_source
         self._name = self._table = TableName.parse(table)  # as it was named; with its schema, once it was found
@@ -352,7 +491,10 @@ class PostgresStore:
         self._may_change_holds = True
         self._role = ""
         self._fetch = ""
+        self._was_altered = False  # since the last mark or scan that succeeded
         self._formatted: dict[tuple[object, ...], str] = {}
+        self._holds = NO_HOLDS
+        self._versions_of_holds: list[int | None] = [None, None]  # of which those are
         self._held_parameters = _HeldParameters()
 
     def check(self) -> str:
@@ -372,7 +514,14 @@ class PostgresStore:
                 f"outbox table {self._name} does not exist; make it with `outbox schema --table {self._name}`, "
                 "with Alembic or with `manage.py migrate`, or name the right one as outbox_table"
             )
-        kind, has_family, database, schema, table, may_harvest, columns, cache = rows[0]
+        kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
+        connection = self._connected()
+        if pid != connection.info.backend_pid and is_lent_by_transaction(connection, self._data_source):
+            raise OutboxTableError(
+                "data_source leads to a pooler that lends its connections for one transaction at a time (PgBouncer's "
+                "pool_mode=transaction): the harvester's settings would come to other applications and be lost to it. "
+                "Name the database itself, or a pool of sessions"
+            )
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self._name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
@@ -386,6 +535,12 @@ class PostgresStore:
                 "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
                 self._name,
                 cache,
+            )
+        for obstacle in self.obstacles():
+            _log.warning(
+                "table %s has %s: it may keep published records from being removed, and publishing stops if it does",
+                self._name,
+                obstacle,
             )
         self._check_holds()
         self._outbox = f"{schema}.{table}"
@@ -407,20 +562,23 @@ class PostgresStore:
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
-        parameters |= self._above(floor)
+        parameters |= {"max_message": self._max_message_bytes, **self._above(floor)}
         if excluding or resting or holds:
-            parameters |= {"excluded": _lane_names(excluding), "ids": _multirange(resting)}
+            parameters |= {**_excluded(excluding), "ids": _multirange(resting)}
             rows = self._read(self._mark_excluding, parameters | self._held_parameters.of(holds))
         else:
             rows = self._read(self._mark, parameters)
         if not rows:
             return MarkedBatch(0, ())
         rows.sort(key=_id_of)
-        return MarkedBatch(rows[0][_SELECTED], rows)  # type: ignore[arg-type]
+        return MarkedBatch(rows[0][_SELECTED], self._without_large_values(rows))
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
-        return self._change(_PURGE, leader_id, ids)
+        purged = self._change(_PURGE, leader_id, ids)
+        if purged < len(ids):
+            self._see_what_remains(_UNPURGED, {"leader_id": leader_id, "ids": _array(ids)})
+        return purged
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
@@ -440,11 +598,13 @@ class PostgresStore:
         if not self._scan:
             self.check()
         parameters: dict[str, Any] = {"limit": limit, "ids": _multirange(in_flight), "max_bytes": max_bytes}
-        parameters |= self._above(floor)
+        parameters |= {"max_message": self._max_message_bytes, **self._above(floor)}
         if excluding or holds:
-            parameters |= {"excluded": _lane_names(excluding)}
-            return self._read(self._scan_excluding, parameters | self._held_parameters.of(holds))  # type: ignore[return-value]
-        return self._read(self._scan, parameters)  # type: ignore[return-value]
+            parameters |= _excluded(excluding)
+            rows = self._read(self._scan_excluding, parameters | self._held_parameters.of(holds))
+        else:
+            rows = self._read(self._scan, parameters)
+        return self._without_large_values(rows)
 
     def sight(self) -> Sight:
         """How far ids have been drawn; then, by a later statement, who is writing to the table."""
@@ -472,7 +632,11 @@ class PostgresStore:
     def settle(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, whoever marked them; return how many."""
         statement = self._format(_SETTLE, microseconds=MICROSECONDS)
-        return self._execute(statement, {"ids": _array(ids), "create_times": _array(create_times)}).rowcount
+        parameters = {"ids": _array(ids), "create_times": _array(create_times)}
+        settled = self._execute(statement, parameters).rowcount
+        if settled < len(ids):
+            self._see_what_remains(_UNSETTLED, parameters)
+        return settled
 
     def holds(self) -> HoldSet | None:
         """What is held now, None if this outbox has no table of holds.
@@ -483,27 +647,27 @@ class PostgresStore:
         with self._rights_may_come():
             if not self._has_holds and not self._find_holds():
                 return None
+            number, versions = self._versions_of_holds
+            parameters = {"outbox": self._known_as(), "number": number, "versions": versions}
             try:
-                found = self._query(self._format(_HOLDS), {"outbox": self._known_as(), "name": self._hold_table.quoted})
+                statement = self._format(_HOLDS, held_key=_HELD_KEY)
+                found = self._query(statement, {**parameters, "name": self._hold_table.quoted})
             except OutboxTableError as error:
                 self._has_holds = None  # dropped, perhaps
                 if _is_about_rights(error) or self._find_holds():
                     raise
                 return None
-        may_change = bool(found and found[0][0])
+        if not found:
+            raise StoreUnavailable(f"table {self._hold_name} was replaced at this moment")
+        may_change, *read = found[0][:3]
         self._tell_of_rights(may_change=may_change)
-        rows = [row[2:] for row in found if row[1]]
-        return HoldSet(
-            frozenset(topic for topic, key, record_id, _, _ in rows if key is None and record_id is None),
-            frozenset((topic, key) for topic, key, _, _, _ in rows if key is not None),
-            frozenset(record_id for _, key, record_id, _, _ in rows if key is None and record_id is not None),
-            {
-                record_id: error or ""
-                for _, _, record_id, dead, error in rows
-                if may_change and dead and record_id is not None
-            },
-            may_change=may_change,
-        )
+        if read != self._versions_of_holds or may_change != self._holds.may_change:
+            if read == self._versions_of_holds and read[0]:  # the requests that were not there for want of rights
+                self._versions_of_holds = [None, None]
+                return self.holds()
+            self._holds = _hold_set([row[4:] for row in found if row[3]], may_change=may_change)
+            self._versions_of_holds = read
+        return self._holds
 
     def hold(self, holds: Sequence[NewHold]) -> None:
         """Hold what is not held yet."""
@@ -513,31 +677,35 @@ class PostgresStore:
             "outbox": outbox,
             "hold_ids": [hold_id(outbox, hold.topic, hold.key, hold.record_id) for hold in holds],
             "topics": topics,
-            "keys": keys,
+            "keys": [None if key is None else held_key(key) for key in keys],
             "ids": ids,
             "dead": dead,
             "reasons": reasons,
             "errors": [error.replace("\0", "") for error in errors],
         }
         with self._rights_may_come():
-            self._execute(self._format(_HOLD), parameters)
+            self._execute(self._format(_HOLD, digest=KEY_DIGEST_PREFIX, held_key=_HELD_KEY), parameters)
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """The held rows of these ids, by ascending id, whoever marked them."""
-        parameters = {"ids": _array(ids), "outbox": self._known_as()}
-        return self._query(self._fetch, parameters)  # type: ignore[return-value]
+        parameters = {"ids": _array(ids), "outbox": self._known_as(), "max_message": self._max_message_bytes}
+        return self._without_large_values(self._query(self._fetch, parameters))
 
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
         parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
+        statement = self._format(_BURY, microseconds=MICROSECONDS, is_of_record=_IS_OF_RECORD)
         with self._rights_may_come():
-            return int(self._query(self._format(_BURY, microseconds=MICROSECONDS), parameters)[0][0])
+            buried = int(self._query(statement, parameters)[0][0])
+        if buried < len(ids):
+            self._see_what_remains(_UNSETTLED, parameters)
+        return buried
 
     def keep(self, ids: Sequence[int], error: str) -> int:
         """Let records be held as before, as the dead-letter topic refused them; return how many."""
         parameters = {"ids": _array(ids), "error": error.replace("\0", ""), "outbox": self._known_as()}
         with self._rights_may_come():
-            return self._execute(self._format(_KEEP), parameters).rowcount
+            return self._execute(self._format(_KEEP, is_of_record=_IS_OF_RECORD), parameters).rowcount
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer there; return how many."""
@@ -550,6 +718,30 @@ class PostgresStore:
         with self._without_timeout():
             is_any = self._query(self._format(_IS_MARKED, **_RELAYS))[0][0]
             return MarkedRows(*self._query(self._format(_MARKED, **_RELAYS))[0] if is_any else (0, 0, 0))
+
+    def hold_marked(self, limit: int) -> int:
+        """Hold some of the rows that carry a harvester's mark, and clear their marks; return how many they were."""
+        with self._without_timeout():
+            statement = self._format(_FIND_MARKED, topic=_TOPIC, held_key=_HELD_KEY, **_RELAYS)
+            found = self._query(statement, {"limit": limit})
+            if found:
+                self.hold([NewHold(topic, key, identity, MARKED, _MARKED_ERROR) for identity, topic, key in found])
+                ids = _array([identity for identity, _, _ in found])
+                self._execute(self._format(_CLEAR_MARKS_OF, **_RELAYS), {"ids": ids})
+        return len(found)
+
+    def release_marked(self) -> int:
+        """Let go of what `hold_marked` held; return how many records."""
+        if self.holds() is None:
+            return 0
+        parameters = {"outbox": self._known_as(), "reason": MARKED}
+        with self._rights_may_come():
+            return self._execute(self._format(_RELEASE_MARKED), parameters).rowcount
+
+    def obstacles(self) -> list[str]:
+        """What may keep this role from marking and deleting rows that it can read: policies, triggers, rules."""
+        self._connected()
+        return [what for (what,) in self._query(_OBSTACLES, {"name": self._table.quoted})]
 
     def clear_marks(self) -> int:
         """Clear all marks, whosever they are; return how many."""
@@ -641,6 +833,7 @@ class PostgresStore:
         if missing:
             raise OutboxTableError(f"table {self._name} is no outbox: it lacks the column(s) {', '.join(missing)}")
         values, headers = columns["kafka_value"], columns["kafka_header_values"].removesuffix("[]")
+        names = columns["kafka_header_keys"].removesuffix("[]")
         wrong = [
             f"{column} is {columns[column]}, expected {expected}"
             for column, expected, right in (
@@ -648,7 +841,9 @@ class PostgresStore:
                 ("leader_id", "uuid", columns["leader_id"] == "uuid"),
                 ("kafka_topic", "text", columns["kafka_topic"] in _TEXT_TYPES),
                 ("kafka_key", "text", columns["kafka_key"] in _TEXT_TYPES),
+                ("create_time", "timestamp with time zone", columns["create_time"] in _TIME_TYPES),
                 ("kafka_value", "bytea or text", values in _TEXT_TYPES | {"bytea"}),
+                ("kafka_header_keys", "text[]", names in _TEXT_TYPES),
                 ("kafka_header_values", "bytea[] or text[]", headers in _TEXT_TYPES | {"bytea"}),
             )
             if not right
@@ -663,15 +858,52 @@ class PostgresStore:
             "locator_type": "tid" if by_address else "bigint",
             "locators": "id, ctid" if by_address else "id",
             "size": SIZE,
+            "content": _CONTENT,
+            "withheld": WITHHELD_BYTES,
+            "topic": _TOPIC,
+            "key": f"CASE WHEN is_large THEN {_HELD_KEY} ELSE kafka_key END",
+            "value": "CASE WHEN is_large THEN NULL ELSE kafka_value END",
+            "names": "CASE WHEN is_large THEN NULL ELSE NULLIF(kafka_header_keys, '{}') END",
+            "values": "CASE WHEN is_large THEN NULL ELSE NULLIF(kafka_header_values, '{}') END",
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
-            "above": _ABOVE.format(lowest=f"({NO_FLOOR.id})::bigint"),
+            "above": _ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
         }
-        self._mark = self._format(_MARK, exclusion="", **parts)
-        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **parts)
+        is_large = f"(SELECT any_large FROM head) AND {_CONTENT} > %(max_message)s"
+        of_mark = {name: str(part).replace("is_large", is_large) for name, part in parts.items()} | {
+            "is_large": is_large
+        }
+        self._mark = self._format(_MARK, exclusion="", **of_mark)
+        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **of_mark)
         parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
         self._scan = self._format(_SCAN, exclusion="", **parts)
         self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **parts)
         self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts)
+
+    def _without_large_values(self, rows: list[tuple[Any, ...]]) -> Sequence[StoredRecord]:
+        """Records of these rows; `Withheld` stands for what was not read of those that are too large."""
+        if any(map(_withheld_of, rows)):
+            limit = self._max_message_bytes
+            rows = [
+                row if row[_WITHHELD] is None else (*row[:_VALUE], Withheld(row[_WITHHELD], limit), *row[_VALUE + 1 :])
+                for row in rows
+            ]
+        return rows  # type: ignore[return-value]
+
+    def _see_what_remains(self, question: str, parameters: dict[str, Any]) -> None:
+        """After a DELETE of less than was asked for: see whether the rest is gone.
+
+        Raises:
+            RowsRemain: if it is not.
+        """
+        number, first = self._query(self._format(question, microseconds=MICROSECONDS), parameters)[0]
+        if not number:
+            return
+        obstacles = ", ".join(self.obstacles()) or "no policy, trigger or rule that could be seen is to blame"
+        raise RowsRemain(
+            f"{number} published rows of {self._name} (the first is {first}) are still there after they were deleted: "
+            f"{obstacles}. Nothing more is published, as it would be repeated, until role "
+            f'"{self._role}" can remove rows from this table'
+        )
 
     def _above(self, floor: Floor) -> dict[str, Any]:
         """Parameters of a floor; on another connection than the one it was proven on, it is none."""
@@ -731,6 +963,7 @@ class PostgresStore:
             if was_cancelled and 0 < 0.9 * timeout < time.monotonic() - began:  # and not by somebody
                 self._give_more_time()
             raise
+        self._was_altered = False
         if timeout != self._statement_timeout:
             self._reading_timeout = self._statement_timeout
             self._set_timeout(self._statement_timeout)
@@ -772,6 +1005,7 @@ class PostgresStore:
             self._connection, found = connect_to_primary(
                 self._data_source, self._application_name, *names, statement_timeout=self._statement_timeout
             )
+            self._versions_of_holds = [None, None]
             if found:
                 self._table, hold_table = found
                 self._hold_table = hold_table if hold_table.schema else hold_beside(self._table)
@@ -783,10 +1017,16 @@ class PostgresStore:
 
     def _raise(self, error: psycopg.Error) -> NoReturn:
         """Translate, and give up the connection: after an error its state is not worth a guess."""
+        was_cut = self._connection is None or self._connection.closed
         self.close()
         message = one_line(error)
-        if isinstance(error, _PASSING):
+        if was_cut or isinstance(error, _PASSING) or (error.sqlstate or "")[:2] in _PASSING_CLASSES:
             raise StoreUnavailable(message, in_doubt=True) from error
+        if isinstance(error, _OF_ANOTHER_TABLE) and self._mark and not self._was_altered:
+            # The table was altered under our prepared statements. It is looked at again before the next mark or scan.
+            self._was_altered = True
+            self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
+            raise StoreUnavailable(f"table {self._name} was altered: {message}", in_doubt=True) from error
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             raise OutboxTableError(f"missing rights on {self._name}: {message}") from error
         raise OutboxTableError(f"outbox table {self._name}: {message}") from error
@@ -806,23 +1046,51 @@ def _array(numbers: Sequence[int]) -> str:
     return f"{{{','.join(map(str, numbers))}}}"
 
 
-def _lane_names(lanes: Collection[LaneKey]) -> list[str]:
-    return [f"{topic}/{key}" for topic, key in lanes]
+def _excluded(lanes: Collection[LaneKey]) -> dict[str, Any]:
+    """Parameters of `_EXCLUSION`."""
+    return {
+        "excluded_topics": _text_array(topic for topic, _ in lanes),
+        "excluded_keys": _text_array(held_key(key) for _, key in lanes),
+    }
+
+
+def _hold_set(rows: Sequence[tuple[Any, ...]], *, may_change: bool) -> HoldSet:
+    """What these rows of `_HOLDS` hold."""
+    return HoldSet(
+        frozenset(topic for topic, key, record_id, *_ in rows if key is None and record_id is None),
+        frozenset((topic, key) for topic, key, *_ in rows if key is not None),
+        # Those with a long key need not be looked up by it, which means reading it.
+        frozenset(
+            record_id for _, key, record_id, *_, is_long in rows if record_id is not None and (key is None or is_long)
+        ),
+        {
+            record_id: error or ""
+            for _, _, record_id, dead, error, _ in rows
+            if may_change and dead and record_id is not None
+        },
+        may_change=may_change,
+    )
 
 
 def _multirange(ids: Collection[int]) -> str:
     """Exactly these ids, as a multirange literal of their runs."""
+
+    def run(first: int, last: int) -> str:
+        # Behind the last of all ids no range can end.
+        return f"[{first},)" if last == _LARGEST_INTEGER else f"[{first},{last}]"
+
     runs: list[str] = []
-    first = last = None
+    first: int | None = None
+    last: int | None = None
     for identity in sorted(ids):
         if last is not None and identity == last + 1:
             last = identity
             continue
-        if first is not None:
-            runs.append(f"[{first},{last}]")
+        if first is not None and last is not None:
+            runs.append(run(first, last))
         first = last = identity
-    if first is not None:
-        runs.append(f"[{first},{last}]")
+    if first is not None and last is not None:
+        runs.append(run(first, last))
     return f"{{{','.join(runs)}}}"
 
 

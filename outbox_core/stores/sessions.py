@@ -12,6 +12,7 @@ Consequence: triggers on those tables run under this path, too. They must qualif
 from __future__ import annotations
 
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 
@@ -55,6 +56,9 @@ _CONNECTION_DEFAULTS = {
     "keepalives_count": "3",
     "tcp_user_timeout": "10000",
 }
+
+_PROBE_SETTING = "kafka_outbox.session"
+_TRIES = 3
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -118,6 +122,28 @@ def connect_to_primary(
         connection.close()
         raise StoreUnavailable("the server is a standby; data_source must name the primary")
     return connection, tables
+
+
+def is_lent_by_transaction(first: Connection, data_source: str) -> bool:
+    """Whether a pooler lends one session of the server to several connections of ours, a transaction to each.
+
+    Two connections that are open at the same time share what one of them set, or one of them is served by another
+    process while the other one has a transaction open. Neither can be without such a pooler.
+    """
+    token = str(uuid4())
+    with psycopg.connect(data_source, autocommit=True, connect_timeout=10) as second:
+        for _ in range(_TRIES):
+            (pid, _) = _one(first, "SELECT pg_catalog.pg_backend_pid(), pg_catalog.set_config(%s, %s, false)", token)
+            with second.transaction():
+                (_, seen) = _one(second, "SELECT 0, pg_catalog.current_setting(%s, true)")
+                (pid_now, _) = _one(first, "SELECT pg_catalog.pg_backend_pid(), %s")
+            if seen == token or pid_now != pid:
+                return True
+    return False
+
+
+def _one(connection: Connection, statement: str, *values: str) -> tuple[Any, ...]:
+    return connection.execute(statement, (_PROBE_SETTING, *values)).fetchone() or (None, None)
 
 
 def milliseconds(seconds: float) -> str:

@@ -106,7 +106,7 @@ def test_record_that_cannot_be_held_rests_without_a_probe():
 def test_place_without_room_for_a_probe_rests_ever_longer():
     """The record goes back to the table; whoever fails there next is no probe while there is no room."""
     clock = Clock()
-    parking = Parking(1.0, 3.0, clock, most_probe_bytes=3)
+    parking = Parking(1.0, 3.0, clock, most_probe_bytes=5)
     for rest in (1.0, 2.0, 3.0):
         assert not parking.failed((1, "t", "a", b"four", None, None, -1, 0), ("t", 0))
         assert parking.lanes == {("t", "a")}
