@@ -280,6 +280,9 @@ class OutboxStore(Protocol):
     def check(self) -> str:
         """Look at the table; return the outbox's identity, `<database>.<schema>.<table>`."""
 
+    def server_id(self) -> str:
+        """Return an ID of the database server, the same on its physical standbys; '' where it may not be read."""
+
     def mark(
         self,
         leader_id: UUID,
@@ -405,6 +408,10 @@ class LeaderElector(Protocol):
     @property
     def failure(self) -> BaseException | None:
         """What ended the elector against its will, or None."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps it from electing anybody, for people; None while it works."""
 
 
 StoreFactory = Callable[[], OutboxStore]

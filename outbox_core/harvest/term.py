@@ -24,6 +24,7 @@ from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, byte
 _ID: Final = 0
 _CREATE_TIME: Final = 7
 _IDLE_SECONDS = 1.0
+_QUIET_SECONDS = 10.0
 
 
 class Scanned(NamedTuple):
@@ -120,7 +121,6 @@ class Term:
         if ended is None:
             self._refuse_marks(recovery)
             self._culprits.read_holds()
-            self._with.kafka.ended()
         while ended is None and not over():
             ended = self._turn(producer)
         self._join_scan()
@@ -172,6 +172,7 @@ class Term:
             self._culprits.is_idle = True
             self._pace.found_nothing(scanned.took)
             if scanned.is_all:
+                self._with.kafka.faded(_QUIET_SECONDS)  # nothing is there to be committed
                 self._look_whether_drained(scanned.holds)
         return records
 
@@ -303,6 +304,7 @@ class Term:
 
     def _publication_is_committed(self, records: list[StoredRecord], *, are_buried: bool) -> None:
         self._transactions.reached(Step.COMMITTED)
+        self._with.kafka.ended()  # not before: a term that begins well may never commit anything
         self.committed = True
         self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
         self._are_buried = are_buried

@@ -72,6 +72,10 @@ FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
 """
 
+# Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
+_SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
+
+
 # Whether a message would be larger than any client of ours takes is looked at for each row that is returned only if one
 # of them is.
 _MARK = """
@@ -424,6 +428,13 @@ _TIME_TYPES = {"timestamp with time zone", "timestamp without time zone", "date"
 _id_of = itemgetter(0)
 # A server that has become a standby is as good as away: the next connection may find the new primary.
 _PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+# No right to the function, or no such function (servers that only speak PostgreSQL's protocol).
+_SERVER_ID_WITHHELD = (
+    psycopg.errors.InsufficientPrivilege,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.FeatureNotSupported,
+)
+
 # Of the server and its resources: a transaction or session that was ended, no more memory or connections, a shutdown,
 # an internal error. None of them says anything about the table.
 _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
@@ -559,6 +570,19 @@ class PostgresStore:
         self._outbox = f"{schema}.{table}"
         self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
+
+    def server_id(self) -> str:
+        """Return the server's system identifier, '' where it may not be read (some hosted databases).
+
+        Raises:
+            StoreUnavailable: if the database does not answer.
+        """
+        try:
+            return str(self._query(_SERVER_ID)[0][0])
+        except OutboxTableError as error:
+            if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
+                return ""
+            raise
 
     def mark(
         self,

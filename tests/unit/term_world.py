@@ -249,7 +249,9 @@ class World:
             drain_timeout=5.0,
         )
         wake, metrics, leader_id = threading.Event(), HarvestMetrics(), uuid4()
-        outage = SimpleNamespace(began=lambda _: None, ended=lambda: None, worked=lambda **_: None)
+        outage = SimpleNamespace(
+            began=lambda _: None, ended=lambda: None, worked=lambda **_: None, faded=lambda _: None
+        )
         self.surroundings = Surroundings(
             elector=SimpleNamespace(leadership=Leadership(leader_id, 0, float("inf"))),
             marker=StoreThread(self.table, "test-mark", wake.set),
