@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import logging
 import os
 import sys
@@ -18,6 +17,7 @@ from outbox_core.cli.signals import stop_on_signals
 from outbox_core.config import log_level, redact
 from outbox_core.errors import InvalidConfig
 from outbox_core.metrics import MetricsServer
+from outbox_core.printable import printable, printable_json
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters import DeadLetter, DeadLetters
 from outbox_queue.message import utc_time
@@ -249,16 +249,16 @@ def _stats_row(row: QueueStats) -> list[str]:
 
 
 def _print_table(titles: list[str], rows: list[list[str]]) -> None:
-    rows = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in [titles, *rows]:  # names and reasons come from whoever may write to the topics
+    # Names and reasons come from whoever may write to the topics.
+    shown = [titles, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
         sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
 
 
 def _print_json(objects: Iterable[Mapping[str, Any]]) -> None:
     for one in objects:
-        text = json.dumps(one, ensure_ascii=False)
-        sys.stdout.write("".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text) + "\n")
+        sys.stdout.write(printable_json(one) + "\n")
 
 
 def _shown_whole(message: Glance | DeadLetter) -> dict[str, Any]:
@@ -277,13 +277,8 @@ def _text_or_base64(content: bytes) -> str | dict[str, str]:
 
 def _short(payload: bytes) -> str:
     text = payload[: 4 * _SHOWN].decode(errors="replace")
-    printable = _printable(text)
-    return printable if len(printable) <= _SHOWN else printable[: _SHOWN - 1] + "…"
-
-
-def _printable(text: str) -> str:
-    """Text without what a terminal would obey."""
-    return "".join(character if character.isprintable() else "." for character in text)
+    shown = "".join(character if character.isprintable() else "." for character in text)
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
 
 
 def _time(milliseconds: int | None) -> str:

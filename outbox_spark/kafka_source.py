@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -83,7 +83,7 @@ class KafkaSourceOptions:
         id_header: name of the header with a record's identity.
     """
 
-    kafka: Mapping[str, Any]
+    kafka: Mapping[str, Any] = field(repr=False)
     topics: tuple[str, ...]
     starting: Position | Literal["earliest", "latest"]
     ending: Position | Literal["earliest", "latest"]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from outbox_core.config import redact
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_spark.positions import Positions, flat
 
@@ -271,6 +271,7 @@ class ProjectionStore:
         projection: what is there.
 
     Raises:
+        InvalidConfig: the DSN cannot be read.
         StoreUnavailable: it cannot be reached.
     """
 
@@ -284,6 +285,9 @@ class ProjectionStore:
             )
             self._connection.execute("SET synchronous_commit = on")
             self._connection.commit()
+        except psycopg.ProgrammingError:
+            # Without the driver's words: they quote the DSN, perhaps its password.
+            raise InvalidConfig(f"dsn of {projection.table}: libpq cannot read it") from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"cannot reach the database of {projection.table}: {_first_line(error)}") from None
 
@@ -324,7 +328,8 @@ class ProjectionStore:
     def positions(self) -> dict[str, dict[str, int]]:
         """The next offset of each partition."""
         found: dict[str, dict[str, int]] = {}
-        statement = f"SELECT topic, partition, next_offset FROM {self._projection.positions.quoted} WHERE query = %s"
+        table = _with_parameters(self._projection.positions)
+        statement = f"SELECT topic, partition, next_offset FROM {table} WHERE query = %s"
         with self._connection.transaction():
             for topic, partition, offset in self._connection.execute(statement, (self._projection.query,)):
                 found.setdefault(topic, {})[str(partition)] = offset
@@ -370,7 +375,7 @@ class _Writing:
 
     def _lock(self, topic: str, partition: int) -> int:
         """The partition's next offset, which nobody else can change until we are done."""
-        table, place = self._projection.positions.quoted, (self._projection.query, topic, partition)
+        table, place = _with_parameters(self._projection.positions), (self._projection.query, topic, partition)
         self._cursor.execute(f"INSERT INTO {table} VALUES (%s, %s, %s, 0) ON CONFLICT DO NOTHING", place)
         self._cursor.execute(
             f"SELECT next_offset FROM {table} WHERE (query, topic, partition) = (%s, %s, %s) FOR UPDATE", place
@@ -423,7 +428,7 @@ class _Writing:
     def _quarantine(self) -> None:
         marks = ", ".join(["%s"] * len(_QUARANTINE))
         statement = (
-            f"INSERT INTO {self._projection.quarantine.quoted} ({', '.join(_QUARANTINE)}) VALUES ({marks}) "
+            f"INSERT INTO {_with_parameters(self._projection.quarantine)} ({', '.join(_QUARANTINE)}) VALUES ({marks}) "
             "ON CONFLICT DO NOTHING"
         )
         self._cursor.executemany(statement, self._bad)
@@ -440,7 +445,8 @@ def _quarantined(record: ProjectedRecord, misfit: Misfit) -> tuple[Any, ...]:
 
 def _advance(connection: Any, projection: Projection, positions: Iterable[tuple[str, str, int]]) -> None:
     statement = (
-        f"INSERT INTO {projection.positions.quoted} AS p VALUES (%s, %s, %s, %s) ON CONFLICT (query, topic, partition) "
+        f"INSERT INTO {_with_parameters(projection.positions)} AS p VALUES (%s, %s, %s, %s) "
+        "ON CONFLICT (query, topic, partition) "
         "DO UPDATE SET next_offset = greatest(p.next_offset, excluded.next_offset)"
     )
     for topic, partition, offset in sorted(positions):
@@ -463,6 +469,11 @@ def _list(names: Iterable[str]) -> str:
 
 def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
+
+
+def _with_parameters(name: TableName) -> str:
+    """The table's name in a statement that has parameters, where a % begins one."""
+    return name.quoted.replace("%", "%%")
 
 
 def _first_line(error: Exception) -> str:

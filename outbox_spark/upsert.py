@@ -151,7 +151,7 @@ class Upsert:
         identifiers = sql.SQL(", ").join(map(sql.Identifier, columns))
         self._parts: dict[str, Any] = {
             "target": sql.SQL(table.quoted),
-            "progress": sql.SQL(progress.quoted),
+            "progress": sql.SQL(progress.quoted.replace("%", "%%")),  # its statements all have parameters
             "columns": identifiers,
             "keys": sql.SQL(", ").join(map(sql.Identifier, target.keys)),
             "action": self._action(),
@@ -199,7 +199,7 @@ class Upsert:
         found = connection.execute("SELECT to_regclass(%s)", (self._progress_name.quoted,)).fetchone()
         if found is not None and found[0] is None:
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
-            connection.execute(self._sql(_CREATE_PROGRESS))
+            connection.execute(self._sql(_CREATE_PROGRESS), ())
         connection.commit()
 
     def _upsert(self, connection: psycopg.Connection[Any], rows: Iterable[Sequence[Any]]) -> int:
@@ -240,7 +240,9 @@ class Upsert:
 
     def _explain(self, error: psycopg.Error) -> OutboxError:
         message = _one_line(error)
-        if isinstance(error, psycopg.errors.InvalidColumnReference):
+        if isinstance(error, psycopg.ProgrammingError) and error.sqlstate is None:
+            message = "libpq cannot read the dsn"  # it quotes the part that it cannot read, perhaps of a password
+        elif isinstance(error, psycopg.errors.InvalidColumnReference):
             keys = ", ".join(self._target.keys)
             message = f"it has no unique index or primary key on ({keys}), which the upsert needs to recognise a row"
         elif isinstance(error, psycopg.errors.InsufficientPrivilege):

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.config import redact
-from outbox_core.errors import OutboxError
+from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.printable import printable
 from outbox_spark.config import (
     PIPELINES,
     PipelineFile,
@@ -54,7 +55,7 @@ def main(path: str | None) -> int:
     """Look at everything, say what was found; return 0 if all is well, else 1."""
     well = True
     for finding in examine(path):
-        sys.stdout.write(f"{redact(str(finding))}\n")
+        sys.stdout.write(f"{printable(redact(str(finding)))}\n")
         sys.stdout.flush()
         well = well and finding.is_well
     return 0 if well else 1
@@ -244,7 +245,11 @@ def _readable(dsn: str, table: str) -> str:
 def _connection(dsn: str) -> Any:
     import psycopg
 
-    return psycopg.connect(dsn, connect_timeout=10, autocommit=True)
+    try:
+        return psycopg.connect(dsn, connect_timeout=10, autocommit=True)
+    except psycopg.ProgrammingError:
+        # Without the driver's words: they quote the DSN, perhaps its password.
+        raise InvalidConfig("libpq cannot read the dsn") from None
 
 
 def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:

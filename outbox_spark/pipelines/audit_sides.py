@@ -107,9 +107,13 @@ class Sides:
                 found = connection.execute(
                     f"SELECT min(id), max(id), current_database(), "
                     f"(SELECT nspname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-                    f"WHERE c.oid = %s::regclass) FROM {name.quoted}",
+                    f"WHERE c.oid = %s::regclass) FROM {name.quoted.replace('%', '%%')}",
                     (name.quoted,),
                 ).fetchone()
+        except psycopg.ProgrammingError as error:
+            # The driver's own words about a DSN quote it, perhaps its password; a server's error has a state.
+            why = str(error).strip().splitlines()[0] if error.sqlstate else "libpq cannot read the dsn"
+            raise InvalidConfig(f"audit: cannot read {name}: {redact(why)}") from None
         except psycopg.Error as error:
             raise InvalidConfig(f"audit: cannot read {name}: {redact(str(error).strip().splitlines()[0])}") from None
         low, high, database, schema = found or (None, None, "", "")
@@ -144,7 +148,8 @@ class _ReadTable:
             ]
         )
         statement = (
-            f"SELECT kafka_topic, id, kafka_key, to_jsonb(t) ->> 'create_time' FROM {self.table.quoted} AS t "
+            f"SELECT kafka_topic, id, kafka_key, to_jsonb(t) ->> 'create_time' "
+            f"FROM {self.table.quoted.replace('%', '%%')} AS t "
             "WHERE id >= %s AND id < %s"
         )
         with psycopg.connect(self.dsn, connect_timeout=10) as connection:
