@@ -72,7 +72,7 @@ class MarkedRowsFound(OutboxError):
 
 
 class GroupRefused(OutboxError):
-    """The leader group has members whose assignors differ from ours; choose another `leader_group_id`."""
+    """The leader group does not let us in, has members of another kind, or is led for another outbox than ours."""
 
 
 class UnsafeConsumer(OutboxError):

@@ -273,12 +273,13 @@ class Inquiry:
             KafkaUnavailable: if the cluster cannot say.
         """
         while True:
-            listed = self.metadata().topics.get(topic)
+            cluster = self.metadata()
+            listed = cluster.topics.get(topic)
             if listed is not None and listed.error is None:
                 return len(listed.partitions)
             error = listed.error if listed is not None else None
             if error is None or error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                named = self._describe(topic)
+                named = self._describe(topic) if _takes_requests(cluster) else 0  # else asking makes it appear
                 if isinstance(named, int):
                     return named
                 error = named
@@ -290,8 +291,6 @@ class Inquiry:
 
     def _describe(self, topic: str) -> int | KafkaError:
         """Ask for a topic by name; return its number of partitions, 0 if it is not there, or why that is not known."""
-        if not self.can_create():  # the mock cluster makes what it is asked for
-            return 0
         asked = self.admin.describe_topics(TopicCollection([topic]), request_timeout=self.remaining)[topic]
         try:
             return len(asked.result(self.remaining + _ATTEMPT_SECONDS).partitions)
@@ -304,9 +303,8 @@ class Inquiry:
             return KafkaError(KafkaError._TIMED_OUT)  # noqa: SLF001  confluent's public constant
 
     def can_create(self) -> bool:
-        """Whether a broker takes requests to create topics: the mock cluster names a controller that is not there."""
-        cluster = self.metadata()
-        return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
+        """Whether a broker takes requests to create topics."""
+        return _takes_requests(self.metadata())
 
     def topic_settings(self, topic: str) -> dict[str, str]:
         """A topic's settings.
@@ -338,6 +336,11 @@ class Inquiry:
         return KafkaUnavailable(
             f"cannot reach Kafka at bootstrap.servers={self._servers}: {self._complaints.last or reason}"
         )
+
+
+def _takes_requests(cluster: ClusterMetadata) -> bool:
+    """Whether it has a controller; the mock cluster names one that is not there."""
+    return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:

@@ -247,13 +247,13 @@ def _sizes(topic: str) -> list[HostileRow]:
         row("value-large", "kafka_value", {"kafka_value": b"v" * (4 * MIB)}, "fetched in whole to be refused (H2)"),
         row(
             "header-name-large",
-            "kafka_header",
+            "header",
             {"kafka_value": b"x", "kafka_header_keys": ["n" * (1536 * KIB)], "kafka_header_values": [b"1"]},
             "header names were not counted (H2)",
         ),
         row(
             "header-value-large",
-            "kafka_header",
+            "header",
             {"kafka_value": b"x", "kafka_header_keys": ["n"], "kafka_header_values": [b"0" * (1536 * KIB)]},
             "counted as compressed (H2)",
         ),

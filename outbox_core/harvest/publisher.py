@@ -6,6 +6,7 @@ Delivery reports arrive on the thread that calls `poll`, which is the thread tha
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,6 +23,7 @@ _PARTITION: Final = 6
 _ANY_PARTITION: Final = -1
 _PARTITION_OF_EMPTY_KEY: Final = 0
 _SETTLE_POLL_SECONDS = 0.1
+_SETTLE_SECONDS = 10.0
 
 ID_HEADER = "outbox-id"
 ORIGIN_HEADER = "outbox-original-topic"
@@ -260,9 +262,10 @@ class Publisher:
         return 0.0 if nothing_else else timeout_seconds
 
     def settle(self) -> None:
-        """Wait until nothing is in flight any more: at most `delivery.timeout.ms`."""
-        self.drop_unsent()
-        while self.in_flight:
+        """Give up what is in flight, and wait until all of it was reported."""
+        end = time.monotonic() + _SETTLE_SECONDS
+        while self.in_flight and time.monotonic() < end:
+            self.drop()
             self.poll(_SETTLE_POLL_SECONDS)
 
     def _serve(self, call: Callable[[float], int], timeout_seconds: float) -> None:
@@ -295,11 +298,11 @@ class Publisher:
         send_times, self.send_times = self.send_times, Counter()
         return send_times
 
-    def drop_unsent(self) -> None:
-        """Fail at once what the producer has queued and not yet put on the wire."""
+    def drop(self) -> None:
+        """Fail at once what is not acknowledged, on the wire or not: the client would send it again by itself."""
         for producer in (self._producer, self._lone_producer):
             if producer is not None:
-                producer.purge(in_queue=True, in_flight=False, blocking=False)
+                producer.purge(in_queue=True, in_flight=True, blocking=False)
 
     def limit_batches(self, max_bytes: int | None) -> None:
         """Set the largest batch, None for what the settings say. Takes effect with `renew`."""

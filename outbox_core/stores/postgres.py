@@ -37,7 +37,6 @@ from outbox_core.ports import (
     NO_FLOOR,
     NO_HOLDS,
     NO_LIMIT,
-    WITHHELD_BYTES,
     Backlog,
     Floor,
     HeldKey,
@@ -79,18 +78,17 @@ _SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()
 # of them is.
 _MARK = """
 WITH head AS MATERIALIZED (
-    SELECT array_agg({locator}) AS rows, count(*) AS selected, bool_or(is_large) AS any_large
+    SELECT array_agg({locator}) AS rows, count(*) AS selected, max(size) > %(max_message)s AS may_be_large
     FROM (
-        SELECT {locator}, is_large, sum(CASE WHEN is_large THEN {withheld} ELSE size END)
-               OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+        SELECT {locator}, size, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
         FROM (
-            SELECT {locators}, {size} AS size, {content} > %(max_message)s AS is_large FROM {table}
+            SELECT {locators}, {size} AS size FROM {table}
             WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
             ORDER BY id
             LIMIT %(limit)s
         ) AS earliest
     ) AS sized
-    WHERE coalesce(before, 0) < %(max_bytes)s
+    WHERE before < %(max_bytes)s
 )
 UPDATE {table} SET leader_id = %(leader_id)s
 WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
@@ -106,21 +104,19 @@ CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
 """
 
 _SCAN = """
-SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, CASE WHEN is_large THEN {content} END
+SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, CASE WHEN {is_large} THEN {content} END
 FROM (
-    SELECT *, sum(CASE WHEN is_large THEN {withheld} ELSE size END)
-              OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+    SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
     FROM (
         SELECT id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
-               {partition} AS partition, {microseconds} AS microseconds,
-               {size} AS size, {content} > %(max_message)s AS is_large
+               {partition} AS partition, {microseconds} AS microseconds, {size} AS size
         FROM {table}
         WHERE {above} AND {other_ids} {exclusion}
         ORDER BY id
         LIMIT %(limit)s
     ) AS earliest
 ) AS sized
-WHERE coalesce(before, 0) < %(max_bytes)s
+WHERE before < %(max_bytes)s
 ORDER BY id
 """
 
@@ -327,8 +323,8 @@ ON CONFLICT (id) DO NOTHING
 
 _FETCH = """
 SELECT id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds},
-       CASE WHEN is_large THEN {content} END
-FROM (SELECT *, {content} > %(max_message)s AS is_large FROM {table}) AS stored
+       CASE WHEN {is_large} THEN {content} END
+FROM {table} AS stored
 WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 ORDER BY id
 """
@@ -897,25 +893,20 @@ class PostgresStore:
             "locators": "id, ctid" if by_address else "id",
             "size": SIZE,
             "content": _CONTENT,
-            "withheld": WITHHELD_BYTES,
             "topic": _TOPIC,
-            "key": f"CASE WHEN is_large THEN {_HELD_KEY} ELSE kafka_key END",
-            "value": "CASE WHEN is_large THEN NULL ELSE kafka_value END",
-            "names": "CASE WHEN is_large THEN NULL ELSE NULLIF(kafka_header_keys, '{}') END",
-            "values": "CASE WHEN is_large THEN NULL ELSE NULLIF(kafka_header_values, '{}') END",
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
             "above": _ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
         }
-        is_large = f"(SELECT any_large FROM head) AND {_CONTENT} > %(max_message)s"
-        of_mark = {name: str(part).replace("is_large", is_large) for name, part in parts.items()} | {
-            "is_large": is_large
-        }
+        large = f"{_CONTENT} > %(max_message)s"
+        # The content is added up only where the size, which is known by then, says that it may be too much.
+        of_mark = parts | _unless_large(f"(SELECT may_be_large FROM head) AND {large}")
         self._mark = self._format(_MARK, exclusion="", **of_mark)
         self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **of_mark)
         parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
-        self._scan = self._format(_SCAN, exclusion="", **parts)
-        self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **parts)
-        self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts)
+        of_scan = parts | _unless_large(f"size > %(max_message)s AND {large}")
+        self._scan = self._format(_SCAN, exclusion="", **of_scan)
+        self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **of_scan)
+        self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts, **_unless_large(large))
         self._find = self._format(_FIND, **parts)
 
     def _without_large_values(self, rows: list[tuple[Any, ...]]) -> Sequence[StoredRecord]:
@@ -1085,6 +1076,17 @@ def _is_about_rights(error: OutboxTableError) -> bool:
 def _array(numbers: Sequence[int]) -> str:
     """An array as one text parameter: psycopg would adapt a list element by element."""
     return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _unless_large(is_large: str) -> dict[str, str]:
+    """The columns of a record as they are read, where this tells whether its message would be too large."""
+    return {
+        "is_large": is_large,
+        "key": f"CASE WHEN {is_large} THEN {_HELD_KEY} ELSE kafka_key END",
+        "value": f"CASE WHEN {is_large} THEN NULL ELSE kafka_value END",
+        "names": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_keys, '{{}}') END",
+        "values": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_values, '{{}}') END",
+    }
 
 
 def _as_held(key: str | None) -> HeldKey | None:

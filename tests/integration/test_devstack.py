@@ -21,6 +21,7 @@ from devstack.processes import command_line
 from devstack.proxy import TcpProxy
 from devstack.stack import DevStack
 from tests.kafka_reader import read_topic
+from tests.services import as_role
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -156,6 +157,35 @@ def test_root_starts_postgres_where_its_account_cannot_reach(directory):
     finally:
         postgres.stop()
         postgres.remove()
+
+
+def test_the_superuser_needs_a_password(private_stack):
+    """Another user of this machine is no superuser of the database, through which programs could be run."""
+    url = private_stack.postgres.dsn
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE ROLE guest LOGIN")
+    for wrong in (as_role(url, "postgres"), url.replace("postgres:", "postgres:x")):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(wrong)
+    with psycopg.connect(as_role(url, "guest")) as connection:
+        assert connection.execute("SELECT current_user").fetchone() == ("guest",)
+    kept = private_stack.directory / "postgres" / "password"
+    if kept.exists():  # else it is where Postgres's account can reach
+        assert kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root drops to another account")
+def test_root_is_not_led_by_links(directory):
+    """Postgres's account cannot make root write to a file of its choice, nor give that file away."""
+    postgres = Postgres(directory / "postgres")
+    (directory / "postgres").mkdir()
+    target = directory / "of-root"
+    target.touch(mode=0o600)
+    (directory / "postgres" / "postgres.log").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        postgres.start()
+    assert target.stat().st_uid == 0
+    assert target.read_bytes() == b""
 
 
 def test_postgres_keeps_committed_rows_through_an_immediate_restart(private_stack, private_database):

@@ -43,7 +43,7 @@ class _Producer:
     flush = poll
 
     def purge(self, *, in_queue, in_flight, blocking):
-        assert (in_queue, in_flight, blocking) == (True, False, False)
+        assert (in_queue, in_flight, blocking) == (True, True, False)
         while self.sent:
             self.report(KafkaError(KafkaError._PURGE_QUEUE))
 
