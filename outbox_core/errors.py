@@ -47,6 +47,10 @@ class RowsRemain(StoreUnavailable):
     """Rows are still there after a DELETE of them succeeded; publishing must wait, as they would be repeated."""
 
 
+class RowsHeld(StoreUnavailable):
+    """Rows that could not be marked are held now; what is held is to be read before the next mark."""
+
+
 class KafkaUnavailable(OutboxError):
     """The Kafka cluster cannot be reached with the given settings."""
 

@@ -302,6 +302,9 @@ class OutboxStore(Protocol):
         """Mark the earliest rows above the floor not marked by `leader_id`; not what is held, nor these lanes and ids.
 
         At most `limit` rows, and no row once those before it take `max_bytes` (`size_of`). Returns them.
+
+        Raises:
+            RowsHeld: if a constraint keeps some rows from being marked: they are held now, and none is marked.
         """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:

@@ -91,8 +91,8 @@ class Transactions:
         topics: tells which topics rows may name.
     """
 
-    kafka: Mapping[str, Any]
-    producer: Mapping[str, Any]
+    kafka: Mapping[str, Any] = field(repr=False)
+    producer: Mapping[str, Any] = field(repr=False)
     transactional_id: str
     tracking_topic: str
     outbox: str

@@ -75,13 +75,14 @@ class Net:
         self.caught: Trap | None = None
 
     def wait(self, timeout: float) -> Trap | None:
-        """The first request that was caught; None if none was in time."""
+        """The first request that was caught, after which none is caught any more; None if none was in time."""
 
         def look() -> bool:
             self.caught = next((trap for _, trap in self._traps if trap.wait_until_held(0)), None)
             return self.caught is not None
 
         wait_until(look, timeout, _POLL_SECONDS)
+        self.close()
         return self.caught
 
     def watched(self, timeout: float) -> bool:
@@ -89,7 +90,7 @@ class Net:
         return wait_until(lambda: any(trap.wait_until_delivered(0) for _, trap in self._traps), timeout, _POLL_SECONDS)
 
     def close(self) -> None:
-        """Take the rules away, and lose what else they have caught."""
+        """Take the rules away, and lose what else they have caught. May be called again."""
         for proxy, trap in self._traps:
             proxy.forget(trap)
             if trap is not self.caught:

@@ -339,6 +339,25 @@ def test_requests_can_be_delayed_held_in_place_and_doubled(kafka, frames, make_t
 
 
 @pytest.mark.real_broker
+def test_requests_can_be_watched_and_dropped(kafka, frames, make_topic):
+    """A request that is watched goes on; one that is dropped never arrives, and its client's repeat does."""
+    topic = make_topic(1)
+    producer = Producer({"bootstrap.servers": frames.bootstrap, "linger.ms": 0})
+    watched = frames.watch(Match(Api.PRODUCE))
+    producer.produce(topic, b"watched")
+    assert producer.flush(10) == 0
+    assert watched.wait_until_delivered(1)
+
+    dropped = frames.hold(Match(Api.PRODUCE))
+    producer.produce(topic, b"dropped once")
+    assert producer.flush(10) == 0
+    dropped.drop()
+    assert not dropped.wait_until_delivered(5)
+    assert dropped.is_lost
+    assert [m.value for m in read_topic(kafka.bootstrap, topic)] == [b"watched", b"dropped once"]
+
+
+@pytest.mark.real_broker
 def test_a_held_request_is_lost_with_its_broker_or_its_proxy(kafka, make_topic):
     """Stopping the proxy ends what it holds, and leaves no thread; a rule that caught nothing can be taken away."""
     with kafka.frame_proxied(2) as proxy:

@@ -157,7 +157,7 @@ def test_holds_that_cannot_be_used_are_told(connection, run, tmp_path):
     connection.execute("DROP TABLE outbox_hold")
     code, findings = run("doctor")
     assert code == 0
-    assert "there is no table outbox_hold" in of(findings, "warning")["holds"]["detail"]
+    assert "there is no table public.outbox_hold" in of(findings, "warning")["holds"]["detail"]
     code, findings = run("doctor", "-f", str(path))
     assert code == 1
     assert "outbox schema --only hold" in of(findings, "problem")["holds"]["remedy"]
