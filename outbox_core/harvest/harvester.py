@@ -116,6 +116,7 @@ class Harvester:
         self._thread: threading.Thread | None = None
         self._database = Outage("database", _log)
         self._kafka = Outage("delivery to Kafka", _log)
+        self._topic_limits = TopicLimits(config.base_kafka_config)
         self._removal = Outage("removal of published records", _log)
 
     # -- life
@@ -358,7 +359,7 @@ class Harvester:
         config = self.config
         largest, is_compressed = config.batch_settings
         return BatchSizes(
-            TopicLimits(config.base_kafka_config).ask, self._wake.set, largest=largest, is_compressed=is_compressed
+            self._topic_limits.ask, self._wake.set, largest=largest, is_compressed=is_compressed
         )
 
     def _backlog_observer(self) -> BacklogObserver:
@@ -414,6 +415,10 @@ class Harvester:
         """Harvest until the end, then end the parts, each whatever becomes of the others."""
         try:
             with ExitStack() as parts:
+                # Whoever keeps this object keeps no Kafka client by that.
+                parts.callback(self._topic_limits.close)
+                if self._publisher_of_outbox is not None:
+                    parts.callback(self._publisher_of_outbox.close)
                 parts.callback(surroundings.purger.close)
                 parts.callback(surroundings.marker.close)
                 parts.callback(surroundings.elector.stop)
@@ -426,7 +431,6 @@ class Harvester:
             self._failure = self._failure or error
         finally:
             self._stopping.set()
-            self._publisher_of_outbox = None  # and with it the producer's threads, whoever keeps this object
             self._ended.set()
             atexit.unregister(self._stop_with_process)
 
