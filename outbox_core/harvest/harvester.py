@@ -358,9 +358,7 @@ class Harvester:
     def _batch_sizes(self) -> BatchSizes:
         config = self.config
         largest, is_compressed = config.batch_settings
-        return BatchSizes(
-            self._topic_limits.ask, self._wake.set, largest=largest, is_compressed=is_compressed
-        )
+        return BatchSizes(self._topic_limits.ask, self._wake.set, largest=largest, is_compressed=is_compressed)
 
     def _backlog_observer(self) -> BacklogObserver:
         return BacklogObserver(self._make_store(), self, self.config.limits.min_metrics_interval.total_seconds())
