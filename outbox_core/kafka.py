@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from confluent_kafka import (
@@ -62,12 +63,14 @@ __all__ = [
     "TopicKind",
     "TopicLimits",
     "TopicPartition",
+    "UnreadableHeaders",
     "check_connection",
     "ensure_dead_letter_topic",
     "ensure_leader_topic",
     "ensure_topic",
     "ensure_tracking_topic",
     "forbidden_topics",
+    "headers_of",
     "make_admin",
     "make_consumer",
     "make_producer",
@@ -116,6 +119,29 @@ class _DebugLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         del level
         super().log(logging.DEBUG, msg, *args, **kwargs)
+
+
+# Not `message.headers()`: a hot call of a method is specialised, and then the exception is not looked for.
+_ask_for_headers = methodcaller("headers")
+
+
+class UnreadableHeaders(list[tuple[str, bytes | None]]):
+    """The headers of a record that has a header name which is not UTF-8: none of them can be read, so it is empty."""
+
+
+def headers_of(message: Message) -> list[tuple[str, bytes | None]]:
+    """Return a record's headers, in their order; an empty `UnreadableHeaders` if the client cannot decode them.
+
+    Any producer may write a header name that is not UTF-8. confluent-kafka's `Message.headers()` then returns a list
+    with NULL in it and an exception set: SystemError at best, and a crash of the interpreter where the call has been
+    specialised, or is made again. After this function it can be called.
+    """
+    try:
+        headers: Any = _ask_for_headers(message)
+    except (SystemError, UnicodeDecodeError):
+        headers = UnreadableHeaders()
+        message.set_headers(headers)  # in the place of a list that has NULL in it
+    return [] if headers is None else headers
 
 
 def make_producer(config: KafkaConfig) -> Producer:
@@ -297,6 +323,7 @@ class Inquiry:
         except KafkaException as error:
             cause: KafkaError = error.args[0]
             is_absent = cause.code() in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION}
+            error.__traceback__ = None  # kept by the future it came from, it keeps this frame and all its callers alive
             return 0 if is_absent else cause
         except FutureTimeoutError:
             return KafkaError(KafkaError._TIMED_OUT)  # noqa: SLF001  confluent's public constant

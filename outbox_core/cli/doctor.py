@@ -12,11 +12,13 @@ import os
 import sys
 from contextlib import closing
 from dataclasses import asdict
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox_core.cli.harvest import add_source_arguments, overrides_from, shown
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.examination import Finding, Verdict, fine, problem, warning
+from outbox_core.printable import printable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
@@ -66,9 +68,9 @@ def print_findings(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
     else:
         width = max(len(found.subject) for found in findings)
         for found in findings:
-            out.write(f"{_SIGNS[found.verdict]}  {found.subject:{width}}  {found.detail}\n")
+            out.write(f"{_SIGNS[found.verdict]}  {found.subject:{width}}  {printable(found.detail)}\n")
             if found.remedy:
-                out.write(f"{'':{width + 11}}-> {found.remedy}\n")
+                out.write(f"{'':{width + 11}}-> {printable(found.remedy)}\n")
     return EXIT_PROBLEM if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
 
 
@@ -78,22 +80,27 @@ def print_status(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
     if as_json:
         _print_json(status, out)
         return 0
-    write = out.write
-    write(f"outbox   {status['outbox']}, delivery {config.delivery}\n")
-    write(f"waiting  {status['pending']:,} records, the oldest for {status['oldest_age_seconds']:,.1f} s\n")
+
+    def write(line: str) -> None:
+        out.write(f"{printable(line)}\n")
+
+    write(f"outbox   {status['outbox']}, delivery {config.delivery}")
+    age = status["oldest_age_seconds"]
+    oldest = "the oldest for ever" if age is None else f"the oldest for {age:,.1f} s"
+    write(f"waiting  {status['pending']:,} records, {oldest}")
     for topic in status["topics"]:
         marked = f", {topic['marked']:,} marked" if topic["marked"] else ""
-        write(f"         {topic['topic']}: {topic['waiting']:,} of the oldest 10,000{marked}\n")
+        write(f"         {topic['topic']}: {topic['waiting']:,} of the oldest 10,000{marked}")
     held = status["held"]
     if held is not None and any(held.values()):
         paused = f"; paused: {', '.join(held['topics'])}" if held["topics"] else ""
-        write(f"held     {held['records']:,} records, {held['keys']:,} keys{paused}\n")
-    write(f"group    {status['leader_group']}\n")
+        write(f"held     {held['records']:,} records, {held['keys']:,} keys{paused}")
+    write(f"group    {status['leader_group']}")
     for contender in status["harvesters"]:
         role = "leads" if contender["leads"] else "stands by"
-        write(f"         {contender['client_id']} on {contender['host']} {role}\n")
+        write(f"         {contender['client_id']} on {contender['host']} {role}")
     if not status["harvesters"]:
-        write("         no harvester\n")
+        write("         no harvester")
     return 0
 
 
@@ -226,7 +233,8 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
     return {
         "outbox": identity,
         "pending": backlog.pending,
-        "oldest_age_seconds": round(backlog.oldest_age_seconds, 3),
+        # A time of '-infinity' has no age, and JSON no number for it.
+        "oldest_age_seconds": round(backlog.oldest_age_seconds, 3) if isfinite(backlog.oldest_age_seconds) else None,
         "topics": topics,
         "held": held._asdict() if held is not None else None,
         "leader_group": group,
@@ -253,7 +261,7 @@ def _kafka(config: HarvestConfig) -> Any:
 
 
 def _print_json(document: object, out: Output) -> None:
-    out.write(json.dumps(document, indent=2) + "\n")
+    out.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _missing_extra(error: ImportError) -> MissingExtra:

@@ -43,7 +43,7 @@ from typing import Final
 from uuid import UUID, uuid4
 
 from outbox_core.election.leadership import now
-from outbox_core.errors import OutboxError, StoreUnavailable
+from outbox_core.errors import OutboxError, RowsHeld, StoreUnavailable
 from outbox_core.events import LeaderRefreshed, MeterRead
 from outbox_core.harvest.bad_records import BadRecords
 from outbox_core.harvest.burials import Burials
@@ -212,9 +212,13 @@ class AtLeastOnce:
         def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float, HoldSet]:
             look = reading.look(store)
             began = now()
-            batch = store.mark(
-                leader_id, limit, lanes, ids, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
-            )
+            try:
+                batch = store.mark(
+                    leader_id, limit, lanes, ids, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
+                )
+            except RowsHeld:
+                book.forget()
+                raise
             took = now() - began
             self._with.metrics.mark_took(took)
             if not batch.records and not holds:

@@ -54,6 +54,7 @@ from outbox_core.kafka import (
 )
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
+from outbox_core.printable import escape_log_lines
 
 _log = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class Harvester:
         """
         if self._thread is not None:
             raise RuntimeError("a harvester is started once")
+        escape_log_lines("outbox_core")
         identity, server_id = self._identify()
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
