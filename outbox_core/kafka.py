@@ -525,6 +525,12 @@ class TopicLimits:
         self._config = config
         self._admin: AdminClient | None = None
 
+    def close(self) -> None:
+        """End the client's threads and connections."""
+        admin, self._admin = self._admin, None
+        if admin is not None:
+            admin.__exit__(None, None, None)
+
     def ask(self, topics: Collection[str]) -> dict[str, Future[int | None]]:
         """Ask, and do not wait.
 
