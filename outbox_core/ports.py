@@ -275,6 +275,9 @@ class OutboxStore(Protocol):
     def check(self) -> str:
         """Look at the table; return the outbox's identity, `<database>.<schema>.<table>`."""
 
+    def server_id(self) -> str:
+        """Return an ID of the database server, the same on its physical standbys; '' where it may not be read."""
+
     def mark(
         self,
         leader_id: UUID,
@@ -289,6 +292,9 @@ class OutboxStore(Protocol):
         """Mark the earliest rows above the floor not marked by `leader_id`; not what is held, nor these lanes and ids.
 
         At most `limit` rows, and no row once those before it take `max_bytes` (`size_of`). Returns them.
+
+        Raises:
+            RowsHeld: if a constraint keeps some rows from being marked: they are held now, and none is marked.
         """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
@@ -330,6 +336,9 @@ class OutboxStore(Protocol):
 
     def hold(self, holds: Sequence[NewHold]) -> None:
         """Hold what is not held yet."""
+
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """Return the rows of these ids that are in the table, by ascending id."""
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """The held rows of these ids, by ascending id, whoever marked them."""
@@ -397,6 +406,10 @@ class LeaderElector(Protocol):
     @property
     def failure(self) -> BaseException | None:
         """What ended the elector against its will, or None."""
+
+    @property
+    def trouble(self) -> str | None:
+        """What keeps it from electing anybody, for people; None while it works."""
 
 
 StoreFactory = Callable[[], OutboxStore]

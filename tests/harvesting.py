@@ -30,6 +30,7 @@ class AlwaysLeader:
     """An elector that says yes, to as many as ask; an `ElectorFactory`."""
 
     failure = None
+    trouble = None
 
     def __init__(self, on_event):
         self._on_event = on_event

@@ -16,6 +16,7 @@ from outbox_core.cli.garbage import garbage_is_collected_rarely
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
+from outbox_core.printable import printable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="exactly once: publish rows that an at-least-once harvester left marked, which may repeat them",
+    )
+    parser.add_argument(
+        "--accept-moved",
+        action="store_true",
+        default=None,
+        help="exactly once: go on after the database was moved to another server, where nothing harvests the old one",
     )
     parser.add_argument(
         "--on-poison",
@@ -115,6 +122,7 @@ _SAME_NAME = (
     "leader_group_id",
     "delivery",
     "accept_marked",
+    "accept_moved",
     "on_poison",
     "dead_letter_topic",
     "notify",
@@ -143,7 +151,7 @@ def run(config: HarvestConfig, *, drain: bool = False) -> int:
 
 def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
     """Write one line about an error to stderr; return the exit code."""
-    sys.stderr.write(f"outbox: error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"outbox: error: {printable(' '.join(message.split()))}\n")
     return code
 
 
@@ -157,12 +165,16 @@ def shown(error: Exception) -> str:
 
 
 def configure_logging(level: int) -> None:
-    """Log to stderr, one line for each record, with secrets hidden whoever logs them."""
+    """Log to stderr, one line for each record, with secrets hidden and names escaped whoever logs them."""
     from outbox_core.config import redact
 
     class _Redacting(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return redact(super().format(record))
+
+        def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+            record.message = printable(record.message)
+            return super().formatMessage(record)
 
     handler = logging.StreamHandler()
     handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))

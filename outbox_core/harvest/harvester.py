@@ -2,7 +2,9 @@
 
 Threads: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the terms), one
 thread for each of the two database connections, and one that counts the backlog for the metrics. What they share is
-in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
+in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. One more, `outbox-watch`,
+gives leadership up when the process can do nothing with it. All are daemon threads: a process whose main thread ends
+without `stop` stops its harvesters in good order while the interpreter exits (`_stop_with_process`).
 
                  LeaderAcquired                         lease over, LeaderFenced
     standing by ----------------> harvesting (a term) ---------------------------> finishing --> standing by
@@ -12,9 +14,11 @@ in `_announced`, `_stopping` and `_term`; every change of those is followed by `
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 from uuid import UUID
@@ -27,6 +31,7 @@ from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
 from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
+from outbox_core.harvest.batch_sizes import BatchSizes
 from outbox_core.harvest.exactly_once import ExactlyOnce
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.listening import Listening
@@ -37,8 +42,10 @@ from outbox_core.harvest.publisher import Publisher
 from outbox_core.harvest.recovery import Step, Transactions
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.watch import Watch
 from outbox_core.kafka import (
     Producer,
+    TopicLimits,
     check_connection,
     ensure_dead_letter_topic,
     ensure_tracking_topic,
@@ -47,12 +54,15 @@ from outbox_core.kafka import (
 )
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
+from outbox_core.printable import escape_log_lines
 
 _log = logging.getLogger(__name__)
 
 _STANDBY_TICK_SECONDS = 0.2
 _STANDBY_DRAIN_CHECK_SECONDS = 0.5
 _UNHEALTHY_AFTER_SECONDS = 30.0
+_STALLED_AFTER_SECONDS = 5.0
+_LEAVE_SECONDS = 10.0
 
 ProducerFactory = Callable[[], Producer]
 
@@ -91,7 +101,7 @@ class Harvester:
         self._drain = drain
         self._make_store = store_factory or self._postgres_store
         self._make_elector = elector_factory
-        self._make_producer = producer_factory or (lambda: make_producer(config.producer_settings()))
+        self._make_producer = producer_factory
         self._reached = reached
         self._wake = threading.Event()
         self._news = News(self._wake)
@@ -101,11 +111,13 @@ class Harvester:
         self._term_changed = threading.Condition()
         self._term: AtLeastOnce | ExactlyOnce | None = None
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
+        self._leads_as: UUID | None = None  # the leadership, as event handlers see it: from Acquired, until Revoked
         self._failure: BaseException | None = None
         self._elector: LeaderElector | None = None
         self._thread: threading.Thread | None = None
         self._database = Outage("database", _log)
         self._kafka = Outage("delivery to Kafka", _log)
+        self._topic_limits = TopicLimits(config.base_kafka_config)
         self._removal = Outage("removal of published records", _log)
 
     # -- life
@@ -118,11 +130,14 @@ class Harvester:
         """
         if self._thread is not None:
             raise RuntimeError("a harvester is started once")
-        identity = self._identify()
+        escape_log_lines("outbox_core")
+        identity, server_id = self._identify()
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
-        self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
+        self._elector = (
+            self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity, server_id)
+        )
         self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
@@ -132,10 +147,16 @@ class Harvester:
             self._check_dead_letters()
         self._publisher_of_outbox = self._publisher(identity)
         self._listening = self._make_listening() if self.config.notify else None
-        parts = self._surroundings(self._elector), self._backlog_observer()
-        self._elector.start()
-        self._thread = threading.Thread(target=self._run, args=parts, name="outbox-harvest")
-        self._thread.start()
+        with ExitStack() as undo:
+            surroundings = self._surroundings(self._elector, undo)
+            self._elector.start()
+            undo.callback(self._elector.stop)
+            self._thread = threading.Thread(
+                target=self._run, args=(surroundings, self._backlog_observer()), name="outbox-harvest", daemon=True
+            )
+            self._thread.start()
+            undo.pop_all()
+        atexit.register(self._stop_with_process)
 
     def stop(self) -> None:
         """Ask for a graceful end: finish what is in flight, clear marks, hand leadership over. See `join`."""
@@ -171,15 +192,18 @@ class Harvester:
 
     @property
     def is_leader(self) -> bool:
-        """Whether the lease is valid now."""
+        """Whether it leads and the lease is valid now; not any more while leadership is handed over."""
         leadership = self._elector.leadership if self._elector else None
-        return leadership is not None and now() < leadership.deadline
+        return leadership is not None and leadership.leader_id == self._leads_as and now() < leadership.deadline
 
     @property
     def leader_id(self) -> UUID | None:
-        """The ID that marks carry now, or None while not harvesting."""
+        """The ID that marks carry now, in the handler of LeaderAcquired that of the event; None while not leading."""
         term = self._term
-        return term.leader_id if term is not None else None
+        is_new = self._leads_as is not None and self._announced is None  # then the last term may not have ended yet
+        if term is not None and not is_new:
+            return term.leader_id
+        return self._leads_as if self.is_leader else None
 
     @property
     def in_flight_records(self) -> int:
@@ -188,15 +212,51 @@ class Harvester:
         return term.in_flight_records if term is not None else 0
 
     def health(self) -> Health:
-        """Whether it works; what an orchestrator's probe asks."""
+        """Tell whether it works, by what it has done lately; what an orchestrator's probe asks."""
+        leader = self.is_leader
         if self._failure is not None:
-            return Health(ok=False, leader=False, detail=redact(str(self._failure)))
-        if self._ended.is_set():
-            return Health(ok=False, leader=False, detail="stopped")
+            trouble: str | None = str(self._failure) or type(self._failure).__name__
+        elif self._ended.is_set():
+            trouble = "stopped"
+        else:
+            trouble = self._trouble(leads=leader)
+        if trouble is not None:
+            return Health(ok=False, leader=leader, detail=redact(" ".join(trouble.split())))
+        return Health(ok=True, leader=leader, detail="leading" if leader else "standing by")
+
+    def _trouble(self, *, leads: bool) -> str | None:
+        """Return what is wrong while it runs, or None."""
+        if self._elector is None or self._thread is None:
+            return "not started"
         for outage in (self._database, self._kafka, self._removal):
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
-                return Health(ok=False, leader=self.is_leader, detail=redact(outage.describe()))
-        return Health(ok=True, leader=self.is_leader, detail="leading" if self.is_leader else "standing by")
+                return outage.describe()
+        if leads:
+            return self.metrics.activity.trouble(
+                _UNHEALTHY_AFTER_SECONDS, look_interval=self.config.limits.mark_backoff.total_seconds()
+            )
+        return self._elector.trouble
+
+    @property
+    def counts_backlog(self) -> bool:
+        """Whether to count what waits: it leads, or there is nobody who does."""
+        return self.is_leader or (self._elector is not None and self._elector.trouble is not None)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it leads, and something that it needs fails, or nothing was done for some seconds."""
+        if not self.is_leader:
+            return False
+        fails = any(outage.lasted_seconds for outage in (self._database, self._kafka, self._removal))
+        return fails or self.metrics.activity.idle_seconds > _STALLED_AFTER_SECONDS
+
+    def give_up(self, error: BaseException) -> None:
+        """End because of an error, and hand leadership back whatever the harvest thread does. From any thread."""
+        self._failure = self._failure or error
+        _log.error("leadership is given up: %s", error)
+        self.stop()
+        if self._elector is not None:
+            self._elector.stop()
 
     # -- making the parts
 
@@ -224,37 +284,31 @@ class Harvester:
         notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
         return Listening(notices, self._news)
 
-    def _identify(self) -> str:
+    def _identify(self) -> tuple[str, str]:
+        """The outbox's identity, and the ID of its server."""
         store = self._make_store()
         try:
-            return store.check()
+            return store.check(), store.server_id()
         finally:
             store.close()
 
-    def _neli(self, identity: str) -> Neli:
-        config = self.config
-        group_id, topic = config.leader_names(identity)
-        return Neli(
-            NeliConfig(
-                kafka=config.neli_settings(group_id),
-                group_id=group_id,
-                topic=topic,
-                name=config.name,
-                heartbeat_timeout=config.limits.heartbeat_timeout,
-                min_poll_interval=config.limits.min_poll_interval,
-            ),
-            self._on_leadership,
-        )
+    def _neli(self, identity: str, server_id: str) -> Neli:
+        return Neli(NeliConfig.of(self.config, identity, server_id), self._on_leadership)
 
     def _publisher(self, identity: str) -> Publisher | None:
         """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
         if self.config.delivery == "exactly-once":
             return None
+        settings = self.config.producer_settings()
         return Publisher(
-            self._make_producer,
+            self._make_producer or (lambda: make_producer(settings)),
             lambda: make_producer(self.config.lone_producer_settings()),
+            lambda limit: (
+                self._make_producer() if self._make_producer else make_producer(settings | {"batch.size": limit})
+            ),
             id_header=self.config.id_header,
             outbox_name=self.config.outbox_name or identity,
+            topics=self._transactions_of_outbox.topics,
         )
 
     def _dead_letters(self, identity: str) -> DeadLetters:
@@ -281,12 +335,16 @@ class Harvester:
             store.close()
         self._dead_letters_of_outbox.ensure()
 
-    def _surroundings(self, elector: LeaderElector) -> Surroundings:
+    def _surroundings(self, elector: LeaderElector, undo: ExitStack) -> Surroundings:
         config = self.config
+        marker = StoreThread(self._make_store(), "outbox-mark", self._wake.set)
+        undo.callback(marker.close)
+        purger = StoreThread(self._make_store(), "outbox-purge", self._wake.set)
+        undo.callback(purger.close)
         return Surroundings(
             elector=elector,
-            marker=StoreThread(self._make_store(), "outbox-mark", self._wake.set),
-            purger=StoreThread(self._make_store(), "outbox-purge", self._wake.set),
+            marker=marker,
+            purger=purger,
             floor=SettledFloor(self.metrics, now),
             metrics=self.metrics,
             meter=Meter(config.limits.min_metrics_interval.total_seconds(), now),
@@ -295,8 +353,14 @@ class Harvester:
             news=self._news,
             database=self._database,
             kafka=self._kafka,
+            batches=self._batch_sizes(),
             removal=self._removal,
         )
+
+    def _batch_sizes(self) -> BatchSizes:
+        config = self.config
+        largest, is_compressed = config.batch_settings
+        return BatchSizes(self._topic_limits.ask, self._wake.set, largest=largest, is_compressed=is_compressed)
 
     def _backlog_observer(self) -> BacklogObserver:
         return BacklogObserver(self._make_store(), self, self.config.limits.min_metrics_interval.total_seconds())
@@ -318,6 +382,7 @@ class Harvester:
 
     def _on_leadership(self, event: Event) -> None:
         """Hand the event on; on a hand-over first let the term finish, since the successor waits for our return."""
+        self._leads_as = event.leader_id if isinstance(event, LeaderAcquired) else None
         if isinstance(event, LeaderRevoked):
             self._hand_over()
         self.metrics.leading(isinstance(event, LeaderAcquired))
@@ -347,25 +412,52 @@ class Harvester:
     # -- the harvest thread
 
     def _run(self, surroundings: Surroundings, observer: BacklogObserver) -> None:
-        if self._metrics is not None:
-            observer.start()
-        if self._listening is not None:
-            self._listening.start()
-        leave = doorbell.answer(self._news.tell)
+        """Harvest until the end, then end the parts, each whatever becomes of the others."""
         try:
-            self._harvest_whenever_leading(surroundings)
-        except BaseException as error:
-            self._failure = error
+            with ExitStack() as parts:
+                # Whoever keeps this object keeps no Kafka client by that.
+                parts.callback(self._topic_limits.close)
+                if self._publisher_of_outbox is not None:
+                    parts.callback(self._publisher_of_outbox.close)
+                parts.callback(surroundings.purger.close)
+                parts.callback(surroundings.marker.close)
+                parts.callback(surroundings.elector.stop)
+                self._start_helpers(parts, observer)
+                try:
+                    self._harvest_whenever_leading(surroundings)
+                except BaseException as error:
+                    self._failure = self._failure or error
+        except BaseException as error:  # a part that cannot end, an elector of the user's, for example
+            self._failure = self._failure or error
         finally:
             self._stopping.set()
-            leave()
-            observer.stop()
-            if self._listening is not None:
-                self._listening.stop()
-            surroundings.elector.stop()
-            surroundings.marker.close()
-            surroundings.purger.close()
             self._ended.set()
+            atexit.unregister(self._stop_with_process)
+
+    def _start_helpers(self, parts: ExitStack, observer: BacklogObserver) -> None:
+        helpers: list[BacklogObserver | Listening | Watch] = [Watch(self)]
+        if self._metrics is not None:
+            helpers.append(observer)
+        if self._listening is not None:
+            helpers.append(self._listening)
+        for helper in helpers:
+            helper.start()
+            parts.callback(helper.stop)
+        parts.callback(doorbell.answer(self._news.tell))
+
+    def _stop_with_process(self) -> None:
+        """Stop in good order when the interpreter exits: no row stays marked, and the successor need not wait.
+
+        Called on the main thread once all threads that are no daemons have ended. It waits no longer than a stop may
+        take, so that the process ends.
+        """
+        self.stop()
+        limits = self.config.limits
+        patience = limits.drain_timeout.total_seconds() + limits.heartbeat_timeout.total_seconds() + _LEAVE_SECONDS
+        if self._thread is not None:
+            self._thread.join(patience)
+            if self._thread.is_alive():
+                _log.warning("the process ends before its harvester: rows may stay marked; call stop() and join()")
 
     def _harvest_whenever_leading(self, surroundings: Surroundings) -> None:
         elector = surroundings.elector
@@ -386,8 +478,8 @@ class Harvester:
                 with self._term_changed:
                     self._term = None
                     self._term_changed.notify_all()
-                self._kafka.dismissed()  # whoever leads now finds out whether it still is so
-                self._removal.dismissed()
+                for outage in (self._database, self._kafka, self._removal):
+                    outage.dismissed()  # whoever leads now finds out whether it still is so
             if term.drained:
                 return
 

@@ -29,7 +29,7 @@ from uuid import UUID
 import psycopg
 
 from outbox_core import relay_marks
-from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsHeld, RowsRemain, StoreUnavailable
 from outbox_core.ports import (
     HEADER_BYTES,
     KEY_DIGEST_PREFIX,
@@ -59,8 +59,9 @@ _log = logging.getLogger(__name__)
 _INSPECT = """
 SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
        current_database(), n.nspname, c.relname,
-       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'UPDATE')
-           AND has_table_privilege(c.oid, 'DELETE'),
+       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
+           AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
+                WHERE attrelid = c.oid AND attname = 'leader_id'),
        pg_backend_pid(),
        (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
@@ -70,6 +71,9 @@ SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhp
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
 WHERE c.oid = to_regclass(%s)
 """
+
+# Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
+_SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
 
 # Whether a message would be larger than any client of ours takes is looked at for each row that is returned only if one
 # of them is.
@@ -181,6 +185,16 @@ SELECT EXISTS (SELECT FROM {table} WHERE leader_id NOT BETWEEN '{first_of_relays
 _FIND_MARKED = """
 SELECT id, {topic}, {held_key} FROM {table}
 WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' ORDER BY id LIMIT %(limit)s
+"""
+
+# Constraints that hold for every new version of a row, a mark's included, but were not there before these rows.
+_NEW_CONSTRAINTS = """
+SELECT quote_ident(conname), pg_get_expr(conbin, conrelid) FROM pg_constraint
+WHERE conrelid = to_regclass(%(name)s) AND contype = 'c' AND NOT convalidated
+"""
+
+_FIND_VIOLATIONS = """
+SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} WHERE NOT ({rules}) ORDER BY id LIMIT {limit}
 """
 
 _CLEAR_MARKS_OF = """
@@ -325,6 +339,14 @@ WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE
 ORDER BY id
 """
 
+_FIND = """
+SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
+FROM {table} AS stored
+WHERE id = ANY (%(ids)s::bigint[])
+ORDER BY id
+"""
+
 # Ids may come back: a hold is of the row that has its topic and key, too.
 _IS_OF_RECORD = """
 held.outbox = %(outbox)s AND held.record_id = stored.id AND held.kafka_topic = coalesce(stored.kafka_topic, '')
@@ -409,6 +431,12 @@ _TIME_TYPES = {"timestamp with time zone", "timestamp without time zone", "date"
 _id_of = itemgetter(0)
 # A server that has become a standby is as good as away: the next connection may find the new primary.
 _PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+# No right to the function, or no such function (servers that only speak PostgreSQL's protocol).
+_SERVER_ID_WITHHELD = (
+    psycopg.errors.InsufficientPrivilege,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.FeatureNotSupported,
+)
 # Of the server and its resources: a transaction or session that was ended, no more memory or connections, a shutdown,
 # an internal error. None of them says anything about the table.
 _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
@@ -426,6 +454,9 @@ _withheld_of = itemgetter(_WITHHELD)
 _LARGEST_INTEGER = 2**63 - 1
 MARKED = "marked"
 """The reason of the holds of records that an at-least-once leader may have sent."""
+
+_VIOLATIONS_AT_ONCE = 1_000
+_VIOLATES = "the row is older than the CHECK constraint, which now keeps it from being marked; correct it, or skip it"
 
 _MARKED_ERROR = (
     "its column leader_id was set: an at-least-once leader that did not stop in good order may have sent it, or its "
@@ -486,7 +517,7 @@ class PostgresStore:
         self._has_holds: bool | None = None
         self._may_change_holds = True
         self._role = ""
-        self._fetch = ""
+        self._fetch = self._find = ""
         self._was_altered = False  # since the last mark or scan that succeeded
         self._formatted: dict[tuple[object, ...], str] = {}
         self._holds = NO_HOLDS
@@ -522,7 +553,9 @@ class PostgresStore:
             raise OutboxTableError(f"{self._name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
         if not may_harvest:
-            raise OutboxTableError(f"missing rights on {self._name}: harvesting needs SELECT, UPDATE and DELETE")
+            raise OutboxTableError(
+                f"missing rights on {self._name}: harvesting needs SELECT, DELETE and UPDATE (leader_id)"
+            )
         if cache is not None and cache > 1:
             _log.warning(
                 "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
@@ -541,6 +574,19 @@ class PostgresStore:
         self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
 
+    def server_id(self) -> str:
+        """Return the server's system identifier, '' where it may not be read (some hosted databases).
+
+        Raises:
+            StoreUnavailable: if the database does not answer.
+        """
+        try:
+            return str(self._query(_SERVER_ID)[0][0])
+        except OutboxTableError as error:
+            if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
+                return ""
+            raise
+
     def mark(
         self,
         leader_id: UUID,
@@ -557,11 +603,16 @@ class PostgresStore:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
         parameters |= {"max_message": self._max_message_bytes, **self._above(floor)}
+        statement = self._mark
         if excluding or resting or holds:
-            parameters |= {**_excluded(excluding), "ids": _multirange(resting)}
-            rows = self._read(self._mark_excluding, parameters | self._held_parameters.of(holds))
-        else:
-            rows = self._read(self._mark, parameters)
+            statement = self._mark_excluding
+            parameters |= {**_excluded(excluding), "ids": _multirange(resting), **self._held_parameters.of(holds)}
+        try:
+            rows = self._read(statement, parameters)
+        except OutboxTableError as error:
+            if isinstance(error.__cause__, psycopg.errors.CheckViolation):
+                self._hold_violations(error)
+            raise
         if not rows:
             return MarkedBatch(0, ())
         rows.sort(key=_id_of)
@@ -685,6 +736,12 @@ class PostgresStore:
         parameters = {"ids": _array(ids), "outbox": self._known_as(), "max_message": self._max_message_bytes}
         return self._without_large_values(self._query(self._fetch, parameters))
 
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """The rows of these ids, by ascending id, whoever marked them."""
+        if not self._find:
+            self.check()
+        return self._query(self._find, {"ids": _array(ids)})  # type: ignore[return-value]
+
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
         parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
@@ -734,6 +791,38 @@ class PostgresStore:
         parameters = {"outbox": self._known_as(), "reason": MARKED}
         with self._rights_may_come():
             return self._execute(self._format(_RELEASE_MARKED), parameters).rowcount
+
+    def _hold_violations(self, error: OutboxTableError) -> None:
+        """Hold rows that cannot be marked, as they violate a CHECK constraint that the table got after them.
+
+        Raises:
+            RowsHeld: if some are held now, so that a mark that leaves them out succeeds.
+            OutboxTableError: if nothing can be held here.
+        """
+        may_hold = self.holds()
+        if may_hold is None or not may_hold.may_change:
+            raise OutboxTableError(
+                f"{error}. Such rows were there before the constraint; `outbox doctor` shows how to find them. Delete "
+                f"or correct them, or let them be held: make {self._hold_name}, with all rights on it"
+            ) from error
+        with self._without_timeout():
+            rules = self._query(_NEW_CONSTRAINTS, {"name": self._table.quoted})
+            escaped = [(name.replace("%", "%%"), rule.replace("%", "%%")) for name, rule in rules]
+            statement = self._format(
+                _FIND_VIOLATIONS,
+                topic=_TOPIC,
+                held_key=_HELD_KEY,
+                broken=", ".join(f"CASE WHEN NOT ({rule}) THEN {_literal(name)} END" for name, rule in escaped),
+                rules=" AND ".join(f"({rule})" for _, rule in escaped) or "true",
+                limit=_VIOLATIONS_AT_ONCE,
+            )
+            found = self._query(statement)
+        if not found:
+            return
+        self.hold([NewHold(topic, key, row, f"violates {broken}", _VIOLATES) for row, topic, key, broken in found])
+        raise RowsHeld(
+            f"{len(found)} row(s) of {self._name} violate CHECK constraints that the table got after them, and are held"
+        ) from error
 
     def obstacles(self) -> list[str]:
         """What may keep this role from marking and deleting rows that it can read: policies, triggers, rules."""
@@ -870,6 +959,7 @@ class PostgresStore:
         self._scan = self._format(_SCAN, exclusion="", **of_scan)
         self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **of_scan)
         self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts, **_unless_large(large))
+        self._find = self._format(_FIND, **parts)
 
     def _without_large_values(self, rows: list[tuple[Any, ...]]) -> Sequence[StoredRecord]:
         """Records of these rows; `Withheld` stands for what was not read of those that are too large."""
@@ -1024,6 +1114,10 @@ class PostgresStore:
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             raise OutboxTableError(f"missing rights on {self._name}: {message}") from error
         raise OutboxTableError(f"outbox table {self._name}: {message}") from error
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def _missing_in_holds(rows: Sequence[tuple[Any, ...]]) -> list[str]:

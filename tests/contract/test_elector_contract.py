@@ -23,6 +23,7 @@ class AlwaysLeader:
         self._lease_seconds = lease_seconds
         self._leader_id = None
         self.failure = None
+        self.trouble = None
 
     @property
     def leadership(self):
@@ -76,6 +77,7 @@ class ElectorContract:
         elector = elector_factory(events.append)
         assert elector.leadership is None
         assert elector.failure is None
+        assert elector.trouble is None
         elector.stop()
         assert events == []
 
@@ -95,6 +97,13 @@ class ElectorContract:
         lease = elector.leadership
         assert (lease.leader_id, lease.term) == (event.leader_id, event.term)
         assert lease.deadline > now()
+
+    def test_no_trouble_while_it_leads(self, start):
+        """An elector that leads tells of no trouble, and neither does one that was stopped."""
+        elector = start(lambda _: None)
+        assert elector.trouble is None
+        elector.stop()
+        assert elector.trouble is None
 
     def test_lease_goes_on(self, start):
         """The lease is renewed without anybody's doing, under the same leader ID."""

@@ -72,6 +72,38 @@ def test_check_names_the_outbox(scene, store):
     assert store.check() == f"{name}.public.outbox"
 
 
+def test_find_reads_rows_by_id(scene, store):
+    """In the order of their ids, whoever marked them, as a scan shows them; ids that are not there are left out."""
+    scene.fill("t", 5)
+    scanned = {record[0]: record for record in store.scan(10, ())}
+    store.mark(uuid4(), 2)
+    assert [tuple(record) for record in store.find([4, 99, 2])] == [tuple(scanned[2][:8]), tuple(scanned[4][:8])]
+    fresh = PostgresStore(scene.database)
+    assert [record[0] for record in fresh.find([1])] == [1], "on a connection that has read nothing yet"
+    fresh.close()
+
+
+def test_server_has_an_id(scene, store):
+    """The server's ID is a number that every store on the server reads alike."""
+    other = PostgresStore(scene.database)
+    assert store.server_id().isdecimal()
+    assert store.server_id() == other.server_id()
+    other.close()
+
+
+def test_server_id_may_be_withheld(scene):
+    """Where the server does not let its ID be read it is ''."""
+    function = "FUNCTION pg_catalog.pg_control_system()"
+    role = f"reader_{uuid4().hex[:8]}"
+    scene.execute(f'REVOKE EXECUTE ON {function} FROM PUBLIC; CREATE ROLE "{role}"')
+    withheld = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, options=f"-c role={role}"))
+    try:
+        assert withheld.server_id() == ""
+    finally:
+        scene.execute(f'GRANT EXECUTE ON {function} TO PUBLIC; DROP ROLE "{role}"')
+        withheld.close()
+
+
 def test_mark_takes_the_earliest_rows(scene, store):
     """A mark returns the first rows by id, in order, up to the limit, each once, and writes the leader's ID on them."""
     put(scene, *(("t", str(n)) for n in range(10)))

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from outbox_core.errors import TrackingTopicError
-from outbox_core.harvest import holding, letters
+from outbox_core.harvest import exactly_once, holding, letters
 from outbox_core.harvest.culprits import Culprits
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.rights import Rights
@@ -163,8 +163,8 @@ def test_dead_letters_that_do_not_arrive_are_tried_ever_more_rarely(world, monke
         assert subject.due_in({1: "boo"}) == pytest.approx(rest)
     for _ in range(20):
         subject.concluded([letter], [], Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True))
-    assert subject.due_in({1: "boo"}) == pytest.approx(120)
-    assert subject.patience == pytest.approx(12)
+    assert subject.due_in({1: "boo"}) == pytest.approx(10)
+    assert subject.patience == pytest.approx(1)
     subject.concluded([letter], [], Committed())
     assert subject.patience is None
     world.close()
@@ -282,8 +282,95 @@ def test_marks_are_looked_for_once_in_a_leadership(world):
     assert world.looks_for_marks == 1
 
 
+# -- terms that end again and again
+
+
+@pytest.fixture
+def hasty(world, monkeypatch):
+    """A leadership that begins terms in quick succession."""
+    for name in ("_FIRST_REST_SECONDS", "_LONGEST_REST_SECONDS", "_TICK_SECONDS"):
+        monkeypatch.setattr(exactly_once, name, 0.001)
+    return world
+
+
+def test_topic_that_ends_every_term_is_held(hasty):
+    """A topic of which Kafka does not say what is wrong with it stops nobody else."""
+    for number in range(12):
+        hasty.table.add(f"t{number % 3}", 2)
+        hasty.table.add("poisoned")
+    hasty.cluster.breaking = {"poisoned"}
+    hasty.run()
+    assert hasty.delivery.drained
+    assert [(hold.topic, hold.key, hold.record_id) for hold in hasty.table.held] == [("poisoned", None, None)]
+    assert sum(len(hasty.cluster.published[f"t{number}"]) for number in range(3)) == 24
+
+
+def test_outage_makes_no_topic_guilty(hasty):
+    """However many terms end, nothing is held when Kafka takes everything again."""
+    hasty.table.add("one", 15)
+    hasty.table.add("other", 15)
+    hasty.cluster.breaks = 25
+    hasty.run()
+    assert hasty.delivery.drained
+    assert hasty.table.held == []
+    assert hasty.delivery.suspicion.limit > 1
+
+
+def test_commits_that_fail_are_an_outage_until_one_succeeds(hasty):
+    """A term that begins well says nothing about commits: health must not be green between failures."""
+    told = []
+    hasty.surroundings.kafka.ended = lambda: told.append("ended")
+    hasty.surroundings.kafka.worked = lambda **_: told.append("worked")
+    hasty.table.add("t", 5)
+    hasty.cluster.breaks = 5
+    hasty.run()
+    assert told == ["ended", "worked"], "five terms began well, and one commit succeeded"
+
+
 def culprits_of(world):
     """Suspects without a term."""
     waiting = Waiting(world.delivery.over, world.timing, world.surroundings)
     rights = Rights(world.dead_letters, TRACKING)
     return Culprits(world.timing, world.surroundings, waiting, rights, dead_letter=False)
+
+
+# -- nothing waits for ever
+
+
+def test_probe_whose_transaction_fails_for_the_cluster_is_tried_again(world):
+    """A coordinator that hesitates says nothing about the record: its destination is not forgotten for that."""
+    world.cluster.silent = {"quiet"}
+    world.table.add("quiet", 3, key="k")
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) >= 3, "the probe is tried")
+        world.cluster.hesitates = 1
+        world.cluster.silent = set()
+        wait_until(lambda: not world.table.left(), "everything flows", timeout=10)
+    assert not world.cluster.hesitates
+    assert world.cluster.published["quiet"] == [1, 2, 3]
+
+
+def test_probe_whose_topic_is_held_is_not_waited_for(world):
+    """A hold of the topic ends the probe: once released, its records flow."""
+    world.cluster.silent = {"quiet"}
+    world.table.add("quiet", 3, key="k")
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) >= 3, "the probe is tried")
+        subject = world.cluster
+        subject.refusing, subject.silent = {"quiet"}, set()
+        wait_until(lambda: world.table.held, "the topic is held")
+        subject.refusing = set()
+        world.table.held.clear()
+        wait_until(lambda: not world.table.left(), "everything flows", timeout=10)
+    assert world.cluster.published["quiet"] == [1, 2, 3]
+
+
+def test_long_trials_are_not_paid_back_for_ever(world):
+    """Minutes of trials while nothing could be delivered do not cost the trials after that minutes of their time."""
+    subject = culprits_of(world)
+    subject.set_aside([world.table.rows[world.table.add("t")]])
+    for _ in range(12):
+        subject.tried(10.0)
+    subject.published(10.0)
+    assert subject.is_trial_due
+    world.close()
