@@ -195,6 +195,15 @@ class Scene:
         """All rows by ascending id."""
         return self.execute(f"SELECT * FROM {self.table.quoted} ORDER BY id")
 
+    def drop_checks(self):
+        """Make it a table without CHECK constraints, as an older release or a hand made it."""
+        found = self.execute(
+            "SELECT conname AS name FROM pg_constraint"
+            f" WHERE conrelid = '{self.table.quoted}'::regclass AND contype = 'c' AND conislocal"
+        )
+        for check in found:
+            self.execute(f'ALTER TABLE {self.table.quoted} DROP CONSTRAINT "{check.name}"')
+
     def count(self, condition="true"):
         """Number of rows that fulfil the condition."""
         return self.execute(f"SELECT count(*) FROM {self.table.quoted} WHERE {condition}")[0].count
