@@ -110,6 +110,7 @@ class Term:
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
         self._server = ""  # ID of the database server
+        self._last_offset = -1  # of the last manifest
         self._over_since: float | None = None
 
     def run(self) -> Ended | None:
@@ -130,7 +131,7 @@ class Term:
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
-            self._server = recovery.server_id()
+            self._server, self._last_offset = recovery.server_id(), recovery.last_offset
             self._refuse_marks(recovery)
             self._culprits.read_holds()
             self._hold_guilty()
@@ -312,7 +313,7 @@ class Term:
     ) -> Aborted | Ended | None:
         """Open a transaction and put the records into it; `records` is left with those that are in it."""
         self._fit_batches(producer, records)
-        ended = producer.begin() or self._send_opening(producer, records)
+        ended = self._begin(producer) or self._send_opening(producer, records)
         if ended is not None:
             return ended
         sent = producer.send(records, self._leadership.over, failures)
@@ -325,6 +326,16 @@ class Term:
         if sent is None or not records or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)
         return None
+
+    def _begin(self, producer: RecordProducer) -> Ended | None:
+        """Open a transaction, in an epoch in which no EndTxn can be late (rule 7)."""
+        ended = None
+        if producer.must_replace:
+            give_up_at = now() + self._transactions.timeout
+            ended = self._transactions.replace(
+                producer, self._last_offset, lambda: self._leadership.over() or now() > give_up_at
+            )
+        return ended or producer.begin()
 
     def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         """The tracking partition is in the transaction from its first record on (rule 8)."""
@@ -369,7 +380,10 @@ class Term:
             return refused
         self._transactions.reached(Step.BEFORE_COMMIT)
         self._transactions.reached(Step.COMMIT_SENT)
-        return producer.commit(self._is_late)
+        outcome = producer.commit(self._is_late)
+        if isinstance(outcome, Committed):
+            self._last_offset = producer.manifest_offset
+        return outcome
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records, are_buried=False)
@@ -469,7 +483,7 @@ class Term:
         self._forget_scanned()
 
     def _write_letters(self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure]) -> Outcome:
-        ended = producer.begin() or self._send_opening(producer, records)
+        ended = self._begin(producer) or self._send_opening(producer, records)
         sent = ended or producer.send(records, self._leadership.over, failures)
         if isinstance(sent, Ended):
             return sent

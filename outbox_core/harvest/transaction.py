@@ -36,7 +36,7 @@ _INIT_ATTEMPT_SECONDS = 2.0
 _QUEUE_FULL_POLL_SECONDS = 0.01
 _RETRY_POLL_SECONDS = 0.01
 _SLICE_SECONDS = 0.1
-_PROBE_SECONDS = 0.02
+_PROBE_SECONDS = 0.1
 _OFFSETS_REPEAT_SECONDS = 0.5  # after which librdkafka repeats TxnOffsetCommit: rd_kafka_txn_handle_TxnOffsetCommit
 _LEAST_BACKOFF_MS = 500
 _BACKOFF_MAX_MS = 1000  # librdkafka's default of retry.backoff.max.ms
@@ -214,9 +214,13 @@ class TransactionalProducer:
             self._must_replace = True
 
     def begin(self) -> Ended | None:
-        """Open a transaction, with a new producer if a late EndTxn could meet it."""
+        """Open a transaction, with a new producer if a late EndTxn could meet it.
+
+        A new producer fences whoever has fenced the old one. A caller that decides by what it has read, and relies on
+        being fenced when that is out of date, calls `replace` itself when `must_replace`, and reads again.
+        """
         if self._must_replace:
-            ended = self._replace()
+            ended = self.replace()
             if ended is not None:
                 return ended
         self._reports.clear()
@@ -226,7 +230,8 @@ class TransactionalProducer:
             return Ended(error.args[0].str())
         return None
 
-    def _replace(self) -> Ended | None:
+    def replace(self) -> Ended | None:
+        """Go on with a new producer of the same transactional.id, in a new epoch."""
         give_up = self._give_up
         self.discard()
         self._producer = self._make()

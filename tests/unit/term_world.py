@@ -189,6 +189,9 @@ class Producer:
         self._records = list(sent.records)
         return sent
 
+    must_replace = False
+    manifest_offset = 0
+
     @property
     def failure(self):
         return None
@@ -326,6 +329,8 @@ class World:
 
     def settle(self, producer):
         del producer
+
+    last_offset = -1
 
     def server_id(self):
         return "1"
