@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from outbox_core.errors import InvalidConfig
 from outbox_core.harvest.verdicts import Verdict, is_bystander, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, TopicPartition, discard, make_producer
 
@@ -141,8 +142,8 @@ class TransactionalProducer:
     """
 
     def __init__(self, settings: Mapping[str, Any], *, timeout_seconds: float) -> None:
-        backoff = max(int(settings.get("retry.backoff.ms", 0)), _LEAST_BACKOFF_MS)
-        longest = max(int(settings.get("retry.backoff.max.ms", _BACKOFF_MAX_MS)), backoff)
+        backoff = max(_milliseconds(settings, "retry.backoff.ms", 0), _LEAST_BACKOFF_MS)
+        longest = max(_milliseconds(settings, "retry.backoff.max.ms", _BACKOFF_MAX_MS), backoff)
         self._transactional_id = str(settings["transactional.id"])
         self._timeout = timeout_seconds
         self._earliest_repeat = _EARLIEST_REPEAT * backoff / 1000
@@ -427,6 +428,13 @@ class TransactionalProducer:
         finally:
             if monotonic() - sent_after >= self._earliest_repeat:
                 self._must_replace = True
+
+
+def _milliseconds(settings: Mapping[str, Any], name: str, default: int) -> int:
+    try:
+        return int(settings.get(name, default))
+    except (TypeError, ValueError):
+        raise InvalidConfig(f"Kafka settings: {name} is {settings[name]!r}, expected milliseconds") from None
 
 
 def _may_be_about_records(error: KafkaError) -> bool:
