@@ -65,6 +65,7 @@ _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
+_REPORT_SECONDS = 2.0  # librdkafka looks for time-outs once a second
 _FIRST_RIVALS_REST_SECONDS = 0.05
 _LONGEST_RIVALS_REST_SECONDS = 5.0
 
@@ -143,8 +144,14 @@ class AtLeastOnce:
             self._harvest()
             self._finish()
         except BaseException:
-            self._publisher.settle()  # whoever leads next must not meet our sends
+            self._publisher.settle(self._longest_send)  # whoever leads next must not meet our sends
             raise
+        finally:
+            self._bad.forget()
+
+    @property
+    def _longest_send(self) -> float:
+        return self._timing.delivery_timeout + _REPORT_SECONDS
 
     def _harvest(self) -> None:
         while True:
@@ -496,12 +503,16 @@ class AtLeastOnce:
 
     def _finish(self) -> None:
         """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph."""
-        if not self._leads():
-            self._publisher.drop_unsent()
         self._force_remark()
-        give_up_at = now() + self._timing.drain_timeout
+        began = now()
+        give_up_at, settled_at = began + self._timing.drain_timeout, began + self._longest_send
         while True:
             self._with.wake.clear()
+            if not self._leads():
+                self._publisher.drop_unsent()  # every time: what a broken connection gave back would be sent again
+            if self._publisher.in_flight and now() >= settled_at:
+                self._publisher.abandon()
+                self._collect_reports()
             self._collect_mark()
             self._collect_settled()
             self._burials.finish()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from outbox_core.election.leadership import now
 from outbox_core.harvest.topics import DeadLetter, RowTopics
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, Producer
@@ -22,6 +23,7 @@ _PARTITION: Final = 6
 _ANY_PARTITION: Final = -1
 _PARTITION_OF_EMPTY_KEY: Final = 0
 _SETTLE_POLL_SECONDS = 0.1
+_ABANDON_SECONDS = 1.0
 
 ID_HEADER = "outbox-id"
 ORIGIN_HEADER = "outbox-original-topic"
@@ -259,11 +261,33 @@ class Publisher:
         self._serve(self._lone_producer.poll, timeout_seconds if nothing_else else 0.0)
         return 0.0 if nothing_else else timeout_seconds
 
-    def settle(self) -> None:
-        """Wait until nothing is in flight any more: at most `delivery.timeout.ms`."""
+    def settle(self, seconds: float) -> None:
+        """Wait until nothing is in flight any more.
+
+        Args:
+            seconds: how long to wait at most: the client keeps `delivery.timeout.ms` to about a second, by a clock that
+                stands still while the machine is suspended.
+        """
         self.drop_unsent()
-        while self.in_flight:
+        give_up_at = now() + seconds
+        while self.in_flight and now() < give_up_at:
             self.poll(_SETTLE_POLL_SECONDS)
+        if self.in_flight:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Fail what is in flight, although it may arrive: after that nothing is, and no retry is sent."""
+        for producer in (self._producer, self._lone_producer):
+            if producer is not None:
+                producer.purge(in_queue=True, in_flight=True, blocking=False)
+        give_up_at = now() + _ABANDON_SECONDS
+        while self.in_flight and now() < give_up_at:
+            self.poll(_SETTLE_POLL_SECONDS)
+        if self.in_flight:
+            _log.warning("%d records in flight are not reported: the producer is replaced", self.in_flight)
+            self.in_flight = self._alone_in_flight = 0
+            self._fatal = True
+            self.renew_if_broken()
 
     def _serve(self, call: Callable[[float], int], timeout_seconds: float) -> None:
         try:

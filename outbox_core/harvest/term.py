@@ -120,6 +120,7 @@ class Term:
             return self._run(producer)
         finally:
             producer.discard()
+            self._culprits.forget()
 
     def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
