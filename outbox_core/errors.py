@@ -51,6 +51,10 @@ class KafkaUnavailable(OutboxError):
     """The Kafka cluster cannot be reached with the given settings."""
 
 
+class ProcessExhausted(OutboxError):
+    """The process can open no more files or start no more threads."""
+
+
 class LeaderTopicError(OutboxError):
     """The leader topic is missing and cannot be made, or cannot be used."""
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from confluent_kafka import (
     OFFSET_BEGINNING,
@@ -39,6 +39,7 @@ from outbox_core.errors import (
     KafkaUnavailable,
     LeaderTopicError,
     OutboxError,
+    ProcessExhausted,
     TrackingTopicError,
 )
 
@@ -57,6 +58,7 @@ __all__ = [
     "KafkaException",
     "Message",
     "Producer",
+    "TopicHidden",
     "TopicKind",
     "TopicLimits",
     "TopicPartition",
@@ -156,7 +158,12 @@ def _make(client: Any, config: KafkaConfig) -> Any:
     try:
         return client(settings)
     except KafkaException as error:
-        raise InvalidConfig(f"Kafka settings: {error.args[0].str()}") from None
+        cause: KafkaError = error.args[0]
+        if cause.code() == KafkaError._CRIT_SYS_RESOURCE:  # noqa: SLF001  confluent's public constant
+            raise ProcessExhausted(
+                f"a Kafka client cannot be made: {cause.str()}; raise the process's limits"
+            ) from None
+        raise InvalidConfig(f"Kafka settings: {cause.str()}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConfig(f"Kafka settings: {error}") from None
 
@@ -164,6 +171,10 @@ def _make(client: Any, config: KafkaConfig) -> Any:
 def _ignore_client_error(error: KafkaError) -> None:
     """Client-wide errors are informational: librdkafka recovers, and each caller sees its own failures."""
     _client_log.debug("librdkafka: %s", error)
+
+
+class TopicHidden(KafkaUnavailable):
+    """A topic may not be seen: whether it is there is not known."""
 
 
 class TopicKind(NamedTuple):
@@ -184,8 +195,26 @@ class TopicKind(NamedTuple):
     replication_factor: int = -1
 
 
+class _Complaints:
+    """What librdkafka complained of. It does not know the client, which holds it: they would keep each other alive."""
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.is_hopeless = False
+
+    def note(self, error: KafkaError) -> None:
+        """Take note of an error of the client; called by librdkafka."""
+        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
+            self.last = error.str()
+        if error.code() == KafkaError._AUTHENTICATION:  # noqa: SLF001
+            self.is_hopeless = True  # a wrong password does not become right by waiting
+
+
 class Inquiry:
     """An admin client with a deadline, which knows what librdkafka complained of while it waited.
+
+    A client has a thread for each broker and some more, and as many descriptors: use it as a context manager, or
+    `close` it.
 
     Args:
         config: librdkafka settings.
@@ -194,10 +223,19 @@ class Inquiry:
 
     def __init__(self, config: KafkaConfig, timeout_seconds: float) -> None:
         self._servers = config.get("bootstrap.servers", "(bootstrap.servers is not set)")
-        self._complaint = ""
-        self._is_hopeless = False
+        self._complaints = _Complaints()
         self._deadline = time.monotonic() + timeout_seconds
-        self.admin = make_admin({**config, "error_cb": self._note})
+        self.admin = make_admin({**config, "error_cb": self._complaints.note})
+
+    def close(self) -> None:
+        """End the client's threads and connections, whoever still refers to it. Idempotent."""
+        self.admin.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def remaining(self) -> float:
@@ -221,24 +259,48 @@ class Inquiry:
                 return self.admin.list_topics(*arguments, timeout=min(_ATTEMPT_SECONDS, self.remaining))
             except KafkaException as error:
                 self.admin.poll(0)
-                if self._is_hopeless or self.is_late:
+                if self._complaints.is_hopeless or self.is_late:
                     raise self.unavailable(error.args[0].str()) from None
 
     def partitions(self, topic: str) -> int:
-        """Number of partitions of a topic, 0 if it is not there, or may not be seen.
+        """Return the number of partitions of a topic, 0 if it is not there. It does not appear by that.
+
+        The list of topics is what one broker knows: it may lag behind, and it leaves out what may not be seen. So a
+        topic that is not in it is asked for by name as well.
 
         Raises:
+            TopicHidden: if it may not be seen.
             KafkaUnavailable: if the cluster cannot say.
         """
         while True:
-            found = self.metadata().topics.get(topic)
-            if found is None or (found.error and found.error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART):
-                return 0
-            if found.error is None:
-                return len(found.partitions)
+            listed = self.metadata().topics.get(topic)
+            if listed is not None and listed.error is None:
+                return len(listed.partitions)
+            error = listed.error if listed is not None else None
+            if error is None or error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                named = self._describe(topic)
+                if isinstance(named, int):
+                    return named
+                error = named
+            if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                raise TopicHidden(f"topic {topic!r} may not be seen: {error.str()}; grant DESCRIBE on it")
             if self.is_late:
-                raise KafkaUnavailable(f"topic {topic!r} cannot be described: {found.error.str()}")
+                raise KafkaUnavailable(f"topic {topic!r} cannot be described: {error.str()}")
             time.sleep(_APPEAR_INTERVAL_SECONDS)
+
+    def _describe(self, topic: str) -> int | KafkaError:
+        """Ask for a topic by name; return its number of partitions, 0 if it is not there, or why that is not known."""
+        if not self.can_create():  # the mock cluster makes what it is asked for
+            return 0
+        asked = self.admin.describe_topics(TopicCollection([topic]), request_timeout=self.remaining)[topic]
+        try:
+            return len(asked.result(self.remaining + _ATTEMPT_SECONDS).partitions)
+        except KafkaException as error:
+            cause: KafkaError = error.args[0]
+            is_absent = cause.code() in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION}
+            return 0 if is_absent else cause
+        except FutureTimeoutError:
+            return KafkaError(KafkaError._TIMED_OUT)  # noqa: SLF001  confluent's public constant
 
     def can_create(self) -> bool:
         """Whether a broker takes requests to create topics: the mock cluster names a controller that is not there."""
@@ -270,15 +332,11 @@ class Inquiry:
                 f"cannot read the settings of tracking topic {topic!r}: {reason}; grant DESCRIBE_CONFIGS on it"
             ) from None
 
-    def _note(self, error: KafkaError) -> None:
-        if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
-            self._complaint = error.str()
-        if error.code() == KafkaError._AUTHENTICATION:  # noqa: SLF001
-            self._is_hopeless = True  # a wrong password does not become right by waiting
-
     def unavailable(self, reason: str) -> KafkaUnavailable:
         """The error for an answer that did not come: with what librdkafka complained of, else with the reason."""
-        return KafkaUnavailable(f"cannot reach Kafka at bootstrap.servers={self._servers}: {self._complaint or reason}")
+        return KafkaUnavailable(
+            f"cannot reach Kafka at bootstrap.servers={self._servers}: {self._complaints.last or reason}"
+        )
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:
@@ -287,7 +345,8 @@ def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_T
     Raises:
         KafkaUnavailable: naming the bootstrap servers and what librdkafka said last.
     """
-    Inquiry(config, timeout_seconds).metadata()
+    with Inquiry(config, timeout_seconds) as inquiry:
+        inquiry.metadata()
 
 
 def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:
@@ -297,10 +356,25 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
     appear there.
 
     Raises:
-        LeaderTopicError: if it is missing and cannot be made, or cannot be described.
+        LeaderTopicError: if it is missing and cannot be made, or cannot be described, or is compacted.
         KafkaUnavailable: if the cluster does not answer.
     """
-    return _ensure(Inquiry(config, timeout_seconds), _LEADER_TOPIC, topic)
+    with Inquiry(config, timeout_seconds) as inquiry:
+        partitions = _ensure(inquiry, _LEADER_TOPIC, topic)
+        if inquiry.can_create():
+            _refuse_compaction(inquiry, topic)
+        return partitions
+
+
+def _refuse_compaction(inquiry: Inquiry, topic: str) -> None:
+    """See that a leader topic takes messages without a key. Who may not read its settings finds out by writing."""
+    with suppress(KafkaException, FutureTimeoutError):
+        policy = inquiry.topic_settings(topic)["cleanup.policy"]
+        if "compact" in policy:
+            raise LeaderTopicError(
+                f"leader topic {topic!r} has cleanup.policy={policy}, so it refuses the leader's messages, which have "
+                "no key; set it to delete, or name another leaderTopic (leader_topic)"
+            )
 
 
 def ensure_tracking_topic(
@@ -319,7 +393,11 @@ def ensure_tracking_topic(
         TrackingTopicError: naming the setting that is wrong, or what keeps the topic from being made or described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    inquiry = Inquiry(config, timeout_seconds)
+    with Inquiry(config, timeout_seconds) as inquiry:
+        _ensure_tracking_topic(inquiry, topic, width)
+
+
+def _ensure_tracking_topic(inquiry: Inquiry, topic: str, width: int) -> None:
     if not inquiry.can_create():
         raise TrackingTopicError("this Kafka cluster is a mock without transactions; exactly once needs a real broker")
     partitions = _ensure(inquiry, _TRACKING_TOPIC._replace(partitions=width), topic)
@@ -345,14 +423,19 @@ def ensure_dead_letter_topic(
         DeadLetterTopicError: if it is missing and cannot be made, or cannot be described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    _ensure(Inquiry(config, timeout_seconds), _DEAD_LETTER_TOPIC, topic)
+    with Inquiry(config, timeout_seconds) as inquiry:
+        _ensure(inquiry, _DEAD_LETTER_TOPIC, topic)
 
 
 def forbidden_topics(
     config: KafkaConfig, topics: set[str], *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS
 ) -> set[str]:
     """Those of the topics to which we may not write, as far as the cluster tells."""
-    admin = make_admin(config)
+    with Inquiry(config, timeout_seconds) as inquiry:
+        return _forbidden_topics(inquiry.admin, topics, timeout_seconds)
+
+
+def _forbidden_topics(admin: AdminClient, topics: set[str], timeout_seconds: float) -> set[str]:
     asked = admin.describe_topics(
         TopicCollection(sorted(topics)), include_authorized_operations=True, request_timeout=timeout_seconds
     )
@@ -380,7 +463,8 @@ def ensure_topic(
         OutboxError: `kind.error` if it is missing and cannot be made, or cannot be described.
         KafkaUnavailable: if the cluster does not answer.
     """
-    return _ensure(Inquiry(config, timeout_seconds), kind, topic)
+    with Inquiry(config, timeout_seconds) as inquiry:
+        return _ensure(inquiry, kind, topic)
 
 
 def topic_settings(
@@ -391,13 +475,13 @@ def topic_settings(
     Raises:
         KafkaUnavailable: if the cluster does not answer.
     """
-    inquiry = Inquiry(config, timeout_seconds)
-    if not inquiry.can_create():
-        return None
-    try:
-        return inquiry.topic_settings(topic)
-    except (KafkaException, FutureTimeoutError):
-        return None
+    with Inquiry(config, timeout_seconds) as inquiry:
+        if not inquiry.can_create():
+            return None
+        try:
+            return inquiry.topic_settings(topic)
+        except (KafkaException, FutureTimeoutError):
+            return None
 
 
 class TopicLimits:
@@ -446,18 +530,21 @@ def partition_count(config: KafkaConfig, topic: str, *, timeout_seconds: float =
     """How many partitions a topic has, 0 if it is not there; it does not appear by that.
 
     Raises:
+        TopicHidden: if it may not be seen, which says nothing about whether it is there.
         KafkaUnavailable: if the cluster does not answer.
     """
-    return Inquiry(config, timeout_seconds).partitions(topic)
+    with Inquiry(config, timeout_seconds) as inquiry:
+        return inquiry.partitions(topic)
 
 
 def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> bool:
     """Whether a topic is there, without making it appear.
 
     Raises:
+        TopicHidden: if it may not be seen, which says nothing about whether it is there.
         KafkaUnavailable: if the cluster does not answer.
     """
-    return Inquiry(config, timeout_seconds).partitions(topic) > 0
+    return partition_count(config, topic, timeout_seconds=timeout_seconds) > 0
 
 
 _LEADER_TOPIC = TopicKind("leader topic", _LEADER_TOPIC_SETTINGS, LeaderTopicError)
@@ -469,12 +556,13 @@ _DEAD_LETTER_TOPIC = TopicKind("dead-letter topic", _DEAD_LETTER_TOPIC_SETTINGS,
 
 def _ensure(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:
     """Make a topic if it is missing; return its number of partitions."""
-    partitions = inquiry.partitions(topic)
-    if partitions == 0:
-        if inquiry.can_create():
-            _create(inquiry, kind, topic)
-        partitions = _partitions_once_there(inquiry, kind, topic)
-    return partitions
+    with suppress(TopicHidden):  # what it is used for is refused below, and that says which rights are missing
+        partitions = inquiry.partitions(topic)
+        if partitions:
+            return partitions
+    if inquiry.can_create():
+        _create(inquiry, kind, topic)
+    return _partitions_once_there(inquiry, kind, topic)
 
 
 def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from bisect import bisect_left
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -40,6 +41,7 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 """Upper bounds in seconds, the same for all three histograms."""
 
 _CLOSE_CHECK_SECONDS = 0.1
+_LULL_SECONDS = 30.0  # who has sent nothing for so long does not try any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,61 @@ class FloorGauge:
     oldest_straggler_seconds: float
 
 
+class Activity:
+    """When a harvester last did what: the ground for calling it well. Written by its threads, read by any.
+
+    Health follows what was done, not what was begun: a leader that begins one transaction after the other and can commit
+    none is not well.
+
+    Args:
+        clock: in seconds; it stands still while the machine sleeps, and so do harvesters.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.begin()
+
+    def begin(self) -> None:
+        """A leadership begins: nothing that was done or not done before counts."""
+        self._looked_at = self._finished_at = self._trying_since = self._clock()
+        self._tried_at = float("-inf")
+
+    def looked(self) -> None:
+        """The table was read."""
+        self._looked_at = self._clock()
+
+    def tries(self) -> None:
+        """Records are on their way to Kafka."""
+        at = self._clock()
+        if at - self._tried_at > _LULL_SECONDS:
+            self._trying_since = at
+        self._tried_at = at
+
+    def finished(self) -> None:
+        """Records were dealt with for good: deleted after their publication, or held."""
+        self._finished_at = self._trying_since = self._clock()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Time since the table was read, or records were dealt with."""
+        return self._clock() - max(self._looked_at, self._finished_at)
+
+    def trouble(self, limit_seconds: float, *, look_interval: float = 0.0) -> str | None:
+        """Return what a leader has not managed to do for longer than a limit, or None.
+
+        Args:
+            limit_seconds: the limit.
+            look_interval: longest regular pause between two looks at the table, in seconds.
+        """
+        at = self._clock()
+        fruitless = at - self._trying_since if at - self._tried_at <= _LULL_SECONDS else 0.0
+        if fruitless > limit_seconds:
+            return f"it leads, and of the records it sends none could be dealt with for {fruitless:.0f} s; see its log"
+        if self.idle_seconds > limit_seconds + look_interval:
+            return f"it leads, and the table could not be read for {self.idle_seconds:.0f} s; see its log"
+        return None
+
+
 class WeightedHistogram:
     """Counts of observations by upper bound; one call observes any number of equal values."""
 
@@ -99,11 +156,15 @@ class HarvestMetrics:
     Args:
         registry: where they can be read; a new one by default, so that embedding never clashes.
         outbox_name: the label; the harvester sets it to the outbox's identity if it is empty.
+
+    Attributes:
+        activity: when it last did what.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, outbox_name: str = "") -> None:
         self.registry = registry if registry is not None else CollectorRegistry()
         self.outbox_name = outbox_name
+        self.activity = Activity()
         self._lock = threading.Lock()
         self._published = 0
         self._errors = 0
@@ -132,9 +193,13 @@ class HarvestMetrics:
     def in_flight(self, count: int) -> None:
         """So many records were sent and are not yet acknowledged."""
         self._in_flight = count
+        if count:
+            self.activity.tries()
 
     def held(self, count: int) -> None:
         """So many records, keys and topics are held."""
+        if count > self._holds:
+            self.activity.finished()
         self._holds = count
 
     def waiting(self, destinations: int, keys: int) -> None:
@@ -145,9 +210,12 @@ class HarvestMetrics:
         """So many records were published to the dead-letter topic."""
         with self._lock:
             self._dead_letters += count
+        self.activity.finished()
 
     def leading(self, leader: bool) -> None:
         """Whether this harvester leads."""
+        if leader:
+            self.activity.begin()
         self._leader = leader
 
     def backlog(self, backlog: Backlog | None) -> None:
@@ -167,11 +235,13 @@ class HarvestMetrics:
         """One mark statement took this long."""
         with self._lock:
             self._mark_duration.observe(seconds)
+        self.activity.looked()
 
     def purge_took(self, seconds: float) -> None:
         """One purge statement took this long."""
         with self._lock:
             self._purge_duration.observe(seconds)
+        self.activity.finished()
 
     def add_to(self, families: _Families) -> None:
         """Write a consistent copy of the numbers into the families."""

@@ -1,7 +1,15 @@
-"""Who leads, as the leader topic tells anybody who reads its end: the highest claim there is.
+"""Who leads, as the leader topic tells anybody who reads its end: the highest claim of the group.
 
 Tasks of a relay run on machines that take no part in the election. Each looks once, after it has fenced its
 transactional.id; see `takeover.py` for why that is enough.
+
+The end of the topic is written, not asked for: a broker that was cut off and does not know yet that it no longer leads
+the partition goes on telling an old end. A message of our own is acknowledged only by the partition's true leader, so
+who has read up to it has read every claim that was acknowledged before it was written.
+
+How far back? A leader writes heartbeats, which name its claim, and stops as soon as it reads a higher one. So some
+tens of the group's messages before the end suffice, and nothing before our own claim matters. Groups may share the
+topic: it is read from ever further back until there are so many.
 """
 
 from __future__ import annotations
@@ -10,73 +18,122 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from outbox_core.election.claims import Claim, Heartbeat, decode
+from outbox_core.config import LeaderNames
+from outbox_core.election.claims import Claim, Contest, decode, encode_look
 from outbox_core.errors import KafkaUnavailable
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
+from outbox_core.kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    make_consumer,
+    make_producer,
+)
 
-_LOOK_BACK = 64  # the leader's heartbeats name its claim; this many are some seconds of them
+_ENOUGH = 32  # some seconds of a leader's heartbeats
+_FIRST_WINDOW = 128
+_WIDER = 8
 _TIMEOUT_SECONDS = 30.0
 
 
-def highest_claim(kafka: Mapping[str, Any], topic: str) -> int:
-    """The number of the highest claim that the end of a leader topic tells of, -1 if it tells of none.
+def highest_claim(kafka: Mapping[str, Any], leader: LeaderNames, since: int = 0) -> int:
+    """The number of the group's highest claim that the end of its leader topic tells of, -1 if it tells of none.
+
+    Writes a message that means nothing to anybody.
 
     Args:
         kafka: librdkafka settings of the cluster.
-        topic: the leader topic, of one partition.
+        leader: the group, and its leader topic, of one partition.
+        since: a claim; it and what was written before it need not be looked at.
 
     Raises:
-        KafkaUnavailable: if it cannot be read.
+        KafkaUnavailable: if the topic cannot be written or read.
     """
+    common = {name: value for name, value in kafka.items() if name not in {"group.instance.id", "group.id"}}
+    give_up_at = time.monotonic() + _TIMEOUT_SECONDS
+    end = _write(common, leader, give_up_at)
     consumer = make_consumer(
         {
-            **{name: value for name, value in kafka.items() if name != "group.instance.id"},
+            **common,
             "group.id": "kafka-outbox-claims",  # required by the client; no group is joined
             "isolation.level": "read_uncommitted",
             "enable.auto.commit": False,
-            "enable.partition.eof": True,
             "auto.offset.reset": "earliest",
             "allow.auto.create.topics": False,
             "fetch.wait.max.ms": 10,
         }
     )
     try:
-        return _read(consumer, topic, time.monotonic() + _TIMEOUT_SECONDS)
+        return _read_back(consumer, leader, since, end, give_up_at)
     finally:
         consumer.close()
 
 
-def _read(consumer: Consumer, topic: str, give_up_at: float) -> int:
-    low, high = _watermarks(consumer, topic, give_up_at)
-    if low >= high:
-        return -1
-    consumer.assign([TopicPartition(topic, 0, max(low, high - _LOOK_BACK))])
-    highest = -1
+def _write(kafka: Mapping[str, Any], leader: LeaderNames, give_up_at: float) -> int:
+    """Write a look; return its offset."""
+    producer = make_producer({**kafka, "acks": "all", "linger.ms": 0})
+    outcome: list[tuple[KafkaError | None, int]] = []
+
+    def note(error: KafkaError | None, message: Message) -> None:
+        outcome.append((error, message.offset() or 0))
+
+    value = encode_look(contest=Contest(leader.group_id))
+    producer.produce(leader.topic, value, partition=0, on_delivery=note)
+    while not outcome and time.monotonic() < give_up_at:
+        producer.poll(0.1)
+    if not outcome:
+        producer.purge()
+        raise KafkaUnavailable(f"leader topic {leader.topic!r} cannot be written: no answer")
+    [(error, offset)] = outcome
+    if error is not None:
+        raise KafkaUnavailable(f"leader topic {leader.topic!r} cannot be written: {error.str()}")
+    return offset
+
+
+def _read_back(consumer: Consumer, leader: LeaderNames, since: int, end: int, give_up_at: float) -> int:
+    """Read up to `end` from ever further back, until that tells enough."""
+    first = max(since, _beginning(consumer, leader.topic, give_up_at))
+    window = _FIRST_WINDOW
+    while True:
+        start = max(first, end - window)
+        claims = _claims(consumer, leader, start, end, give_up_at)
+        if start == first or len(claims) >= _ENOUGH:
+            return max(claims, default=-1)
+        window *= _WIDER
+
+
+def _claims(consumer: Consumer, leader: LeaderNames, start: int, end: int, give_up_at: float) -> list[int]:
+    """The claim that each message of the group between two offsets makes or names."""
+    claims: list[int] = []
+    if start >= end:
+        return claims
+    contest = Contest(leader.group_id)
+    consumer.assign([TopicPartition(leader.topic, 0, start)])
     while time.monotonic() < give_up_at:
         message = consumer.poll(0.1)
-        if message is None:
+        if message is None or message.error() is not None:
             continue
         offset = message.offset() or 0
-        error = message.error()
-        if error is None:
-            value = message.value()
-            match decode(value if isinstance(value, bytes) else None):
-                case Claim():
-                    highest = max(highest, offset)
-                case Heartbeat(claim=claim) if claim < offset:
-                    highest = max(highest, claim)
-            if offset >= high - 1:
-                return highest
-        elif error.code() == KafkaError._PARTITION_EOF and offset >= high:  # noqa: SLF001
-            return highest
-    raise KafkaUnavailable(f"leader topic {topic!r} was not read to its end in time")
+        if offset >= end:
+            return claims
+        value = message.value()
+        signal = decode(value if isinstance(value, bytes) else None)
+        if signal is None or not contest.includes(signal.contest):
+            continue
+        claim = offset if isinstance(signal, Claim) else signal.claim
+        if claim <= offset:  # else it is no leader's
+            claims.append(claim)
+    raise KafkaUnavailable(f"leader topic {leader.topic!r} was not read to its end in time")
 
 
-def _watermarks(consumer: Consumer, topic: str, give_up_at: float) -> tuple[int, int]:
+def _beginning(consumer: Consumer, topic: str, give_up_at: float) -> int:
     while True:
         try:
-            return consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=5.0, cached=False)
+            low, _ = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=5.0, cached=False)
         except KafkaException as error:
             if time.monotonic() > give_up_at:
                 raise KafkaUnavailable(f"leader topic {topic!r} cannot be read: {error.args[0].str()}") from None
             time.sleep(0.1)
+        else:
+            return low

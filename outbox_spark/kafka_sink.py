@@ -77,8 +77,8 @@ class ShardsWriter(DataSourceStreamArrowWriter):
             return RecordsPublished(0, 0)
         identity = identity_of(self._options, self._config)
         shard = Transactions.of(self._config, identity).of_shard(current_task().partition)
-        leader_topic = self._config.leader_names(identity).topic
-        written = ShardWriter(shard, leader_topic, mark.term, reached=self.reached).write(records)
+        leader = self._config.leader_names(identity)
+        written = ShardWriter(shard, leader, mark.term, reached=self.reached).write(records)
         return RecordsPublished(written.sent, written.found)
 
     def reached(self, step: str) -> None:

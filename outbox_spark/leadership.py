@@ -34,10 +34,11 @@ class OwnElection:
     Args:
         config: the harvester's settings.
         identity: the outbox's.
+        server_id: its database server's.
     """
 
-    def __init__(self, config: HarvestConfig, identity: str) -> None:
-        self._neli = make_elector(config, identity)
+    def __init__(self, config: HarvestConfig, identity: str, server_id: str) -> None:
+        self._neli = make_elector(config, identity, server_id)
         self._starting = threading.Lock()
         self._started = False
 
@@ -61,7 +62,7 @@ class OwnElection:
         self._neli.stop()
 
 
-def make_elector(config: HarvestConfig, identity: str, on_event: EventHandler | None = None) -> Neli:
+def make_elector(config: HarvestConfig, identity: str, server_id: str, on_event: EventHandler | None = None) -> Neli:
     """A member of the group in which the harvesters of this outbox contend."""
     group_id, topic = config.leader_names(identity)
     return Neli(
@@ -72,6 +73,8 @@ def make_elector(config: HarvestConfig, identity: str, on_event: EventHandler | 
             name=config.name,
             heartbeat_timeout=config.limits.heartbeat_timeout,
             min_poll_interval=config.limits.min_poll_interval,
+            outbox=identity,
+            server_id=server_id,
         ),
         on_event,
     )

@@ -79,6 +79,15 @@ def identity_of(options: Options, config: HarvestConfig) -> str:
     return options.optional("outbox") or _identify(config.data_source, config.outbox_table)
 
 
+def server_id_of(config: HarvestConfig) -> str:
+    """The database server's ID."""
+    store = PostgresStore(config.data_source, config.outbox_table)
+    try:
+        return store.server_id()
+    finally:
+        store.close()
+
+
 @functools.cache
 def _identify(data_source: str, table: str) -> str:
     store = PostgresStore(data_source, table)

@@ -25,7 +25,7 @@ from outbox_spark import takeover
 from outbox_spark.batch_store import BatchStore, Shard
 from outbox_spark.leadership import GivenTerm, OwnElection
 from outbox_spark.options import Options
-from outbox_spark.outbox_options import COMMON_OPTIONS, config_of, identity_of
+from outbox_spark.outbox_options import COMMON_OPTIONS, config_of, identity_of, server_id_of
 from outbox_spark.outbox_rows import SCHEMA, to_arrow
 from outbox_spark.outbox_stream import BEGINNING, Election, Offset, OutboxStream, StreamSettings
 from outbox_spark.shard_writer import MOST_ROWS
@@ -137,7 +137,9 @@ class _StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNo
         options, identity = self.options, self.options.identity
         transactions = Transactions.of(options.config, identity)
         election: Election = (
-            GivenTerm(options.term) if options.term is not None else OwnElection(options.config, identity)
+            GivenTerm(options.term)
+            if options.term is not None
+            else OwnElection(options.config, identity, server_id_of(options.config))
         )
         settings = StreamSettings(shards=options.shards, limit=options.limit)
         return OutboxStream(settings, election, options.make_store, _settling(transactions, options.shards))

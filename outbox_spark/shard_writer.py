@@ -8,8 +8,8 @@ of this batch in Kafka? `init_transactions()` settles it, and the shard's last m
 the same transaction. Rows that it lists are not sent again.
 
 The last manifest is enough because a batch is handed out only when the purge of the one before is committed
-(`outbox_stream.py`). Whether we may write at all the leader topic tells (`claims.py`): it is read once, after fencing;
-whoever leads later fences us.
+(`outbox_stream.py`). Whether we may write at all the leader topic tells (`claims.py`): it is read once, after fencing,
+up to a message that we write there ourselves; whoever leads later fences us.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from outbox_core.config import LeaderNames
 from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError
 from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.publisher import Failure
@@ -66,7 +67,7 @@ class ShardWriter:
 
     Args:
         transactions: the shard's (`Transactions.of_shard`).
-        leader_topic: where the claims are.
+        leader: the leader group, and the topic where its claims are.
         term: the number of the claim under which the rows were marked.
         reached: called with the name of each step, for tests: "fenced", "sent", "committed".
         patience: for how many seconds outages of Kafka are borne.
@@ -75,14 +76,14 @@ class ShardWriter:
     def __init__(
         self,
         transactions: Transactions,
-        leader_topic: str,
+        leader: LeaderNames,
         term: int,
         *,
         reached: Callable[[str], None] = lambda _: None,
         patience: float = _PATIENCE_SECONDS,
     ) -> None:
         self._transactions = transactions
-        self._leader_topic = leader_topic
+        self._leader = leader
         self._term = term
         self._reached = reached
         self._give_up_at = time.monotonic() + patience
@@ -129,9 +130,9 @@ class ShardWriter:
             producer.discard()
 
     def _look_who_leads(self) -> None:
-        claim = highest_claim(self._transactions.kafka, self._leader_topic)
+        claim = highest_claim(self._transactions.kafka, self._leader, self._term)
         if claim > self._term:
-            raise Deposed(f"claim {claim} on {self._leader_topic} is higher than ours, {self._term}: another one leads")
+            raise Deposed(f"claim {claim} on {self._leader.topic} is higher than ours, {self._term}: another one leads")
 
     def _not_published(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
         transactions = self._transactions

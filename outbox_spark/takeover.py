@@ -8,9 +8,10 @@ harvester, does the same for each transactional.id there ever was:
 2. read its last manifest, and the opening of a torn transaction behind it, up to a barrier;
 3. delete the rows it lists, by (id, create_time), and those of a torn one that Kafka has.
 
-This comes after the claim that won the election. A shard's task looks for a higher claim after it has fenced its own
-transactional.id (`outbox_core.election.claims`, `shard_writer.py`): so a task of a deposed relay either fenced before
-our step 1, and is fenced by it, or sees our claim.
+This comes after the claim that won the election, which Kafka has acknowledged by then. A shard's task looks for a
+higher claim after it has fenced its own transactional.id (`claims.py`, `shard_writer.py`), up to a message that it
+writes at that time itself. So a task of a deposed relay either fenced before our step 1, and is fenced by it, or sees
+our claim.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from outbox_core.election.claims import LONGEST_GROUP, LONGEST_OUTBOX, Contest
 from outbox_core.errors import InvalidConfig
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ class NeliConfig:
         heartbeat_timeout: how long a lease lasts from the heartbeat that renews it; at least 0.5 s.
         min_poll_interval: heartbeats are no closer than this, unless there were fewer than five in `heartbeat_timeout`.
         role: which of several leaderships on one topic: role j belongs to partition j modulo the number of partitions.
+        outbox: identity of what the leader works on, for all members to compare; '' for what needs no comparing.
+        server_id: of the database server that has it (`OutboxStore.server_id`), compared likewise; '' if unknown.
 
     Raises:
         InvalidConfig: naming the setting.
@@ -82,16 +85,25 @@ class NeliConfig:
     heartbeat_timeout: timedelta = timedelta(seconds=5)
     min_poll_interval: timedelta = timedelta(milliseconds=100)
     role: int = 0
+    outbox: str = ""
+    server_id: str = ""
 
     def __post_init__(self) -> None:
         if not self.group_id:
             raise InvalidConfig("group_id: must not be empty")
+        if len(self.group_id) > LONGEST_GROUP:
+            raise InvalidConfig(f"group_id: must have {LONGEST_GROUP} characters at most, has {len(self.group_id)}")
         object.__setattr__(self, "kafka", dict(self.kafka))
         object.__setattr__(self, "topic", self.topic or f"{self.group_id}.neli")
         object.__setattr__(self, "name", self.name or f"{socket.gethostname()}-{os.getpid()}")
         self._check_topic()
         self._check_times()
         self._check_kafka()
+
+    @property
+    def contest(self) -> Contest:
+        """What the leader leads, as its messages say it."""
+        return Contest(self.group_id, self.outbox[:LONGEST_OUTBOX], self.server_id)
 
     @property
     def heartbeat_interval(self) -> timedelta:

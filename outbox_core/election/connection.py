@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outbox_core.election")
 
-TOPIC_FORBIDDEN = {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
+_TOPIC_FORBIDDEN = {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
 
-_PROBE_SECONDS = 0.05
+_PROBE_SECONDS = 0.5
 _PROBE_INTERVAL_SECONDS = 1.0
 
 
@@ -24,56 +24,78 @@ class Connection:
     """Logs once when the cluster goes away and once when it is back; librdkafka reconnects by itself.
 
     Args:
-        name: Of the process, for the log.
-        topic: Asked for to see whether the cluster is back.
+        config: The settings.
+
+    Attributes:
+        answered_at: When the cluster last answered, on the clock of `now`.
+        complaint: What the client complained of since, '' for nothing.
     """
 
-    def __init__(self, name: str, topic: str) -> None:
-        self._name = name
-        self._topic = topic
+    def __init__(self, config: NeliConfig) -> None:
+        self._name = config.name
+        self._topic = config.topic
+        # A probe holds up the heartbeats.
+        self._probe_seconds = min(_PROBE_SECONDS, config.heartbeat_timeout.total_seconds() / 5)
         self._is_lost = False
-        self._complaint = ""
         self._probe_at = 0.0
+        self.answered_at = now()
+        self.complaint = ""
 
     def complain(self, error: KafkaError) -> None:
         """Take note of an error of the client; called for each attempt to connect."""
         if error.code() != KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001  confluent's public constant
             if not self._is_lost:
-                self._complaint = error.str()
+                self.complaint = error.str()
             return
         if not self._is_lost:
             self._is_lost = True
             logger.warning(
-                "%s: no Kafka broker can be reached (%s); trying on", self._name, self._complaint or error.str()
+                "%s: no Kafka broker can be reached (%s); trying on", self._name, self.complaint or error.str()
             )
 
-    def trouble(self, error: KafkaError) -> None:
+    def hindered(self, error: KafkaError) -> None:
         """Take note of an error in the place of a message."""
-        if error.str() != self._complaint:
-            self._complaint = error.str()
+        if error.str() != self.complaint:
+            self.complaint = error.str()
             logger.warning("%s: leader election is hindered: %s; trying on", self._name, error.str())
 
-    def look(self, consumer: Consumer) -> None:
-        """See now and then whether a lost cluster is back."""
-        if not self._is_lost or now() < self._probe_at:
+    def look(self, consumer: Consumer, *, in_doubt: bool) -> None:
+        """See now and then whether the cluster answers, if it is lost or nothing has been heard for a while."""
+        if not (self._is_lost or in_doubt) or now() < self._probe_at:
             return
         try:
-            consumer.list_topics(self._topic, timeout=_PROBE_SECONDS)
-        except KafkaException:
-            self._probe_at = now() + _PROBE_INTERVAL_SECONDS
+            consumer.list_topics(self._topic, timeout=self._probe_seconds)
+        except KafkaException as error:
+            self.complaint = self.complaint or error.args[0].str()
         else:
-            self.well()
+            self._is_back()
+        self._probe_at = now() + _PROBE_INTERVAL_SECONDS
 
     def well(self) -> None:
+        """Take note that the cluster does what it is asked."""
+        self.answered()
+        if not self._is_lost:  # else it is a message that had come before
+            self.complaint = ""
+
+    def answered(self) -> None:
         """Take note that the cluster answers."""
+        self.answered_at = now()
+
+    def _is_back(self) -> None:
+        self.answered()
         if self._is_lost:
             logger.info("%s: Kafka is back", self._name)
-        self._is_lost = False
-        self._complaint = ""
+            self._is_lost = False
+            self.complaint = ""
 
 
-def refuse_if_permanent(error: KafkaError, config: NeliConfig) -> None:
+def refuse_if_permanent(error: KafkaError, config: NeliConfig, *, is_new: bool) -> None:
     """Raise what a consumer's error means if trying on cannot help.
+
+    Args:
+        error: The client's.
+        config: The settings.
+        is_new: Whether the group has not let us in yet. Later an operator can mend it while we run.
 
     Raises:
         GroupRefused: other assignors in the group, or no right to join it.
@@ -81,24 +103,41 @@ def refuse_if_permanent(error: KafkaError, config: NeliConfig) -> None:
         InvalidConfig: a session timeout outside the broker's bounds.
         OutboxError: the client gave up.
     """
-    if error.code() in TOPIC_FORBIDDEN:
-        raise forbidden_topic(config.topic, error)
-    _refuse_group(error, f"leader group {config.group_id!r}", config)
+    if is_new:
+        if error.code() in _TOPIC_FORBIDDEN:
+            raise LeaderTopicError(why_refused(config.topic, error))
+        _refuse_group(error, f"leader group {config.group_id!r}", config)
     if error.fatal():
         raise OutboxError(f"leader group {config.group_id!r}: the Kafka client gave up: {error.str()}")
 
 
-def forbidden_topic(topic: str, error: KafkaError) -> LeaderTopicError:
-    """The error for a leader topic that may not be read or written."""
-    return LeaderTopicError(f"leader topic {topic!r} cannot be used: {error.str()}; grant READ and WRITE on it")
+def is_lasting(error: KafkaError) -> bool:
+    """Whether what the leader topic refuses will be refused again unless somebody mends it."""
+    return error.code() in _TOPIC_FORBIDDEN or error.code() in _ADVICE
+
+
+def why_refused(topic: str, error: KafkaError) -> str:
+    """What keeps the leader topic from being written or read, and what to do."""
+    advice = "grant READ and WRITE on it" if error.code() in _TOPIC_FORBIDDEN else _ADVICE.get(error.code(), "")
+    return f"leader topic {topic!r} cannot be used: {error.str()}" + (f"; {advice}" if advice else "")
+
+
+_ADVICE = {
+    KafkaError.INVALID_RECORD: "it must have cleanup.policy=delete, as its messages have no key",
+    KafkaError.POLICY_VIOLATION: "the brokers' policy must let messages of about 300 bytes without a key pass",
+    KafkaError.MSG_SIZE_TOO_LARGE: "its max.message.bytes must be 4096 at least",
+    KafkaError.INVALID_MSG_SIZE: "its max.message.bytes and segment.bytes must be 4096 at least",
+}
 
 
 def _refuse_group(error: KafkaError, group: str, config: NeliConfig) -> None:
     match error.code():
         case KafkaError.INCONSISTENT_GROUP_PROTOCOL:
             raise GroupRefused(
-                f"{group} has members with other assignors than cooperative-sticky (goharvest's, perhaps); "
-                "choose another group_id"
+                f"{group} has members of another kind, with other assignors than cooperative-sticky. If they are "
+                "goharvest's, stop all its processes first; one that was killed stays in the group for up to 15 s "
+                "(three heartbeatTimeouts). Do not choose another leaderGroupID (leader_group_id) while they run: "
+                "both would publish the same table"
             )
         case KafkaError.GROUP_AUTHORIZATION_FAILED:
             raise GroupRefused(f"{group} cannot be joined: {error.str()}; grant READ on the group")

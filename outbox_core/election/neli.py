@@ -85,8 +85,11 @@ class Neli:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process leads, looked up in the lease at every call."""
-        lease = self.leadership
+        """Whether this process leads, looked up in the lease at every call; not while LeaderRevoked is handled."""
+        pulse = self._pulse
+        if pulse is None or pulse.is_handing_over:
+            return False
+        lease = pulse.leadership
         return lease is not None and lease.is_valid(now())
 
     @property
@@ -96,15 +99,22 @@ class Neli:
 
     @property
     def trouble(self) -> str | None:
-        """What keeps it from electing anybody, for people; None while it works."""
-        return str(self._failure) if self._failure is not None else None
+        """What keeps the group from having a leader, for people; None while it works, whoever leads.
+
+        A group that has had no leader for three sessions, one that leads for another outbox, a leader topic that has
+        refused our messages for as long as a lease lasts, Kafka that does not answer; or what ended this elector.
+        """
+        if self._failure is not None:
+            return str(self._failure)
+        pulse = self._pulse
+        return pulse.trouble if pulse is not None else None
 
     def start(self) -> None:
         """Join the group, having made the leader topic if it is missing. Does nothing if that was done before.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
-            LeaderTopicError: the leader topic is missing and cannot be made, or cannot be used.
+            LeaderTopicError: the leader topic is missing and cannot be made, or refuses a message of ours.
             InvalidConfig: librdkafka refuses a setting.
             OutboxError: it was stopped before; make a new one.
         """
@@ -121,7 +131,13 @@ class Neli:
                     self._config.topic,
                     width,
                 )
-            self._pulse = Pulse(self._config, width, self._notify, self._await_worker)
+            pulse = Pulse(self._config, width, self._notify, self._await_worker)
+            try:
+                pulse.join()
+            except BaseException:
+                pulse.close()
+                raise
+            self._pulse = pulse
             self._thread.start()
 
     def stop(self) -> None:

@@ -30,8 +30,9 @@ What holds, and where in the code it is seen:
 2. *The lease counts from the sending*: `_sent` keeps the time read before the heartbeat was handed to the client.
 3. *A lease that ran out is never renewed*: `expire` runs before anything is observed, and forgets all that was sent.
    So whoever was fenced leads again only by a heartbeat sent after that, under a new leader ID.
-4. *A higher claim deposes whoever wrote it*: a claim's number is its offset, so every claim read after our own is
-   higher. All else (noise, foreign heartbeats, anything from before our claim) changes nothing.
+4. *A higher claim deposes whoever wrote it*: a claim's number is its offset, so every claim of our group that is read
+   after our own is higher. All else (noise, foreign heartbeats, anything from before our claim, and whatever other
+   groups write to a topic that we share with them) changes nothing.
 5. *A rival that lives is left alone*: a deposed owner claims again only after silence, and only when it has read all
    there is (`quiet`), as after a long pause the rival's heartbeats may be waiting to be read.
 6. *A claim that was never read cannot be missed*: a candidate (after a pause, say) that finds messages gone which it
@@ -44,7 +45,7 @@ from __future__ import annotations
 from enum import Enum, auto
 from uuid import uuid4
 
-from outbox_core.election.claims import Claim, Heartbeat, Signal
+from outbox_core.election.claims import NO_CONTEST, Claim, Contest, Heartbeat, Signal
 from outbox_core.election.leadership import Leadership
 from outbox_core.events import LeaderAcquired, LeaderFenced
 
@@ -65,14 +66,16 @@ class Tenure:
         name: of the process, for people.
         timeout: seconds a lease lasts from the sending of the heartbeat that renews it.
         interval: seconds between heartbeats; at most a fifth of `timeout`.
+        contest: what it leads; written into every message.
     """
 
-    def __init__(self, name: str, *, timeout: float, interval: float) -> None:
+    def __init__(self, name: str, *, timeout: float, interval: float, contest: Contest = NO_CONTEST) -> None:
         self.state = State.CLAIMING
         self.leadership: Leadership | None = None
         self._name = name
         self._timeout = timeout
         self._interval = interval
+        self._contest = contest
         self._id = uuid4()
         self._term = -1
         self._sequence = 0
@@ -89,12 +92,12 @@ class Tenure:
         if self.state is State.CLAIMING:
             self._id = uuid4()
             self._due = now + self._timeout / 2
-            return Claim(self._id, self._name)
+            return Claim(self._id, self._name, self._contest)
         self._due = now + self._interval
         self._forget_sent_before(now - self._timeout)
         self._sequence += 1
         self._sent[self._sequence] = now
-        return Heartbeat(self._term, self._id, self._sequence, self._name)
+        return Heartbeat(self._term, self._id, self._sequence, self._name, self._contest)
 
     def attention_in(self, now: float) -> float:
         """Seconds after `now` at which there is something to write or a lease to end, whatever is read until then."""
@@ -113,12 +116,13 @@ class Tenure:
         """Take note of a message of the partition; `signal` is None for noise."""
         fenced = self.expire(now)
         self._look_for_gap(offset, now)
+        if signal is None or not self._contest.includes(signal.contest):
+            return fenced
         match signal:
             case Claim():
                 return self._observe_claim(offset, signal, now) or fenced
             case Heartbeat():
                 return self._observe_heartbeat(offset, signal, now) or fenced
-        return fenced
 
     def quiet(self, now: float) -> None:
         """Take note that everything there is has been read."""
@@ -138,7 +142,9 @@ class Tenure:
         if offset <= self._term or claim.id == self._id:
             return None
         self._rival, self._rival_heard = offset, now
-        return self._unlead(State.DEPOSED, f"{claim.name or 'another process'} made a higher claim, {offset}")
+        rival = claim.name or "another process"
+        stranger = "" if self._contest.agrees(claim.contest) else f" for {claim.contest}"
+        return self._unlead(State.DEPOSED, f"{rival} made a higher claim{stranger}, {offset}")
 
     def _observe_heartbeat(self, offset: int, beat: Heartbeat, now: float) -> LeaderAcquired | LeaderFenced | None:
         if self.state is State.DEPOSED and self._rival <= beat.claim < offset:

@@ -21,7 +21,7 @@ _REST = 9
 
 
 class BacklogObserver:
-    """Asks the database at intervals, while its harvester leads: one process asks, not all.
+    """Asks the database at intervals, while its harvester leads: one process asks, not all, unless nobody leads.
 
     Args:
         store: used on the observer's thread only.
@@ -48,7 +48,7 @@ class BacklogObserver:
     def _run(self) -> None:
         while not self._stopping.is_set():
             began = time.monotonic()
-            self._harvester.metrics.backlog(self._ask() if self._harvester.is_leader else None)
+            self._harvester.metrics.backlog(self._ask() if self._harvester.counts_backlog else None)
             self._stopping.wait(max(self._interval, _REST * (time.monotonic() - began)))
         self._store.close()
 

@@ -333,6 +333,17 @@ class Culprits:
         self._write([new_hold(by_topic[topic], dead_letter=False) for topic in sorted(missing)])
         return missing
 
+    def hold_topic(self, topic: str, why: str) -> bool:
+        """Hold a topic whose records end the producer; return whether that is done."""
+        if not self.book.is_kept:
+            _log.error(
+                "records for topic %s end every term (%s); without a table of holds it cannot be held", topic, why
+            )
+            return False
+        _log.error("topic %s is held: records for it, and for no other topic, end every term: %s", topic, why)
+        self._write([NewHold(topic, None, None, "ends the producer", why)])
+        return True
+
     def _write(self, holds: Sequence[NewHold]) -> None:
         book = self.book
         written = self._waiting.insist(self._with.marker, lambda store: book.write(store, holds))

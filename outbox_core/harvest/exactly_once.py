@@ -42,6 +42,7 @@ from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.suspicion import Suspicion
 from outbox_core.harvest.term import Term
 from outbox_core.harvest.waiting import Waiting
 
@@ -67,6 +68,7 @@ class ExactlyOnce:
         in_flight_records: records in the open transaction.
         marks_are_settled: whether one of its terms has seen to the marks of an at-least-once leader.
         letters: its dead letters.
+        suspicion: what its terms have ended with.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class ExactlyOnce:
         self.drained = False
         self.in_flight_records = 0
         self.marks_are_settled = False
+        self.suspicion = Suspicion(timing.mark_query_records)
         rights = Rights(dead_letters, transactions.tracking_topic)
         self.letters = Letters(dead_letters, surroundings, Waiting(self.over, timing, surroundings), rights)
         self._timing = timing

@@ -2,7 +2,9 @@
 
 Threads: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the terms), one
 thread for each of the two database connections, and one that counts the backlog for the metrics. What they share is
-in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
+in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. A sixth one, `outbox-watch`,
+gives leadership up when the process can do nothing with it. All are daemon threads: a process whose main thread ends
+without `stop` stops its harvesters in good order while the interpreter exits (`_stop_with_process`).
 
                  LeaderAcquired                         lease over, LeaderFenced
     standing by ----------------> harvesting (a term) ---------------------------> finishing --> standing by
@@ -12,9 +14,11 @@ in `_announced`, `_stopping` and `_term`; every change of those is followed by `
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 from uuid import UUID
@@ -38,6 +42,7 @@ from outbox_core.harvest.publisher import Publisher
 from outbox_core.harvest.recovery import Step, Transactions
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.watch import Watch
 from outbox_core.kafka import (
     Producer,
     TopicLimits,
@@ -55,6 +60,8 @@ _log = logging.getLogger(__name__)
 _STANDBY_TICK_SECONDS = 0.2
 _STANDBY_DRAIN_CHECK_SECONDS = 0.5
 _UNHEALTHY_AFTER_SECONDS = 30.0
+_STALLED_AFTER_SECONDS = 5.0
+_LEAVE_SECONDS = 10.0
 
 ProducerFactory = Callable[[], Producer]
 
@@ -103,6 +110,7 @@ class Harvester:
         self._term_changed = threading.Condition()
         self._term: AtLeastOnce | ExactlyOnce | None = None
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
+        self._leads_as: UUID | None = None  # the leadership, as event handlers see it: from Acquired, until Revoked
         self._failure: BaseException | None = None
         self._elector: LeaderElector | None = None
         self._thread: threading.Thread | None = None
@@ -120,11 +128,13 @@ class Harvester:
         """
         if self._thread is not None:
             raise RuntimeError("a harvester is started once")
-        identity = self._identify()
+        identity, server_id = self._identify()
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity
-        self._elector = self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity)
+        self._elector = (
+            self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity, server_id)
+        )
         self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
@@ -134,10 +144,16 @@ class Harvester:
             self._check_dead_letters()
         self._publisher_of_outbox = self._publisher(identity)
         self._listening = self._make_listening() if self.config.notify else None
-        parts = self._surroundings(self._elector), self._backlog_observer()
-        self._elector.start()
-        self._thread = threading.Thread(target=self._run, args=parts, name="outbox-harvest")
-        self._thread.start()
+        with ExitStack() as undo:
+            surroundings = self._surroundings(self._elector, undo)
+            self._elector.start()
+            undo.callback(self._elector.stop)
+            self._thread = threading.Thread(
+                target=self._run, args=(surroundings, self._backlog_observer()), name="outbox-harvest", daemon=True
+            )
+            self._thread.start()
+            undo.pop_all()
+        atexit.register(self._stop_with_process)
 
     def stop(self) -> None:
         """Ask for a graceful end: finish what is in flight, clear marks, hand leadership over. See `join`."""
@@ -173,15 +189,18 @@ class Harvester:
 
     @property
     def is_leader(self) -> bool:
-        """Whether the lease is valid now."""
+        """Whether it leads and the lease is valid now; not any more while leadership is handed over."""
         leadership = self._elector.leadership if self._elector else None
-        return leadership is not None and now() < leadership.deadline
+        return leadership is not None and leadership.leader_id == self._leads_as and now() < leadership.deadline
 
     @property
     def leader_id(self) -> UUID | None:
-        """The ID that marks carry now, or None while not harvesting."""
+        """The ID that marks carry now, in the handler of LeaderAcquired that of the event; None while not leading."""
         term = self._term
-        return term.leader_id if term is not None else None
+        is_new = self._leads_as is not None and self._announced is None  # then the last term may not have ended yet
+        if term is not None and not is_new:
+            return term.leader_id
+        return self._leads_as if self.is_leader else None
 
     @property
     def in_flight_records(self) -> int:
@@ -190,15 +209,51 @@ class Harvester:
         return term.in_flight_records if term is not None else 0
 
     def health(self) -> Health:
-        """Whether it works; what an orchestrator's probe asks."""
+        """Tell whether it works, by what it has done lately; what an orchestrator's probe asks."""
+        leader = self.is_leader
         if self._failure is not None:
-            return Health(ok=False, leader=False, detail=redact(str(self._failure)))
-        if self._ended.is_set():
-            return Health(ok=False, leader=False, detail="stopped")
+            trouble: str | None = str(self._failure) or type(self._failure).__name__
+        elif self._ended.is_set():
+            trouble = "stopped"
+        else:
+            trouble = self._trouble(leads=leader)
+        if trouble is not None:
+            return Health(ok=False, leader=leader, detail=redact(" ".join(trouble.split())))
+        return Health(ok=True, leader=leader, detail="leading" if leader else "standing by")
+
+    def _trouble(self, *, leads: bool) -> str | None:
+        """Return what is wrong while it runs, or None."""
+        if self._elector is None or self._thread is None:
+            return "not started"
         for outage in (self._database, self._kafka, self._removal):
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
-                return Health(ok=False, leader=self.is_leader, detail=redact(outage.describe()))
-        return Health(ok=True, leader=self.is_leader, detail="leading" if self.is_leader else "standing by")
+                return outage.describe()
+        if leads:
+            return self.metrics.activity.trouble(
+                _UNHEALTHY_AFTER_SECONDS, look_interval=self.config.limits.mark_backoff.total_seconds()
+            )
+        return self._elector.trouble
+
+    @property
+    def counts_backlog(self) -> bool:
+        """Whether to count what waits: it leads, or there is nobody who does."""
+        return self.is_leader or (self._elector is not None and self._elector.trouble is not None)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether it leads, and something that it needs fails, or nothing was done for some seconds."""
+        if not self.is_leader:
+            return False
+        fails = any(outage.lasted_seconds for outage in (self._database, self._kafka))
+        return fails or self.metrics.activity.idle_seconds > _STALLED_AFTER_SECONDS
+
+    def give_up(self, error: BaseException) -> None:
+        """End because of an error, and hand leadership back whatever the harvest thread does. From any thread."""
+        self._failure = self._failure or error
+        _log.error("leadership is given up: %s", error)
+        self.stop()
+        if self._elector is not None:
+            self._elector.stop()
 
     # -- making the parts
 
@@ -226,14 +281,15 @@ class Harvester:
         notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
         return Listening(notices, self._news)
 
-    def _identify(self) -> str:
+    def _identify(self) -> tuple[str, str]:
+        """The outbox's identity, and the ID of its server."""
         store = self._make_store()
         try:
-            return store.check()
+            return store.check(), store.server_id()
         finally:
             store.close()
 
-    def _neli(self, identity: str) -> Neli:
+    def _neli(self, identity: str, server_id: str) -> Neli:
         config = self.config
         group_id, topic = config.leader_names(identity)
         return Neli(
@@ -244,6 +300,8 @@ class Harvester:
                 name=config.name,
                 heartbeat_timeout=config.limits.heartbeat_timeout,
                 min_poll_interval=config.limits.min_poll_interval,
+                outbox=identity,
+                server_id=server_id,
             ),
             self._on_leadership,
         )
@@ -288,12 +346,16 @@ class Harvester:
             store.close()
         self._dead_letters_of_outbox.ensure()
 
-    def _surroundings(self, elector: LeaderElector) -> Surroundings:
+    def _surroundings(self, elector: LeaderElector, undo: ExitStack) -> Surroundings:
         config = self.config
+        marker = StoreThread(self._make_store(), "outbox-mark", self._wake.set)
+        undo.callback(marker.close)
+        purger = StoreThread(self._make_store(), "outbox-purge", self._wake.set)
+        undo.callback(purger.close)
         return Surroundings(
             elector=elector,
-            marker=StoreThread(self._make_store(), "outbox-mark", self._wake.set),
-            purger=StoreThread(self._make_store(), "outbox-purge", self._wake.set),
+            marker=marker,
+            purger=purger,
             floor=SettledFloor(self.metrics, now),
             metrics=self.metrics,
             meter=Meter(config.limits.min_metrics_interval.total_seconds(), now),
@@ -333,6 +395,7 @@ class Harvester:
 
     def _on_leadership(self, event: Event) -> None:
         """Hand the event on; on a hand-over first let the term finish, since the successor waits for our return."""
+        self._leads_as = event.leader_id if isinstance(event, LeaderAcquired) else None
         if isinstance(event, LeaderRevoked):
             self._hand_over()
         self.metrics.leading(isinstance(event, LeaderAcquired))
@@ -362,25 +425,49 @@ class Harvester:
     # -- the harvest thread
 
     def _run(self, surroundings: Surroundings, observer: BacklogObserver) -> None:
-        if self._metrics is not None:
-            observer.start()
-        if self._listening is not None:
-            self._listening.start()
-        leave = doorbell.answer(self._news.tell)
+        """Harvest until the end, then end the parts, each whatever becomes of the others."""
         try:
-            self._harvest_whenever_leading(surroundings)
-        except BaseException as error:
-            self._failure = error
+            with ExitStack() as parts:
+                parts.callback(surroundings.purger.close)
+                parts.callback(surroundings.marker.close)
+                parts.callback(surroundings.elector.stop)
+                self._start_helpers(parts, observer)
+                try:
+                    self._harvest_whenever_leading(surroundings)
+                except BaseException as error:
+                    self._failure = self._failure or error
+        except BaseException as error:  # a part that cannot end, an elector of the user's, for example
+            self._failure = self._failure or error
         finally:
             self._stopping.set()
-            leave()
-            observer.stop()
-            if self._listening is not None:
-                self._listening.stop()
-            surroundings.elector.stop()
-            surroundings.marker.close()
-            surroundings.purger.close()
+            self._publisher_of_outbox = None  # and with it the producer's threads, whoever keeps this object
             self._ended.set()
+            atexit.unregister(self._stop_with_process)
+
+    def _start_helpers(self, parts: ExitStack, observer: BacklogObserver) -> None:
+        helpers: list[BacklogObserver | Listening | Watch] = [Watch(self)]
+        if self._metrics is not None:
+            helpers.append(observer)
+        if self._listening is not None:
+            helpers.append(self._listening)
+        for helper in helpers:
+            helper.start()
+            parts.callback(helper.stop)
+        parts.callback(doorbell.answer(self._news.tell))
+
+    def _stop_with_process(self) -> None:
+        """Stop in good order when the interpreter exits: no row stays marked, and the successor need not wait.
+
+        Called on the main thread once all threads that are no daemons have ended. It waits no longer than a stop may
+        take, so that the process ends.
+        """
+        self.stop()
+        limits = self.config.limits
+        patience = limits.drain_timeout.total_seconds() + limits.heartbeat_timeout.total_seconds() + _LEAVE_SECONDS
+        if self._thread is not None:
+            self._thread.join(patience)
+            if self._thread.is_alive():
+                _log.warning("the process ends before its harvester: rows may stay marked; call stop() and join()")
 
     def _harvest_whenever_leading(self, surroundings: Surroundings) -> None:
         elector = surroundings.elector

@@ -20,6 +20,7 @@ from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.suspicion import Suspicion
 from outbox_core.harvest.tracking import opening_key
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
@@ -30,6 +31,7 @@ _ID: Final = 0
 _CREATE_TIME: Final = 7
 _topic_of = itemgetter(1)
 _IDLE_SECONDS = 1.0
+_QUIET_SECONDS = 10.0
 
 
 class Scanned(NamedTuple):
@@ -56,6 +58,7 @@ class LeadershipOfTerm(Protocol):
     in_flight_records: int
     marks_are_settled: bool
     letters: Letters
+    suspicion: Suspicion
 
     def over(self) -> bool:
         """Whether nothing more is to be begun."""
@@ -102,6 +105,7 @@ class Term:
         self._scan_holds: HoldSet = NO_HOLDS
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._letters = leadership.letters
+        self._suspicion = leadership.suspicion
         rights = Rights(dead_letters, transactions.tracking_topic)
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
@@ -130,12 +134,16 @@ class Term:
             self._server = recovery.server_id()
             self._refuse_marks(recovery)
             self._culprits.read_holds()
-            self._with.kafka.ended()
+            self._hold_guilty()
         while ended is None and not over():
             ended = self._turn(producer)
         self._join_scan()
         self._purge_is_committed(now() + self._timing.drain_timeout)
         return None if over() else ended
+
+    def _hold_guilty(self) -> None:
+        if self._suspicion.guilty is not None and self._culprits.hold_topic(*self._suspicion.guilty):
+            self._suspicion.held()
 
     def _refuse_marks(self, recovery: Recovery) -> None:
         """Once in a leadership: while it lasts nobody else marks, and to look for marks is to read the whole table."""
@@ -182,6 +190,9 @@ class Term:
             self._culprits.is_idle = True
             self._pace.found_nothing(scanned.took)
             if scanned.is_all:
+                self._suspicion.found_nothing()
+                if not self._suspicion.is_failing:
+                    self._with.kafka.faded(_QUIET_SECONDS)  # nothing is there to be committed
                 self._look_whether_drained(scanned.holds)
         return records
 
@@ -194,7 +205,8 @@ class Term:
         """Send a scan that excludes what is in flight now: the set is copied before the statement begins."""
         lanes, identities, topics = self._culprits.exclusion()
         excluded = self._in_flight.union(identities)
-        limit, max_bytes = self._timing.mark_query_records, self._timing.mark_query_bytes
+        topics |= self._suspicion.left_out
+        limit, max_bytes = self._suspicion.limit, self._timing.mark_query_bytes
         self._scan_excludes = bool(lanes or identities or topics)
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         book, holds = self._culprits.book, self._culprits.holds
@@ -248,7 +260,7 @@ class Term:
         """One transaction. Returns `Ended` if the producer is of no more use."""
         self._count_in_flight(len(records))
         began = now()
-        is_full = len(records) == self._timing.mark_query_records or bytes_of(records) >= self._timing.mark_query_bytes
+        is_full = len(records) == self._suspicion.limit or bytes_of(records) >= self._timing.mark_query_bytes
         if is_full:
             # There is more: read it while this batch is published. A batch that was not full is another matter: what
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
@@ -263,6 +275,8 @@ class Term:
         self._culprits.published(took)
         if isinstance(outcome, Ended):
             self._culprits.blame_topics(outcome.cause, records)
+            if not self._leadership.over():
+                self._suspicion.ended(records, outcome.reason)
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
@@ -363,12 +377,14 @@ class Term:
         self._with.metrics.published(len(records))
         self._with.metrics.publish_latency(took, len(records))
         self._culprits.succeeded(records)
+        self._suspicion.committed(records)
         stats = self._with.meter.add(len(records))
         if stats is not None:
             self._with.emit(MeterRead(stats))
 
     def _publication_is_committed(self, records: list[StoredRecord], *, are_buried: bool) -> None:
         self._transactions.reached(Step.COMMITTED)
+        self._with.kafka.ended()  # not before: a term that begins well may never commit anything
         self.committed = True
         self._unpurged = [(record[_ID], record[_CREATE_TIME]) for record in records]
         self._are_buried = are_buried

@@ -11,10 +11,11 @@ from confluent_kafka import KafkaError, KafkaException
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
+from outbox_core.harvest import recovery
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.term import Term
-from outbox_core.harvest.tracking import _Reader
+from outbox_core.harvest.tracking import _Reader, reader_settings
 from outbox_core.harvest.transaction import Aborted, Committed, Ended
 from outbox_core.kafka import TopicPartition, make_consumer
 from outbox_core.stores.postgres import PostgresStore
@@ -78,11 +79,11 @@ class FailsOnce(RecordProducer):
 
     failed = False
 
-    def commit(self):
+    def commit(self, *arguments):
         if not FailsOnce.failed:
             FailsOnce.failed = True
             return self.abort(KafkaError(KafkaError.NOT_ENOUGH_REPLICAS, "injected"))
-        return super().commit()
+        return super().commit(*arguments)
 
 
 # -- 3. A delete matches id and create time
@@ -103,10 +104,14 @@ class ReadsManifestFirst(Recovery):
     """The predecessor may still commit between our reading and the fence."""
 
     def settle(self, producer):
-        manifest = self._transactions.last_manifest(self._over)
+        with_all, partition = self._transactions, TopicPartition(self._transactions.tracking_topic, 0)
+        settings = reader_settings(with_all.kafka, with_all.group) | {"isolation.level": "read_uncommitted"}
+        end = make_consumer(settings).get_watermark_offsets(partition, timeout=10, cached=False)[1]
+        names = with_all.tracking_topic, 0, with_all.transactional_id
+        ledger = recovery.read_ledger(with_all.kafka, with_all.group, *names, end=end - 3, give_up=self._over)
         ended = producer.init(self._over)
-        if ended is None and manifest is not None:
-            self._with.purger.submit(lambda store: store.settle(manifest.ids, manifest.create_times)).result()
+        if ended is None and ledger.manifest is not None:
+            self._delete(ledger.manifest.ids, ledger.manifest.create_times)
         return ended
 
 
@@ -116,8 +121,9 @@ class ReadsManifestFirst(Recovery):
 class CommitsBeforePurge(Term):
     """The last manifest alone no longer lists all that is in Kafka and still in the table."""
 
-    def _commit(self, producer):
-        return producer.commit()
+    def _commit(self, producer, records):
+        producer.all_arrive(10)
+        return self._send_manifest(producer, records) or producer.commit()
 
 
 class NeverPurges(PostgresStore):
@@ -128,18 +134,16 @@ class NeverPurges(PostgresStore):
         raise StoreUnavailable("injected: no deletes", in_doubt=True)
 
 
-# -- 6. The end of the tracking topic is where open transactions end, too
+# -- 6. The tracking topic is read up to the barrier, whatever its end is said to be
 
 
 class ReadsToStableOffset(_Reader):
-    """What lies behind another's open transaction is taken not to exist."""
+    """What lies behind another's open transaction, or is not told by a broker, is taken not to exist."""
 
-    def _watermarks(self):
-        consumer = make_consumer({**self._settings, "isolation.level": "read_committed"})
-        try:
-            return consumer.get_watermark_offsets(TopicPartition(self._topic, 0), timeout=10, cached=False)
-        finally:
-            consumer.close()
+    def ledger(self, transactional_id, end):
+        place = TopicPartition(self._topic, self._partition)
+        stable = self._consumer.get_watermark_offsets(place, timeout=10, cached=False)[1]
+        return super().ledger(transactional_id, min(end, stable))
 
 
 # -- 7. Nobody knows the outcome of a commit that timed out
@@ -182,23 +186,23 @@ class _Unanswered:
             return
         TimesOutOnce.timed_out = True
         if TimesOutOnce.arrives:
-            self._real.commit_transaction(timeout)
+            self._real.commit_transaction(30)
         raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "injected"))
 
 
 class TrustsTimeout(TimesOutOnce):
     """A commit that timed out is taken to have failed."""
 
-    def commit(self):
-        outcome = super().commit()
+    def commit(self, *arguments):
+        outcome = super().commit(*arguments)
         return Aborted(None, record_at_fault=False) if isinstance(outcome, Ended) else outcome
 
 
 class TrustsCommit(TimesOutOnce):
     """A commit that timed out is taken to have arrived."""
 
-    def commit(self):
-        outcome = super().commit()
+    def commit(self, *arguments):
+        outcome = super().commit(*arguments)
         return Committed() if isinstance(outcome, Ended) else outcome
 
 

@@ -65,6 +65,8 @@ class Stage(Scene):
         assert self.trap.wait_until_held(_WAIT_SECONDS), "no EndTxn was held"
         self.trap.deliver()
         assert self.trap.wait_until_answered(_WAIT_SECONDS)
+        if self.trap.request.commits and self.trap.error_code == 0:
+            self.read(self.topic, count=count, timeout=_WAIT_SECONDS)  # until its marker is written
         if self.crashes:
             raise Crash
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from outbox_core.harvest import exactly_once, recovery, term, tracking
-from outbox_core.harvest.recovery import Step, Transactions
+from outbox_core.harvest.recovery import Step
 from outbox_core.kafka import make_producer
 from outbox_core.stores.postgres import PostgresStore
 from tests.chaos import breaches
@@ -150,16 +150,16 @@ def test_manifest_is_read_behind_the_fence(stage, monkeypatch, version, found):
     predecessor = stage.harvester(config=_EXACTLY_ONCE, limits=_LIMITS, reached=held)
     predecessor.start()
     commits.wait()
-    read = Transactions.last_manifest
+    read = recovery.read_ledger
 
-    def read_and_let_go(self, give_up):
-        manifest = read(self, give_up)
+    def read_and_let_go(*arguments, **more):
+        ledger = read(*arguments, **more)
         goes_on.open()
         with pytest.raises(Crash):
             predecessor.join(GENEROUS_SECONDS)
-        return manifest
+        return ledger
 
-    monkeypatch.setattr(Transactions, "last_manifest", read_and_let_go)
+    monkeypatch.setattr(recovery, "read_ledger", read_and_let_go)
     monkeypatch.setattr(term, "Recovery", version)
     stage.publish_rest()
     assert bool(stage.findings()) == bool(found)
@@ -173,8 +173,10 @@ def test_purge_is_committed_before_the_next_commit(stage, monkeypatch, version, 
     stage.write(15)
     second, abort = crash_at(Step.COMMITTED, 2), recovery.RecordProducer.abort
 
-    def crash(*_):
-        raise Crash("the second batch is given up")
+    def crash(producer, *arguments, **more):
+        if stage.read(stage.topic):  # else it is the barrier's
+            raise Crash("the second batch is given up")
+        return abort(producer, *arguments, **more)
 
     monkeypatch.setattr(recovery.RecordProducer, "abort", crash)
     stage.crash(reached=second, store_factory=lambda: breaches.NeverPurges(stage.database, "outbox"))

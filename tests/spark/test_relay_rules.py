@@ -9,9 +9,10 @@ from uuid import uuid4
 import pytest
 from confluent_kafka import Producer
 
+from outbox_core.config import LeaderNames
 from outbox_core.errors import InvalidRecord, MarkedRowsFound
 from outbox_core.harvest.recovery import Transactions
-from outbox_core.kafka import ensure_leader_topic, ensure_tracking_topic
+from outbox_core.kafka import ensure_leader_topic, ensure_tracking_topic, make_consumer
 from outbox_core.ports import NewHold
 from outbox_core.record import OutboxRecord
 from outbox_core.relay_marks import RelayMark
@@ -37,7 +38,8 @@ class RelayScene(Scene):
         self.settings = self.config(delivery="exactly-once")
         self.identity = BatchStore(database, self.table.quoted).check()
         self.transactions = Transactions.of(self.settings, self.identity)
-        self.leader_topic = self.settings.leader_names(self.identity).topic
+        self.leader = self.settings.leader_names(self.identity)
+        self.leader_topic = self.leader.topic
         ensure_leader_topic(self.transactions.kafka, self.leader_topic)
         ensure_tracking_topic(self.transactions.kafka, self.transactions.relay_topic, width=SHARDS)
         self.sent = 0
@@ -69,7 +71,7 @@ class RelayScene(Scene):
         return [tuple(-1 if n == 6 and value is None else value for n, value in enumerate(row)) for row in rows]
 
     def writer(self, number, term, **options):
-        return ShardWriter(self.transactions.of_shard(number), self.leader_topic, term, **options)
+        return ShardWriter(self.transactions.of_shard(number), self.leader, term, **options)
 
     def publish(self, shard, rows):
         self.sent += self.writer(shard.number, shard.batch.mark.term).write(rows).sent
@@ -294,20 +296,77 @@ def test_a_mark_takes_nothing_from_a_later_term(scene, make_topic):
     store.close()
 
 
+class Signals:
+    """A leader topic, and what is written there.
+
+    Attributes:
+        names: the group and the topic.
+    """
+
+    def __init__(self, scene, name):
+        self.names = LeaderNames("group", f"{scene.leader_topic}-{name}")
+        self.kafka = scene.transactions.kafka
+        ensure_leader_topic(self.kafka, self.names.topic)
+        self._producer = Producer({"bootstrap.servers": scene.bootstrap})
+
+    def write(self, *messages, group=None):
+        contest = {} if group is None else {"group": group}
+        for message in messages:
+            value = message
+            if not isinstance(message, bytes):
+                value = json.dumps({"id": str(uuid4()), "name": "a"} | message | contest)
+            self._producer.produce(self.names.topic, value, partition=0)
+        self._producer.flush()
+
+    def highest(self, since=0):
+        return highest_claim(self.kafka, self.names, since)
+
+
+CLAIM = {"type": "claim"}
+
+
+def beat(claim):
+    """A heartbeat of this claim."""
+    return {"type": "heartbeat", "claim": claim, "sequence": 1}
+
+
 def test_the_highest_claim_is_read_from_heartbeats_too(scene):
     """The end of the leader topic tells of a claim that lies before it."""
-    topic = f"{scene.leader_topic}-beats"
-    ensure_leader_topic(scene.transactions.kafka, topic)
-    assert highest_claim(scene.transactions.kafka, topic) == -1
-    producer = Producer({"bootstrap.servers": scene.bootstrap})
-    identity = str(uuid4())
-    producer.produce(topic, json.dumps({"type": "claim", "id": identity, "name": "a"}))
-    for number in range(200):
-        beat = {"type": "heartbeat", "claim": 0, "id": identity, "sequence": number, "name": "a"}
-        producer.produce(topic, json.dumps(beat))
-    producer.produce(topic, b"noise")
-    producer.flush()
-    assert highest_claim(scene.transactions.kafka, topic) == 0
+    signals = Signals(scene, "beats")
+    assert signals.highest() == -1
+    signals.write(*[b"noise"] * 7, CLAIM, *[beat(8)] * 200, b"noise")  # offset 0 is the look's
+    assert signals.highest() == 8
+
+
+def test_claims_of_other_groups_do_not_count(scene):
+    """On a shared leader topic the group's own highest claim is found, however much others have written since."""
+    signals = Signals(scene, "shared")
+    signals.write(CLAIM, group="group")
+    signals.write(*[CLAIM, *[beat(1)] * 2000], group="other")
+    assert signals.highest() == 0
+    signals.write(CLAIM, group="group")
+    assert signals.highest() == 2003
+    assert signals.highest(since=2003) == 2003
+
+
+def test_a_broker_that_was_cut_off_hides_no_claim(scene, monkeypatch):
+    """A claim is seen although the broker that is asked tells the end of the topic as it was before."""
+    signals = Signals(scene, "stale")
+    signals.write(CLAIM, beat(0))
+
+    class Stale:
+        def __init__(self, config):
+            self._consumer = make_consumer(config)
+
+        def get_watermark_offsets(self, *_, **__):
+            return 0, 2
+
+        def __getattr__(self, name):
+            return getattr(self._consumer, name)
+
+    monkeypatch.setattr("outbox_spark.claims.make_consumer", Stale)
+    signals.write(CLAIM)
+    assert signals.highest() == 2
 
 
 def test_a_batch_ends_when_it_is_large(scene, make_topic, monkeypatch):

@@ -137,6 +137,7 @@ class Cluster:
         missing: topics that are not there.
         tells: whether it says where we may not write.
         breaks: how many of the next commits break their producer for no such reason.
+        breaking: topics that break the producer, of which Kafka does not say why.
         hesitates: how many of the next commits must be aborted for a reason that is about no record.
         breaking: topics whose records break the producer, whatever for.
         refusing: topics that we may not write to, of which only the delivery reports tell.
@@ -205,7 +206,7 @@ class Producer:
         self._note()
         return Aborted(cause, record_at_fault=cause is not None)
 
-    def commit(self, give_up=lambda: False):
+    def commit(self, give_up=lambda: False):  # noqa: PLR0911  one for each thing that Kafka does
         del give_up
         cluster = self._cluster
         self._note()
@@ -217,6 +218,8 @@ class Producer:
         if cluster.hesitates and self._records:
             cluster.hesitates -= 1
             return Aborted(KafkaError(KafkaError.NOT_COORDINATOR), record_at_fault=False)
+        if self._in(cluster.breaking):
+            return Ended("the commit's outcome is unknown: invalid state")
         if self._in(cluster.forbidden) or TRACKING in cluster.forbidden:
             return Ended("broken", KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
         for topics, code in (
@@ -271,7 +274,10 @@ class World:
             drain_timeout=5.0,
         )
         wake, metrics, leader_id = threading.Event(), HarvestMetrics(), uuid4()
-        outage = SimpleNamespace(began=lambda _: None, ended=lambda: None, worked=lambda **_: None)
+        database, kafka = (
+            SimpleNamespace(began=lambda _: None, ended=lambda: None, worked=lambda **_: None, faded=lambda _: None)
+            for _ in range(2)
+        )
         self.surroundings = Surroundings(
             elector=SimpleNamespace(leadership=Leadership(leader_id, 0, float("inf"))),
             marker=StoreThread(self.table, "test-mark", wake.set),
@@ -282,8 +288,8 @@ class World:
             emit=lambda _: None,
             wake=wake,
             news=News(wake),
-            database=outage,
-            kafka=outage,
+            database=database,
+            kafka=kafka,
         )
         self.dead_letters = DeadLetters(
             topic=LETTERS,

@@ -1,5 +1,6 @@
 """The lease, the messages and the state machine of NELI, without Kafka and without waiting."""
 
+import json
 import time
 from uuid import UUID, uuid4
 
@@ -8,13 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from outbox_core.election.claims import Claim, Heartbeat, decode, encode
+from outbox_core.election.claims import Claim, Contest, Heartbeat, decode, encode, encode_look
 from outbox_core.election.leadership import Leadership, now
 from outbox_core.election.tenure import State, Tenure
 from outbox_core.events import LeaderAcquired, LeaderFenced
 
 TIMEOUT = 5.0
 INTERVAL = 0.25
+OURS = Contest("billing", "shop.public.outbox", "7300000000000000001")
+THEIRS = Contest("shipping", "depot.public.outbox", "7300000000000000002")
 
 
 class Log:
@@ -33,7 +36,7 @@ class Owner:
 
     def __init__(self, log, name="me"):
         self.log = log
-        self.tenure = Tenure(name, timeout=TIMEOUT, interval=INTERVAL)
+        self.tenure = Tenure(name, timeout=TIMEOUT, interval=INTERVAL, contest=OURS)
         self.position = len(log.signals)
 
     def write(self, now):
@@ -86,15 +89,32 @@ def test_clock_goes_on_while_the_machine_sleeps():
     assert time.clock_gettime(clock) == pytest.approx(now(), abs=0.5)
 
 
-@given(st.uuids(), st.text(max_size=300), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1))
-def test_signals_survive_the_wire(token, name, claim, sequence):
-    """A claim and a heartbeat are read as they were written, the name cut at 200 characters at most."""
-    name_read = name[:200]
-    if len(encode(Claim(token, name))) <= 2048:
-        assert decode(encode(Claim(token, name))) == Claim(token, name_read)
-        beat = Heartbeat(claim, token, sequence, name)
-        if len(encode(beat)) <= 2048:
-            assert decode(encode(beat)) == Heartbeat(claim, token, sequence, name_read)
+@given(st.uuids(), st.text(max_size=300), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.text(max_size=200))
+def test_signals_survive_the_wire(token, name, claim, sequence, outbox):
+    """A claim and a heartbeat are read as they were written, the name cut at 200 characters."""
+    contest = Contest("\N{GRINNING FACE}" * 1000, outbox, "7300000000000000001")
+    made = Claim(token, name, contest)
+    assert decode(encode(made)) == Claim(token, name[:200], contest)
+    beat = Heartbeat(claim, token, sequence, name, contest)
+    assert decode(encode(beat)) == Heartbeat(claim, token, sequence, name[:200], contest)
+
+
+def test_messages_can_be_read_by_both_versions():
+    """Beside the fields of the first version there are new ones alone; messages without those are read as before."""
+    token = uuid4()
+    old = {"type": "heartbeat", "claim": 42, "id": str(token), "sequence": 3, "name": "host"}
+    written = json.loads(encode(Heartbeat(42, token, 3, "host", OURS)))
+    assert written == old | {"group": "billing", "outbox": "shop.public.outbox", "server": "7300000000000000001"}
+    assert decode(json.dumps(old).encode()) == Heartbeat(42, token, 3, "host", Contest())
+
+
+def test_contests_agree_as_far_as_they_say():
+    """Two contests contradict each other if both name an outbox, or both a server, and the names differ."""
+    assert OURS.agrees(OURS)
+    assert OURS.agrees(Contest("billing"))
+    assert OURS.agrees(Contest("billing", "shop.public.outbox"))
+    assert not OURS.agrees(Contest("billing", "shop.public.outbox", "7300000000000000002"))
+    assert not OURS.agrees(Contest("billing", "shop.public.other", "7300000000000000001"))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +132,9 @@ def test_signals_survive_the_wire(token, name, claim, sequence):
         b'{"type":"claim","id":5,"name":""}',
         b'{"type":"heartbeat","claim":"1","id":"6f0c1f6e-0000-4000-8000-000000000000","sequence":1,"name":""}',
         b'{"type":"heartbeat","id":"6f0c1f6e-0000-4000-8000-000000000000","sequence":1,"name":""}',
-        b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"%s"}' % (b"x" * 3000),
+        b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"%s"}' % (b"x" * 33_000),
+        b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"","group":5}',
+        encode_look("host", OURS),
     ],
 )
 def test_noise_is_no_signal(value):
@@ -169,6 +191,37 @@ def test_foreign_messages_do_not_renew():
         owner.log.append(signal)
     assert owner.read_all(1.0) == []
     assert owner.tenure.leadership == lease
+
+
+def test_messages_of_another_group_change_nothing():
+    """On a topic that groups share, another group's claim deposes nobody, and its heartbeats are no sign of a rival."""
+    owner = leading()
+    lease = owner.tenure.leadership
+    foreign = owner.log.append(Claim(uuid4(), "stranger", THEIRS))
+    assert owner.read_all(1.0) == []
+    assert owner.tenure.leadership == lease
+    owner.log.append(Claim(uuid4(), "rival", OURS))
+    assert isinstance(owner.read(2.0), LeaderFenced)
+    owner.log.append(Heartbeat(foreign, uuid4(), 1, "stranger", THEIRS))
+    owner.read(6.0)
+    owner.tenure.quiet(7.0)
+    assert owner.tenure.state is State.CLAIMING
+
+
+def test_message_without_a_group_is_of_ours():
+    """A claim of a version that wrote no group deposes as a higher claim of our own does."""
+    owner = leading()
+    owner.log.append(Claim(uuid4(), "earlier version"))
+    assert isinstance(owner.read(1.0), LeaderFenced)
+
+
+def test_rival_for_another_outbox_is_named():
+    """A higher claim of our group for another server's outbox is told with both."""
+    owner = leading()
+    owner.log.append(Claim(uuid4(), "twin", Contest("billing", "shop.public.outbox", "7300000000000000002")))
+    assert "twin made a higher claim for shop.public.outbox on database server 7300000000000000002" in str(
+        owner.read(1)
+    )
 
 
 def test_lease_over_fences_once():
@@ -362,12 +415,12 @@ class Contention(RuleBasedStateMachine):
             owner.tenure.quiet(self.time)
 
     def check_lease(self, owner):
-        """A lease rests on the highest claim the owner has read, and on an own heartbeat it has read."""
+        """A lease rests on the highest claim of our group that was read, and on an own heartbeat that was read."""
         lease = owner.tenure.leadership
         if lease is None:
             return
         read = list(enumerate(self.log.signals[: owner.position]))
-        assert lease.term == max(offset for offset, signal in read if isinstance(signal, Claim))
+        assert lease.term == max(o for o, signal in read if isinstance(signal, Claim) and OURS.includes(signal.contest))
         own = [self.sent[o] for o, s in read if isinstance(s, Heartbeat) and s.claim == lease.term and o in self.sent]
         assert lease.deadline <= max(own) + TIMEOUT
 
@@ -381,9 +434,17 @@ class Contention(RuleBasedStateMachine):
     def wait(self, seconds):
         self.time += seconds
 
-    @rule(claim=st.integers(-1, 50), kind=st.sampled_from(["noise", "claim", "heartbeat"]))
-    def stranger(self, claim, kind):
-        made = {"noise": None, "claim": Claim(uuid4(), "stranger"), "heartbeat": Heartbeat(claim, uuid4(), 1)}
+    @rule(
+        claim=st.integers(-1, 50),
+        kind=st.sampled_from(["noise", "claim", "heartbeat"]),
+        contest=st.sampled_from([OURS, THEIRS, Contest()]),
+    )
+    def stranger(self, claim, kind, contest):
+        made = {
+            "noise": None,
+            "claim": Claim(uuid4(), "stranger", contest),
+            "heartbeat": Heartbeat(claim, uuid4(), 1, "stranger", contest),
+        }
         self.log.append(made[kind])
 
     @invariant()

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from outbox_core.errors import TrackingTopicError
-from outbox_core.harvest import holding, letters
+from outbox_core.harvest import exactly_once, holding, letters
 from outbox_core.harvest.culprits import Culprits
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.rights import Rights
@@ -280,6 +280,51 @@ def test_marks_are_looked_for_once_in_a_leadership(world):
     world.run()
     assert world.delivery.drained
     assert world.looks_for_marks == 1
+
+
+# -- terms that end again and again
+
+
+@pytest.fixture
+def hasty(world, monkeypatch):
+    """A leadership that begins terms in quick succession."""
+    for name in ("_FIRST_REST_SECONDS", "_LONGEST_REST_SECONDS", "_TICK_SECONDS"):
+        monkeypatch.setattr(exactly_once, name, 0.001)
+    return world
+
+
+def test_topic_that_ends_every_term_is_held(hasty):
+    """A topic of which Kafka does not say what is wrong with it stops nobody else."""
+    for number in range(12):
+        hasty.table.add(f"t{number % 3}", 2)
+        hasty.table.add("poisoned")
+    hasty.cluster.breaking = {"poisoned"}
+    hasty.run()
+    assert hasty.delivery.drained
+    assert [(hold.topic, hold.key, hold.record_id) for hold in hasty.table.held] == [("poisoned", None, None)]
+    assert sum(len(hasty.cluster.published[f"t{number}"]) for number in range(3)) == 24
+
+
+def test_outage_makes_no_topic_guilty(hasty):
+    """However many terms end, nothing is held when Kafka takes everything again."""
+    hasty.table.add("one", 15)
+    hasty.table.add("other", 15)
+    hasty.cluster.breaks = 25
+    hasty.run()
+    assert hasty.delivery.drained
+    assert hasty.table.held == []
+    assert hasty.delivery.suspicion.limit > 1
+
+
+def test_commits_that_fail_are_an_outage_until_one_succeeds(hasty):
+    """A term that begins well says nothing about commits: health must not be green between failures."""
+    told = []
+    hasty.surroundings.kafka.ended = lambda: told.append("ended")
+    hasty.surroundings.kafka.worked = lambda **_: told.append("worked")
+    hasty.table.add("t", 5)
+    hasty.cluster.breaks = 5
+    hasty.run()
+    assert told[0] == "worked"
 
 
 def culprits_of(world):

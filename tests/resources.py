@@ -1,0 +1,60 @@
+"""What a test's process holds: threads, descriptors and memory, for tests that nothing is left behind."""
+
+import gc
+import os
+import resource
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+FULL_COUNTS = "OUTBOX_TEST_LEAKS"
+"""Environment variable: repeat what may leak as often as the release is measured with, instead of a few times."""
+
+
+class Held(NamedTuple):
+    """What this process holds now.
+
+    Attributes:
+        threads: its threads, librdkafka's included.
+        descriptors: its open files and sockets.
+        memory_mib: its resident memory.
+    """
+
+    threads: int
+    descriptors: int
+    memory_mib: float
+
+
+def held() -> Held:
+    """What this process holds now."""
+    own = Path("/proc/self")
+    pages = int((own / "statm").read_text().split()[1])
+    threads, descriptors = (sum(1 for _ in (own / kind).iterdir()) for kind in ("task", "fd"))
+    return Held(threads, descriptors, pages * resource.getpagesize() / 2**20)
+
+
+def times(quick: int, full: int) -> int:
+    """How often to repeat something: `quick` as a rule, `full` if `OUTBOX_TEST_LEAKS` is set."""
+    return full if os.environ.get(FULL_COUNTS) else quick
+
+
+@contextmanager
+def reference_counts_only():
+    """No garbage collection within the context: what is freed there is freed by its last reference."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def settles(threads: int, descriptors: int, timeout: float = 10.0) -> Held:
+    """Wait until no more than so many threads and descriptors are held; return what is held then, or at the end."""
+    deadline = time.monotonic() + timeout
+    while (now := held()).threads > threads or now.descriptors > descriptors:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    return now
