@@ -43,7 +43,8 @@ _SETTINGS = {
 _SMALL_JAVA = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")  # four of them start at once
 _SECONDS_TO_START = 120
 _SECONDS_TO_MOVE = 20
-_STATE_OF_TRANSACTIONS = "__transaction_state"
+TRANSACTION_STATE = "__transaction_state"
+"""The topic whose leaders are the coordinators of transactions."""
 
 
 class ControllerNode(KafkaNode):
@@ -310,7 +311,7 @@ class KafkaCluster:
 
     def coordinator_of(self, transactional_id: str) -> int:
         """The broker that coordinates the transactions of a transactional.id."""
-        return self.leader_of(_STATE_OF_TRANSACTIONS, self.coordinating_partition(transactional_id))
+        return self.leader_of(TRANSACTION_STATE, self.coordinating_partition(transactional_id))
 
     def coordinating_partition(self, transactional_id: str) -> int:
         """Which partition of the state of transactions a transactional.id belongs to."""
@@ -318,13 +319,13 @@ class KafkaCluster:
 
         def look() -> bool:
             try:
-                found[:] = [_java_hash(transactional_id) % len(self._described(_STATE_OF_TRANSACTIONS))]
+                found[:] = [_java_hash(transactional_id) % len(self._described(TRANSACTION_STATE))]
             except KafkaException:  # the topic comes into being when first asked for
                 self._ask(_find_coordinator_request(transactional_id))
             return bool(found)
 
         if not wait_until(look, timeout=_SECONDS_TO_MOVE, interval=0.1):
-            raise DevstackError(f"the cluster has no {_STATE_OF_TRANSACTIONS}")
+            raise DevstackError(f"the cluster has no {TRANSACTION_STATE}")
         return found[0]
 
     def move_leader(self, topic: str, partition: int, to: int) -> None:
@@ -347,7 +348,7 @@ class KafkaCluster:
 
     def move_coordinator(self, transactional_id: str, to: int) -> None:
         """Let another broker coordinate the transactions of a transactional.id (and of those beside it)."""
-        self.move_leader(_STATE_OF_TRANSACTIONS, self.coordinating_partition(transactional_id), to)
+        self.move_leader(TRANSACTION_STATE, self.coordinating_partition(transactional_id), to)
 
     def wait_until_in_sync(self, timeout: float = 60) -> bool:
         """Wait until every partition has a leader and all its replicas; False if that takes longer."""

@@ -197,6 +197,7 @@ class Trap:
         self.answer: bytes | None = None
         self._loop = loop
         self._told = asyncio.Event()
+        self._is_dropped = False
         self._happened: set[Event] = set()
         self._changed = threading.Condition()
 
@@ -220,6 +221,11 @@ class Trap:
         with suppress(RuntimeError):  # the proxy has been stopped
             self._loop.call_soon_threadsafe(self._told.set)
 
+    def drop(self) -> None:
+        """Lose the request: it will not be delivered. One that was held in place takes its connection along."""
+        self._is_dropped = True
+        self.deliver()
+
     def wait_until_held(self, timeout: float) -> bool:
         """Wait for a request to be caught; False if none was within `timeout` seconds."""
         return self._wait_for({Event.HELD}, timeout)
@@ -241,8 +247,14 @@ class Trap:
     # -- for the proxy, on its thread
 
     async def told_to_deliver(self) -> None:
-        """Wait for `deliver`."""
+        """Wait for `deliver`.
+
+        Raises:
+            ConnectionAbortedError: It came to `drop`.
+        """
         await self._told.wait()
+        if self._is_dropped:
+            raise ConnectionAbortedError("dropped")
 
     def note(self, event: Event) -> None:
         """Let whoever waits know."""
@@ -252,6 +264,7 @@ class Trap:
 
 
 class _Act(Enum):
+    WATCH = "watch"
     DELAY = "delay"
     HOLD = "hold"
     HOLD_AND_RESET = "hold and reset"
@@ -331,6 +344,10 @@ class FrameProxy(TcpProxy):
     def duplicate(self, match: Match) -> Trap:
         """Forward the next request that matches, and hold a copy, to be delivered on a connection of its own."""
         return self._catch(match, _Act.DUPLICATE)
+
+    def watch(self, match: Match) -> Trap:
+        """Note the next request that matches, and forward it."""
+        return self._catch(match, _Act.WATCH)
 
     def delay(self, match: Match, seconds: float, *, times: int | None = None) -> None:
         """Let requests that match, and all behind them on their connections, wait for some seconds each.
@@ -435,6 +452,10 @@ class FrameProxy(TcpProxy):
         trap.request = request
         if rule.act is _Act.HOLD_AND_RESET:
             raise _TakenOffError(trap, request)
+        if rule.act is _Act.WATCH:
+            await self._forward(server, request.frame)
+            self._happens(Event.DELIVERED, trap, request)
+            return
         self._happens(Event.HELD, trap, request)
         if rule.act is _Act.DUPLICATE:
             self._spawn(self._deliver_late(trap, request, new_socket(), bytearray(), connect=True))

@@ -22,20 +22,32 @@ database each do work of their own for the same record; as one source, the secon
 **The id** is the record's last `outbox-id` header. It names the outbox besides the row, so outboxes that feed one topic
 have no ids in common. A record without one is known by its place, `topic-partition-offset`, which recognises what this
 group reads twice, though not what a producer wrote twice. Places have no colon and outbox ids have one.
+
+**Whoever may write to a topic is trusted with its ids.** A forged `shop.public.outbox:1043` makes the real record a
+repeat before it was handled. A group that reads several topics need not trust the writers of one with the ids of
+another: `outboxes` says which outboxes feed which topic.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from outbox_core.kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    UnreadableHeaders,
+    headers_of,
+)
 
 ID_HEADER = "outbox-id"
 
@@ -43,7 +55,11 @@ Transaction = TypeVar("Transaction")
 RetryPolicy = Callable[[Exception, int], float | None]
 """(what the handler or the database raised, attempts so far) -> seconds to wait before the next one; None: raise."""
 
+Outboxes = Mapping[str, Collection[str]]
+"""Topic -> names of the outboxes that feed it."""
+
 _POLL_SECONDS = 0.2
+_MOST_STRANGERS = 100
 _GROUP_METADATA = b"CGMDv2:"
 _GENERATION_BYTES = 4
 
@@ -98,6 +114,7 @@ def consume(
     accept: Callable[[Transaction, str, str], bool] | None = None,
     source: str | None = None,
     id_header: str = ID_HEADER,
+    outboxes: Outboxes | None = None,
     commit: Literal["sync", "stored"] = "sync",
     retry: RetryPolicy | None = None,
     max_records: int | None = None,
@@ -114,6 +131,9 @@ def consume(
         accept: accepts a message of a source in a transaction; by default `Inbox("inbox").accept`.
         source: whose ids these are; by default the consumer's group.
         id_header: name of the header with the record's id; "" goes by topic, partition and offset alone.
+        outboxes: for each topic the names of the outboxes that feed it, such as `shop.public.outbox`. A record of such
+            a topic with another outbox's id is known by its place, so that it takes no id away from another topic's
+            records. Without an entry, and by default, every id is believed.
         commit: "sync" commits the offset after each record. "stored" leaves that to the client, which commits now and
             then (`enable.auto.commit` True) and at the end: faster, for a few repeats more after a crash.
         retry: what to do when the handler or the database raises; by default raise. It waits in place, so the attempts
@@ -123,13 +143,15 @@ def consume(
 
     Raises:
         UnsafeConsumer: if the consumer stores offsets by itself; nothing was handled.
-        InvalidConfig: if there is no source.
+        InvalidConfig: if there is no source, or an entry of `outboxes` has no names.
+        InvalidMessageId: if a record's id cannot be read; the consumer is set back to it. `id_header=""` handles it by
+            its place.
         KafkaException: what the consumer cannot recover from.
         Exception: what the handler or the database raised. The record's transaction is rolled back, its offset is not
             committed, and the consumer is set back to it.
     """
     source = source if source is not None else group_of(consumer)
-    loop = _Loop(consumer, id_header, commit)
+    loop = _Loop(consumer, id_header, _believed(outboxes), commit)
     accept_it: Callable[[Transaction, str, str], bool] = accept or Inbox().accept  # type: ignore[assignment]
     inbox_key(source, "any")
     stop = stop or threading.Event()
@@ -176,12 +198,14 @@ def message_id_of(message: Message, id_header: str = ID_HEADER) -> str:
     """The id of a record: the last header of that name, else topic, partition and offset.
 
     Raises:
-        InvalidMessageId: if the header is not UTF-8, too long or contains NUL.
+        InvalidMessageId: if the header is not UTF-8, too long or contains NUL, or the headers cannot be read.
     """
-    headers: list[tuple[str, bytes | None]] = message.headers() or []  # type: ignore[assignment]
+    headers = headers_of(message)  # also without an id header: the handler may call `message.headers()` after it
+    if id_header and isinstance(headers, UnreadableHeaders):
+        raise InvalidMessageId("the record has a header name that is not UTF-8, so its headers cannot be read")
     values = [value for name, value in headers if name == id_header]
     if not id_header or not values or not values[-1]:
-        return f"{message.topic()}-{message.partition()}-{message.offset()}"
+        return _id_by_place(message)
     return inbox_key("any", values[-1])[1]
 
 
@@ -202,11 +226,19 @@ def group_of(consumer: Consumer) -> str:
 class _Loop:
     """What `consume` does with its consumer. Used by one thread."""
 
-    def __init__(self, consumer: Consumer, id_header: str, commit: Literal["sync", "stored"]) -> None:
+    def __init__(
+        self,
+        consumer: Consumer,
+        id_header: str,
+        outboxes: Mapping[str, frozenset[str]],
+        commit: Literal["sync", "stored"],
+    ) -> None:
         if commit not in ("sync", "stored"):
             raise InvalidConfig(f"commit: expected 'sync' or 'stored', got {commit!r}")
         self._consumer = consumer
         self._id_header = id_header
+        self._outboxes = outboxes
+        self._strangers: set[str] = set()
         self._commit = commit
         self._is_safe = False
 
@@ -256,10 +288,24 @@ class _Loop:
 
     def _id_of(self, message: Message) -> str:
         try:
-            return message_id_of(message, self._id_header)
-        except InvalidMessageId as error:
-            self._set_back(message)
-            raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
+            message_id = message_id_of(message, self._id_header)
+        except Exception as error:
+            self._set_back(message)  # whatever the reason: the next record's offset must not be committed
+            if isinstance(error, InvalidMessageId):
+                raise InvalidMessageId(f"header {self._id_header} of {_place(message)}: {error}") from None
+            raise
+        believed = self._outboxes.get(message.topic() or "")
+        outbox, place = message_id.rpartition(":")[0], _id_by_place(message)
+        if believed is None or outbox in believed or message_id == place:
+            return message_id
+        if outbox not in self._strangers and len(self._strangers) < _MOST_STRANGERS:
+            self._strangers.add(outbox)
+            _log.warning(
+                "%s has an id of outbox %r, which `outboxes` does not name for its topic: it is known by its place",
+                _place(message),
+                outbox,
+            )
+        return place
 
     def bookmark(self, message: Message) -> None:
         """Commit the offset after a record, or hand it to the client to commit."""
@@ -316,6 +362,17 @@ def _forgive(error: KafkaException, what: str) -> None:
     if cause.fatal() or not (cause.retriable() or cause.code() in _MOVED):
         raise error
     _log.info("%s: %s", what, cause.str())
+
+
+def _believed(outboxes: Outboxes | None) -> Mapping[str, frozenset[str]]:
+    for topic, names in (outboxes or {}).items():
+        if isinstance(names, str | bytes) or not names:
+            raise InvalidConfig(f"outboxes: expected names for topic {topic!r}, got {names!r}")
+    return {topic: frozenset(names) for topic, names in (outboxes or {}).items()}
+
+
+def _id_by_place(message: Message) -> str:
+    return f"{message.topic()}-{message.partition()}-{message.offset()}"
 
 
 def _position(message: Message) -> TopicPartition:

@@ -47,6 +47,10 @@ class RowsRemain(StoreUnavailable):
     """Rows are still there after a DELETE of them succeeded; publishing must wait, as they would be repeated."""
 
 
+class RowsHeld(StoreUnavailable):
+    """Rows that could not be marked are held now; what is held is to be read before the next mark."""
+
+
 class KafkaUnavailable(OutboxError):
     """The Kafka cluster cannot be reached with the given settings."""
 
@@ -72,7 +76,7 @@ class MarkedRowsFound(OutboxError):
 
 
 class GroupRefused(OutboxError):
-    """The leader group has members whose assignors differ from ours; choose another `leader_group_id`."""
+    """The leader group does not let us in, has members of another kind, or is led for another outbox than ours."""
 
 
 class UnsafeConsumer(OutboxError):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from confluent_kafka import (
@@ -62,12 +63,14 @@ __all__ = [
     "TopicKind",
     "TopicLimits",
     "TopicPartition",
+    "UnreadableHeaders",
     "check_connection",
     "ensure_dead_letter_topic",
     "ensure_leader_topic",
     "ensure_topic",
     "ensure_tracking_topic",
     "forbidden_topics",
+    "headers_of",
     "make_admin",
     "make_consumer",
     "make_producer",
@@ -116,6 +119,29 @@ class _DebugLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         del level
         super().log(logging.DEBUG, msg, *args, **kwargs)
+
+
+# Not `message.headers()`: a hot call of a method is specialised, and then the exception is not looked for.
+_ask_for_headers = methodcaller("headers")
+
+
+class UnreadableHeaders(list[tuple[str, bytes | None]]):
+    """The headers of a record that has a header name which is not UTF-8: none of them can be read, so it is empty."""
+
+
+def headers_of(message: Message) -> list[tuple[str, bytes | None]]:
+    """Return a record's headers, in their order; an empty `UnreadableHeaders` if the client cannot decode them.
+
+    Any producer may write a header name that is not UTF-8. confluent-kafka's `Message.headers()` then returns a list
+    with NULL in it and an exception set: SystemError at best, and a crash of the interpreter where the call has been
+    specialised, or is made again. After this function it can be called.
+    """
+    try:
+        headers: Any = _ask_for_headers(message)
+    except (SystemError, UnicodeDecodeError):
+        headers = UnreadableHeaders()
+        message.set_headers(headers)  # in the place of a list that has NULL in it
+    return [] if headers is None else headers
 
 
 def make_producer(config: KafkaConfig) -> Producer:
@@ -273,12 +299,13 @@ class Inquiry:
             KafkaUnavailable: if the cluster cannot say.
         """
         while True:
-            listed = self.metadata().topics.get(topic)
+            cluster = self.metadata()
+            listed = cluster.topics.get(topic)
             if listed is not None and listed.error is None:
                 return len(listed.partitions)
             error = listed.error if listed is not None else None
             if error is None or error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                named = self._describe(topic)
+                named = self._describe(topic) if _takes_requests(cluster) else 0  # else asking makes it appear
                 if isinstance(named, int):
                     return named
                 error = named
@@ -290,22 +317,20 @@ class Inquiry:
 
     def _describe(self, topic: str) -> int | KafkaError:
         """Ask for a topic by name; return its number of partitions, 0 if it is not there, or why that is not known."""
-        if not self.can_create():  # the mock cluster makes what it is asked for
-            return 0
         asked = self.admin.describe_topics(TopicCollection([topic]), request_timeout=self.remaining)[topic]
         try:
             return len(asked.result(self.remaining + _ATTEMPT_SECONDS).partitions)
         except KafkaException as error:
             cause: KafkaError = error.args[0]
             is_absent = cause.code() in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION}
+            error.__traceback__ = None  # kept by the future it came from, it keeps this frame and all its callers alive
             return 0 if is_absent else cause
         except FutureTimeoutError:
             return KafkaError(KafkaError._TIMED_OUT)  # noqa: SLF001  confluent's public constant
 
     def can_create(self) -> bool:
-        """Whether a broker takes requests to create topics: the mock cluster names a controller that is not there."""
-        cluster = self.metadata()
-        return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
+        """Whether a broker takes requests to create topics."""
+        return _takes_requests(self.metadata())
 
     def topic_settings(self, topic: str) -> dict[str, str]:
         """A topic's settings.
@@ -337,6 +362,11 @@ class Inquiry:
         return KafkaUnavailable(
             f"cannot reach Kafka at bootstrap.servers={self._servers}: {self._complaints.last or reason}"
         )
+
+
+def _takes_requests(cluster: ClusterMetadata) -> bool:
+    """Whether it has a controller; the mock cluster names one that is not there."""
+    return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:

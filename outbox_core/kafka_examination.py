@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from outbox_core.examination import Finding, fine, problem, warning
@@ -47,7 +48,7 @@ class KafkaExamination:
         return fine("cluster", f"answers, {count} broker{'' if count == 1 else 's'}")
 
     def leader_topic(self, topic: str) -> Finding:
-        """The topic of the election: one partition, or leadership moves whenever a harvester joins."""
+        """The topic of the election: one partition, or leadership moves whenever a harvester joins; not compacted."""
         partitions = self._inquiry.partitions(topic)
         if partitions == 0:
             return fine("leader topic", f"{topic} is not there yet; the first harvester makes it")
@@ -57,6 +58,14 @@ class KafkaExamination:
                 f"{topic} has {partitions} partitions: leadership may move whenever a harvester joins",
                 "name a fresh leader_topic",
             )
+        with suppress(KafkaException, FutureTimeoutError):  # who may not read the settings is not told of them
+            policy = self._inquiry.topic_settings(topic)["cleanup.policy"]
+            if "compact" in policy:
+                return problem(
+                    "leader topic",
+                    f"{topic} has cleanup.policy={policy}, so it refuses the leader's messages, which have no key",
+                    "set it to delete, or name another leader_topic",
+                )
         return fine("leader topic", topic)
 
     def tracking_topic(self, topic: str, *, needed: bool) -> Finding:

@@ -102,24 +102,23 @@ _ROUNDING_BYTES = 8
 
 
 def size_of(record: StoredRecord) -> int:
-    """What a record takes in memory, in bytes, near enough: topic, key, value and headers.
-
-    Never less than what a store takes for it: a batch that a store cut short is recognised by its size.
-    """
-    _, topic, key, value, names, values = record[:6]
-    size = len(topic) if topic.isascii() else 4 * len(topic)
+    """What a record takes in memory, in bytes, near enough: topic, key, value and headers."""
+    key, value, names, values = record[2:6]
+    size = len(record[1])
     if key:
-        size += len(key) if key.isascii() else 4 * len(key)
+        size += len(key)
     if value:
-        size += 4 * len(value) if value.__class__ is str and not value.isascii() else len(value)
-    return size if not (names or values) else size + _size_of_headers(names or ()) + _size_of_headers(values or ())
+        size += len(value)
+    return size + _size_of_headers(names or (), values or ()) if names or values else size
 
 
-def _size_of_headers(texts: Sequence[bytes | str | None]) -> int:
-    size = _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * len(texts)
-    for text in texts:
-        if text:
-            size += 4 * len(text) if isinstance(text, str) and not text.isascii() else len(text)
+def _size_of_headers(names: Sequence[str], values: Sequence[bytes | str | None]) -> int:
+    size = 2 * _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * (len(names) + len(values))
+    for texts in (names, values):
+        try:
+            size += sum(map(len, texts))  # type: ignore[arg-type]
+        except TypeError:  # one is NULL
+            size += sum(len(text) for text in texts if text)
     return size
 
 
@@ -303,6 +302,9 @@ class OutboxStore(Protocol):
         """Mark the earliest rows above the floor not marked by `leader_id`; not what is held, nor these lanes and ids.
 
         At most `limit` rows, and no row once those before it take `max_bytes` (`size_of`). Returns them.
+
+        Raises:
+            RowsHeld: if a constraint keeps some rows from being marked: they are held now, and none is marked.
         """
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:

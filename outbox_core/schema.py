@@ -8,6 +8,10 @@ Two layouts are supported. Both have the columns of goharvest's outbox table (se
 
 The harvester looks at the table to see which one it has; the stash functions ask the adapter's table object.
 
+Whoever may INSERT chooses what is in a row, so two things keep odd rows out: CHECK constraints (`CHECKS`), which our
+routes give the tables they make, and grants by column (`grants_sql`), which leave `id`, `create_time` and `leader_id`
+to the database and the harvester. The harvester survives tables without either.
+
 A hold says what the harvester must not publish (`outbox_core.holds`). The table of an outbox's holds stands beside it.
 
 An inbox has one row for each message that was accepted (`outbox_core.inbox`), until it is pruned.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
@@ -33,7 +38,10 @@ COLUMNS = (
     "kafka_header_values",
     "kafka_partition",
 )
-"""The columns that a stash writes, in order. A table of the text layout lacks the last."""
+"""The columns that a stash may write, in order.
+
+The first is left to its default where it has one; a table of the text layout lacks the last.
+"""
 
 REQUIRED_COLUMNS = ("id", *COLUMNS[:-1], "leader_id")
 """The columns without which a table is no outbox."""
@@ -52,6 +60,21 @@ STORAGE_PARAMETERS = {
     "autovacuum_analyze_threshold": "100000",
 }
 """Storage parameters of the table, the same by every schema route, with the reasons beside them."""
+
+CHECKS = {
+    "outbox_id_in_range": "id > 0 AND id < 9223372036854775807",
+    # A clock that forgot the time begins in 1970. What lies outside does not fit the microseconds of a manifest.
+    "outbox_create_time_in_range": (
+        "create_time >= '1970-01-01 00:00:00+00' AND create_time < '9999-01-01 00:00:00+00'"
+    ),
+    "outbox_headers_in_pairs": "cardinality(kafka_header_keys) = cardinality(kafka_header_values)",
+    "outbox_partition_in_range": "kafka_partition >= 0",
+}
+"""The CHECK constraints of an outbox table, by name; the same by every schema route.
+
+Not among them is what only the harvester can judge: topics (it refuses its own, whose names the table does not know)
+and marks.
+"""
 
 _IDENTIFIER = re.compile(r"[A-Za-z_\x80-\uffff][\w$]*\Z")
 _MAX_IDENTIFIER_BYTES = 63
@@ -112,6 +135,8 @@ class TableLayout:
         key_required: whether `kafka_key` is NOT NULL.
         key_length: longest key in characters, or None for no limit.
         value_length: longest value in characters (text layout), or None for no limit.
+        has_time_default: whether `create_time` has a DEFAULT, as our own layout has. A stash then leaves it out, and
+            writers need no right to set it.
     """
 
     values: Literal["binary", "text"] = "binary"
@@ -119,6 +144,7 @@ class TableLayout:
     key_required: bool = False
     key_length: int | None = None
     value_length: int | None = None
+    has_time_default: bool = True
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -163,7 +189,14 @@ class TableLayout:
 BINARY_LAYOUT = TableLayout()
 """The layout that our own schema routes make."""
 
-TEXT_LAYOUT = TableLayout(values="text", has_partition=False, key_required=True, key_length=100, value_length=10_000)
+TEXT_LAYOUT = TableLayout(
+    values="text",
+    has_partition=False,
+    key_required=True,
+    key_length=100,
+    value_length=10_000,
+    has_time_default=False,
+)
 """The layout of goharvest's own table, with the lengths its documentation shows."""
 
 
@@ -189,7 +222,8 @@ CREATE TABLE {table} (
     kafka_header_keys   text[] NOT NULL DEFAULT '{{}}',
     kafka_header_values bytea[] NOT NULL DEFAULT '{{}}',
     kafka_partition     integer,
-    leader_id           uuid
+    leader_id           uuid,
+{checks}
 ) WITH (
 {parameters}
 );
@@ -204,7 +238,8 @@ CREATE TABLE {table} (
     kafka_value         varchar(10000),         -- pick your own maximum value size
     kafka_header_keys   text[] NOT NULL,
     kafka_header_values text[] NOT NULL,
-    leader_id           uuid
+    leader_id           uuid,
+{checks}
 ) WITH (
 {parameters}
 );
@@ -215,7 +250,132 @@ def create_table_sql(name: TableName, layout: Literal["binary", "text"] = "binar
     """The PostgreSQL DDL of an outbox table, one statement, ending in a newline."""
     template = _BINARY_TABLE if layout == "binary" else _TEXT_TABLE
     parameters = ",\n".join(f"    {key} = {value}" for key, value in STORAGE_PARAMETERS.items())
-    return template.format(table=name.quoted, parameters=parameters)
+    checks = ",\n".join(f"    CONSTRAINT {key} CHECK ({rule})" for key, rule in checks_of(layout).items())
+    return template.format(table=name.quoted, checks=checks, parameters=parameters)
+
+
+def checks_of(layout: Literal["binary", "text"]) -> dict[str, str]:
+    """Return the CHECK constraints of a layout, by name."""
+    return {name: rule for name, rule in CHECKS.items() if layout == "binary" or "kafka_partition" not in rule}
+
+
+# One short lock: rows from before are not looked at, so nothing that violates a constraint is in the way. Inserts queue
+# behind an ALTER TABLE that waits for an open transaction, so it does not wait for long. Fresh tables get constraints
+# that are valid at once, as by CREATE TABLE.
+_ADD_CHECKS = """\
+DO {quote}
+DECLARE
+    patience text := current_setting('lock_timeout');
+BEGIN
+    PERFORM set_config('lock_timeout', '5s', true);
+    ALTER TABLE {table}
+{drop},
+{add};
+    IF pg_relation_size({name}) = 0 THEN
+        ALTER TABLE {table}
+{validate};
+    END IF;
+    PERFORM set_config('lock_timeout', patience, true);
+END
+{quote};
+"""
+
+
+def add_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
+    """The PostgreSQL DDL that gives an outbox from before its CHECK constraints: one statement, which may be repeated.
+
+    They hold for rows that are written from then on, marks included. On a table that was in use they are NOT VALID
+    until `validate_checks_sql` has been run.
+
+    Args:
+        name: the outbox.
+        checks: by name; `checks_of("text")` for the text layout.
+    """
+    quote = "$checks$"
+    while quote in name.quoted:
+        quote = f"{quote[:-1]}_$"
+    return _ADD_CHECKS.format(
+        table=name.quoted,
+        name=_literal(name.quoted),
+        quote=quote,
+        drop=",\n".join(f"        DROP CONSTRAINT IF EXISTS {key}" for key in checks),
+        add=",\n".join(f"        ADD CONSTRAINT {key} CHECK ({rule}) NOT VALID" for key, rule in checks.items()),
+        validate=",\n".join(f"            VALIDATE CONSTRAINT {key}" for key in checks),
+    )
+
+
+def validate_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
+    """The PostgreSQL DDL that sees whether all rows fulfil the constraints, while the table is read and written."""
+    actions = ",\n".join(f"    VALIDATE CONSTRAINT {key}" for key in checks)
+    return f"ALTER TABLE {name.quoted}\n{actions};\n"
+
+
+def violations_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
+    """The SELECT that finds rows which violate the constraints."""
+    broken = " AND ".join(f"({rule})" for rule in checks.values())
+    return f"SELECT id, create_time, kafka_topic FROM {name.quoted} WHERE NOT ({broken});\n"
+
+
+def drop_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
+    """The PostgreSQL DDL that removes the CHECK constraints: one statement, which may be repeated."""
+    actions = ",\n".join(f"    DROP CONSTRAINT IF EXISTS {key}" for key in checks)
+    return f"ALTER TABLE {name.quoted}\n{actions};\n"
+
+
+_GRANTS = """\
+-- Rights on the whole table would go beyond those on columns.
+REVOKE INSERT, UPDATE ON TABLE {table} FROM {writer}, {harvester};
+-- The applications that stash. They cannot choose {kept}.
+GRANT USAGE ON SCHEMA {schema} TO {writer};
+GRANT INSERT ({columns}) ON TABLE {table} TO {writer};
+{sequence_of_writer}\
+-- The harvester.
+GRANT USAGE ON SCHEMA {schema} TO {harvester};
+GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {table} TO {harvester};
+GRANT SELECT ON SEQUENCE {sequence} TO {harvester};
+GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {holds} TO {harvester};
+-- Whoever may create functions in a schema can have others run them unawares (PostgreSQL 15 has this by itself).
+REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC;
+"""
+
+
+def grants_sql(name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"] = "binary") -> str:
+    """The GRANTs of an outbox that was made by one of our routes: the least rights with which everything works.
+
+    Args:
+        name: the outbox; without a schema it is in `public`.
+        writer: the role of the applications that stash.
+        harvester: the role of the harvester, and of `outbox status`, `doctor` and `hold`.
+        layout: of the table.
+    """
+    shape = BINARY_LAYOUT if layout == "binary" else TEXT_LAYOUT
+    columns = shape.columns if shape.has_time_default else ("create_time", *shape.columns)
+    schema = name.schema or "public"
+    table = TableName(name.table, schema)
+    # As PostgreSQL calls the sequence of an identity or bigserial column.
+    sequence = TableName(_with_suffix(name.table, "_id_seq"), schema).quoted
+    # The default of a bigserial column is evaluated with the writer's rights, an identity column's is not.
+    of_writer = "" if layout == "binary" else f"GRANT USAGE ON SEQUENCE {sequence} TO {_quote(writer)};\n"
+    return _GRANTS.format(
+        kept="id, create_time or leader_id" if shape.has_time_default else "id or leader_id",
+        schema=_quote(schema),
+        table=table.quoted,
+        holds=hold_beside(table).quoted,
+        sequence=sequence,
+        columns=", ".join(columns),
+        writer=_quote(writer),
+        harvester=_quote(harvester),
+        sequence_of_writer=of_writer,
+    )
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _with_suffix(table: str, suffix: str) -> str:
+    """The name with something behind it, shortened as PostgreSQL would, by bytes."""
+    return table.encode()[: _MAX_IDENTIFIER_BYTES - len(suffix)].decode(errors="ignore") + suffix
 
 
 HOLD_COLUMNS = (
@@ -255,9 +415,7 @@ def create_hold_sql(outbox: TableName) -> str:
 
 def hold_beside(outbox: TableName) -> TableName:
     """The table of an outbox's holds: `outbox_hold`, `payments_outbox_hold`."""
-    suffix = "_hold"
-    table = outbox.table.encode()[: _MAX_IDENTIFIER_BYTES - len(suffix)].decode(errors="ignore")
-    return TableName(table + suffix, outbox.schema)
+    return TableName(_with_suffix(outbox.table, "_hold"), outbox.schema)
 
 
 def hold_id(outbox: str, topic: str, key: str | None = None, record_id: int | None = None) -> int:
@@ -306,8 +464,7 @@ def drop_notify_sql(name: TableName) -> str:
 
 def _notify_names(name: TableName) -> dict[str, str]:
     """Trigger and function, named after the table; the function stands in the table's schema."""
-    suffix = "_notify"
-    own = name.table.encode()[: _MAX_IDENTIFIER_BYTES - len(suffix)].decode(errors="ignore") + suffix
+    own = _with_suffix(name.table, "_notify")
     return {"trigger": _quote(own), "function": TableName(own, name.schema).quoted}
 
 
@@ -332,12 +489,10 @@ def create_inbox_sql(name: TableName) -> str:
 
 def inbox_index(name: TableName) -> str:
     """Name of the index by which an inbox is pruned, the one that PostgreSQL itself would choose."""
-    suffix = "_accept_time_idx"
-    table = name.table.encode()[: _MAX_IDENTIFIER_BYTES - len(suffix)].decode(errors="ignore")
-    return table + suffix
+    return _with_suffix(name.table, "_accept_time_idx")
 
 
 def inbox_beside(outbox: TableName) -> TableName:
     """The inbox that belongs to an outbox unless told otherwise: `inbox`, `payments_inbox`, `mailbox_inbox`."""
     head, found, tail = outbox.table.rpartition("outbox")
-    return TableName(f"{head}inbox{tail}" if found else f"{outbox.table}_inbox", outbox.schema)
+    return TableName(f"{head}inbox{tail}" if found else _with_suffix(outbox.table, "_inbox"), outbox.schema)

@@ -147,14 +147,16 @@ class PreparedStasher:
 def insert_sql(table: TableName, layout: TableLayout) -> str:
     """The INSERT of a stash with `%s` placeholders, for the columns of `layout` in the order of its rows.
 
-    The database's clock writes create_time, also where the column has no default. Arrays are cast, because an empty
-    array or one of only NULLs has no type of its own.
+    The database's clock writes create_time: by the column's default, or named here where there is none. Arrays are
+    cast, because an empty array or one of only NULLs has no type of its own.
     """
     array = "bytea[]" if layout.values == "binary" else "text[]"
     casts = {"kafka_header_keys": "::text[]", "kafka_header_values": f"::{array}"}
     columns = layout.columns
     placeholders = ", ".join(f"%s{casts.get(column, '')}" for column in columns)
     escaped_name = table.quoted.replace("%", "%%")
+    if layout.has_time_default:
+        return f"INSERT INTO {escaped_name} ({', '.join(columns)}) VALUES ({placeholders})"
     return f"INSERT INTO {escaped_name} (create_time, {', '.join(columns)}) VALUES (now(), {placeholders})"
 
 

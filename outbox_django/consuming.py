@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -27,6 +27,7 @@ def consume(
     inbox: InboxTable | None = None,
     source: str | None = None,
     id_header: str = "outbox-id",
+    outboxes: Mapping[str, Collection[str]] | None = None,
     commit: Literal["sync", "stored"] = "sync",
     retry: RetryPolicy | None = None,
     max_records: int | None = None,
@@ -44,6 +45,7 @@ def consume(
         inbox: the inbox table; by default the one of the OUTBOX setting.
         source: whose ids these are; by default the consumer's group.
         id_header: as of `outbox_core.consuming.consume`, like the following.
+        outboxes: for each topic the names of the outboxes whose ids are believed there; without an entry, all.
         commit: "sync" after each record, or "stored": by the client, now and then.
         retry: what to do when the handler raises; by default raise. See `outbox_core.consuming.backoff`.
         max_records: return after so many records, repeats included; None for no limit.
@@ -80,6 +82,7 @@ def consume(
         accept=lambda _, accepted_source, message_id: table.accept(accepted_source, message_id, using=alias),
         source=source,
         id_header=id_header,
+        outboxes=outboxes,
         commit=commit,
         retry=retry,
         max_records=max_records,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from django.apps import apps
 from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.errors import InvalidConfig, TransactionRequired
+from outbox_core.schema import TableName
 from outbox_django.settings import outbox_settings
 
 
@@ -31,6 +35,32 @@ def postgres_connection(alias: str) -> BaseDatabaseWrapper:
     if connection.vendor != "postgresql":
         raise InvalidConfig(f"database {alias!r} is {connection.vendor}; the outbox needs PostgreSQL")
     return connection
+
+
+@contextmanager
+def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iterator[TableName]:
+    """Find a table, and use no schema but `pg_catalog` within the block (see `outbox_core.stores.sessions`).
+
+    For commands that an operator runs, perhaps with more rights than those have who may create functions in a schema.
+    The connection is Django's own, so its path is restored behind the block.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_catalog.current_setting('search_path'), pg_catalog.to_regclass(%s)::oid", [name.quoted]
+        )
+        path, oid = cursor.fetchone()
+        cursor.execute("SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false)")
+        try:
+            cursor.execute(
+                "SELECT nspname, relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = %s",
+                [oid],
+            )
+            place = cursor.fetchone()
+            yield TableName(place[1], place[0]) if place and not name.schema else name
+        finally:
+            # After an error in a transaction that is not ours its rollback restores the path.
+            if not connection.needs_rollback and connection.is_usable():
+                cursor.execute("SELECT pg_catalog.set_config('search_path', %s, false)", [path])
 
 
 def connection_in_transaction(alias: str, verb: str, subject: str) -> BaseDatabaseWrapper:

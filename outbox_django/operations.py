@@ -6,13 +6,21 @@ from typing import TYPE_CHECKING
 
 from django.db.migrations.operations.base import Operation
 
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, drop_notify_sql, notify_sql
+from outbox_core.schema import (
+    STORAGE_PARAMETERS,
+    TableName,
+    add_checks_sql,
+    drop_checks_sql,
+    drop_notify_sql,
+    notify_sql,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from django.db.backends.base.schema import BaseDatabaseSchemaEditor
     from django.db.migrations.state import ProjectState
+    from django.db.models import Model
 
 
 class SetStorageParameters(Operation):
@@ -57,6 +65,55 @@ class SetStorageParameters(Operation):
             schema_editor.execute(f"ALTER TABLE {table} {action}")
 
 
+class AddChecks(Operation):
+    """Give a model's table CHECK constraints, without looking at the rows it has (`schema.add_checks_sql`).
+
+    Args:
+        model_name: the model.
+        checks: conditions by the constraints' names.
+    """
+
+    reversible = True
+    reduces_to_sql = True
+    elidable = False
+
+    def __init__(self, model_name: str, checks: Mapping[str, str]) -> None:
+        self.model_name = model_name
+        self.checks = checks
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        """Change nothing: the models do not declare these constraints."""
+
+    def database_forwards(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
+    ) -> None:
+        """Add them."""
+        del from_state
+        self._run(app_label, schema_editor, to_state, add_checks_sql)
+
+    def database_backwards(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
+    ) -> None:
+        """Drop them."""
+        del from_state
+        self._run(app_label, schema_editor, to_state, drop_checks_sql)
+
+    def describe(self) -> str:
+        """What `migrate --plan` shows."""
+        return f"Add CHECK constraints to {self.model_name}"
+
+    def _run(
+        self,
+        app_label: str,
+        schema_editor: BaseDatabaseSchemaEditor,
+        state: ProjectState,
+        statements: Callable[[TableName, Mapping[str, str]], str],
+    ) -> None:
+        model = state.apps.get_model(app_label, self.model_name)
+        if self.allow_migrate_model(schema_editor.connection.alias, model):
+            schema_editor.execute(statements(_name_of(model), self.checks), params=None)
+
+
 class NotifyOnInsert(Operation):
     """Give the outbox the trigger that tells harvesters with `OUTBOX["NOTIFY"]` of inserts.
 
@@ -97,5 +154,9 @@ class NotifyOnInsert(Operation):
     ) -> None:
         model = state.apps.get_model("outbox_django", "Outbox")
         if self.allow_migrate_model(schema_editor.connection.alias, model):
-            table = model._meta.db_table  # noqa: SLF001  Django's documented API
-            schema_editor.execute(statements(TableName.parse(table) if table.startswith('"') else TableName(table)))
+            schema_editor.execute(statements(_name_of(model)), params=None)  # None: a % in the name is one
+
+
+def _name_of(model: type[Model]) -> TableName:
+    table = model._meta.db_table  # noqa: SLF001  Django's documented API
+    return TableName.parse(table) if table.startswith('"') else TableName(table)

@@ -60,8 +60,8 @@ class OutboxSettings:
     table: TableName = _DEFAULT_TABLE_NAME
     inbox_table: TableName = _DEFAULT_INBOX_TABLE_NAME
     layout: Literal["binary", "text"] = "binary"
-    kafka: Mapping[str, KafkaValue] = field(default_factory=dict)
-    producer_kafka: Mapping[str, KafkaValue] = field(default_factory=dict)
+    kafka: Mapping[str, KafkaValue] = field(default_factory=dict, repr=False)
+    producer_kafka: Mapping[str, KafkaValue] = field(default_factory=dict, repr=False)
     leader_topic: str | None = None
     leader_group_id: str | None = None
     delivery: str | None = None

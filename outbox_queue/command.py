@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import base64
-import json
 import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
 
@@ -19,8 +17,10 @@ from outbox_core.cli.signals import stop_on_signals
 from outbox_core.config import log_level, redact
 from outbox_core.errors import InvalidConfig
 from outbox_core.metrics import MetricsServer
+from outbox_core.printable import printable, printable_json
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters import DeadLetter, DeadLetters
+from outbox_queue.message import utc_time
 from outbox_queue.stats import Glance, QueueStats, messages_in_progress, queue_stats, waiting_messages
 from outbox_queue.tracker import RedeliveryTracker
 
@@ -249,14 +249,16 @@ def _stats_row(row: QueueStats) -> list[str]:
 
 
 def _print_table(titles: list[str], rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in [titles, *rows]:
+    # Names and reasons come from whoever may write to the topics.
+    shown = [titles, *([printable(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
         sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
 
 
 def _print_json(objects: Iterable[Mapping[str, Any]]) -> None:
     for one in objects:
-        sys.stdout.write(json.dumps(one, ensure_ascii=False) + "\n")
+        sys.stdout.write(printable_json(one) + "\n")
 
 
 def _shown_whole(message: Glance | DeadLetter) -> dict[str, Any]:
@@ -275,11 +277,11 @@ def _text_or_base64(content: bytes) -> str | dict[str, str]:
 
 def _short(payload: bytes) -> str:
     text = payload[: 4 * _SHOWN].decode(errors="replace")
-    printable = "".join(character if character.isprintable() else "." for character in text)
-    return printable if len(printable) <= _SHOWN else printable[: _SHOWN - 1] + "…"
+    shown = "".join(character if character.isprintable() else "." for character in text)
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
 
 
 def _time(milliseconds: int | None) -> str:
     if milliseconds is None:
         return "-"
-    return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return utc_time(milliseconds).strftime("%Y-%m-%dT%H:%M:%SZ")

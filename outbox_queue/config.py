@@ -6,6 +6,7 @@ kafka-mq-go as they are: its names (`redelivery-timeout`), and whole numbers for
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -28,9 +29,13 @@ from outbox_core.config.redaction import redact, redact_settings
 from outbox_core.config.yaml_file import read_yaml
 from outbox_core.errors import InvalidConfig
 
+_log = logging.getLogger(__name__)
+
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
 _LARGEST_MESSAGE = 1_000_000_000
 _MILLISECOND = timedelta(milliseconds=1)
+_BROKERS_LOOK_EVERY = timedelta(seconds=10)
+"""For transactions that are too old: transaction.abort.timed.out.transaction.cleanup.interval.ms."""
 _GO_CONSUMER = "consumer-"
 """Begins the names of kafka-mq-go's settings that are the consumer's; `max-messages-per-commit`, for example."""
 
@@ -148,7 +153,8 @@ class QueueConfig(_QueueSettings):
         marker_partitions: partitions of the marker topic, when it is made. At most so many trackers share the work.
         replication_factor: of the topics, when they are made; -1 for the cluster's own.
         marker_retention: how long a marker is kept; of the marker topic, when it is made. Nothing may be in progress
-            or delayed for longer than half of that, since a new tracker could not read its start marker any more.
+            or delayed for longer than half of that, since a new tracker could not read its start marker any more; a
+            marker that asks for more gets that.
         redelivery_timeout: how long after its last marker a message is given to another consumer. Keep-alives are sent
             in half that time.
         max_processing_time: how long a message is kept alive after it was handed out, unless it is extended.
@@ -163,10 +169,12 @@ class QueueConfig(_QueueSettings):
             that it can be closed.
         max_message_bytes: the largest record that both topics take; a larger message is refused when it is sent.
         marker_key: what markers are keyed by. `message` spreads one queue over all partitions; `queue` is for as long
-            as trackers or consumers of kafka-mq-go take part, who look for all markers of a queue in one.
-        transactional: write a start marker and commit its message's offset in one transaction.
+            as trackers or consumers of kafka-mq-go take part, who look for all markers of a queue in one: a Go tracker
+            can end for good over a message whose markers are elsewhere.
+        transactional: write a start marker and commit its message's offset in one transaction. With a tracker of
+            kafka-mq-go, `redelivery_timeout` has to be more than 2 x (`transaction_timeout` + 10 s).
         transaction_timeout: when Kafka gives up the transaction of a consumer or tracker that died; 1 second to 15
-            minutes, the most that brokers allow by default.
+            minutes, the most that brokers allow by default. They look every 10 seconds.
         delivery_timeout: how long a client tries to deliver a record before it counts as failed.
         close_timeout: how long closing a producer or consumer takes at most.
         kafka: librdkafka properties of every client, TLS and SASL included.
@@ -272,6 +280,15 @@ class QueueConfig(_QueueSettings):
             problems.append(Problem(("kafka", _SOCKET_TIMEOUT), why))
         if problems:
             raise InvalidSettings(problems)
+        hidden = 2 * (self.transaction_timeout + _BROKERS_LOOK_EVERY)
+        if self.transactional and self.marker_key == "queue" and self.redelivery_timeout <= hidden:
+            _log.warning(
+                "redelivery_timeout (%s) should be more than %s: with transactional: true and a tracker of kafka-mq-go "
+                "(marker_key: queue), a consumer that dies hides the end markers of others for so long, and that "
+                "tracker sends finished messages again",
+                format_duration(self.redelivery_timeout),
+                format_duration(hidden),
+            )
         return self
 
     @property

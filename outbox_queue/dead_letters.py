@@ -39,7 +39,7 @@ class DeadLetter(NamedTuple):
         key: of its record.
         queue: id of its queue.
         id: place of its first copy, `partition-offset`.
-        attempts: how many were made.
+        attempts: how many were made; 0 if it was never handed out.
         enqueued_at_ms: when its first copy was sent, if that is known.
         dead_at_ms: when it was set aside.
         reason: why.
@@ -139,23 +139,41 @@ class DeadLetters:
         return self._remove(choose, again=False)
 
     def _remove(self, choose: Callable[[DeadLetter], bool], *, again: bool) -> list[DeadLetter]:
-        with self._transactions() as transaction:
-            # Only now: what a command that is fenced by this one has committed is seen.
-            chosen = [letter for letter in self.all() if choose(letter)]
-            for batch in _batches(chosen):
-                failure = transaction.run(lambda batch=batch: self._send(transaction, batch, again=again))  # type: ignore[misc]
-                if failure is not None:
-                    raise QueueError(
-                        f"dead letters of {self._config.dead_letters!r}: {failure.reason}; if no other command is at "
-                        "work, run it again: what was done is not repeated"
-                    )
-        return chosen
+        done: list[DeadLetter] = []
+        is_done = False
+        while not is_done:
+            with self._transactions() as transaction:
+                # Only now: what a command that is fenced by this one has committed is seen.
+                left = [letter for letter in self.all() if choose(letter)]
+                is_done = self._remove_some(transaction, left, done, again=again)
+        return done
+
+    def _remove_some(
+        self, transaction: Transaction, letters: list[DeadLetter], done: list[DeadLetter], *, again: bool
+    ) -> bool:
+        """Remove letters; return False if a new producer has to go on, and to see first which are left."""
+        for batch in _batches(letters):
+            if transaction.must_replace:
+                return False
+            failure = transaction.run(lambda batch=batch: self._send(transaction, batch, again=again))  # type: ignore[misc]
+            if failure is not None:
+                raise QueueError(
+                    f"dead letters of {self._config.dead_letters!r}: {failure.reason}; if no other command is at "
+                    "work, run it again: what was done is not repeated"
+                )
+            done += batch
+        return True
 
     def _send(self, transaction: Transaction, batch: list[DeadLetter], *, again: bool) -> None:
         for letter in batch:
             if again:
-                copy = message_headers.of_copy(
-                    letter.headers, attempt=1, enqueued_at_ms=letter.enqueued_at_ms, origin=_place(letter.id)
+                origin = message_headers.place(letter.id.encode())
+                copy = (
+                    message_headers.of_copy(
+                        letter.headers, attempt=1, enqueued_at_ms=letter.enqueued_at_ms, origin=origin
+                    )
+                    if origin is not None
+                    else list(letter.headers)  # a stranger's, without a place: it begins anew
                 )
                 transaction.produce(self._config.message_topic, letter.payload, letter.queue.encode(), headers=copy)
             transaction.produce(self._config.dead_letters, None, letter.key, partition=letter.partition)
@@ -197,19 +215,10 @@ def _letter(letter: TopicRecord) -> DeadLetter:
         key=letter.key or b"",
         queue=(ours.get(message_headers.QUEUE) or queue).decode(errors="replace"),
         id=message_headers.place_text(travelled.origin) if travelled.origin else place.decode(errors="replace"),
-        attempts=travelled.attempt,
+        attempts=message_headers.number(ours.get(message_headers.ATTEMPT)) or 0,
         enqueued_at_ms=travelled.enqueued_at_ms,
-        dead_at_ms=_number(ours.get(message_headers.DEAD_AT)),
-        reason=travelled.reason,
+        dead_at_ms=message_headers.number(ours.get(message_headers.DEAD_AT)),
+        reason=message_headers.UNREADABLE if travelled.is_unreadable else travelled.reason,
         headers=travelled.headers,
         payload=letter.value or b"",
     )
-
-
-def _number(value: bytes | None) -> int | None:
-    return int(value) if value is not None and value.isdigit() else None
-
-
-def _place(text: str) -> tuple[int, int]:
-    partition, _, offset = text.partition("-")
-    return int(partition), int(offset)

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from outbox_core.kafka import UnreadableHeaders
 from outbox_queue.errors import InvalidMessage
 
 PREFIX = "kmq-"
@@ -36,6 +37,8 @@ DEAD_AT = "kmq-dead-at"
 Header = tuple[str, bytes | None]
 UserHeaders = Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]]
 
+UNREADABLE = "it has a header name that is not UTF-8, so none of its headers can be read"
+"""The reason of a dead letter whose headers kept it from being handed out."""
 LONGEST_REASON = 2000
 """Characters of it that are kept: it travels in markers and headers."""
 _LARGEST_INT32 = 2**31 - 1
@@ -51,6 +54,7 @@ class Travelled(NamedTuple):
         deliver_at_ms: not before then; None for at once.
         reason: of a dead letter, else empty.
         headers: the user's.
+        is_unreadable: whether there are headers that cannot be read; then nothing is known of the rest.
     """
 
     attempt: int = 1
@@ -59,24 +63,26 @@ class Travelled(NamedTuple):
     deliver_at_ms: int | None = None
     reason: str = ""
     headers: tuple[Header, ...] = ()
+    is_unreadable: bool = False
 
 
 NOTHING = Travelled()
+UNREADABLE_ONES = Travelled(is_unreadable=True)
 
 
 def read(headers: Sequence[Header] | None) -> Travelled:
     """What a record's headers tell. A `kmq-` header that cannot be read counts as missing: strangers write here too."""
     if not headers:
-        return NOTHING
+        return UNREADABLE_ONES if isinstance(headers, UnreadableHeaders) else NOTHING
     ours = {name: value for name, value in headers if value is not None and name.startswith(PREFIX)}
     users = tuple(header for header in headers if not header[0].startswith(PREFIX))
     if not ours:
         return Travelled(headers=users)
     return Travelled(
-        attempt=min(max(1, _number(ours.get(ATTEMPT)) or 1), _LARGEST_INT32 - 1),
-        enqueued_at_ms=_number(ours.get(ENQUEUED_AT)),
-        origin=_place(ours.get(ID)),
-        deliver_at_ms=_number(ours.get(DELIVER_AT)),
+        attempt=min(max(1, number(ours.get(ATTEMPT)) or 1), _LARGEST_INT32 - 1),
+        enqueued_at_ms=number(ours.get(ENQUEUED_AT)),
+        origin=place(ours.get(ID)),
+        deliver_at_ms=number(ours.get(DELIVER_AT)),
         reason=ours.get(REASON, b"").decode(errors="replace"),
         headers=users,
     )
@@ -163,17 +169,19 @@ def _checked(position: int, pair: object) -> Header:
     return name, content
 
 
-def _number(value: bytes | None) -> int | None:
+def number(value: bytes | None) -> int | None:
+    """The number that a header's value is, None if it is none, or has more digits than any of ours."""
     if value is None or not value.isdigit() or len(value) > 18:
         return None
     return int(value)
 
 
-def _place(value: bytes | None) -> tuple[int, int] | None:
+def place(value: bytes | None) -> tuple[int, int] | None:
+    """The place that a text of `place_text` names, None if it names none."""
     if value is None:
         return None
     partition, _, offset = value.partition(b"-")
-    numbers = _number(partition), _number(offset)
+    numbers = number(partition), number(offset)
     if numbers[0] is None or numbers[1] is None or numbers[0] > _LARGEST_INT32:
         return None
     return numbers[0], numbers[1]

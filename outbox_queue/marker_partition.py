@@ -26,6 +26,7 @@ Times are milliseconds; `now` is on a monotonic clock. Used by one thread.
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from typing import Any, NamedTuple
 
@@ -62,19 +63,23 @@ class MarkerPartition:
     Args:
         number: of the partition.
         tick_interval: how long messages may be in progress without a tick.
+        longest_ms: the longest redelivery timeout that is believed; the first unfinished message holds the offset that
+            is committed, so a marker of a stranger that names none would hold it for good.
 
     Attributes:
         tick: the one that is awaited.
-        unreadable: how many records were no markers.
+        unreadable: how many records were no markers, or of an unknown version.
         read_at: when the last record was read, on the monotonic clock.
     """
 
-    def __init__(self, number: int, *, tick_interval: float) -> None:
+    def __init__(self, number: int, *, tick_interval: float, longest_ms: float = math.inf) -> None:
         self.number = number
         self.tick: Tick | None = None
         self.unreadable = 0
         self.read_at = 0.0
         self._tick_interval = tick_interval
+        self._longest_ms = longest_ms
+        self._has_cut = False
         self._in_progress = InProgress()
         self._clock = DeadlineClock()
         self._position: int | None = None
@@ -115,6 +120,9 @@ class MarkerPartition:
         except DecodeError as error:
             self._skip(offset, error)
             return
+        if marker.version != wire.VERSION_1:
+            self._skip(offset, f"its version is {marker.version}")
+            return
         place = marker.message_id
         message_id = (place.partition, place.offset)
         if message_id[0] < 0:
@@ -130,11 +138,11 @@ class MarkerPartition:
                 queue=marker.key,
                 marker_offset=offset,
                 started=appended,
-                deadline=appended + marker.redeliver_after_ms,
+                deadline=appended + self._believed(marker.redeliver_after_ms, offset),
                 start=(key, value),
             )
         elif kind == wire.KEEPALIVE:
-            self._keep_alive(message_id, marker, appended)
+            self._keep_alive(message_id, marker, appended + self._believed(marker.redeliver_after_ms, offset))
         else:
             self._skip(offset, f"its type is {kind}")
 
@@ -222,12 +230,28 @@ class MarkerPartition:
         """The partition's time, in milliseconds."""
         return self._clock.time(now)
 
-    def _keep_alive(self, message_id: tuple[int, int], marker: Any, appended: float) -> None:
-        entry = self._in_progress.keep_alive(message_id, appended + marker.redeliver_after_ms)
+    def _keep_alive(self, message_id: tuple[int, int], marker: Any, deadline: float) -> None:
+        entry = self._in_progress.keep_alive(message_id, deadline)
         if entry is not None:
             if marker.HasField("attempt"):
                 entry.attempt = marker.attempt
             entry.reason = marker.reason
+
+    def _believed(self, redeliver_after_ms: int, offset: int) -> float:
+        """A marker's redelivery timeout, cut to the longest."""
+        if redeliver_after_ms <= self._longest_ms:
+            return redeliver_after_ms
+        if not self._has_cut:
+            self._has_cut = True
+            _log.warning(
+                "marker partition %d: offset %d asks for %d ms, more than half of marker_retention; it gets %d ms, and "
+                "so does what follows it",
+                self.number,
+                offset,
+                redeliver_after_ms,
+                self._longest_ms,
+            )
+        return self._longest_ms
 
     def _read_tick(self, token: bytes, timestamp: tuple[int, int], now: float) -> None:
         kind, stamp = timestamp

@@ -11,6 +11,9 @@ from outbox_queue.config import milliseconds
 from outbox_queue.errors import InvalidMessage, MessageSettled
 from outbox_queue.headers import LONGEST_REASON, Header, Travelled, place_text
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST_MS = 253_402_300_799_999
+
 
 class State(Enum):
     """How far a message has come in this process."""
@@ -107,7 +110,7 @@ class Message:
     @property
     def enqueued_at(self) -> datetime:
         """When its first copy was sent, in UTC."""
-        return datetime.fromtimestamp(self._enqueued_at_ms / 1000, UTC)
+        return utc_time(self._enqueued_at_ms)
 
     @property
     def is_settled(self) -> bool:
@@ -212,6 +215,11 @@ def checked_reason(verb: str, reason: object) -> str:
     if not isinstance(reason, str):
         raise InvalidMessage(f"{verb}: the reason must be text, got {type(reason).__name__}")
     return reason[:LONGEST_REASON].encode(errors="replace").decode()
+
+
+def utc_time(milliseconds: int) -> datetime:
+    """Milliseconds since 1970 as a time; the calendar's last one for what lies beyond it."""
+    return _EPOCH + timedelta(milliseconds=min(max(0, milliseconds), _LAST_MS))
 
 
 def now_ms() -> int:

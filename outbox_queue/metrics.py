@@ -133,7 +133,7 @@ class QueueMetrics(Collector):
         self._queues: dict[str, QueueCounters] = {}
         self._load: Mapping[str, QueueLoad] = {}
         self._partitions: int | None = None
-        self._catching_up = 0
+        self._catching_up = self._unreadable = 0
         try:
             self.registry.register(self)
         except ValueError:
@@ -147,15 +147,19 @@ class QueueMetrics(Collector):
                 counters = self._queues.setdefault(queue, QueueCounters())
         return counters
 
-    def tracking(self, load: Mapping[str, QueueLoad], *, partitions: int, catching_up: int) -> None:
+    def tracking(
+        self, load: Mapping[str, QueueLoad], *, partitions: int, catching_up: int, unreadable: int = 0
+    ) -> None:
         """What a tracker sees.
 
         Args:
             load: what is unfinished of each queue; ages in milliseconds.
             partitions: how many it has.
             catching_up: how many of these it has not yet read to the end.
+            unreadable: how many records of the marker topic it has skipped since it began.
         """
         self._load, self._partitions, self._catching_up = load, partitions, catching_up
+        self._unreadable = unreadable
 
     def collect(self) -> Iterator[Metric]:
         """What Prometheus sees."""
@@ -170,6 +174,7 @@ class QueueMetrics(Collector):
         if self._partitions is not None:
             families.partitions.add_metric([], self._partitions)
             families.catching_up.add_metric([], self._catching_up)
+            families.unreadable.add_metric([], self._unreadable)
         yield from families.all()
 
 
@@ -203,8 +208,14 @@ class _Families:
         self.catching_up = GaugeMetricFamily(
             "outbox_queue_tracker_catching_up", "How many of them it has not yet read to the end.", labels=[]
         )
+        self.unreadable = CounterMetricFamily(
+            "outbox_queue_tracker_unreadable_markers",
+            "Records of the marker topic that this tracker has skipped: no markers, or of an unknown version.",
+            labels=[],
+        )
 
     def all(self) -> Iterator[Metric]:
         yield from self.counters.values()
         yield from self.histograms.values()
         yield from (self.processing, self.lag, self.in_progress, self.oldest, self.partitions, self.catching_up)
+        yield self.unreadable

@@ -11,6 +11,7 @@ message becomes a dead letter without headers; it cannot be sent again as it is.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -23,11 +24,12 @@ from outbox_queue import headers as message_headers
 from outbox_queue.clients import TRACKER_GROUP, transactional_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.headers import Header
-from outbox_queue.in_progress import Unfinished
+from outbox_queue.in_progress import MessageId, Unfinished
 from outbox_queue.transaction import Failure, Transaction
 
 _PREPARE_SECONDS = 4.0
 _FIRST_ATTEMPT = 1
+_MOST_AT_ONCE = 500
 REDELIVERED = "redelivered"
 """The reason in a tracker's end marker."""
 
@@ -69,14 +71,16 @@ class Redelivered:
 
     Attributes:
         done: copies and dead letters that are committed.
-        left: what is still in progress.
+        left: what is still in progress, and has to be judged again.
+        refused: what Kafka takes in no form.
         copies: how many messages were sent again, by queue.
         dead: how many were set aside, by queue.
-        failure: why the rest is left.
+        failure: why the rest is left; None if only another producer is needed.
     """
 
     done: list[Unfinished] = field(default_factory=list)
     left: list[Unfinished] = field(default_factory=list)
+    refused: list[Unfinished] = field(default_factory=list)
     copies: Counter[bytes] = field(default_factory=Counter)
     dead: Counter[bytes] = field(default_factory=Counter)
     failure: Failure | None = None
@@ -84,6 +88,9 @@ class Redelivered:
 
 class Redeliverer:
     """Redelivers the messages of one marker partition. Used by one thread.
+
+    A producer whose next transaction could meet a late end of its last one is given up, and what is left is judged
+    anew, after `prepare`.
 
     Args:
         config: of the queues.
@@ -94,11 +101,13 @@ class Redeliverer:
         self._config = config
         self._partition = partition
         self._transaction: Transaction | None = None
+        self._limit = _MOST_AT_ONCE
+        self._refused: set[MessageId] = set()
 
     @property
     def is_prepared(self) -> bool:
         """Whether nobody else can redeliver this partition's messages without our being told."""
-        return self._transaction is not None
+        return self._transaction is not None and not self._transaction.must_replace
 
     def prepare(self, give_up: Callable[[], bool]) -> Failure | None:
         """Fence whoever had the partition before; None if that is done.
@@ -106,18 +115,63 @@ class Redeliverer:
         Args:
             give_up: whether to leave it at that.
         """
+        self.close()
         transactional_id = f"{TRACKER_GROUP}-{self._config.marker_topic}-{self._partition}"
         transaction = Transaction(transactional_settings(self._config, transactional_id))
         failure = transaction.start(_PREPARE_SECONDS, give_up)
         if failure is None:
             self._transaction = transaction
+        else:
+            transaction.discard()
         return failure
 
     def redeliver(self, entries: list[Unfinished]) -> Redelivered:
         """Redeliver a batch; afterwards, `is_prepared` tells whether another may follow."""
         result = Redelivered()
-        self._redeliver(entries, result)
+        while entries:
+            if self._transaction is None or not self.is_prepared:
+                # A new producer would fence a tracker that has fenced ours: what that one did has to be read first.
+                result.left += entries
+                break
+            batch = self._batch(entries)
+            failure = self._run(self._transaction, batch, result)
+            if failure is None:
+                entries = entries[len(batch) :]
+            elif not failure.is_refused or failure.is_over:
+                result.left += entries
+                result.failure = failure
+                if failure.is_over:
+                    self.close()
+                break
+            elif self._is_hopeless(batch, failure):
+                result.refused += batch
+                entries = entries[len(batch) :]
         return result
+
+    def _batch(self, entries: list[Unfinished]) -> list[Unfinished]:
+        """The first of these, up to the limit; one that Kafka refused comes alone, and is set aside."""
+        if entries[0].message_id in self._refused:
+            return entries[:1]
+        few = entries[: self._limit]
+        return list(itertools.takewhile(lambda entry: entry.message_id not in self._refused, few))
+
+    def _is_hopeless(self, batch: list[Unfinished], failure: Failure) -> bool:
+        """Kafka refuses a record of the batch: note what to try next, and return whether there is nothing.
+
+        It is noted here, since a slow abort ends the producer: the search goes on after the next tick.
+        """
+        if len(batch) > 1:
+            self._limit = len(batch) // 2
+            return False
+        (entry,) = batch
+        named = _named(entry, self._read(entry))
+        if entry.message_id not in self._refused:
+            _log.error("message %s of queue %r cannot be sent again: %s", *named, failure.reason)
+            self._refused.add(entry.message_id)
+            return False
+        _log.error("message %s of queue %r cannot be set aside: %s", *named, failure.reason)
+        self._refused.discard(entry.message_id)
+        return True
 
     def close(self) -> None:
         """Throw the producer away."""
@@ -125,30 +179,16 @@ class Redeliverer:
             self._transaction.discard()
             self._transaction = None
 
-    def _redeliver(self, entries: list[Unfinished], result: Redelivered, *, stripped: bool = False) -> None:
-        if self._transaction is None:
-            result.left += entries
-            return
+    def _run(self, transaction: Transaction, entries: list[Unfinished], result: Redelivered) -> Failure | None:
+        """Redeliver a batch in one transaction; None if that is done."""
         batch = [(entry, self._read(entry)) for entry in entries]
-        failure = self._transaction.run(lambda: self._fill(batch, stripped=stripped))
+        stripped = entries[0].message_id in self._refused
+        failure = transaction.run(lambda: self._fill(transaction, batch, stripped=stripped))
         if failure is None:
             self._count(batch, result, stripped=stripped)
-        elif failure.is_over or not failure.is_refused:
-            result.left += entries
-            result.failure = failure
-            if failure.is_over:
-                self.close()
-        elif len(entries) > 1:
-            half = len(entries) // 2
-            self._redeliver(entries[:half], result)
-            self._redeliver(entries[half:], result)
-        elif not stripped:
-            _log.error("message %s of queue %r cannot be sent again: %s", *_named(batch[0]), failure.reason)
-            self._redeliver(entries, result, stripped=True)
-        else:
-            _log.error("message %s of queue %r cannot be set aside: %s", *_named(batch[0]), failure.reason)
-            result.left += entries
-            result.failure = failure
+            self._refused.difference_update(entry.message_id for entry in entries)
+            self._limit = min(2 * self._limit, _MOST_AT_ONCE)
+        return failure
 
     def _count(self, batch: list[tuple[Unfinished, Expired]], result: Redelivered, *, stripped: bool) -> None:
         for entry, expired in batch:
@@ -156,9 +196,7 @@ class Redeliverer:
             counter = result.dead if stripped or expired.is_used_up else result.copies
             counter[expired.queue] += 1
 
-    def _fill(self, batch: list[tuple[Unfinished, Expired]], *, stripped: bool) -> None:
-        transaction = self._transaction
-        assert transaction is not None  # noqa: S101  `_redeliver` has looked
+    def _fill(self, transaction: Transaction, batch: list[tuple[Unfinished, Expired]], *, stripped: bool) -> None:
         now_ms = time.time_ns() // 1_000_000  # for people who read dead letters; no decision goes by it
         for entry, expired in batch:
             if stripped or expired.is_used_up:
@@ -212,6 +250,5 @@ def _why(expired: Expired) -> str:
     return expired.reason or f"was not finished in {expired.attempt} attempts"
 
 
-def _named(message: tuple[Unfinished, Expired]) -> tuple[str, str]:
-    entry, expired = message
+def _named(entry: Unfinished, expired: Expired) -> tuple[str, str]:
     return message_headers.place_text(entry.message_id), expired.queue.decode(errors="replace")

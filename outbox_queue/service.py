@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig
+from outbox_core.printable import escape_log_lines
 from outbox_core.record import OutboxRecord
 from outbox_queue import stashing
 from outbox_queue.aio import AsyncConsumer
@@ -53,6 +54,7 @@ class QueueService:
     """
 
     def __init__(self, config: QueueConfig, *, metrics: QueueMetrics | None = None) -> None:
+        escape_log_lines("outbox_queue")
         self.config = config
         self.metrics = metrics if metrics is not None else QueueMetrics()
         self._topics: Topics | None = None

@@ -6,7 +6,8 @@ is one less than it had: the tracker sends it again when it is due, and nobody h
 Nobody waits for longer than `max_delay`: the start marker would not be kept until then.
 
 A message that cannot be tracked is set aside before anything else happens: one of another producer may be too large for
-a start marker, and one that a tracker without counting has redelivered may have had more attempts than it may have.
+a start marker, one that a tracker without counting has redelivered may have had more attempts than it may have, and
+one may have headers that cannot be read: how often it was tried, and what its handler should see, is then unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, KafkaException
+from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, KafkaException, headers_of
 from outbox_queue import headers, wire
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.dead_letter_writer import DeadLetterWriter
@@ -83,7 +84,11 @@ class Starter:
         deadline = time.monotonic() + self._timeout_ms / 1000
         parked = 0
         for record in records:
-            message, delay_ms = self._message(settler, record, wall_ms)
+            travelled = headers.read(headers_of(record))
+            message, delay_ms = self._message(settler, record, travelled, wall_ms)
+            if travelled.is_unreadable:
+                self._set_aside(message, headers.UNREADABLE)
+                continue
             marker = self._marker(message, delay_ms)
             if not self._can_be_tracked(message, marker):
                 continue
@@ -102,9 +107,10 @@ class Starter:
         if prepared.parked:
             self._counters.parked(prepared.parked)
 
-    def _message(self, settler: Settler, record: Any, wall_ms: int) -> tuple[Message, int]:
+    def _message(
+        self, settler: Settler, record: Any, travelled: headers.Travelled, wall_ms: int
+    ) -> tuple[Message, int]:
         """The message of a record, and for how many milliseconds it must not be handed out."""
-        travelled = headers.read(record.headers())
         kind, timestamp = record.timestamp()
         enqueued_at_ms = travelled.enqueued_at_ms or (wall_ms if kind == TIMESTAMP_NOT_AVAILABLE else timestamp)
         message = Message(
@@ -155,6 +161,11 @@ class Starter:
             reason = f"it has had {message.attempt - 1} attempts already, and max_attempts is {self._max_attempts}"
         else:
             return True
+        self._set_aside(message, reason)
+        return False
+
+    def _set_aside(self, message: Message, reason: str) -> None:
+        """Make a message that is not started a dead letter. Raises NotStarted."""
         _log.warning("queue %r: message %s is set aside: %s", self._queue, message.id, reason)
         try:
             self._dead_letters.write(message, reason, attempts=message.attempt - 1, now_ms=now_ms(), may_be_empty=True)
@@ -162,4 +173,3 @@ class Starter:
             said = error.__cause__
             raise NotStarted(str(error), said.args[0] if isinstance(said, KafkaException) else None) from None
         self._counters.rejected()
-        return False

@@ -22,6 +22,7 @@ from outbox_core.kafka import Consumer, KafkaError, KafkaException, Producer, To
 from outbox_queue.clients import group_of, producer_settings, transactional_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.markers import PARTITIONER, MarkerRecord
+from outbox_queue.transaction import Failure, Transaction
 
 _SLICE_SECONDS = 0.2
 
@@ -124,8 +125,9 @@ class PlainStarts:
 class TransactionalStarts:
     """Markers and offsets in one transaction.
 
-    A transaction whose outcome is unknown is settled by a new producer of the same `transactional.id` before anything
-    is read again.
+    A transaction whose outcome is unknown, or whose end may have been sent twice, is settled by a new producer of the
+    same `transactional.id` before anything is read again. Nobody else has that id: zombies are fenced by the group's
+    generation.
 
     Args:
         config: of the queue.
@@ -136,65 +138,49 @@ class TransactionalStarts:
     def __init__(self, config: QueueConfig, queue: str, consumer: Consumer) -> None:
         self._config = config
         self._consumer = consumer
-        # Begins like the group, so that an ACL on a prefix covers both. Zombies are fenced by the group's generation.
+        # Begins like the group, so that an ACL on a prefix covers both.
         self._settings = transactional_settings(config, f"{group_of(queue)}-{uuid.uuid4()}") | PARTITIONER
         # Made at once: settings that do not go together are told where the consumer is made.
-        self._fresh: Producer | None = make_producer(self._settings)
-        self._producer: Producer | None = None
+        self._transaction: Transaction | None = Transaction(self._settings)
+        self._is_ready = False
 
     def close(self) -> None:
         """See `Starts`."""
-        producer, self._producer, self._fresh = self._producer, None, None
-        if producer is not None:
-            discard(producer)
+        transaction, self._transaction, self._is_ready = self._transaction, None, False
+        if transaction is not None:
+            transaction.discard()
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """See `Starts`."""
-        try:
-            producer = self._ready(seconds_left)
-            producer.begin_transaction()
-            self._fill(producer, markers, offsets, seconds_left)
-            producer.commit_transaction(max(0.0, seconds_left()))
-        except (KafkaException, BufferError) as error:
-            self._give_up(seconds_left)
-            if isinstance(error, KafkaException):
-                raise NotStarted(error.args[0].str(), error.args[0]) from None
-            raise NotStarted(str(error)) from None
 
-    def _ready(self, seconds_left: SecondsLeft) -> Producer:
-        if self._producer is None:
-            fresh, self._fresh = self._fresh, None
-            producer = make_producer(self._settings) if fresh is None else fresh
-            producer.init_transactions(max(0.0, seconds_left()))
-            self._producer = producer
-        return self._producer
+        def give_up() -> bool:
+            return seconds_left() <= 0
 
-    def _fill(
-        self,
-        producer: Producer,
-        markers: Sequence[MarkerRecord],
-        offsets: Mapping[int, int],
-        seconds_left: SecondsLeft,
-    ) -> None:
-        topic = self._config.marker_topic
-        for marker in markers:
-            producer.produce(topic, marker.value, marker.key, marker.partition)
-        producer.send_offsets_to_transaction(
-            positions(self._config, offsets), self._consumer.consumer_group_metadata(), max(0.0, seconds_left())
-        )
+        def fill() -> None:
+            topic = self._config.marker_topic
+            for marker in markers:
+                if not transaction.produce(topic, marker.value, marker.key, marker.partition, give_up=give_up):
+                    raise KafkaException(KafkaError(KafkaError._QUEUE_FULL))  # noqa: SLF001  a public constant
+            group = self._consumer.consumer_group_metadata()
+            transaction.send_offsets(positions(self._config, offsets), group, max(0.0, seconds_left()))
 
-    def _give_up(self, seconds_left: SecondsLeft) -> None:
-        """Abort; if that does not succeed, or the outcome is unknown, a new producer settles it."""
-        producer, self._producer = self._producer, None
-        if producer is None:
+        transaction, failure = self._ready(seconds_left)
+        if failure is None:
+            failure = transaction.run(fill, give_up)
+        if failure is None:
             return
-        try:
-            producer.abort_transaction(max(0.0, seconds_left()))
-        except KafkaException as error:
-            _log.debug("a transaction is left to the next producer: %s", error.args[0].str())
-            discard(producer)
-        else:
-            self._producer = producer
+        if failure.is_over:
+            self.close()
+        raise NotStarted(failure.reason, failure.error)
+
+    def _ready(self, seconds_left: SecondsLeft) -> tuple[Transaction, Failure | None]:
+        """A transaction in which no late end of another can arrive, or why it cannot be begun."""
+        if self._transaction is not None and self._transaction.must_replace:
+            self.close()
+        transaction = self._transaction = self._transaction or Transaction(self._settings)
+        failure = None if self._is_ready else transaction.start(max(0.0, seconds_left()))
+        self._is_ready = failure is None
+        return transaction, failure
 
 
 def positions(config: QueueConfig, offsets: Mapping[int, int]) -> list[TopicPartition]:

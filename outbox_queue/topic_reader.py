@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from outbox_core.errors import KafkaUnavailable
-from outbox_core.kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
+from outbox_core.kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+    headers_of,
+    make_consumer,
+)
 from outbox_queue.clients import common_settings, consumer_settings
 from outbox_queue.config import QueueConfig
 from outbox_queue.errors import QueueTopicError
@@ -36,7 +44,7 @@ class TopicRecord(NamedTuple):
         timestamp: what kind it is of, and milliseconds since 1970.
         key: of the record.
         value: of the record.
-        headers: of the record.
+        headers: of the record; `UnreadableHeaders` if the client cannot decode them.
     """
 
     partition: int
@@ -127,7 +135,7 @@ def _record(message: Any) -> TopicRecord:
         message.timestamp(),
         message.key(),
         message.value(),
-        message.headers() or [],
+        headers_of(message),
     )
 
 

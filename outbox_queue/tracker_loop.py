@@ -4,7 +4,8 @@ A turn of the loop reads a batch of markers, then looks at each partition (`outb
 sent, or a batch of expired messages is redelivered (`outbox_queue.redelivery`).
 
 - A partition whose messages are to be redelivered for the first time is prepared *before* the tick that judges them:
-  what another tracker had committed there is thus read before anything is decided.
+  what another tracker had committed there is thus read before anything is decided. The same holds when a producer is
+  replaced because the end of its last transaction may have been sent twice (`outbox_core.harvest.transaction`).
 - A tick that does not come back within two seconds may wait behind the unfinished transaction of a tracker that died:
   preparing the partition ends it.
 - The offset that is committed is that of the first unfinished message's start marker, on time, on revoke and at the
@@ -111,9 +112,11 @@ class TrackerLoop:
         self._metrics = metrics
         self._give_up = give_up
         self._tick_interval = float(milliseconds(config.redelivery_tracker.use_now_if_no_marker_seen))
+        self._longest_ms = milliseconds(config.marker_retention / 2)
         self._commit_interval = float(milliseconds(config.redelivery_tracker.commit_interval))
         self._commit_count = config.redelivery_tracker.num_offsets_per_commit
         self._partitions: dict[int, _Tracked] = {}
+        self._unreadable_before = 0  # in partitions that were ours
         self._was_assigned = self._is_member = False
         self._read_since_commit = 0
         self._committed_at = self._reported_at = 0.0
@@ -165,7 +168,7 @@ class TrackerLoop:
         finally:
             self._forget(self._partitions.copy())
             self._ticks.purge()
-            self._metrics.tracking({}, partitions=0, catching_up=0)
+            self._metrics.tracking({}, partitions=0, catching_up=0, unreadable=self._unreadable_before)
 
     def _consume(self) -> list[Any]:
         busy = self.in_progress > 0 or not self.is_caught_up
@@ -253,19 +256,19 @@ class TrackerLoop:
             return True
         result = tracked.redeliverer.redeliver(batch)
         markers.settle(result.done, redelivered=True)
+        markers.postpone(result.refused, _REFUSED_MS)
+        markers.settle(result.left, redelivered=False)
         self._count(result)
-        failure = result.failure
-        if failure is None:
-            self._redelivery.ended()
-        elif failure.is_refused:
-            markers.postpone(result.left, _REFUSED_MS)
-        else:
-            markers.settle(result.left, redelivered=False)
-            markers.judge_again()
-            self._redelivery.began(f"partition {markers.number} of the marker topic: {failure.reason}")
-            tracked.retry_at = _now() + _RETRY_MS
-            return False
-        return True
+        if result.failure is None:
+            if result.done:
+                self._redelivery.ended()
+            if not tracked.redeliverer.is_prepared:
+                markers.judge_again()
+            return True
+        markers.judge_again()
+        self._redelivery.began(f"partition {markers.number} of the marker topic: {result.failure.reason}")
+        tracked.retry_at = _now() + _RETRY_MS
+        return False
 
     def _count(self, result: Redelivered) -> None:
         for queue, count in result.copies.items():
@@ -320,7 +323,9 @@ class TrackerLoop:
             consumer.pause(partitions)
         self._forget(self._partitions.copy())
         for partition in partitions:
-            markers = MarkerPartition(partition.partition, tick_interval=self._tick_interval)
+            markers = MarkerPartition(
+                partition.partition, tick_interval=self._tick_interval, longest_ms=self._longest_ms
+            )
             self._partitions[partition.partition] = _Tracked(markers, Redeliverer(self._config, partition.partition))
         self._was_assigned = self._is_member = True
         self.is_caught_up = False
@@ -345,7 +350,8 @@ class TrackerLoop:
     def _forget(self, partitions: dict[int, _Tracked]) -> None:
         for number, tracked in partitions.items():
             tracked.redeliverer.close()
-            self._partitions.pop(number, None)
+            if self._partitions.pop(number, None) is not None:
+                self._unreadable_before += tracked.markers.unreadable
 
     # -- what others see -------------------------------------------------------------------------------------------
 
@@ -361,7 +367,10 @@ class TrackerLoop:
         # What could not be redelivered may have been finished meanwhile by its consumer: then nothing is amiss.
         if not any(one.has_expired or one.looks_expired(now) for one in markers):
             self._redelivery.ended()
-        self._metrics.tracking(_sum(markers, now), partitions=len(markers), catching_up=catching_up)
+        unreadable = self._unreadable_before + sum(one.unreadable for one in markers)
+        self._metrics.tracking(
+            _sum(markers, now), partitions=len(markers), catching_up=catching_up, unreadable=unreadable
+        )
         self._reported_at = _now()
         self._report_interval = max(_REPORT_MS, (self._reported_at - now) * _REPORT_SHARE)
 

@@ -1,4 +1,10 @@
-"""A transaction that is run as a whole: what a function produces is in Kafka, or none of it is."""
+"""A transaction that is run as a whole: what a function produces is in Kafka, or none of it is.
+
+All the defences of `outbox_core.harvest.transaction` hold here. One of them needs its callers: `begin` may replace the
+producer, so that a late EndTxn meets no transaction of ours, and the new one fences whoever has fenced the old one. So
+a caller that decides by what it has read, and relies on being fenced when that is out of date, looks at `must_replace`
+first, throws the transaction away, and reads again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from outbox_core.harvest.transaction import Aborted, Committed, Ended, TransactionalProducer
+from outbox_core.harvest.transaction import Aborted, Committed, Ended, GiveUp, TransactionalProducer, never
 from outbox_core.kafka import KafkaError, KafkaException
 
 _LARGEST_RECORD = 1_000_000_000
@@ -29,11 +35,13 @@ class Failure(NamedTuple):
         is_over: whether the producer is of no more use; then the transaction may even have been committed, which only
             the next producer of the same transactional.id settles.
         is_refused: whether Kafka refuses what is in one of its records.
+        error: what Kafka has said, if that is known.
     """
 
     reason: str
     is_over: bool
     is_refused: bool
+    error: KafkaError | None = None
 
 
 class Transaction(TransactionalProducer):
@@ -49,7 +57,7 @@ class Transaction(TransactionalProducer):
         unlimited = {**settings, "message.max.bytes": _LARGEST_RECORD}
         super().__init__(unlimited, timeout_seconds=timeout)
 
-    def start(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> Failure | None:
+    def start(self, seconds: float, give_up: GiveUp = never) -> Failure | None:
         """Fence the last owner of the transactional.id and settle its transaction; None if that is done.
 
         Args:
@@ -60,8 +68,13 @@ class Transaction(TransactionalProducer):
         ended = self.init(lambda: give_up() or time.monotonic() >= end)
         return _failure(ended) if ended is not None else None
 
-    def run(self, fill: Callable[[], None]) -> Failure | None:
-        """Commit whatever `fill` produces; None if that is done."""
+    def run(self, fill: Callable[[], None], give_up: GiveUp = never) -> Failure | None:
+        """Commit whatever `fill` produces; None if that is done.
+
+        Args:
+            fill: calls `produce` and `send_offsets`; a KafkaException that leaves it aborts the transaction.
+            give_up: whether to leave it at that; then the next producer settles what there is.
+        """
         ended = self.begin()
         if ended is not None:
             return _failure(ended)
@@ -69,18 +82,25 @@ class Transaction(TransactionalProducer):
             fill()
         except KafkaException as error:
             cause: KafkaError = error.args[0]
-            aborted = self.abort(cause)
-            return _failure(aborted) if isinstance(aborted, Ended) else Failure(cause.str(), False, _is_refused(cause))
-        outcome = self.commit()
+            if give_up():
+                return Failure(cause.str(), is_over=True, is_refused=False, error=cause)
+            if cause.code() != KafkaError._STATE:  # noqa: SLF001  else it has failed before: the commit says of what
+                aborted = self.abort(cause)
+                return (
+                    _failure(aborted)
+                    if isinstance(aborted, Ended)
+                    else Failure(cause.str(), False, _is_refused(cause), cause)
+                )
+        outcome = self.commit(give_up)
         return None if isinstance(outcome, Committed) else _failure(outcome)
 
 
 def _failure(outcome: Aborted | Ended) -> Failure:
     if isinstance(outcome, Ended):
-        return Failure(outcome.reason, is_over=True, is_refused=False)
+        return Failure(outcome.reason, is_over=True, is_refused=False, error=outcome.cause or outcome.error)
     error = outcome.error
     reason = error.str() if error is not None else "the transaction was aborted"
-    return Failure(reason, is_over=False, is_refused=error is not None and _is_refused(error))
+    return Failure(reason, is_over=False, is_refused=error is not None and _is_refused(error), error=error)
 
 
 def _is_refused(error: KafkaError) -> bool:

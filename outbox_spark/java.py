@@ -8,20 +8,26 @@ algebra), and refuses to start when asked. `JavaRuntime.home_for_spark` gives Sp
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from outbox_core.errors import OutboxError
 
 OLDEST = 17
+_HOME_PREFIX = "outbox-spark-java-"
+_LOCK = "lock"
+_LOCKS: list[TextIO] = []  # open for the life of this process
 _OPTIONAL_MODULE = "jdk.incubator.vector"
 _WITHOUT_MODULE = """#!/bin/sh
 # Starts Java without a module that this runtime does not have.
@@ -113,10 +119,36 @@ def _ask(java: Path, option: str) -> str | None:
 
 @functools.cache
 def _home_without_module(java: Path) -> Path:
-    home = Path(tempfile.mkdtemp(prefix="outbox-spark-java-"))
+    _remove_abandoned_homes()
+    home = Path(tempfile.mkdtemp(prefix=_HOME_PREFIX))
+    _LOCKS.append(_lock(home))
     atexit.register(shutil.rmtree, home, ignore_errors=True)
     starter = home / "bin" / "java"
     starter.parent.mkdir()
     starter.write_text(_WITHOUT_MODULE.format(module=_OPTIONAL_MODULE, java=java.resolve()))
     starter.chmod(0o755)
     return home
+
+
+def _remove_abandoned_homes() -> None:
+    """Remove the homes of our processes that were killed: their locks ended with them."""
+    for home in Path(tempfile.gettempdir()).glob(f"{_HOME_PREFIX}*"):
+        try:
+            status = home.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or not (home / _LOCK).exists():
+                continue  # somebody else's, or only just made
+            with _lock(home):
+                shutil.rmtree(home, ignore_errors=True)
+        except OSError:  # in use, or gone by now
+            continue
+
+
+def _lock(home: Path) -> TextIO:
+    """Lock a home for as long as the file is open, or raise OSError if another process has."""
+    lock = (home / _LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStrea
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, Message
+from outbox_core.kafka import TIMESTAMP_NOT_AVAILABLE, Message, UnreadableHeaders, headers_of
 from outbox_spark.options import Options
 from outbox_spark.topics import (
     LATEST,
@@ -64,6 +64,10 @@ _OPTIONS = (
 )
 
 
+_LAST_MILLISECOND = 253_402_300_799_999
+"""Of the year 9999: Python's calendar ends there, and brokers may take any time."""
+
+
 @dataclass(frozen=True)
 class KafkaSourceOptions:
     """Options of the source.
@@ -79,7 +83,7 @@ class KafkaSourceOptions:
         id_header: name of the header with a record's identity.
     """
 
-    kafka: Mapping[str, Any]
+    kafka: Mapping[str, Any] = field(repr=False)
     topics: tuple[str, ...]
     starting: Position | Literal["earliest", "latest"]
     ending: Position | Literal["earliest", "latest"]
@@ -210,16 +214,20 @@ class _StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNo
 
 
 def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
-    """Messages as rows. Of headers with the same name the map has the last, the list all, in their order."""
-    # confluent-kafka's annotations have headers as a dict, too; what comes is a list of pairs of text and bytes.
-    header_lists: list[Any] = [message.headers() or () for message in messages]
+    """Messages as rows. Of headers with the same name the map has the last, the list all, in their order.
+
+    Headers that cannot be read (`headers_of`) are NULL; a message without any has an empty map and an empty list.
+    """
+    header_lists = [headers_of(message) for message in messages]
+    unreadable = [isinstance(headers, UnreadableHeaders) for headers in header_lists]
+    nulls = pa.array(unreadable) if any(unreadable) else None
     offsets, names, values = _flat(header_lists)
     entries = pa.StructArray.from_arrays([names, values], fields=list(_HEADER))
-    lists = pa.ListArray.from_arrays(offsets, entries, type=_ARROW.field("header_list").type)
+    lists = pa.ListArray.from_arrays(offsets, entries, type=_ARROW.field("header_list").type, mask=nulls)
     unique = [dict(headers) for headers in header_lists]
     if sum(map(len, unique)) != len(names):
         offsets, names, values = _flat([tuple(headers.items()) for headers in unique])
-    maps = pa.MapArray.from_arrays(offsets, names, values)
+    maps = pa.MapArray.from_arrays(offsets, names, values, mask=nulls)
     identities = [
         identity.decode("utf-8", "replace") if (identity := headers.get(id_header)) is not None else None
         for headers in unique
@@ -250,4 +258,4 @@ def _flat(header_lists: Sequence[Any]) -> tuple[pa.Array, pa.Array, pa.Array]:
 
 def _microseconds(message: Message) -> int | None:
     kind, milliseconds = message.timestamp()
-    return None if kind == TIMESTAMP_NOT_AVAILABLE else milliseconds * 1000
+    return None if kind == TIMESTAMP_NOT_AVAILABLE else min(milliseconds, _LAST_MILLISECOND) * 1000

@@ -20,19 +20,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from outbox_core.config import redact
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError
 from outbox_core.schema import TableName
 from outbox_spark.positions import Positions, flat
+from outbox_spark.postgres import connect, with_parameters
 
 if TYPE_CHECKING:
     import psycopg
 
 POSITIONS_TABLE = "outbox_spark_positions"
-_CONNECT_SECONDS = 10
 _DIGITS = 18  # of any bigint
 
 _META = {
@@ -137,6 +137,7 @@ class Projection:
         columns: the table's own columns, with their PostgreSQL types.
         keep: see the module.
         totals: sums, or None.
+        found_positions: the table of positions, where it was looked for.
     """
 
     query: str
@@ -145,11 +146,23 @@ class Projection:
     columns: Mapping[str, str]
     keep: Literal["every", "latest"]
     totals: Totals | None = None
+    found_positions: TableName | None = None
 
     @property
     def positions(self) -> TableName:
-        """Where the positions are: in the schema of the table."""
-        return TableName(POSITIONS_TABLE, self.table.schema)
+        """Where the positions are: in the schema of the table, as it was named."""
+        return self.found_positions or TableName(POSITIONS_TABLE, self.table.schema)
+
+    @property
+    def tables(self) -> list[TableName]:
+        """All its tables; `at` takes them in the same order."""
+        return [self.table, self.quarantine, self.positions, *([self.totals.table] if self.totals else [])]
+
+    def at(self, tables: Sequence[TableName]) -> Projection:
+        """The same, with the tables where they were found."""
+        table, quarantine, positions, *others = tables
+        totals = replace(self.totals, table=others[0]) if self.totals is not None else None
+        return replace(self, table=table, quarantine=quarantine, totals=totals, found_positions=positions)
 
     @property
     def all_columns(self) -> list[str]:
@@ -271,21 +284,18 @@ class ProjectionStore:
         projection: what is there.
 
     Raises:
+        InvalidConfig: the DSN cannot be read.
         StoreUnavailable: it cannot be reached.
     """
 
     def __init__(self, dsn: str, projection: Projection) -> None:
-        import psycopg
-
-        self._projection = projection
-        try:
-            self._connection = psycopg.connect(
-                dsn, connect_timeout=_CONNECT_SECONDS, application_name=f"outbox-spark {projection.query}"
-            )
-            self._connection.execute("SET synchronous_commit = on")
-            self._connection.commit()
-        except psycopg.OperationalError as error:
-            raise StoreUnavailable(f"cannot reach the database of {projection.table}: {_first_line(error)}") from None
+        self._connection, tables = connect(
+            dsn,
+            *projection.tables,
+            what=str(projection.table),
+            application_name=f"outbox-spark {projection.query}",
+        )
+        self._projection = projection.at(tables)
 
     def close(self) -> None:
         """Close the connection."""
@@ -324,7 +334,8 @@ class ProjectionStore:
     def positions(self) -> dict[str, dict[str, int]]:
         """The next offset of each partition."""
         found: dict[str, dict[str, int]] = {}
-        statement = f"SELECT topic, partition, next_offset FROM {self._projection.positions.quoted} WHERE query = %s"
+        table = with_parameters(self._projection.positions)
+        statement = f"SELECT topic, partition, next_offset FROM {table} WHERE query = %s"
         with self._connection.transaction():
             for topic, partition, offset in self._connection.execute(statement, (self._projection.query,)):
                 found.setdefault(topic, {})[str(partition)] = offset
@@ -370,7 +381,7 @@ class _Writing:
 
     def _lock(self, topic: str, partition: int) -> int:
         """The partition's next offset, which nobody else can change until we are done."""
-        table, place = self._projection.positions.quoted, (self._projection.query, topic, partition)
+        table, place = with_parameters(self._projection.positions), (self._projection.query, topic, partition)
         self._cursor.execute(f"INSERT INTO {table} VALUES (%s, %s, %s, 0) ON CONFLICT DO NOTHING", place)
         self._cursor.execute(
             f"SELECT next_offset FROM {table} WHERE (query, topic, partition) = (%s, %s, %s) FOR UPDATE", place
@@ -423,7 +434,7 @@ class _Writing:
     def _quarantine(self) -> None:
         marks = ", ".join(["%s"] * len(_QUARANTINE))
         statement = (
-            f"INSERT INTO {self._projection.quarantine.quoted} ({', '.join(_QUARANTINE)}) VALUES ({marks}) "
+            f"INSERT INTO {with_parameters(self._projection.quarantine)} ({', '.join(_QUARANTINE)}) VALUES ({marks}) "
             "ON CONFLICT DO NOTHING"
         )
         self._cursor.executemany(statement, self._bad)
@@ -440,7 +451,8 @@ def _quarantined(record: ProjectedRecord, misfit: Misfit) -> tuple[Any, ...]:
 
 def _advance(connection: Any, projection: Projection, positions: Iterable[tuple[str, str, int]]) -> None:
     statement = (
-        f"INSERT INTO {projection.positions.quoted} AS p VALUES (%s, %s, %s, %s) ON CONFLICT (query, topic, partition) "
+        f"INSERT INTO {with_parameters(projection.positions)} AS p VALUES (%s, %s, %s, %s) "
+        "ON CONFLICT (query, topic, partition) "
         "DO UPDATE SET next_offset = greatest(p.next_offset, excluded.next_offset)"
     )
     for topic, partition, offset in sorted(positions):

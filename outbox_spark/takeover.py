@@ -55,7 +55,7 @@ def settle(transactions: Transactions, store: BatchStore, over: Callable[[], boo
         ledgers = list(threads.map(lambda owner: _ledger(owner, over), owners))
     count = 0
     for owner, ledger in zip(owners, ledgers, strict=True):
-        owner.check_server(ledger, store.server_id())
+        owner.is_of_other_server(ledger, store.server_id())  # raises
         count += _settle(owner, ledger, store, over)
     if count:
         _log.info("purged %d rows that the last term had published", count)

@@ -31,6 +31,7 @@ from psycopg import sql
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName
+from outbox_spark.postgres import connect, one_line, with_parameters
 
 _log = logging.getLogger(__name__)
 
@@ -148,10 +149,9 @@ class Upsert:
         self._names = tuple(columns)
         table, progress = TableName.parse(target.table), TableName.parse(target.progress)
         self._table, self._progress_name = table, progress
+        self._found, self._found_progress = table, progress  # where they are, once connected
         identifiers = sql.SQL(", ").join(map(sql.Identifier, columns))
         self._parts: dict[str, Any] = {
-            "target": sql.SQL(table.quoted),
-            "progress": sql.SQL(progress.quoted),
             "columns": identifiers,
             "keys": sql.SQL(", ").join(map(sql.Identifier, target.keys)),
             "action": self._action(),
@@ -165,12 +165,17 @@ class Upsert:
             task: which part of a stream they are; None for rows of a batch job, which leave no note.
 
         Raises:
+            InvalidConfig: if the DSN cannot be read.
             StoreUnavailable: if the database is away; nothing was written, or all of it (try again).
             OutboxTableError: if the table or a value does not fit.
         """
+        connection, (self._found, self._found_progress) = connect(
+            self._target.dsn, self._table, self._progress_name, what=f"table {self._table}"
+        )
+        self._parts["target"] = sql.SQL(self._found.quoted)
+        self._parts["progress"] = sql.SQL(with_parameters(self._found_progress))  # its statements all have parameters
         try:
-            with psycopg.connect(self._target.dsn) as connection:
-                connection.execute("SELECT set_config('synchronous_commit', 'on', false)")
+            with connection:
                 if task is not None:
                     self._make_progress_table(connection)
                     if self._is_done(connection, task):
@@ -181,7 +186,7 @@ class Upsert:
                     connection.execute(self._sql(_WRITE_NOTE), note)
                 return Written(count)
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-            raise StoreUnavailable(f"table {self._table}: {_one_line(error)}", in_doubt=True) from None
+            raise StoreUnavailable(f"table {self._table}: {one_line(error)}", in_doubt=True) from None
         except psycopg.Error as error:
             raise self._explain(error) from None
 
@@ -196,10 +201,10 @@ class Upsert:
         return bool(batch > task.batch or (batch == task.batch and not self._target.keys))
 
     def _make_progress_table(self, connection: psycopg.Connection[Any]) -> None:
-        found = connection.execute("SELECT to_regclass(%s)", (self._progress_name.quoted,)).fetchone()
+        found = connection.execute("SELECT to_regclass(%s)", (self._found_progress.quoted,)).fetchone()
         if found is not None and found[0] is None:
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
-            connection.execute(self._sql(_CREATE_PROGRESS))
+            connection.execute(self._sql(_CREATE_PROGRESS), ())
         connection.commit()
 
     def _upsert(self, connection: psycopg.Connection[Any], rows: Iterable[Sequence[Any]]) -> int:
@@ -218,7 +223,7 @@ class Upsert:
 
     def _types(self, connection: psycopg.Connection[Any]) -> list[str]:
         """The types of our columns in the table."""
-        found = dict(connection.execute(_COLUMNS, (self._table.quoted,)).fetchall())
+        found = dict(connection.execute(_COLUMNS, (self._found.quoted,)).fetchall())
         if not found:
             raise OutboxTableError(f"table {self._table} does not exist; create it before the query starts")
         strangers = [name for name in self._names if name not in found]
@@ -239,7 +244,7 @@ class Upsert:
         return sql.SQL(statement).format(**self._parts)
 
     def _explain(self, error: psycopg.Error) -> OutboxError:
-        message = _one_line(error)
+        message = one_line(error)
         if isinstance(error, psycopg.errors.InvalidColumnReference):
             keys = ", ".join(self._target.keys)
             message = f"it has no unique index or primary key on ({keys}), which the upsert needs to recognise a row"
@@ -273,7 +278,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _one_line(error: psycopg.Error) -> str:
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())

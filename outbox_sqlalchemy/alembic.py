@@ -7,9 +7,10 @@ In one revision of the host's own chain:
     upgrade, downgrade = outbox_0001()          # or outbox_0001("billing.outbox")
 
 `outbox_0002` makes the inbox; hosts that accept no messages leave it out. `outbox_0003` makes the table of an outbox's
-holds. `outbox_notify` makes the trigger for harvesters with `notify`; hosts that want it make a revision of it. Every
-revision here is frozen: it makes the same table for ever, whatever later versions of the library would make. A later
-version that needs more adds another revision, and its changelog says so.
+holds, and `outbox_0004` gives the outbox its CHECK constraints. `outbox_notify` makes the trigger for harvesters with
+`notify`; hosts that want it make a revision of it. Every revision here is frozen: it makes the same table for ever,
+whatever later versions of the library would make. A later version that needs more adds another revision, and its
+changelog says so.
 
 Applications without Alembic use the environment in `migrations/`: by its `alembic.ini` from a checkout, by
 `alembic.command.upgrade(alembic_config(dsn), "head")` from an installed package.
@@ -28,7 +29,16 @@ from alembic.config import Config
 from sqlalchemy.dialects import postgresql
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import TableName, drop_notify_sql, hold_beside, inbox_beside, inbox_index, notify_sql
+from outbox_core.schema import (
+    TableName,
+    add_checks_sql,
+    drop_checks_sql,
+    drop_notify_sql,
+    hold_beside,
+    inbox_beside,
+    inbox_index,
+    notify_sql,
+)
 from outbox_sqlalchemy.table import storage_options
 
 
@@ -152,6 +162,40 @@ def outbox_0003(table: str | None = None) -> Revision:
     def downgrade() -> None:
         name = hold_beside(named or _table_of_environment())
         op.drop_table(name.table, schema=name.schema)
+
+    return Revision(upgrade, downgrade)
+
+
+_CHECKS_0004 = {
+    "outbox_id_in_range": "id > 0 AND id < 9223372036854775807",
+    "outbox_create_time_in_range": (
+        "create_time >= '1970-01-01 00:00:00+00' AND create_time < '9999-01-01 00:00:00+00'"
+    ),
+    "outbox_headers_in_pairs": "cardinality(kafka_header_keys) = cardinality(kafka_header_values)",
+    "outbox_partition_in_range": "kafka_partition >= 0",
+}
+
+
+def outbox_0004(table: str | None = None) -> Revision:
+    """The outbox's CHECK constraints, as of version 0.3.
+
+    Takes the table's lock for an instant, and waits for it for at most five seconds. Rows that are there are not looked
+    at: on a table in use the constraints are NOT VALID until `ALTER TABLE ... VALIDATE CONSTRAINT` is run, which
+    `outbox doctor` shows.
+
+    Args:
+        table: as of `outbox_0001`.
+
+    Raises:
+        InvalidConfig: if `table` is not a table name.
+    """
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        op.execute(sa.text(_escaped(add_checks_sql(named or _table_of_environment(), _CHECKS_0004))))
+
+    def downgrade() -> None:
+        op.execute(sa.text(_escaped(drop_checks_sql(named or _table_of_environment(), _CHECKS_0004))))
 
     return Revision(upgrade, downgrade)
 

@@ -63,7 +63,8 @@ class Outbox:
         keys = {column.name: column.key for column in table.columns}
         self._keys = [keys[name] for name in self.layout.columns]
         # The database's clock, also where the column has no default; `inline`, for nobody asks for the id.
-        self._insert = insert(table).values({keys["create_time"]: func.now()}).inline()
+        now = {} if self.layout.has_time_default else {keys["create_time"]: func.now()}
+        self._insert = insert(table).values(now).inline()
         self._target = Target(STASHING, self._insert, table, mapper)
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from sqlalchemy import ARRAY as GENERIC_ARRAY
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    CheckConstraint,
     Column,
     DateTime,
     Identity,
@@ -27,17 +28,20 @@ from sqlalchemy import (
     Table,
     Text,
     Uuid,
+    event,
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY, BYTEA
 from sqlalchemy.dialects.postgresql.base import PGDialect
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, Mapper, mapped_column
+from sqlalchemy.sql.elements import conv
 from sqlalchemy.types import TypeEngine
 
 from outbox_core.errors import OutboxTableError
 from outbox_core.record import MAX_TOPIC_LENGTH
 from outbox_core.schema import (
     BINARY_LAYOUT,
+    CHECKS,
     REQUIRED_COLUMNS,
     STORAGE_PARAMETERS,
     TableLayout,
@@ -69,6 +73,7 @@ def make_outbox_table(
         parsed.table,
         metadata,
         *(_binary_columns(layout) if layout.values == "binary" else _text_columns(layout)),
+        *_checks(layout),
         schema=parsed.schema,
         **storage_options(STORAGE_PARAMETERS),
     )
@@ -136,15 +141,34 @@ def make_hold_table(metadata: MetaData, outbox: str = "outbox", schema: str | No
     )
 
 
+def _checks(layout: TableLayout) -> list[CheckConstraint]:
+    """Make the CHECK constraints, with their names whatever naming convention the application's metadata has."""
+    return [
+        CheckConstraint(text(rule), name=conv(name))
+        for name, rule in CHECKS.items()
+        if layout.has_partition or "kafka_partition" not in rule
+    ]
+
+
 def _binary_columns(layout: TableLayout) -> list[Column[Any]]:
     return [
         Column("id", BigInteger, Identity(always=False), primary_key=True),
-        Column("create_time", DateTime(timezone=True), nullable=False, server_default=text(_NOW)),
+        Column(
+            "create_time",
+            DateTime(timezone=True),
+            nullable=False,
+            server_default=text(_NOW) if layout.has_time_default else None,
+        ),
         Column("kafka_topic", String(MAX_TOPIC_LENGTH), nullable=False),
         Column("kafka_key", _characters(layout.key_length), nullable=not layout.key_required),
         Column("kafka_value", BYTEA),
         Column("kafka_header_keys", ARRAY(Text), nullable=False, server_default=text(_EMPTY_ARRAY)),
-        Column("kafka_header_values", ARRAY(BYTEA), nullable=False, server_default=text(_EMPTY_ARRAY)),
+        Column(
+            "kafka_header_values",
+            ARRAY(BYTEA),
+            nullable=False,
+            server_default=text(_EMPTY_ARRAY),
+        ),
         *_partition_column(layout),
         Column("leader_id", Uuid),
     ]
@@ -153,7 +177,12 @@ def _binary_columns(layout: TableLayout) -> list[Column[Any]]:
 def _text_columns(layout: TableLayout) -> list[Column[Any]]:
     return [
         Column("id", BigInteger, primary_key=True),
-        Column("create_time", DateTime(timezone=True), nullable=False),
+        Column(
+            "create_time",
+            DateTime(timezone=True),
+            nullable=False,
+            server_default=text(_NOW) if layout.has_time_default else None,
+        ),
         Column("kafka_topic", String(MAX_TOPIC_LENGTH), nullable=False),
         Column("kafka_key", _characters(layout.key_length), nullable=not layout.key_required),
         Column("kafka_value", _characters(layout.value_length)),
@@ -195,6 +224,15 @@ class OutboxMixin:
     leader_id: Mapped[UUID | None] = mapped_column(Uuid)
 
 
+@event.listens_for(OutboxMixin, "after_mapper_constructed", propagate=True)
+def _add_checks(mapper: Mapper[Any], _model: type[Any]) -> None:
+    """Give a model's table its constraints here: `__table_args__` stays a dict that models can extend."""
+    table = mapper.local_table
+    if isinstance(table, Table) and not {check.name for check in table.constraints} & set(CHECKS):
+        for check in _checks(BINARY_LAYOUT):
+            table.append_constraint(check)
+
+
 def layout_of(table: Table) -> TableLayout:
     """What the columns of a table can hold, made here or reflected.
 
@@ -220,6 +258,7 @@ def layout_of(table: Table) -> TableLayout:
         key_required=not columns["kafka_key"].nullable,
         key_length=getattr(columns["kafka_key"].type, "length", None),
         value_length=getattr(columns["kafka_value"].type, "length", None) if values == "text" else None,
+        has_time_default=columns["create_time"].server_default is not None,
     )
 
 

@@ -198,6 +198,12 @@ def make_topic(request, topic_name):
     return make
 
 
+def as_role(url: str, role: str) -> str:
+    """The same database for another role; roles of tests need no password."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{role}@{rest.rpartition('@')[2]}"
+
+
 def _needs_kafka(item):
     return bool(_NEED_KAFKA & set(item.fixturenames)) or item.get_closest_marker("real_broker") is not None
 

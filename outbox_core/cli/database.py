@@ -10,14 +10,17 @@ from outbox_core.errors import InvalidConfig, MissingExtra, StoreUnavailable
 if TYPE_CHECKING:
     import psycopg
 
+    from outbox_core.schema import TableName
+
 DATA_SOURCE_VARIABLE = "OUTBOX_POSTGRES_DSN"
 
 
-def connect(dsn: str | None) -> psycopg.Connection[tuple[object, ...]]:
-    """An autocommit connection.
+def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[object, ...]], TableName]:
+    """Open an autocommit connection on which no schema can put functions of its own in the way, and find a table.
 
     Args:
         dsn: `key=value` pairs or a URL; None for what the environment says.
+        name: a table. It is returned with its schema, or, if it is not there, as it is.
 
     Raises:
         MissingExtra: if psycopg is not installed.
@@ -31,13 +34,17 @@ def connect(dsn: str | None) -> psycopg.Connection[tuple[object, ...]]:
     dsn = dsn or os.environ.get(DATA_SOURCE_VARIABLE)
     if not dsn:
         raise InvalidConfig(f"no database: pass --dsn or set {DATA_SOURCE_VARIABLE}")
+    from outbox_core.stores.sessions import one_line, pin_search_path
+
     try:
-        return psycopg.connect(_as_libpq_reads_it(dsn), autocommit=True, connect_timeout=10)
+        connection = psycopg.connect(_as_libpq_reads_it(dsn), autocommit=True, connect_timeout=10)
+        (found,) = pin_search_path(connection, name)
     except psycopg.ProgrammingError:
         # Without the driver's words: they quote the DSN, perhaps its password.
         raise InvalidConfig("--dsn: neither key=value pairs nor a postgresql:// URL") from None
     except psycopg.OperationalError as error:
-        raise StoreUnavailable(f"cannot connect to the database: {error}") from None
+        raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
+    return connection, found
 
 
 def _as_libpq_reads_it(dsn: str) -> str:

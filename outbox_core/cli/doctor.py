@@ -12,11 +12,13 @@ import os
 import sys
 from contextlib import closing
 from dataclasses import asdict
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outbox_core.cli.harvest import add_source_arguments, overrides_from, shown
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.examination import Finding, Verdict, fine, problem, warning
+from outbox_core.printable import printable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
@@ -66,9 +68,9 @@ def print_findings(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
     else:
         width = max(len(found.subject) for found in findings)
         for found in findings:
-            out.write(f"{_SIGNS[found.verdict]}  {found.subject:{width}}  {found.detail}\n")
+            out.write(f"{_SIGNS[found.verdict]}  {found.subject:{width}}  {printable(found.detail)}\n")
             if found.remedy:
-                out.write(f"{'':{width + 11}}-> {found.remedy}\n")
+                out.write(f"{'':{width + 11}}-> {printable(found.remedy)}\n")
     return EXIT_PROBLEM if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
 
 
@@ -78,22 +80,27 @@ def print_status(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
     if as_json:
         _print_json(status, out)
         return 0
-    write = out.write
-    write(f"outbox   {status['outbox']}, delivery {config.delivery}\n")
-    write(f"waiting  {status['pending']:,} records, the oldest for {status['oldest_age_seconds']:,.1f} s\n")
+
+    def write(line: str) -> None:
+        out.write(f"{printable(line)}\n")
+
+    write(f"outbox   {status['outbox']}, delivery {config.delivery}")
+    age = status["oldest_age_seconds"]
+    oldest = "the oldest for ever" if age is None else f"the oldest for {age:,.1f} s"
+    write(f"waiting  {status['pending']:,} records, {oldest}")
     for topic in status["topics"]:
         marked = f", {topic['marked']:,} marked" if topic["marked"] else ""
-        write(f"         {topic['topic']}: {topic['waiting']:,} of the oldest 10,000{marked}\n")
+        write(f"         {topic['topic']}: {topic['waiting']:,} of the oldest 10,000{marked}")
     held = status["held"]
     if held is not None and any(held.values()):
         paused = f"; paused: {', '.join(held['topics'])}" if held["topics"] else ""
-        write(f"held     {held['records']:,} records, {held['keys']:,} keys{paused}\n")
-    write(f"group    {status['leader_group']}\n")
+        write(f"held     {held['records']:,} records, {held['keys']:,} keys{paused}")
+    write(f"group    {status['leader_group']}")
     for contender in status["harvesters"]:
         role = "leads" if contender["leads"] else "stands by"
-        write(f"         {contender['client_id']} on {contender['host']} {role}\n")
+        write(f"         {contender['client_id']} on {contender['host']} {role}")
     if not status["harvesters"]:
-        write("         no harvester\n")
+        write("         no harvester")
     return 0
 
 
@@ -131,19 +138,20 @@ def _findings(config: HarvestConfig) -> Iterator[Finding]:
     except InvalidConfig as error:
         raise InvalidConfig(f"outbox_table: {error}") from None
     identity: str | None = None
+    server_id = ""
     topics: list[str] = []
     try:
-        examined, identity, topics = _examine_database(config)
+        examined, identity, server_id, topics = _examine_database(config)
         yield from examined
     except OutboxError as error:
         yield problem(_DATABASE, shown(error), "the harvester would say the same, and not start")
     try:
-        yield from _examine_kafka(config, identity, topics)
+        yield from _examine_kafka(config, identity, server_id, topics)
     except OutboxError as error:
         yield problem(_KAFKA, shown(error), "the harvester would say the same, and not start")
 
 
-def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[str]]:
+def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, str, list[str]]:
     store, examination = _database(config)
     with closing(store), closing(examination):
         identity = store.check()
@@ -151,7 +159,7 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
         if config.notify:
             findings.append(_examine_notices(config))
         findings.append(_settled_floor(store.sight()))
-        return findings, identity, [head.topic for head in examination.topics_at_head()]
+        return findings, identity, store.server_id(), [head.topic for head in examination.topics_at_head()]
 
 
 def _examine_notices(config: HarvestConfig) -> Finding:
@@ -174,19 +182,44 @@ def _settled_floor(sight: Sight) -> Finding:
     return fine("settled floor", "can be proven")
 
 
-def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str]) -> Iterator[Finding]:
+def _examine_kafka(config: HarvestConfig, identity: str | None, server_id: str, topics: list[str]) -> Iterator[Finding]:
     kafka = _kafka(config)
     yield kafka.cluster()
     if identity is None:
         return
     group, leader_topic = config.leader_names(identity)
     yield kafka.leader_topic(leader_topic)
-    yield kafka.leader_group(group)
+    members = kafka.leader_group(group)
+    yield members
+    if members.verdict is Verdict.OK:  # else there are none, or they are not ours
+        yield _leader(config, identity, server_id)
     yield kafka.tracking_topic(config.tracking_names(identity).topic, needed=config.delivery == "exactly-once")
     if config.on_poison == "dead-letter":
         yield kafka.dead_letter_topic(config.dead_letter_name(identity))
     if topics:
         yield from kafka.topics(topics)
+
+
+def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:
+    """Who leads, by its heartbeats, and whether it leads for this very outbox."""
+    from outbox_core.election import NeliConfig
+    from outbox_core.election.watch import next_heartbeat
+
+    contest = NeliConfig.of(config, identity, server_id)
+    heartbeat = next_heartbeat(contest)
+    if heartbeat is None:
+        return warning(
+            "leader",
+            f"no heartbeat of a leader was read on {contest.topic}",
+            "look again; if it stays so, the log of the harvesters says what keeps them from leading",
+        )
+    if not contest.contest.agrees(heartbeat.contest):
+        return problem(
+            "leader",
+            f"{heartbeat.name} leads {contest.group_id} for {heartbeat.contest}, and this is {contest.contest}",
+            "set another leaderGroupID (leader_group_id) for one of the two: only one of them is published",
+        )
+    return fine("leader", f"{heartbeat.name} leads")
 
 
 def _status(config: HarvestConfig) -> dict[str, Any]:
@@ -200,7 +233,8 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
     return {
         "outbox": identity,
         "pending": backlog.pending,
-        "oldest_age_seconds": round(backlog.oldest_age_seconds, 3),
+        # A time of '-infinity' has no age, and JSON no number for it.
+        "oldest_age_seconds": round(backlog.oldest_age_seconds, 3) if isfinite(backlog.oldest_age_seconds) else None,
         "topics": topics,
         "held": held._asdict() if held is not None else None,
         "leader_group": group,
@@ -227,7 +261,7 @@ def _kafka(config: HarvestConfig) -> Any:
 
 
 def _print_json(document: object, out: Output) -> None:
-    out.write(json.dumps(document, indent=2) + "\n")
+    out.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _missing_extra(error: ImportError) -> MissingExtra:

@@ -16,6 +16,7 @@ from outbox_core.cli.garbage import garbage_is_collected_rarely
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
+from outbox_core.printable import printable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def run(config: HarvestConfig, *, drain: bool = False) -> int:
 
 def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
     """Write one line about an error to stderr; return the exit code."""
-    sys.stderr.write(f"outbox: error: {' '.join(message.split())}\n")
+    sys.stderr.write(f"outbox: error: {printable(' '.join(message.split()))}\n")
     return code
 
 
@@ -164,12 +165,16 @@ def shown(error: Exception) -> str:
 
 
 def configure_logging(level: int) -> None:
-    """Log to stderr, one line for each record, with secrets hidden whoever logs them."""
+    """Log to stderr, one line for each record, with secrets hidden and names escaped whoever logs them."""
     from outbox_core.config import redact
 
     class _Redacting(logging.Formatter):
         def format(self, record: logging.LogRecord) -> str:
             return redact(super().format(record))
+
+        def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+            record.message = printable(record.message)
+            return super().formatMessage(record)
 
     handler = logging.StreamHandler()
     handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))

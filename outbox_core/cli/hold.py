@@ -8,7 +8,6 @@ Importing this needs only the base install; running it needs psycopg 3, and noth
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.holds import Hold, Holds
+from outbox_core.printable import printable, printable_json
+from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,18 +134,13 @@ def _as_line(hold: Hold) -> str:
         what = f"record {hold.record_id}"
     asked = "waits for the dead-letter topic" if hold.dead_letter else ""
     words = [hold.reason, hold.error or "", asked]
-    parts = [what, _printable(hold.topic), "-" if hold.key is None else _printable(hold.key)]
+    parts = [what, printable(hold.topic), "-" if hold.key is None else printable(hold.key)]
     since = hold.create_time.isoformat(timespec="seconds")
-    return "\t".join([*parts, since, "; ".join(_printable(word) for word in words if word)])
+    return "\t".join([*parts, since, "; ".join(printable(word) for word in words if word)])
 
 
 def _as_json(hold: Hold) -> str:
-    return json.dumps({**hold._asdict(), "create_time": hold.create_time.isoformat()}, ensure_ascii=False)
-
-
-def _printable(text: str) -> str:
-    """In one line, and in one column."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+    return printable_json({**hold._asdict(), "create_time": hold.create_time.isoformat()})
 
 
 def _add(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> str:
@@ -156,7 +152,7 @@ def _add(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> st
     else:
         what = f"topic {topic}" if key is None else f"key {key} of topic {topic}"
         added = holds.add(connection, topic, key, reason=reason)
-    return f"{_printable(what)} is held\n" if added else f"{_printable(what)} was held already\n"
+    return f"{printable(what)} is held\n" if added else f"{printable(what)} was held already\n"
 
 
 def _selected(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,10 +198,12 @@ def _count(number: int, noun: str) -> str:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        holds = Holds(options.table)
+        name = TableName.parse(options.table)
     except InvalidConfig as error:
         raise InvalidConfig(f"--table: {error}") from None
-    with connect(options.dsn) as connection:
+    connection, name = connect(options.dsn, name)
+    holds = Holds(name)
+    with connection:
         import psycopg
 
         try:

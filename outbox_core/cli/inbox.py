@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.inbox import PRUNE_BATCH, Inbox
+from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
     import psycopg
@@ -72,12 +73,13 @@ def report(pruned: int, table: object) -> str:
 
 def _prune(options: argparse.Namespace) -> int:
     try:
-        inbox = Inbox(options.table)
+        name = TableName.parse(options.table)
     except InvalidConfig as error:
         raise InvalidConfig(f"--table: {error}") from None
-    with connect(options.dsn) as connection:
-        pruned = _prune_on(connection, inbox, options)
-    sys.stdout.write(report(pruned, inbox.table))
+    connection, found = connect(options.dsn, name)
+    with connection:
+        pruned = _prune_on(connection, Inbox(found), options)
+    sys.stdout.write(report(pruned, name))
     return 0
 
 

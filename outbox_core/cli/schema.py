@@ -1,12 +1,23 @@
-"""`outbox schema`: the DDL of an outbox table and its holds, or of an inbox table."""
+"""`outbox schema`: the DDL of an outbox table and its holds, or of an inbox table; and the grants of an outbox."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TableName, create_hold_sql, create_inbox_sql, create_table_sql, notify_sql
+from outbox_core.schema import (
+    TableName,
+    add_checks_sql,
+    checks_of,
+    create_hold_sql,
+    create_inbox_sql,
+    create_table_sql,
+    grants_sql,
+    notify_sql,
+    validate_checks_sql,
+    violations_sql,
+)
 
 if TYPE_CHECKING:
     import argparse
@@ -17,7 +28,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "schema",
         help="print the DDL of an outbox table",
-        description="Print the DDL of an outbox table and its holds, or with --inbox that of an inbox table.",
+        description="Print the DDL of an outbox table and its holds, or with --inbox that of an inbox table, or with "
+        "--grants the rights that its roles need.",
     )
     parser.add_argument("--dialect", choices=["postgresql"], default="postgresql", help="default: %(default)s")
     tables = parser.add_mutually_exclusive_group()
@@ -31,8 +43,16 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument(
         "--only",
-        choices=["outbox", "hold"],
-        help="print one of the two: the outbox table, or the table of its holds",
+        choices=["outbox", "hold", "checks"],
+        help="print one thing: the outbox table, the table of its holds, or the CHECK constraints for an outbox that "
+        "was made before there were any",
+    )
+    parser.add_argument(
+        "--grants",
+        nargs=2,
+        metavar=("WRITER", "HARVESTER"),
+        help="print the GRANTs of an existing outbox instead: for the role of the applications that stash, and for the "
+        "harvester's",
     )
     parser.add_argument(
         "--layout",
@@ -50,20 +70,45 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _print_schema(options: argparse.Namespace) -> int:
     if options.inbox is not None:
-        if options.notify:
-            raise InvalidConfig("--notify: belongs to an outbox table, not to an inbox")
-        if options.only:
-            raise InvalidConfig("--only: an inbox is one table; leave it out")
-        sys.stdout.write(create_inbox_sql(_name("--inbox", options.inbox)))
+        sys.stdout.write(_inbox(options))
         return 0
     name = _name("--table", options.table)
-    if options.only != "hold":
+    if options.grants:
+        if options.only or options.notify:
+            raise InvalidConfig("--grants: print nothing else; leave out --only and --notify")
+        sys.stdout.write(grants_sql(name, options.grants[0], options.grants[1], options.layout))
+        return 0
+    if options.only in {None, "outbox"}:
         sys.stdout.write(create_table_sql(name, options.layout))
-    if options.only != "outbox":
+    if options.only in {None, "hold"}:
         sys.stdout.write(create_hold_sql(name))
+    if options.only == "checks":
+        sys.stdout.write(_checks(name, options.layout))
     if options.notify:
         sys.stdout.write(notify_sql(name))
     return 0
+
+
+def _inbox(options: argparse.Namespace) -> str:
+    if options.notify:
+        raise InvalidConfig("--notify: belongs to an outbox table, not to an inbox")
+    if options.only:
+        raise InvalidConfig("--only: an inbox is one table; leave it out")
+    if options.grants:
+        raise InvalidConfig("--grants: belong to an outbox table; an inbox needs SELECT, INSERT and DELETE")
+    return create_inbox_sql(_name("--inbox", options.inbox))
+
+
+def _checks(name: TableName, layout: Literal["binary", "text"]) -> str:
+    """What adds the constraints, and what is left to do, as a comment: rows may have to be looked at in between."""
+    checks = checks_of(layout)
+    later = (
+        "Rows from before are not looked at. When this finds none:",
+        *violations_sql(name, checks).splitlines(),
+        "this makes the constraints hold for all rows, while the table is in use:",
+        *validate_checks_sql(name, checks).splitlines(),
+    )
+    return add_checks_sql(name, checks) + "".join(f"-- {line}\n" for line in later)
 
 
 def _name(option: str, text: str) -> TableName:

@@ -34,6 +34,7 @@ _PAIR_START = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=")
 _QUOTED = re.compile(r"\s*'((?:[^'\\]|\\.)*)'(?=\s|\Z)", re.DOTALL)
 _PLAIN = re.compile(r"\s*((?:\\.|[^\s\\'])(?:\\.|[^\s\\])*)", re.DOTALL)
 _URL = re.compile(r"postgres(?:ql)?(?:\+\w+)?://", re.IGNORECASE)
+_BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})|%00")
 
 
 def normalise_data_source(text: str) -> str:
@@ -55,6 +56,11 @@ def normalise_data_source(text: str) -> str:
 
 def _normalise_url(text: str) -> str:
     url = _URL.sub("postgresql://", text, count=1)
+    # What libpq cannot read it quotes in its errors, passwords included: it must not get to see it.
+    if re.search(r"\s", url):
+        raise ValueError("contains white space; write `%20` for a space in user and password")
+    if _BROKEN_ESCAPE.search(url):
+        raise ValueError("contains a `%` that begins no escape; write `%25` for one in user and password")
     try:
         urlsplit(url)
     except ValueError:
@@ -64,6 +70,8 @@ def _normalise_url(text: str) -> str:
         # libpq would take what stands before the first of them for the whole password, and show the rest in errors.
         raise ValueError("has more than one `@`, or one behind a `/`; write `%40` and `%2F` in user and password")
     options = [option for option in query.split("&") if option.partition("=")[0] not in _ONLY_GO]
+    if any(option.count("=") != 1 for option in options if option):
+        raise ValueError("has options behind the `?` that are no `key=value`; write `%3D` and `%26` in values")
     return base + question_mark + "&".join(options) if any(options) else base
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 HIDDEN = "***"
 
 _NAME = r"""
-    [\w.-]*(?: password | passwd | secret | token | credential | ssl[._]key[._]pem | scram_\w+_key
+    [\w.-]*(?: password | passwd | passphrase | secret | token | credential | private[._]key
+             | ssl[._]key (?! [._]location | store[._](?:location|type) ) | scram_\w+_key
              | jaas[._]config | oauthbearer[._]config )[\w.-]*
 """
 _NAME_ALONE = re.compile(_NAME, re.IGNORECASE | re.VERBOSE)

@@ -53,11 +53,11 @@ class Connection:
                 "%s: no Kafka broker can be reached (%s); trying on", self._name, self.complaint or error.str()
             )
 
-    def hindered(self, error: KafkaError) -> None:
+    def hindered(self, reason: str) -> None:
         """Take note of an error in the place of a message."""
-        if error.str() != self.complaint:
-            self.complaint = error.str()
-            logger.warning("%s: leader election is hindered: %s; trying on", self._name, error.str())
+        if reason != self.complaint:
+            self.complaint = reason
+            logger.warning("%s: leader election is hindered: %s; trying on", self._name, reason)
 
     def look(self, consumer: Consumer, *, in_doubt: bool) -> None:
         """See now and then whether the cluster answers, if it is lost or nothing has been heard for a while."""
@@ -89,26 +89,15 @@ class Connection:
             self.complaint = ""
 
 
-def refuse_if_permanent(error: KafkaError, config: NeliConfig, *, is_new: bool) -> None:
-    """Raise what a consumer's error means if trying on cannot help.
+def refusal(error: KafkaError, config: NeliConfig) -> OutboxError | None:
+    """Return what a consumer's error means, if it will not pass unless somebody mends it.
 
-    Args:
-        error: The client's.
-        config: The settings.
-        is_new: Whether the group has not let us in yet. Later an operator can mend it while we run.
-
-    Raises:
-        GroupRefused: other assignors in the group, or no right to join it.
-        LeaderTopicError: no right to read the leader topic.
-        InvalidConfig: a session timeout outside the broker's bounds.
-        OutboxError: the client gave up.
+    GroupRefused: other assignors in the group, or no right to join it. LeaderTopicError: no right to read the leader
+    topic. InvalidConfig: a session timeout outside the broker's bounds.
     """
-    if is_new:
-        if error.code() in _TOPIC_FORBIDDEN:
-            raise LeaderTopicError(why_refused(config.topic, error))
-        _refuse_group(error, f"leader group {config.group_id!r}", config)
-    if error.fatal():
-        raise OutboxError(f"leader group {config.group_id!r}: the Kafka client gave up: {error.str()}")
+    if error.code() in _TOPIC_FORBIDDEN:
+        return LeaderTopicError(why_refused(config.topic, error))
+    return _group_refusal(error, f"leader group {config.group_id!r}", config)
 
 
 def is_lasting(error: KafkaError) -> bool:
@@ -130,21 +119,22 @@ _ADVICE = {
 }
 
 
-def _refuse_group(error: KafkaError, group: str, config: NeliConfig) -> None:
+def _group_refusal(error: KafkaError, group: str, config: NeliConfig) -> OutboxError | None:
     match error.code():
         case KafkaError.INCONSISTENT_GROUP_PROTOCOL:
-            raise GroupRefused(
+            return GroupRefused(
                 f"{group} has members of another kind, with other assignors than cooperative-sticky. If they are "
                 "goharvest's, stop all its processes first; one that was killed stays in the group for up to 15 s "
                 "(three heartbeatTimeouts). Do not choose another leaderGroupID (leader_group_id) while they run: "
                 "both would publish the same table"
             )
         case KafkaError.GROUP_AUTHORIZATION_FAILED:
-            raise GroupRefused(f"{group} cannot be joined: {error.str()}; grant READ on the group")
+            return GroupRefused(f"{group} cannot be joined: {error.str()}; grant READ on the group")
         case KafkaError.GROUP_MAX_SIZE_REACHED | KafkaError.INVALID_GROUP_ID:
-            raise GroupRefused(f"{group} cannot be joined: {error.str()}")
+            return GroupRefused(f"{group} cannot be joined: {error.str()}")
         case KafkaError.INVALID_SESSION_TIMEOUT:
-            raise InvalidConfig(
+            return InvalidConfig(
                 f"session.timeout.ms: the broker refuses {config.session_timeout.total_seconds():g} s; its bounds are "
                 "group.min.session.timeout.ms and group.max.session.timeout.ms"
             )
+    return None

@@ -16,12 +16,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from outbox_core.election.claims import Claim, decode, encode, encode_look
-from outbox_core.election.connection import Connection, is_lasting, refuse_if_permanent, why_refused
+from outbox_core.election.connection import Connection, is_lasting, refusal, why_refused
 from outbox_core.election.leadership import Leadership, now
 from outbox_core.election.tenure import Tenure
 from outbox_core.election.vigil import Vigil
 from outbox_core.election.watch import Watch
-from outbox_core.errors import LeaderTopicError
+from outbox_core.errors import LeaderTopicError, OutboxError
 from outbox_core.events import Event, EventHandler, LeaderRevoked
 from outbox_core.kafka import (
     OFFSET_END,
@@ -43,6 +43,7 @@ logger = logging.getLogger("outbox_core.election")
 
 _LONGEST_WAIT_SECONDS = 0.05  # how late a request to stop may be noticed
 _END_OFFSET_TIMEOUT_SECONDS = 1.0
+_FIRST_WRITE_SECONDS = 5.0
 _WITHDRAWN = {KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT}  # noqa: SLF001  confluent's public constants
 
 
@@ -166,24 +167,25 @@ class Pulse:
             self._producer.poll(0)
 
     def _try_to_write(self) -> KafkaError | None:
-        """Write a look, again while that fails in passing and a lease could last; return what it failed with."""
+        """Write a look, again while that fails in passing; return what the last one failed with, None if it did not."""
         look = encode_look(self._config.name, self._config.contest)
         outcome: list[KafkaError | None] = []
-        give_up_at = now() + self._config.heartbeat_timeout.total_seconds()
-        while True:
-            outcome.clear()
+        give_up_at = now() + _FIRST_WRITE_SECONDS
+        while now() < give_up_at:
             self._producer.produce(
                 self._place.topic,
                 look,
                 partition=self._place.partition,
                 on_delivery=lambda error, _: outcome.append(error),
             )
-            while not outcome:
+            asked_before = len(outcome)
+            while len(outcome) == asked_before and now() < give_up_at:
                 self._producer.poll(_LONGEST_WAIT_SECONDS)
-            error = outcome[0]
-            if error is None or is_lasting(error) or now() > give_up_at:
-                return error
+            if outcome and (outcome[-1] is None or is_lasting(outcome[-1])):
+                break
             time.sleep(_LONGEST_WAIT_SECONDS)
+        self._forget_unsent()
+        return outcome[-1] if outcome else None
 
     def _read(self, message: Message) -> None:
         self._connection.well()
@@ -284,8 +286,12 @@ class Pulse:
         if error.code() == KafkaError._MAX_POLL_EXCEEDED:  # noqa: SLF001  confluent's public constant
             logger.warning("%s blocked for longer than max.poll.interval.ms and left the group", self._config.name)
             return
-        refuse_if_permanent(error, self._config, is_new=not self._has_joined)
-        self._connection.hindered(error)
+        refused = refusal(error, self._config)
+        if refused is not None and not self._has_joined:
+            raise refused
+        if error.fatal():
+            raise OutboxError(f"leader group {self._config.group_id!r}: the Kafka client gave up: {error.str()}")
+        self._connection.hindered(str(refused or error.str()))
 
     @property
     def _label(self) -> str:

@@ -27,8 +27,9 @@ statements run elsewhere, on the two threads that own a store each.
   rows than asked, which is the case above.
 
 A leadership that ends, in whatever way, sends nothing more, waits for what is in flight (bounded by
-`delivery_timeout`), purges what was acknowledged and clears its marks from the rest. Nothing of the next leadership
-starts before that, so the lanes' promise holds across leaderships of one process too.
+`delivery_timeout`; once the lease is over it is taken back), purges what was acknowledged and clears its marks from
+the rest. Nothing of the next leadership starts before that, so the lanes' promise holds across leaderships of one
+process too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from typing import Final
 from uuid import UUID, uuid4
 
 from outbox_core.election.leadership import now
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import OutboxError, RowsHeld, StoreUnavailable
 from outbox_core.events import LeaderRefreshed, MeterRead
 from outbox_core.harvest.bad_records import BadRecords
 from outbox_core.harvest.burials import Burials
@@ -65,7 +66,7 @@ _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
-_REPORT_SECONDS = 2.0  # librdkafka looks for time-outs once a second
+_REPORTS_LATE_SECONDS = 2.0  # librdkafka looks for messages that are too old once a second
 _FIRST_RIVALS_REST_SECONDS = 0.05
 _LONGEST_RIVALS_REST_SECONDS = 5.0
 
@@ -144,14 +145,10 @@ class AtLeastOnce:
             self._harvest()
             self._finish()
         except BaseException:
-            self._publisher.settle(self._longest_send)  # whoever leads next must not meet our sends
+            self._publisher.settle()  # whoever leads next must not meet our sends
             raise
         finally:
             self._bad.forget()
-
-    @property
-    def _longest_send(self) -> float:
-        return self._timing.delivery_timeout + _REPORT_SECONDS
 
     def _harvest(self) -> None:
         while True:
@@ -217,9 +214,13 @@ class AtLeastOnce:
         def mark(store: OutboxStore) -> tuple[MarkedBatch, Look | None, float, HoldSet]:
             look = reading.look(store)
             began = now()
-            batch = store.mark(
-                leader_id, limit, lanes, ids, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
-            )
+            try:
+                batch = store.mark(
+                    leader_id, limit, lanes, ids, reading.floor, max_bytes=max_bytes, holds=holds.with_topics(topics)
+                )
+            except RowsHeld:
+                book.forget()
+                raise
             took = now() - began
             self._with.metrics.mark_took(took)
             if not batch.records and not holds:
@@ -502,23 +503,30 @@ class AtLeastOnce:
             publisher.poll(0)
 
     def _finish(self) -> None:
-        """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph."""
+        """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph.
+
+        Raises:
+            OutboxError: if the Kafka client keeps records although they were taken back.
+        """
         self._force_remark()
-        began = now()
-        give_up_at, settled_at = began + self._timing.drain_timeout, began + self._longest_send
+        give_up_at = now() + self._timing.drain_timeout
+        drop_at = now() + self._timing.delivery_timeout + _REPORTS_LATE_SECONDS
         while True:
+            if not self._leads() or now() >= drop_at:
+                # In each turn: what is on the wire comes back from a lost connection and would be sent again, for as
+                # long as the client's clock says, which stands still while the machine sleeps.
+                self._publisher.drop()
             self._with.wake.clear()
-            if not self._leads():
-                self._publisher.drop_unsent()  # every time: what a broken connection gave back would be sent again
-            if self._publisher.in_flight and now() >= settled_at:
-                self._publisher.abandon()
-                self._collect_reports()
             self._collect_mark()
             self._collect_settled()
             self._burials.finish()
             self._start_settling()
-            if not self._publisher.in_flight and (not self._busy_with_database() or now() >= give_up_at):
+            if self._publisher.in_flight:
+                give_up_at = now() + self._timing.drain_timeout
+            elif not self._busy_with_database() or now() >= give_up_at:
                 break
+            if now() >= drop_at + self._timing.drain_timeout and self._publisher.in_flight:
+                raise OutboxError(f"the Kafka client does not give back {self._publisher.in_flight} records")
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()

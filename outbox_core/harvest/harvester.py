@@ -2,7 +2,7 @@
 
 Threads: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the terms), one
 thread for each of the two database connections, and one that counts the backlog for the metrics. What they share is
-in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. A sixth one, `outbox-watch`,
+in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. One more, `outbox-watch`,
 gives leadership up when the process can do nothing with it. All are daemon threads: a process whose main thread ends
 without `stop` stops its harvesters in good order while the interpreter exits (`_stop_with_process`).
 
@@ -54,6 +54,7 @@ from outbox_core.kafka import (
 )
 from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
+from outbox_core.printable import escape_log_lines
 
 _log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class Harvester:
         """
         if self._thread is not None:
             raise RuntimeError("a harvester is started once")
+        escape_log_lines("outbox_core")
         identity, server_id = self._identify()
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
@@ -244,7 +246,7 @@ class Harvester:
         """Whether it leads, and something that it needs fails, or nothing was done for some seconds."""
         if not self.is_leader:
             return False
-        fails = any(outage.lasted_seconds for outage in (self._database, self._kafka))
+        fails = any(outage.lasted_seconds for outage in (self._database, self._kafka, self._removal))
         return fails or self.metrics.activity.idle_seconds > _STALLED_AFTER_SECONDS
 
     def give_up(self, error: BaseException) -> None:
@@ -290,21 +292,7 @@ class Harvester:
             store.close()
 
     def _neli(self, identity: str, server_id: str) -> Neli:
-        config = self.config
-        group_id, topic = config.leader_names(identity)
-        return Neli(
-            NeliConfig(
-                kafka=config.neli_settings(group_id),
-                group_id=group_id,
-                topic=topic,
-                name=config.name,
-                heartbeat_timeout=config.limits.heartbeat_timeout,
-                min_poll_interval=config.limits.min_poll_interval,
-                outbox=identity,
-                server_id=server_id,
-            ),
-            self._on_leadership,
-        )
+        return Neli(NeliConfig.of(self.config, identity, server_id), self._on_leadership)
 
     def _publisher(self, identity: str) -> Publisher | None:
         """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
@@ -488,8 +476,8 @@ class Harvester:
                 with self._term_changed:
                     self._term = None
                     self._term_changed.notify_all()
-                self._kafka.dismissed()  # whoever leads now finds out whether it still is so
-                self._removal.dismissed()
+                for outage in (self._database, self._kafka, self._removal):
+                    outage.dismissed()  # whoever leads now finds out whether it still is so
             if term.drained:
                 return
 

@@ -83,6 +83,10 @@ class HoldBook:
             self.read(store)
         return self.current
 
+    def forget(self) -> None:
+        """Have it read again before the next mark."""
+        self.read_at = float("-inf")
+
     def read(self, store: OutboxStore) -> HoldSet:
         """Read what is held."""
         try:

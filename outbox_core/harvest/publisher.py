@@ -6,12 +6,12 @@ Delivery reports arrive on the thread that calls `poll`, which is the thread tha
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from outbox_core.election.leadership import now
 from outbox_core.harvest.topics import DeadLetter, RowTopics
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, Producer
@@ -23,7 +23,7 @@ _PARTITION: Final = 6
 _ANY_PARTITION: Final = -1
 _PARTITION_OF_EMPTY_KEY: Final = 0
 _SETTLE_POLL_SECONDS = 0.1
-_ABANDON_SECONDS = 1.0
+_SETTLE_SECONDS = 10.0
 
 ID_HEADER = "outbox-id"
 ORIGIN_HEADER = "outbox-original-topic"
@@ -261,33 +261,12 @@ class Publisher:
         self._serve(self._lone_producer.poll, timeout_seconds if nothing_else else 0.0)
         return 0.0 if nothing_else else timeout_seconds
 
-    def settle(self, seconds: float) -> None:
-        """Wait until nothing is in flight any more.
-
-        Args:
-            seconds: how long to wait at most: the client keeps `delivery.timeout.ms` to about a second, by a clock that
-                stands still while the machine is suspended.
-        """
-        self.drop_unsent()
-        give_up_at = now() + seconds
-        while self.in_flight and now() < give_up_at:
+    def settle(self) -> None:
+        """Give up what is in flight, and wait until all of it was reported."""
+        end = time.monotonic() + _SETTLE_SECONDS
+        while self.in_flight and time.monotonic() < end:
+            self.drop()
             self.poll(_SETTLE_POLL_SECONDS)
-        if self.in_flight:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Fail what is in flight, although it may arrive: after that nothing is, and no retry is sent."""
-        for producer in (self._producer, self._lone_producer):
-            if producer is not None:
-                producer.purge(in_queue=True, in_flight=True, blocking=False)
-        give_up_at = now() + _ABANDON_SECONDS
-        while self.in_flight and now() < give_up_at:
-            self.poll(_SETTLE_POLL_SECONDS)
-        if self.in_flight:
-            _log.warning("%d records in flight are not reported: the producer is replaced", self.in_flight)
-            self.in_flight = self._alone_in_flight = 0
-            self._fatal = True
-            self.renew_if_broken()
 
     def _serve(self, call: Callable[[float], int], timeout_seconds: float) -> None:
         try:
@@ -319,11 +298,11 @@ class Publisher:
         send_times, self.send_times = self.send_times, Counter()
         return send_times
 
-    def drop_unsent(self) -> None:
-        """Fail at once what the producer has queued and not yet put on the wire."""
+    def drop(self) -> None:
+        """Fail at once what is not acknowledged, on the wire or not: the client would send it again by itself."""
         for producer in (self._producer, self._lone_producer):
             if producer is not None:
-                producer.purge(in_queue=True, in_flight=False, blocking=False)
+                producer.purge(in_queue=True, in_flight=True, blocking=False)
 
     def limit_batches(self, max_bytes: int | None) -> None:
         """Set the largest batch, None for what the settings say. Takes effect with `renew`."""

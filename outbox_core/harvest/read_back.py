@@ -7,23 +7,37 @@ rest is not, and no belief about it is safe: taken for published, rows would be 
 So recovery reads what the batch's topics hold from a little before the opening's time, as a read_committed client, and
 takes a row for published if a record has its id in the id header (`<outbox name>:<id>`) and the same key and value.
 Timestamps only say where to begin: the first record that is not older than the opening, less a margin for clocks that
-differ (a topic with LogAppendTime has its broker's). Where that is not enough, a row is repeated and none is lost.
+differ (a topic with LogAppendTime has its broker's). Where that is not enough, or a topic may not be read, a row is
+repeated and none is lost.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from outbox_core.harvest.manifest import Opening
 from outbox_core.harvest.tracking import ManifestNotRead, reader_settings
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition, make_consumer
+from outbox_core.kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    headers_of,
+    make_consumer,
+)
 from outbox_core.ports import StoredRecord
+
+_log = logging.getLogger(__name__)
 
 _MARGIN_MS = 60_000
 _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 _CHUNK = 500
+_NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC)  # noqa: SLF001
 
 Place = tuple[str, int]
@@ -156,6 +170,10 @@ def _messages(
             if place in left:
                 yield message
             offset += 1  # the next one
+        elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            _log.error("topic %s: %s; rows for it may be repeated: grant READ on it", place[0], error.str())
+            left = {other for other in left if other[0] != place[0]}
+            continue
         elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001  confluent's public constant
             if error.fatal() or not error.retriable():
                 raise KafkaException(error)
@@ -166,17 +184,9 @@ def _messages(
 
 def _id_of(message: Message, id_header: str, prefix: bytes) -> int | None:
     """The row's id, if the record is one of this outbox."""
-    try:
-        headers = message.headers() or []
-    except (SystemError, UnicodeDecodeError):  # a header name that is not UTF-8: not ours
-        return None
-    for name, value in reversed(headers):  # ours is the last one: a row may have brought its own
+    for name, value in reversed(headers_of(message)):  # ours is the last one: a row may have brought its own
         if name == id_header:
-            text = value.encode() if isinstance(value, str) else value or b""
+            text = value or b""
             digits = text[len(prefix) :]
-            return int(digits) if text.startswith(prefix) and _is_number(digits) else None
+            return int(digits) if text.startswith(prefix) and _NUMBER.fullmatch(digits) else None
     return None
-
-
-def _is_number(digits: bytes) -> bool:
-    return digits.lstrip(b"-").isdigit() and len(digits) <= 20

@@ -24,13 +24,13 @@ from typing import Any, TypeVar
 from outbox_core.config import HarvestConfig
 from outbox_core.election.leadership import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
-from outbox_core.harvest.manifest import Opening
+from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.read_back import published_rows, read_back
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.harvest.topics import RowTopics
 from outbox_core.harvest.tracking import ForeignLedger, Ledger, ManifestNotRead, read_ledger, write_barrier
-from outbox_core.harvest.transaction import Ended
+from outbox_core.harvest.transaction import Committed, Ended
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
@@ -91,8 +91,8 @@ class Transactions:
         topics: tells which topics rows may name.
     """
 
-    kafka: Mapping[str, Any]
-    producer: Mapping[str, Any]
+    kafka: Mapping[str, Any] = field(repr=False)
+    producer: Mapping[str, Any] = field(repr=False)
     transactional_id: str
     tracking_topic: str
     outbox: str
@@ -204,25 +204,27 @@ class Transactions:
                 f"{self.transactional_id!r}: it holds {ledger.foreign}; every outbox needs its own"
             )
 
-    def check_server(self, ledger: Ledger, server: str) -> None:
-        """See that what the ledger lists are rows of this database server, and not of another one of the same name.
+    def is_of_other_server(self, ledger: Ledger, server: str) -> bool:
+        """Whether the ledger lists rows of another database server, and that is accepted.
 
         Args:
             ledger: what the tracking topic says.
             server: ID of the server that we are connected to, '' if it is not known.
 
         Raises:
-            ForeignLedger: if they are not, and that is not accepted.
+            ForeignLedger: if it does, and that is not accepted.
         """
-        for found in (ledger.manifest, ledger.opening):
-            if found is not None and server and found.server not in ("", server) and not self.accept_moved:
-                raise ForeignLedger(
-                    f"tracking topic {self.tracking_topic!r} belongs to {found.outbox} on the database server with the "
-                    f"system identifier {found.server}; this server has {server}. If it is another outbox of the same "
-                    "name (a clone, a test system), give it a leader_group_id of its own. If the database was moved "
-                    "here (logical replication, dump and restore), and nothing harvests the old one any more, start "
-                    "once with --accept-moved (acceptMoved: true)"
-                )
+        named = {found.server for found in (ledger.manifest, ledger.opening) if found is not None}
+        others = named - {"", server} if server else set()
+        if others and not self.accept_moved:
+            raise ForeignLedger(
+                f"tracking topic {self.tracking_topic!r} belongs to {self.outbox} on the database server with the "
+                f"system identifier {', '.join(sorted(others))}; this server has {server}. If that is another outbox "
+                "of the same name (a clone, a test system), give this one a leader_group_id of its own. If the "
+                "database was moved here (logical replication, dump and restore), and nothing harvests the old one "
+                "any more, start once with --accept-moved (acceptMoved: true)"
+            )
+        return bool(others)
 
     def read_torn(self, opening: Opening, give_up: Callable[[], bool], find: Find) -> Iterator[list[StoredRecord]]:
         """The rows of a torn batch that are in Kafka, some at a time.
@@ -311,11 +313,22 @@ class Recovery:
             transactions.refuse_foreign(ledger)
         elif ledger.foreign:
             _log.warning("tracking topic %r: %s is ignored", transactions.tracking_topic, ledger.foreign)
-        transactions.check_server(ledger, self.server_id())
+        has_moved = transactions.is_of_other_server(ledger, self.server_id())
         manifest = ledger.manifest
         if manifest is not None and not self._delete(manifest.ids, manifest.create_times):
             return _TOO_LATE
-        return self._settle_torn(transactions, ledger.opening) if ledger.opening is not None else None
+        if ledger.opening is not None:
+            ended = self._settle_torn(transactions, ledger.opening)
+        return ended or (self._adopt(transactions, producer) if has_moved else None)
+
+    def _adopt(self, transactions: Transactions, producer: RecordProducer) -> Ended | None:
+        """Leave a manifest of no rows that names this server: what the last one listed is settled."""
+        manifest = Manifest(transactions.outbox, [], [], self.server_id()).encode()
+        topic, partition = transactions.tracking_topic, transactions.tracking_partition
+        outcome = producer.begin() or producer.send_manifest(topic, manifest, partition) or producer.commit()
+        if isinstance(outcome, Committed):
+            return None
+        return outcome if isinstance(outcome, Ended) else Ended("the tracking topic takes no manifest")
 
     def _patience(self, transactions: Transactions) -> Callable[[], bool]:
         """Says when to give up: a transaction of ours is open meanwhile, and ends after its time-out."""

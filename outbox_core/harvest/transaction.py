@@ -79,10 +79,12 @@ class Ended:
         reason: what happened, in words.
         cause: why the transaction had to be aborted, if it was that which broke the producer, or why the manifest was
             refused.
+        error: what Kafka has said, where that is neither of these.
     """
 
     reason: str
     cause: KafkaError | None = None
+    error: KafkaError | None = None
 
 
 Outcome = Committed | Aborted | Ended
@@ -187,7 +189,7 @@ class TransactionalProducer:
             except KafkaException as error:
                 cause: KafkaError = error.args[0]
                 if not cause.retriable():
-                    return Ended(cause.str())
+                    return Ended(cause.str(), error=cause)
             else:
                 return None
         return Ended("init_transactions was given up")
@@ -326,7 +328,8 @@ class TransactionalProducer:
             left = give_up_at - monotonic()
             with suppress(KafkaException):  # a broken producer: the probe says so
                 if not self._producer.flush(max(0.0, min(_PROBE_SECONDS, left))):
-                    return self._reports.error is None and not self._reports.is_torn
+                    # What failed is not outstanding any more, either.
+                    return not self._has_transaction_failed() and self._reports.error is None
             if self._has_transaction_failed() or left <= 0 or give_up():
                 return False
 
@@ -362,7 +365,7 @@ class TransactionalProducer:
                 # Its EndTxn(commit) may be out, and the abort's answer will not tell.
                 self._must_replace = self._must_replace or not never_sent
                 return self.abort(self._reports.error or cause, give_up)
-            return Ended(f"the commit's outcome is unknown: {cause.str()}")
+            return Ended(f"the commit's outcome is unknown: {cause.str()}", error=cause)
         return Committed()
 
     def abort(self, cause: KafkaError | None = None, give_up: GiveUp = never) -> Aborted | Ended:

@@ -29,7 +29,7 @@ from uuid import UUID
 import psycopg
 
 from outbox_core import relay_marks
-from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsHeld, RowsRemain, StoreUnavailable
 from outbox_core.ports import (
     HEADER_BYTES,
     KEY_DIGEST_PREFIX,
@@ -37,7 +37,6 @@ from outbox_core.ports import (
     NO_FLOOR,
     NO_HOLDS,
     NO_LIMIT,
-    WITHHELD_BYTES,
     Backlog,
     Floor,
     HeldKey,
@@ -60,8 +59,9 @@ _log = logging.getLogger(__name__)
 _INSPECT = """
 SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
        current_database(), n.nspname, c.relname,
-       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'UPDATE')
-           AND has_table_privilege(c.oid, 'DELETE'),
+       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
+           AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
+                WHERE attrelid = c.oid AND attname = 'leader_id'),
        pg_backend_pid(),
        (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
@@ -79,18 +79,17 @@ _SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()
 # of them is.
 _MARK = """
 WITH head AS MATERIALIZED (
-    SELECT array_agg({locator}) AS rows, count(*) AS selected, bool_or(is_large) AS any_large
+    SELECT array_agg({locator}) AS rows, count(*) AS selected, max(size) > %(max_message)s AS may_be_large
     FROM (
-        SELECT {locator}, is_large, sum(CASE WHEN is_large THEN {withheld} ELSE size END)
-               OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+        SELECT {locator}, size, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
         FROM (
-            SELECT {locators}, {size} AS size, {content} > %(max_message)s AS is_large FROM {table}
+            SELECT {locators}, {size} AS size FROM {table}
             WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
             ORDER BY id
             LIMIT %(limit)s
         ) AS earliest
     ) AS sized
-    WHERE coalesce(before, 0) < %(max_bytes)s
+    WHERE before < %(max_bytes)s
 )
 UPDATE {table} SET leader_id = %(leader_id)s
 WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
@@ -106,21 +105,19 @@ CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
 """
 
 _SCAN = """
-SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, CASE WHEN is_large THEN {content} END
+SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, CASE WHEN {is_large} THEN {content} END
 FROM (
-    SELECT *, sum(CASE WHEN is_large THEN {withheld} ELSE size END)
-              OVER (ORDER BY id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING) AS before
+    SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
     FROM (
         SELECT id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
-               {partition} AS partition, {microseconds} AS microseconds,
-               {size} AS size, {content} > %(max_message)s AS is_large
+               {partition} AS partition, {microseconds} AS microseconds, {size} AS size
         FROM {table}
         WHERE {above} AND {other_ids} {exclusion}
         ORDER BY id
         LIMIT %(limit)s
     ) AS earliest
 ) AS sized
-WHERE coalesce(before, 0) < %(max_bytes)s
+WHERE before < %(max_bytes)s
 ORDER BY id
 """
 
@@ -189,6 +186,16 @@ SELECT EXISTS (SELECT FROM {table} WHERE leader_id NOT BETWEEN '{first_of_relays
 _FIND_MARKED = """
 SELECT id, {topic}, {held_key} FROM {table}
 WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' ORDER BY id LIMIT %(limit)s
+"""
+
+# Constraints that hold for every new version of a row, a mark's included, but were not there before these rows.
+_NEW_CONSTRAINTS = """
+SELECT quote_ident(conname), pg_get_expr(conbin, conrelid) FROM pg_constraint
+WHERE conrelid = to_regclass(%(name)s) AND contype = 'c' AND NOT convalidated
+"""
+
+_FIND_VIOLATIONS = """
+SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} WHERE NOT ({rules}) ORDER BY id LIMIT {limit}
 """
 
 _CLEAR_MARKS_OF = """
@@ -327,8 +334,8 @@ ON CONFLICT (id) DO NOTHING
 
 _FETCH = """
 SELECT id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds},
-       CASE WHEN is_large THEN {content} END
-FROM (SELECT *, {content} > %(max_message)s AS is_large FROM {table}) AS stored
+       CASE WHEN {is_large} THEN {content} END
+FROM {table} AS stored
 WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 ORDER BY id
 """
@@ -449,6 +456,9 @@ _LARGEST_INTEGER = 2**63 - 1
 MARKED = "marked"
 """The reason of the holds of records that an at-least-once leader may have sent."""
 
+_VIOLATIONS_AT_ONCE = 1_000
+_VIOLATES = "the row is older than the CHECK constraint, which now keeps it from being marked; correct it, or skip it"
+
 _MARKED_ERROR = (
     "its column leader_id was set: an at-least-once leader that did not stop in good order may have sent it, or its "
     "writer set it. Release it to publish it, perhaps again, or skip it; --accept-marked releases all of these"
@@ -544,7 +554,9 @@ class PostgresStore:
             raise OutboxTableError(f"{self._name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
         if not may_harvest:
-            raise OutboxTableError(f"missing rights on {self._name}: harvesting needs SELECT, UPDATE and DELETE")
+            raise OutboxTableError(
+                f"missing rights on {self._name}: harvesting needs SELECT, DELETE and UPDATE (leader_id)"
+            )
         if cache is not None and cache > 1:
             _log.warning(
                 "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
@@ -592,11 +604,16 @@ class PostgresStore:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
         parameters |= {"max_message": self._max_message_bytes, **self._above(floor)}
+        statement = self._mark
         if excluding or resting or holds:
-            parameters |= {**_excluded(excluding), "ids": _multirange(resting)}
-            rows = self._read(self._mark_excluding, parameters | self._held_parameters.of(holds))
-        else:
-            rows = self._read(self._mark, parameters)
+            statement = self._mark_excluding
+            parameters |= {**_excluded(excluding), "ids": _multirange(resting), **self._held_parameters.of(holds)}
+        try:
+            rows = self._read(statement, parameters)
+        except OutboxTableError as error:
+            if isinstance(error.__cause__, psycopg.errors.CheckViolation):
+                self._hold_violations(error)
+            raise
         if not rows:
             return MarkedBatch(0, ())
         rows.sort(key=_id_of)
@@ -776,6 +793,38 @@ class PostgresStore:
         with self._rights_may_come():
             return self._execute(self._format(_RELEASE_MARKED), parameters).rowcount
 
+    def _hold_violations(self, error: OutboxTableError) -> None:
+        """Hold rows that cannot be marked, as they violate a CHECK constraint that the table got after them.
+
+        Raises:
+            RowsHeld: if some are held now, so that a mark that leaves them out succeeds.
+            OutboxTableError: if nothing can be held here.
+        """
+        may_hold = self.holds()
+        if may_hold is None or not may_hold.may_change:
+            raise OutboxTableError(
+                f"{error}. Such rows were there before the constraint; `outbox doctor` shows how to find them. Delete "
+                f"or correct them, or let them be held: make {self._hold_name}, with all rights on it"
+            ) from error
+        with self._without_timeout():
+            rules = self._query(_NEW_CONSTRAINTS, {"name": self._table.quoted})
+            escaped = [(name.replace("%", "%%"), rule.replace("%", "%%")) for name, rule in rules]
+            statement = self._format(
+                _FIND_VIOLATIONS,
+                topic=_TOPIC,
+                held_key=_HELD_KEY,
+                broken=", ".join(f"CASE WHEN NOT ({rule}) THEN {_literal(name)} END" for name, rule in escaped),
+                rules=" AND ".join(f"({rule})" for _, rule in escaped) or "true",
+                limit=_VIOLATIONS_AT_ONCE,
+            )
+            found = self._query(statement)
+        if not found:
+            return
+        self.hold([NewHold(topic, key, row, f"violates {broken}", _VIOLATES) for row, topic, key, broken in found])
+        raise RowsHeld(
+            f"{len(found)} row(s) of {self._name} violate CHECK constraints that the table got after them, and are held"
+        ) from error
+
     def obstacles(self) -> list[str]:
         """What may keep this role from marking and deleting rows that it can read: policies, triggers, rules."""
         self._connected()
@@ -897,25 +946,20 @@ class PostgresStore:
             "locators": "id, ctid" if by_address else "id",
             "size": SIZE,
             "content": _CONTENT,
-            "withheld": WITHHELD_BYTES,
             "topic": _TOPIC,
-            "key": f"CASE WHEN is_large THEN {_HELD_KEY} ELSE kafka_key END",
-            "value": "CASE WHEN is_large THEN NULL ELSE kafka_value END",
-            "names": "CASE WHEN is_large THEN NULL ELSE NULLIF(kafka_header_keys, '{}') END",
-            "values": "CASE WHEN is_large THEN NULL ELSE NULLIF(kafka_header_values, '{}') END",
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
             "above": _ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
         }
-        is_large = f"(SELECT any_large FROM head) AND {_CONTENT} > %(max_message)s"
-        of_mark = {name: str(part).replace("is_large", is_large) for name, part in parts.items()} | {
-            "is_large": is_large
-        }
+        large = f"{_CONTENT} > %(max_message)s"
+        # The content is added up only where the size, which is known by then, says that it may be too much.
+        of_mark = parts | _unless_large(f"(SELECT may_be_large FROM head) AND {large}")
         self._mark = self._format(_MARK, exclusion="", **of_mark)
         self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **of_mark)
         parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
-        self._scan = self._format(_SCAN, exclusion="", **parts)
-        self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **parts)
-        self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts)
+        of_scan = parts | _unless_large(f"size > %(max_message)s AND {large}")
+        self._scan = self._format(_SCAN, exclusion="", **of_scan)
+        self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **of_scan)
+        self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts, **_unless_large(large))
         self._find = self._format(_FIND, **parts)
 
     def _without_large_values(self, rows: list[tuple[Any, ...]]) -> Sequence[StoredRecord]:
@@ -1073,6 +1117,10 @@ class PostgresStore:
         raise OutboxTableError(f"outbox table {self._name}: {message}") from error
 
 
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
 def _missing_in_holds(rows: Sequence[tuple[Any, ...]]) -> list[str]:
     """The columns that a table of holds lacks; none if there is no table."""
     return [column for column in HOLD_COLUMNS if column not in rows[0][1]] if rows else []
@@ -1085,6 +1133,17 @@ def _is_about_rights(error: OutboxTableError) -> bool:
 def _array(numbers: Sequence[int]) -> str:
     """An array as one text parameter: psycopg would adapt a list element by element."""
     return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _unless_large(is_large: str) -> dict[str, str]:
+    """The columns of a record as they are read, where this tells whether its message would be too large."""
+    return {
+        "is_large": is_large,
+        "key": f"CASE WHEN {is_large} THEN {_HELD_KEY} ELSE kafka_key END",
+        "value": f"CASE WHEN {is_large} THEN NULL ELSE kafka_value END",
+        "names": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_keys, '{{}}') END",
+        "values": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_values, '{{}}') END",
+    }
 
 
 def _as_held(key: str | None) -> HeldKey | None:

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.examination import Finding, fine, problem, warning
 from outbox_core.schema import STORAGE_PARAMETERS, TableName, hold_beside
+from outbox_core.stores.sessions import one_line, pin_search_path
 
 _OLDEST_SERVER = 140_000
 _OLD_SECONDS = 60
@@ -119,18 +120,23 @@ class PostgresExamination:
         table: the outbox table, which must exist.
 
     Raises:
+        InvalidConfig: if the data source cannot be read.
         StoreUnavailable: if the database cannot be reached, or a question failed.
     """
 
     def __init__(self, data_source: str, table: str) -> None:
-        self._name = TableName.parse(table)
-        self._holds = hold_beside(self._name)
+        name = TableName.parse(table)
         try:
             self._connection = psycopg.connect(
                 data_source, autocommit=True, connect_timeout=10, application_name="kafka-outbox doctor"
             )
+            self._name, holds = pin_search_path(self._connection, name, hold_beside(name))
+        except psycopg.ProgrammingError:
+            # Without the driver's words: they quote the DSN, perhaps its password.
+            raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
-            raise StoreUnavailable(f"cannot connect to the database: {error}") from None
+            raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
+        self._holds = holds if holds.schema else hold_beside(self._name)
 
     def close(self) -> None:
         """Close the connection."""
@@ -183,7 +189,7 @@ class PostgresExamination:
         return bool(self._ask("SELECT to_regclass(%s) IS NOT NULL", (self._holds.quoted,))[0][0])
 
     def _count_held(self) -> Held:
-        (row,) = self._ask(_HELD.format(holds=self._holds.quoted), (self._name.quoted,))
+        (row,) = self._ask(_HELD.format(holds=self._holds.quoted.replace("%", "%%")), (self._name.quoted,))
         return Held(*row)
 
     def _missing_hold_rights(self) -> list[str]:
@@ -289,4 +295,4 @@ class PostgresExamination:
         try:
             return self._connection.execute(statement, parameters).fetchall()
         except psycopg.Error as error:
-            raise StoreUnavailable(f"the database refused to answer: {error}") from None
+            raise StoreUnavailable(f"the database refused to answer: {one_line(error)}") from None

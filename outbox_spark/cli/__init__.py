@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from outbox_core import __version__
 from outbox_core.errors import MissingExtra, OutboxError
+from outbox_core.printable import printable
 
 EXIT_NOT_STARTED = 2
 
@@ -56,7 +57,7 @@ def fail(error: Exception, code: int) -> int:
         text = str(error)
     else:
         text = redact(str(error)) or type(error).__name__
-    sys.stderr.write(f"outbox-spark: error: {' '.join(text.split())}\n")
+    sys.stderr.write(f"outbox-spark: error: {printable(' '.join(text.split()))}\n")
     return code
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.config import redact
 from outbox_core.errors import OutboxError
+from outbox_core.printable import printable
 from outbox_spark.config import (
     PIPELINES,
     PipelineFile,
@@ -54,7 +55,7 @@ def main(path: str | None) -> int:
     """Look at everything, say what was found; return 0 if all is well, else 1."""
     well = True
     for finding in examine(path):
-        sys.stdout.write(f"{redact(str(finding))}\n")
+        sys.stdout.write(f"{printable(redact(str(finding)))}\n")
         sys.stdout.flush()
         well = well and finding.is_well
     return 0 if well else 1
@@ -192,21 +193,25 @@ def _outbox(harvest: Any) -> str:
 def _postgres(settings: ProjectSettings, target: PostgresTarget) -> str:
     """Whether all tables can be made, and those that are there be written."""
     from outbox_spark.pipelines.project import rights_on
+    from outbox_spark.postgres import connect
 
     wanted = rights_on(settings, target)
     remedies, found = [], []
-    with _connection(target.dsn) as connection:
-        user, present, database, may_stage = connection.execute(_ABOUT_US).fetchone()
+    names = list(wanted)
+    connection, tables = connect(target.dsn, *names, what=target.table, autocommit=True)
+    with connection:
+        user, database, may_stage = connection.execute(_ABOUT_US).fetchone() or ("", "", False)
         if not may_stage:
             remedies.append(f'GRANT TEMPORARY ON DATABASE "{database}" TO "{user}"')
-        for schema in sorted({name.schema or present for name in wanted}):
+        for schema in sorted({table.schema or "" for table in tables}):
             may_make = connection.execute(_MAY_MAKE, (schema,)).fetchone()
             if may_make is None:
                 raise NotWell(f"there is no schema {schema}; CREATE SCHEMA {schema}")
             if not may_make[0]:
                 remedies.append(f'GRANT CREATE, USAGE ON SCHEMA "{schema}" TO "{user}"')
-        for name, rights in wanted.items():
-            exists, missing = connection.execute(_MISSING, (name.quoted, name.quoted, list(rights))).fetchone()
+        for name, table, rights in zip(names, tables, wanted.values(), strict=True):
+            parameters = (table.quoted, table.quoted, list(rights))
+            exists, missing = connection.execute(_MISSING, parameters).fetchone() or (False, [])
             found.append(f"{name} {'is there' if exists else 'will be made'}")
             if missing:
                 remedies.append(f'GRANT {", ".join(missing)} ON {name.quoted} TO "{user}"')
@@ -216,7 +221,7 @@ def _postgres(settings: ProjectSettings, target: PostgresTarget) -> str:
 
 
 _ABOUT_US = """
-SELECT current_user, current_schema(), current_database(), has_database_privilege(current_database(), 'TEMPORARY')
+SELECT current_user, current_database(), has_database_privilege(current_database(), 'TEMPORARY')
 """
 
 # CREATE TABLE IF NOT EXISTS wants this also for a table that exists.
@@ -234,17 +239,13 @@ FROM unnest(%s::text[]) AS wanted
 
 def _readable(dsn: str, table: str) -> str:
     from outbox_core.schema import TableName
+    from outbox_spark.postgres import connect
 
     name = TableName.parse(table)
-    with _connection(dsn) as connection:
-        connection.execute(f"SELECT id, kafka_topic, kafka_key FROM {name.quoted} LIMIT 0")
+    connection, (table_found,) = connect(dsn, name, what=str(name), autocommit=True)
+    with connection:
+        connection.execute(f"SELECT id, kafka_topic, kafka_key FROM {table_found.quoted} LIMIT 0")
     return f"{name} may be read"
-
-
-def _connection(dsn: str) -> Any:
-    import psycopg
-
-    return psycopg.connect(dsn, connect_timeout=10, autocommit=True)
 
 
 def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:

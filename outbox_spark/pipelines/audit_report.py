@@ -63,7 +63,7 @@ def write(path: str, text: str) -> None:
 
 def to_json(result: AuditResult) -> str:
     """The report for programs, as text."""
-    return json.dumps(to_document(result), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(to_document(result), indent=2) + "\n"
 
 
 def to_html(result: AuditResult) -> str:

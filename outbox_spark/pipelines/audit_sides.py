@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox_core.config import redact
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
 from outbox_spark.pipelines.archive import open_archive
@@ -20,6 +19,17 @@ if TYPE_CHECKING:
 
 _SIDE = "topic STRING, id STRING, key BINARY, partition INT, offset BIGINT, timestamp TIMESTAMP"
 _TABLE_ROWS = 50_000
+_FIRSTS = f"""
+SELECT id FROM (SELECT id, row_number() OVER (ORDER BY id) AS number FROM {{table}}) AS numbered
+WHERE number % {_TABLE_ROWS} = 1 ORDER BY id
+"""
+# A create_time may be missing, infinite, or of a year that neither Python nor Spark has.
+_ROWS = """
+SELECT kafka_topic, id, kafka_key, CASE WHEN at IS NOT NULL THEN
+       to_jsonb(least(greatest(at, '0001-01-01 00:00+00'), '9999-12-31 23:59:59.999999+00')) #>> '{{}}' END
+FROM {table} AS t, LATERAL (SELECT (to_jsonb(t) ->> 'create_time')::timestamptz AS at) AS created
+WHERE id BETWEEN %s AND %s
+"""
 
 
 def below(found: DataFrame, reached: Positions) -> DataFrame:
@@ -99,27 +109,38 @@ class Sides:
 
     def _table(self, table: SnapshotTable) -> DataFrame:
         """What was stashed: ids in ranges, each read by a task."""
-        import psycopg
-
-        name = TableName.parse(table.table)
-        try:
-            with psycopg.connect(table.dsn, connect_timeout=10) as connection:
-                found = connection.execute(
-                    f"SELECT min(id), max(id), current_database(), "
-                    f"(SELECT nspname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
-                    f"WHERE c.oid = %s::regclass) FROM {name.quoted}",
-                    (name.quoted,),
-                ).fetchone()
-        except psycopg.Error as error:
-            raise InvalidConfig(f"audit: cannot read {name}: {redact(str(error).strip().splitlines()[0])}") from None
-        low, high, database, schema = found or (None, None, "", "")
-        outbox = table.outbox_name or f"{database}.{schema}.{name.table}"
-        ranges = (
-            [] if low is None else [(at, min(at + _TABLE_ROWS, high + 1)) for at in range(low, high + 1, _TABLE_ROWS)]
-        )
-        frame = self._spark.createDataFrame(ranges, "low BIGINT, high BIGINT")
+        ranges, name, outbox = extent_of(table)
+        frame = self._spark.createDataFrame(ranges, "first BIGINT, last BIGINT")
         spread = frame.repartition(max(1, min(len(ranges), 4 * self._spark.sparkContext.defaultParallelism)))
         return spread.mapInArrow(_ReadTable(table.dsn, name, outbox), _SIDE)
+
+
+def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, str]:
+    """Ranges of ids, first and last, with so many rows each; the table's full name; and the outbox's.
+
+    Ids are counted, not subtracted: a row may have any.
+
+    Raises:
+        InvalidConfig: if the table cannot be read.
+    """
+    import psycopg
+
+    from outbox_spark.postgres import connect, one_line
+
+    named = TableName.parse(table.table)
+    try:
+        connection, (name,) = connect(table.dsn, named, what=f"audit of {named}")
+        with connection:
+            (database,) = connection.execute("SELECT current_database()").fetchone() or ("",)
+            firsts = [first for (first,) in connection.execute(_FIRSTS.format(table=name.quoted))]
+            (last,) = connection.execute(f"SELECT max(id) FROM {name.quoted}").fetchone() or (None,)
+    except psycopg.Error as error:
+        raise InvalidConfig(f"audit: cannot read {named}: {one_line(error)}") from None
+    except StoreUnavailable as error:
+        raise InvalidConfig(f"audit: cannot read {named}: {error}") from None
+    ends = [first - 1 for first in firsts[1:]] + [last]
+    outbox = table.outbox_name or f"{database}.{name.schema}.{name.table}"
+    return list(zip(firsts, ends, strict=True)) if firsts else [], name, outbox
 
 
 @dataclass(frozen=True)
@@ -134,8 +155,9 @@ class _ReadTable:
         return f"read {self.table}"  # without the DSN: Spark shows it
 
     def __call__(self, batches: Any) -> Any:
-        import psycopg
         import pyarrow as pa
+
+        from outbox_spark.postgres import connect, with_parameters
 
         schema = pa.schema(
             [
@@ -143,14 +165,13 @@ class _ReadTable:
                 *(("offset", pa.int64()), ("timestamp", pa.timestamp("us", tz="UTC"))),
             ]
         )
-        statement = (
-            f"SELECT kafka_topic, id, kafka_key, to_jsonb(t) ->> 'create_time' FROM {self.table.quoted} AS t "
-            "WHERE id >= %s AND id < %s"
-        )
-        with psycopg.connect(self.dsn, connect_timeout=10) as connection:
+        connection, (name,) = connect(self.dsn, self.table, what=f"audit of {self.table}")
+        statement = _ROWS.format(table=with_parameters(name))
+        with connection:
+            connection.execute("SET TIME ZONE 'UTC'")
             for batch in batches:
-                for low, high in zip(*batch.to_pydict().values(), strict=True):
-                    yield self._rows(connection.execute(statement, (low, high)).fetchall(), schema)
+                for first, last in zip(*batch.to_pydict().values(), strict=True):
+                    yield self._rows(connection.execute(statement, (first, last)).fetchall(), schema)
 
     def _rows(self, rows: list[Any], schema: Any) -> Any:
         import pyarrow as pa

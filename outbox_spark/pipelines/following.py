@@ -127,7 +127,7 @@ class Follower:
     """
 
     spark: SparkSession
-    kafka: Mapping[str, str]
+    kafka: Mapping[str, str] = field(repr=False)
     settings: StreamSettings
     targets: Sequence[Target]
     report: Callable[[BatchReport], None]

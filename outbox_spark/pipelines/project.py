@@ -51,6 +51,7 @@ _QUARANTINE_SCHEMA = (
     "topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, outbox_id STRING, key BINARY, value BINARY, "
     "headers ARRAY<STRUCT<key: STRING, value: BINARY>>, reason STRING"
 )
+_UNREADABLE = "a header name is not UTF-8, so the headers, the outbox-id among them, cannot be read"
 
 
 def project(records: DataFrame, settings: ProjectSettings) -> DataFrame:
@@ -99,7 +100,8 @@ def parse(records: DataFrame, settings: ProjectSettings) -> DataFrame:
         F.expr("try_validate_utf8(cast(key AS STRING))").alias("key"),
         *("topic", "partition", "offset", "timestamp", F.col("header_list").alias("headers")),
     )
-    reason = F.expr(json_values.problem("value", "_text", "_parsed", schema)).alias("problem")
+    of_value = json_values.problem("value", "_text", "_parsed", schema)
+    reason = F.expr(f"CASE WHEN header_list IS NULL THEN '{_UNREADABLE}' ELSE {of_value} END").alias("problem")
     # What the value holds may have any name: everything else is within these two.
     fields = [F.get(f"_parsed.{json_values.SINGLE}", 0)[field.name].alias(field.name) for field in schema.fields]
     named = found.select(record.alias("record"), F.struct("key", "value", reason).alias("_raw"), *fields)

@@ -5,6 +5,7 @@ has one more thing in it: the position behind its last record, as the offset of 
 `outbox-replay.<name>.<topic>.<partition>` that nobody is a member of. A task that begins, for the first time or again,
 first fences its predecessor (`init_transactions` of the shard's transactional id settles what that one had open), then
 reads that position and goes on there. So a replay of a name happens once, however often it is interrupted or started.
+A task whose last transaction may have been ended twice (`outbox_core.harvest.transaction`) begins again in this way.
 
 The position is kept on partition 0 of the target topic, which exists; the number is the archived partition's offset.
 
@@ -15,14 +16,16 @@ more says that this is a replay, and which.
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
+from outbox_core.harvest.transaction import Aborted, Ended, Outcome, TransactionalProducer
 from outbox_core.harvest.verdicts import Verdict, verdict_on
-from outbox_core.kafka import KafkaException, Producer, TopicPartition, make_consumer, make_producer
+from outbox_core.kafka import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
 from outbox_spark import utc
 from outbox_spark.config import ReplaySettings
 from outbox_spark.pipelines.archive import open_archive
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SECONDS = 30.0
+_ANY_PARTITION = -1
 _COUNTS = "topic STRING, partition INT, target STRING, published BIGINT, skipped BIGINT"
 
 
@@ -51,6 +55,7 @@ class Planned:
         keys: of how many keys.
         first: the time of the earliest, in UTC.
         last: the time of the latest, in UTC.
+        without_headers: how many had headers that could not be read; they are published with the replay's alone.
     """
 
     topic: str
@@ -59,6 +64,7 @@ class Planned:
     keys: int
     first: datetime | None
     last: datetime | None
+    without_headers: int = 0
 
 
 def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
@@ -69,7 +75,8 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
         settings: topics, keys, times, targets and the header.
 
     Returns:
-        the selected rows, with `target` (the topic to publish to) and the marked `headers`.
+        the selected rows, with `target` (the topic to publish to), the marked `headers`, and `without_headers`:
+        whether the archive does not know what they were (NULL there).
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -89,7 +96,8 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
         F.struct(F.lit(settings.header).alias("key"), F.encode(F.lit(settings.name), "UTF-8").alias("value"))
     )
     marked = F.concat(F.coalesce("headers", F.array().cast(archived.schema["headers"].dataType)), mark)
-    return rows.withColumn("target", target).withColumn("headers", marked)
+    without = F.col("headers").isNull()
+    return rows.withColumn("target", target).withColumn("without_headers", without).withColumn("headers", marked)
 
 
 def plan(rows: DataFrame) -> list[Planned]:
@@ -103,6 +111,7 @@ def plan(rows: DataFrame) -> list[Planned]:
             F.approx_count_distinct("key").alias("keys"),
             F.expr(utc.micros("min(timestamp)")).alias("first"),
             F.expr(utc.micros("max(timestamp)")).alias("last"),
+            F.count_if("without_headers").alias("without_headers"),
         )
         .orderBy("topic")
         .collect()
@@ -138,6 +147,7 @@ def run(
         say(
             f"{part.topic} -> {part.target}: {part.records:,} records of about {part.keys:,} keys, "
             f"from {part.first} to {part.last}"
+            + (f"; {part.without_headers:,} of them without their headers" if part.without_headers else "")
         )
     counts = {"selected": sum(part.records for part in planned), "published": 0, "skipped": 0}
     if not planned or not publish:
@@ -210,78 +220,94 @@ class _Shard:
         self._settings = settings
         self._partition = partition
         self._name = f"outbox-replay.{settings.name}.{topic}.{partition}"
-        self._failure: str | None = None
 
     def publish(self, rows: Iterator[Mapping[str, Any]]) -> tuple[str, int, int]:
         """Publish what was not yet; return the target topic, and how many were published and left out."""
         first = next(rows)
         target: str = first["target"]
-        producer = make_producer(
-            {"linger.ms": 5, **self._kafka, "transactional.id": self._name, "enable.idempotence": True, "acks": "all"}
-        )
+        settings = {
+            "linger.ms": 5,
+            **self._kafka,
+            "transactional.id": self._name,
+            "enable.idempotence": True,
+            "acks": "all",
+        }
         consumer = make_consumer(
             {**self._kafka, "group.id": self._name, "enable.auto.commit": False, "isolation.level": "read_committed"}
         )
+        producer = TransactionalProducer(settings, timeout_seconds=_SECONDS)
         try:
-            producer.init_transactions(
-                _SECONDS
-            )  # before the position is read: it settles our predecessor's transaction
-            committed = consumer.committed([TopicPartition(target, 0)], timeout=_SECONDS)[0].offset
+            reached = self._begin(producer, consumer, target)
             published = skipped = 0
-            every = itertools.chain([first], rows)
-            for batch in _batches(every, self._settings.transaction_records):
-                fresh = [row for row in batch if row["offset"] >= committed]
+            for batch in _batches(itertools.chain([first], rows), self._settings.transaction_records):
+                if producer.must_replace:
+                    # Its successor fences whoever has fenced it: what that one has published is in the position.
+                    producer.discard()
+                    producer = TransactionalProducer(settings, timeout_seconds=_SECONDS)
+                    reached = self._begin(producer, consumer, target)
+                fresh = [row for row in batch if row["offset"] >= reached]
                 skipped += len(batch) - len(fresh)
                 if fresh:
                     self._transaction(producer, consumer.consumer_group_metadata(), target, fresh)
                 published += len(fresh)
         except KafkaException as error:
-            cause = error.args[0]
-            raise KafkaUnavailable(f"replay of {self._name}: {cause.str()}; start it again to go on") from None
+            raise self._unavailable(error.args[0].str()) from None
         finally:
+            producer.discard()
             consumer.close()
         return target, published, skipped
 
-    def _transaction(self, producer: Producer, group: Any, target: str, rows: list[Mapping[str, Any]]) -> None:
-        producer.begin_transaction()
+    def _begin(self, producer: TransactionalProducer, consumer: Consumer, target: str) -> int:
+        """Fence our predecessor, which settles its transaction; then return the offset to go on from."""
+        give_up_at = time.monotonic() + _SECONDS
+        self._must_go_on(producer.init(lambda: time.monotonic() > give_up_at))
+        return consumer.committed([TopicPartition(target, 0)], timeout=_SECONDS)[0].offset
+
+    def _transaction(
+        self, producer: TransactionalProducer, group: Any, target: str, rows: list[Mapping[str, Any]]
+    ) -> None:
+        self._must_go_on(producer.begin())
         for row in rows:
             try:
                 self._produce(producer, target, row)
             except KafkaException as error:
-                if verdict_on(error.args[0]) is not Verdict.RECORD:
+                cause: KafkaError = error.args[0]
+                if cause.code() == KafkaError._STATE:  # noqa: SLF001  it has failed before: the commit says of what
+                    break
+                if verdict_on(cause) is not Verdict.RECORD:
                     raise
-                producer.abort_transaction(_SECONDS)
+                producer.abort(cause)
                 raise ReplayFailed(
                     f"the record of {self._name} at offset {row['offset']} cannot be sent to {target}: "
-                    f"{error.args[0].str()}; those before its transaction are published"
+                    f"{cause.str()}; those before its transaction are published"
                 ) from None
         position = TopicPartition(target, 0, rows[-1]["offset"] + 1)
-        if producer.flush(_SECONDS) or self._failure is not None:
-            reason = self._failure or "no answer"
-            producer.abort_transaction(_SECONDS)
+        try:
+            producer.send_offsets([position], group, _SECONDS)
+        except KafkaException as error:
+            outcome: Outcome = producer.abort(producer.failure or error.args[0])
+        else:
+            outcome = producer.commit()
+        if isinstance(outcome, Aborted):
+            reason = outcome.error.str() if outcome.error is not None else "the transaction was aborted"
             raise ReplayFailed(
                 f"a record of {self._name} from offset {rows[0]['offset']} to {rows[-1]['offset']} was not taken: "
                 f"{reason}"
             )
-        producer.send_offsets_to_transaction([position], group, _SECONDS)
-        producer.commit_transaction(_SECONDS)
+        if isinstance(outcome, Ended):
+            raise self._unavailable(outcome.reason)
 
-    def _produce(self, producer: Producer, target: str, row: Mapping[str, Any]) -> None:
-        options: dict[str, Any] = {"partition": self._partition} if self._settings.keep_partitions else {}
+    def _must_go_on(self, ended: Ended | None) -> None:
+        if ended is not None:
+            raise self._unavailable(ended.reason)
+
+    def _unavailable(self, reason: str) -> KafkaUnavailable:
+        return KafkaUnavailable(f"replay of {self._name}: {reason}; start it again to go on")
+
+    def _produce(self, producer: TransactionalProducer, target: str, row: Mapping[str, Any]) -> None:
+        partition = self._partition if self._settings.keep_partitions else _ANY_PARTITION
         headers = [(header["key"], header["value"]) for header in row["headers"]]
-        while True:
-            try:
-                producer.produce(
-                    target, row["value"], row["key"], headers=headers, on_delivery=self._delivered, **options
-                )
-            except BufferError:
-                producer.poll(0.1)
-            else:
-                return
-
-    def _delivered(self, error: Any, _message: Any) -> None:
-        if error is not None and self._failure is None:
-            self._failure = error.str()
+        producer.produce(target, row["value"], row["key"], partition, headers)
 
 
 def _batches(rows: Iterator[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:

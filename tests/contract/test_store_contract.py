@@ -72,6 +72,17 @@ def test_check_names_the_outbox(scene, store):
     assert store.check() == f"{name}.public.outbox"
 
 
+def test_find_reads_rows_by_id(scene, store):
+    """In the order of their ids, whoever marked them, as a scan shows them; ids that are not there are left out."""
+    scene.fill("t", 5)
+    scanned = {record[0]: record for record in store.scan(10, ())}
+    store.mark(uuid4(), 2)
+    assert [tuple(record) for record in store.find([4, 99, 2])] == [tuple(scanned[2][:8]), tuple(scanned[4][:8])]
+    fresh = PostgresStore(scene.database)
+    assert [record[0] for record in fresh.find([1])] == [1], "on a connection that has read nothing yet"
+    fresh.close()
+
+
 def test_server_has_an_id(scene, store):
     """The server's ID is a number that every store on the server reads alike."""
     other = PostgresStore(scene.database)

@@ -14,7 +14,7 @@ from outbox_core import OutboxRecord, Stasher
 from outbox_core.errors import InvalidConfig
 from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_inbox_sql, create_table_sql
 from outbox_sqlalchemy import sqlalchemy_url
-from outbox_sqlalchemy.alembic import alembic_config, migrations_folder, outbox_0001, outbox_0002
+from outbox_sqlalchemy.alembic import alembic_config, migrations_folder, outbox_0001, outbox_0002, outbox_0004
 from tests.integration.test_catalogs import catalog
 
 CHECKOUT = migrations_folder().parent
@@ -85,6 +85,15 @@ revision = "host3"
 down_revision = "host2"
 
 upgrade, downgrade = outbox_0002({argument})
+"""
+
+HOST_CHECKS_REVISION = """
+from outbox_sqlalchemy.alembic import outbox_0004
+
+revision = "host4"
+down_revision = "host3"
+
+upgrade, downgrade = outbox_0004({argument})
 """
 
 HOST_FIRST_REVISION = """
@@ -292,6 +301,7 @@ def test_one_line_in_the_hosts_chain(host, database, schema):
         "1.py": HOST_FIRST_REVISION,
         "2.py": HOST_REVISION.format(argument=arguments["outbox"]),
         "3.py": HOST_INBOX_REVISION.format(argument=arguments["inbox"]),
+        "4.py": HOST_CHECKS_REVISION.format(argument=arguments["outbox"]),
     }
     alembic = host("metadata = None", revisions=revisions)
     alembic("upgrade", "head")
@@ -341,7 +351,7 @@ def test_revision_then_imported_table_is_clean(host):
 
 def test_revision_refuses_an_illegal_name():
     """A name that is none is refused when the host's revision is loaded."""
-    for revision in (outbox_0001, outbox_0002):
+    for revision in (outbox_0001, outbox_0002, outbox_0004):
         with pytest.raises(InvalidConfig):
             revision("a.b.c")
 

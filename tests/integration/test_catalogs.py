@@ -1,4 +1,7 @@
-"""Plain SQL, SQLAlchemy, Alembic and Django make the same table, as PostgreSQL's catalogs see it."""
+"""Plain SQL, SQLAlchemy, Alembic and Django make the same table, as PostgreSQL's catalogs see it.
+
+Or they bring an older one to the same state, with the rows that it has.
+"""
 
 import os
 import subprocess
@@ -12,12 +15,17 @@ from sqlalchemy import MetaData, create_engine
 from sqlalchemy.orm import DeclarativeBase
 
 from outbox_core.schema import (
+    CHECKS,
     STORAGE_PARAMETERS,
     TEXT_LAYOUT,
     TableName,
+    add_checks_sql,
     create_hold_sql,
     create_inbox_sql,
     create_table_sql,
+    drop_checks_sql,
+    validate_checks_sql,
+    violations_sql,
 )
 from outbox_sqlalchemy import OutboxMixin, make_hold_table, make_inbox_table, make_outbox_table, sqlalchemy_url
 from outbox_sqlalchemy.alembic import alembic_config, migrations_folder
@@ -36,8 +44,9 @@ _QUERIES = {
           FROM pg_attribute LEFT JOIN pg_attrdef ON adrelid = attrelid AND adnum = attnum
          WHERE attrelid = %(oid)s AND attnum > 0 ORDER BY attnum""",
     "constraints": """
-        SELECT contype, condeferrable, condeferred, convalidated, conkey, pg_get_constraintdef(oid) AS definition
-          FROM pg_constraint WHERE conrelid = %(oid)s ORDER BY contype, conkey""",
+        SELECT contype, CASE contype WHEN 'c' THEN conname END AS name, condeferrable, condeferred,
+               convalidated, conkey, pg_get_constraintdef(oid) AS definition
+          FROM pg_constraint WHERE conrelid = %(oid)s ORDER BY contype, conkey, name""",
     "indexes": """
         SELECT indisunique, indisprimary, indisvalid, indkey::text, indoption::text, indclass::text, reloptions,
                (SELECT amname FROM pg_am WHERE oid = relam) AS access_method,
@@ -93,10 +102,10 @@ def by_sqlalchemy_model(database: str) -> None:
     _create_all(database, Outbox.__table__.to_metadata)
 
 
-def by_alembic(database: str) -> None:
+def by_alembic(database: str, target: str = "head") -> None:
     """Make the tables by `alembic upgrade head` in the checkout."""
     subprocess.run(
-        [sys.executable, "-m", "alembic", "upgrade", "head"],
+        [sys.executable, "-m", "alembic", "upgrade", target],
         cwd=migrations_folder().parent,
         env={**os.environ, "OUTBOX_POSTGRES_DSN": database},
         check=True,
@@ -112,18 +121,19 @@ from django.core.management import call_command
 from psycopg.conninfo import conninfo_to_dict
 
 given = conninfo_to_dict(sys.argv[1])
+target = sys.argv[2:]
 settings.DATABASES["default"].update(
     NAME=given["dbname"], USER=given["user"], HOST=given["host"], PORT=given["port"], PASSWORD=""
 )
 django.setup()
-call_command("migrate", "outbox_django", verbosity=0)
+call_command("migrate", "outbox_django", *target, verbosity=0)
 """
 
 
-def by_django(database: str) -> None:
+def by_django(database: str, *target: str) -> None:
     """Make the tables by `manage.py migrate outbox_django`."""
     ran = subprocess.run(
-        [sys.executable, "-c", _DJANGO_MIGRATE, database],
+        [sys.executable, "-c", _DJANGO_MIGRATE, database, *target],
         cwd=migrations_folder().parent,
         env={**os.environ, "DJANGO_SETTINGS_MODULE": "tests.django_settings"},
         check=False,
@@ -215,6 +225,97 @@ def test_comparison_sees_a_difference(reference, database):
             connection.execute(statement)
     made = catalog(database)
     assert {part for part in _QUERIES if made[part] != reference[part]} == set(details)
+
+
+def old_by_sql(database: str) -> None:
+    """Make the outbox as version 0.2 did."""
+    with psycopg.connect(database) as connection:
+        connection.execute(create_table_sql(TableName("outbox")))
+        connection.execute(drop_checks_sql(TableName("outbox")))
+
+
+def checks_by_sql(database: str) -> None:
+    """Add the constraints as `outbox schema --only checks` prints it, with what it says to do later."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "outbox_core", "schema", "--only", "checks"], check=True, capture_output=True, text=True
+    ).stdout
+    with psycopg.connect(database) as connection:
+        connection.execute(printed)
+
+
+_HOSTILE = {
+    "outbox_id_in_range": "INSERT INTO outbox (id, kafka_topic) VALUES (-1, 't')",
+    "outbox_create_time_in_range": "INSERT INTO outbox (create_time, kafka_topic) VALUES ('294276-12-31', 't')",
+    "outbox_headers_in_pairs": "INSERT INTO outbox (kafka_topic, kafka_header_keys) VALUES ('t', '{a}')",
+    "outbox_partition_in_range": "INSERT INTO outbox (kafka_topic, kafka_partition) VALUES ('t', -5)",
+}
+
+
+@pytest.mark.parametrize(
+    ("make_old", "upgrade"),
+    [
+        (old_by_sql, checks_by_sql),
+        (lambda database: by_alembic(database, "outbox_0003"), by_alembic),
+        (lambda database: by_django(database, "0003"), by_django),
+    ],
+    ids=["sql", "alembic", "django"],
+)
+def test_upgrade_with_rows_that_violate(make_old, upgrade, reference, database):
+    """An older table gets the constraints whatever rows it has; they hold from then on, and for all rows once told."""
+    make_old(database)
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute("INSERT INTO outbox (kafka_topic) VALUES ('a good one')")
+        for statement in _HOSTILE.values():
+            connection.execute(statement)
+        upgrade(database)
+        assert {c["name"] for c in catalog(database)["constraints"] if not c["convalidated"]} == set(CHECKS)
+        for name, statement in _HOSTILE.items():
+            with pytest.raises(psycopg.errors.CheckViolation, match=name):
+                connection.execute(statement)
+        found = violations_sql(TableName("outbox")).replace("id, create_time, kafka_topic", "id")
+        violators = [row[0] for row in connection.execute(found)]
+        assert len(violators) == len(_HOSTILE)
+        connection.execute("DELETE FROM outbox WHERE id = ANY (%s)", [violators])
+        connection.execute(validate_checks_sql(TableName("outbox")))
+        assert catalog(database)["constraints"] == reference["constraints"]
+        assert connection.execute("SELECT kafka_topic FROM outbox").fetchall() == [("a good one",)]
+
+
+def test_upgrade_does_not_wait_for_long(database):
+    """Behind an open transaction it gives up after its patience, and leaves the session's own as it was."""
+    statement = add_checks_sql(TableName("outbox"))
+    old_by_sql(database)
+    with psycopg.connect(database) as writer, psycopg.connect(database) as connection:
+        writer.execute("INSERT INTO outbox (kafka_topic) VALUES ('t')")
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            connection.execute(statement.replace("'5s'", "'50ms'"))
+        connection.rollback()
+        writer.commit()
+        connection.execute(statement)
+        connection.execute(statement)
+        assert connection.execute("SHOW lock_timeout").fetchone() == ("0",)
+
+
+@pytest.mark.parametrize("route", ["alembic", "django"])
+def test_downgrade_removes_the_constraints(route, database):
+    """The step before the constraints is the table as it was."""
+    if route == "alembic":
+        by_alembic(database)
+        command.downgrade(alembic_config(database), "outbox_0003")
+    else:
+        by_django(database)
+        by_django(database, "0003")
+    assert not [c for c in catalog(database)["constraints"] if c["contype"] == "c"]
+
+
+def test_every_name_may_have_the_constraints(database):
+    """Quotes, percent signs, colons and dollar signs in the table's name are part of it."""
+    name = TableName("""it's "100%" :x $checks$""")
+    with psycopg.connect(database) as connection:
+        connection.execute(create_table_sql(name))
+        connection.execute(drop_checks_sql(name))
+        connection.execute(add_checks_sql(name))
+        connection.execute(validate_checks_sql(name))
 
 
 def notify_by_sql(database: str) -> None:

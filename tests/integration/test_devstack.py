@@ -21,6 +21,7 @@ from devstack.processes import command_line
 from devstack.proxy import TcpProxy
 from devstack.stack import DevStack
 from tests.kafka_reader import read_topic
+from tests.services import as_role
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -156,6 +157,35 @@ def test_root_starts_postgres_where_its_account_cannot_reach(directory):
     finally:
         postgres.stop()
         postgres.remove()
+
+
+def test_the_superuser_needs_a_password(private_stack):
+    """Another user of this machine is no superuser of the database, through which programs could be run."""
+    url = private_stack.postgres.dsn
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE ROLE guest LOGIN")
+    for wrong in (as_role(url, "postgres"), url.replace("postgres:", "postgres:x")):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(wrong)
+    with psycopg.connect(as_role(url, "guest")) as connection:
+        assert connection.execute("SELECT current_user").fetchone() == ("guest",)
+    kept = private_stack.directory / "postgres" / "password"
+    if kept.exists():  # else it is where Postgres's account can reach
+        assert kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root drops to another account")
+def test_root_is_not_led_by_links(directory):
+    """Postgres's account cannot make root write to a file of its choice, nor give that file away."""
+    postgres = Postgres(directory / "postgres")
+    (directory / "postgres").mkdir()
+    target = directory / "of-root"
+    target.touch(mode=0o600)
+    (directory / "postgres" / "postgres.log").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        postgres.start()
+    assert target.stat().st_uid == 0
+    assert target.read_bytes() == b""
 
 
 def test_postgres_keeps_committed_rows_through_an_immediate_restart(private_stack, private_database):
@@ -306,6 +336,25 @@ def test_requests_can_be_delayed_held_in_place_and_doubled(kafka, frames, make_t
     copied.deliver()
     assert copied.wait_until_answered(10)
     assert [m.value for m in read_topic(kafka.bootstrap, topic)] == [b"delayed", b"held", b"copied", b"copied"]
+
+
+@pytest.mark.real_broker
+def test_requests_can_be_watched_and_dropped(kafka, frames, make_topic):
+    """A request that is watched goes on; one that is dropped never arrives, and its client's repeat does."""
+    topic = make_topic(1)
+    producer = Producer({"bootstrap.servers": frames.bootstrap, "linger.ms": 0})
+    watched = frames.watch(Match(Api.PRODUCE))
+    producer.produce(topic, b"watched")
+    assert producer.flush(10) == 0
+    assert watched.wait_until_delivered(1)
+
+    dropped = frames.hold(Match(Api.PRODUCE))
+    producer.produce(topic, b"dropped once")
+    assert producer.flush(10) == 0
+    dropped.drop()
+    assert not dropped.wait_until_delivered(5)
+    assert dropped.is_lost
+    assert [m.value for m in read_topic(kafka.bootstrap, topic)] == [b"watched", b"dropped once"]
 
 
 @pytest.mark.real_broker

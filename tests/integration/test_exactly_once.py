@@ -5,11 +5,13 @@ import time
 
 import pytest
 
+from devstack.frame_proxy import Api, Match
 from outbox_core import OutboxRecord
 from outbox_core.errors import MarkedRowsFound, TrackingTopicError
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.recovery import Step
 from outbox_core.kafka import NewTopic, make_admin, make_producer
+from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import Scene, by_key, identity_of, wait_until
 
 pytestmark = pytest.mark.real_broker
@@ -262,3 +264,82 @@ def test_foreign_record_in_the_tracking_topic_is_refused(scene, topic_name, kafk
     harvester.start()
     with pytest.raises(TrackingTopicError, match=r"another transactional\.id"):
         harvester.join(60)
+
+
+# -- whose manifest it is
+
+
+class OnServer(PostgresStore):
+    """A store on a server with an ID of the test's choice."""
+
+    server = "1"
+
+    def server_id(self):
+        return self.server
+
+
+def test_manifest_of_another_server_is_refused(scene, make_topic):
+    """A clone of the database must not delete rows on the other's word; a database that was moved may, when told."""
+    topic = make_topic()
+    scene.fill(topic, 100)
+
+    class Moved(OnServer):
+        server = "2"
+
+    def on(store):
+        return {"store_factory": lambda: store(scene.database, "outbox")}
+
+    crashed = scene.harvester(config=EXACTLY_ONCE, limits=QUICK, reached=crash_at(Step.BEFORE_PURGE), **on(OnServer))
+    crashed.start()
+    with pytest.raises(Crash):
+        crashed.join(60)
+    refused = scene.harvester(config=EXACTLY_ONCE, limits=QUICK, **on(Moved))
+    refused.start()
+    with pytest.raises(TrackingTopicError, match=r"identifier 1; this server has 2.*leader_group_id.*--accept-moved"):
+        refused.join(60)
+    assert scene.count() == 100
+    scene.drain(config=EXACTLY_ONCE | {"accept_moved": True}, limits=QUICK, **on(Moved))
+    assert_once_and_in_order(scene.read(topic), 100)
+    scene.fill(topic, 1)
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK, **on(Moved))  # accepted once, for good
+
+
+def test_strangers_record_stops_exactly_once_alone(scene, make_topic, caplog):
+    """At least once needs no tracking topic: what somebody else has written there is ignored, with a warning."""
+    topic, tracking = make_topic(), make_topic(1, config={"cleanup.policy": "compact"})
+    producer = make_producer({"bootstrap.servers": scene.bootstrap})
+    producer.produce(tracking, b"garbage", "stranger", 0)
+    producer.flush(10)
+    names = {"tracking_topic": tracking}
+    scene.fill(topic, 10)
+    refused = scene.harvester(config=EXACTLY_ONCE | names)
+    refused.start()
+    with pytest.raises(TrackingTopicError, match="every outbox needs its own"):
+        refused.join(60)
+    scene.drain(config=names)
+    assert_once_and_in_order(scene.read(topic), 10)
+    assert "b'stranger' at offset 0 is ignored" in caplog.text
+
+
+# -- stopping
+
+
+def test_stop_does_not_wait_for_kafka_for_long(scene, kafka, make_topic):
+    """A commit without an answer is left to the next term after the drain timeout."""
+    topic = make_topic(1)
+    scene.fill(topic, 10)
+    limits = {"transaction_timeout": "20s", "drain_timeout": "1s"}
+    with kafka.frame_proxied(2) as frames:
+        config = EXACTLY_ONCE | {"base_kafka_config": {"bootstrap.servers": frames.bootstrap}}
+        trap = frames.hold(Match(Api.END_TXN, commits=True), reset=False)
+        harvester = scene.harvester(config=config, limits=limits)
+        harvester.start()
+        assert trap.wait_until_held(20)
+        began = time.monotonic()
+        harvester.stop()
+        assert harvester.join(60)
+        assert time.monotonic() - began < 8
+        trap.deliver()
+        assert trap.wait_until_answered(10) or trap.is_lost or trap.wait_until_delivered(1)
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK)
+    assert_once_and_in_order(scene.read(topic), 10)

@@ -10,11 +10,13 @@ from django.core.management import call_command
 
 from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
+from outbox_core.election import Neli, NeliConfig
 from outbox_core.harvest import Harvester
 from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_hold_sql, create_table_sql, notify_sql
 from outbox_core.stores import postgres_examination
 from tests.harvesting import wait_until
 from tests.integration.django_fixtures import django_db_modify_db_settings
+from tests.services import as_role
 
 __all__ = ["django_db_modify_db_settings"]
 
@@ -155,7 +157,7 @@ def test_holds_that_cannot_be_used_are_told(connection, run, tmp_path):
     connection.execute("DROP TABLE outbox_hold")
     code, findings = run("doctor")
     assert code == 0
-    assert "there is no table outbox_hold" in of(findings, "warning")["holds"]["detail"]
+    assert "there is no table public.outbox_hold" in of(findings, "warning")["holds"]["detail"]
     code, findings = run("doctor", "-f", str(path))
     assert code == 1
     assert "outbox schema --only hold" in of(findings, "problem")["holds"]["remedy"]
@@ -166,7 +168,7 @@ def test_missing_rights_on_holds_are_told(database, connection, run, monkeypatch
     connection.execute("CREATE ROLE reader LOGIN")
     connection.execute("GRANT ALL ON outbox, outbox_id_seq TO reader; GRANT SELECT, INSERT ON outbox_hold TO reader")
     try:
-        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", database.replace("postgres@", "reader@"))
+        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", as_role(database, "reader"))
         code, findings = run("doctor")
         assert code == 0
         found = of(findings, "warning")["holds"]
@@ -210,6 +212,24 @@ def test_status_names_the_leader(database, kafka_bootstrap, run):
         wait_until(lambda: harvester.is_leader, "leadership")
         status = run("status")[1]
     assert [(each["client_id"], each["leads"]) for each in status["harvesters"]] == [("harvester-of-status", True)]
+
+
+def test_doctor_sees_who_leads(database, kafka_bootstrap, run):
+    """The leader is named; one that leads an equally named outbox of another server is a problem that names both."""
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    assert "leader" not in of(run("doctor")[1], "ok")
+    config = HarvestConfig(data_source=database, base_kafka_config=kafka, name="harvester-of-doctor")
+    with Harvester(config) as harvester:
+        wait_until(lambda: harvester.is_leader, "leadership")
+        assert "harvester-of-doctor leads" in of(run("doctor")[1], "ok")["leader"]["detail"]
+    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
+    with Neli(NeliConfig.of(config, identity, "7300000000000000002")) as twin:
+        wait_until(lambda: twin.is_leader, "leadership")
+        code, findings = run("doctor")
+    assert code == 1
+    found = of(findings, "problem")["leader"]
+    assert f"for {identity} on database server 7300000000000000002, and this is {identity} on" in found["detail"]
+    assert "leaderGroupID" in found["remedy"]
 
 
 @pytest.mark.django_db(transaction=True)

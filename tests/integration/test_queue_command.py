@@ -147,6 +147,35 @@ def test_a_requeued_message_keeps_its_id_and_headers(config, bury, topic_name):
         message.ack()
 
 
+def test_what_strangers_write_is_shown_and_sent_again(config, outbox):
+    """Escape sequences, times beyond any calendar and ids that are none do not reach a terminal or stop a command."""
+    bad = [("kmq-queue", b"evil\x1b]0;\x9b"), ("kmq-reason", b"\x1b[2J\nq\t7"), ("kmq-dead-at", b"9" * 18)]
+    ids = [[("kmq-id", b"-1--5"), ("kmq-enqueued-at", b"9" * 18)], [("kmq-enqueued-at", b"9" * 5000)], bad, []]
+    producer = make_producer(producer_settings(config))
+    for number, headers in enumerate(ids):
+        producer.produce(config.dead_letters, b"\x1b[31m", b"key\x1b%d" % number, headers=headers)
+    producer.produce(config.message_topic, b"x", b"jobs", headers=[("kmq-enqueued-at", b"9" * 18)])
+    assert producer.flush(30) == 0
+    for arguments in (["dead-letters"], ["dead-letters", "--json"], ["stats"], ["peek", "--queue", "jobs"]):
+        code, out, _ = outbox(*arguments)
+        assert code == 0
+        assert all(character.isprintable() for character in out.replace("\n", ""))
+    assert len(outbox("dead-letters")[1].splitlines()) == 1 + len(ids)
+    assert "9999-12-31" in outbox("dead-letters")[1]
+    assert outbox("dead-letters", "requeue", "--all")[:2] == (0, "requeued 4 messages\n")
+
+
+def test_a_dead_letter_that_was_never_handed_out_has_no_attempts(config, outbox):
+    """One that was too large to be tracked shows 0 attempts, not 1."""
+    producer = make_producer(producer_settings(config))
+    key, value, headers = dead_letters.record(
+        b"jobs", b"", headers=(), attempts=0, enqueued_at_ms=1, origin=(0, 1), reason="too large", dead_at_ms=2
+    )
+    producer.produce(config.dead_letters, value, key, headers=headers)
+    assert producer.flush(30) == 0
+    assert lines(outbox("dead-letters", "--json")[1])[0]["attempts"] == 0
+
+
 def test_of_two_commands_at_a_time_one_is_fenced(config, bury):
     """A command that another one overtakes repeats nothing and says so."""
     bury("a", range(3))

@@ -190,7 +190,7 @@ def test_django_app_is_found(complete):
         "print(sorted(name for app, name in MigrationLoader(None).disk_migrations if app == 'outbox_django'))\n"
         "print(get_commands()['run_harvester'])\n"
     )
-    assert told.splitlines() == ["['0001_initial', '0002_inbox', '0003_hold']", "outbox_django"]
+    assert told.splitlines() == ["['0001_initial', '0002_inbox', '0003_hold', '0004_checks']", "outbox_django"]
 
 
 def test_installed_harvester_drains(complete, database, kafka_bootstrap, make_topic):

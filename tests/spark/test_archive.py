@@ -5,14 +5,18 @@ from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from outbox_core.errors import InvalidConfig
-from outbox_spark.config import ArchiveSettings, ReplaySettings
+from devstack.frame_proxy import Api, Match
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
+from outbox_core.harvest import transaction
+from outbox_spark.config import ArchiveSettings, AuditSettings, ReplaySettings
 from outbox_spark.ledger import Ledger
-from outbox_spark.pipelines import archive, replay
+from outbox_spark.pipelines import archive, audit, replay
 from outbox_spark.pipelines.following import RecordsMissing
 from tests.kafka_reader import read_topic
+from tests.queueing import eventually
+from tests.raw_records import NOT_UTF8, produce_raw
 from tests.spark.following import forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
@@ -146,6 +150,22 @@ def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic)
         ]
 
 
+def test_a_record_that_no_calendar_or_text_holds(spark, settings, kafka_bootstrap, make_topic, topic_name):
+    """An unreadable header name and a time far ahead stop neither archive, audit nor replay."""
+    topic = make_topic(3, config={"message.timestamp.after.max.ms": str(2**63 - 1)})
+    target, kafka = make_topic(3), {"bootstrap.servers": kafka_bootstrap}
+    settings = ArchiveSettings(**settings.model_dump() | {"topics": [topic]})
+    produce_raw(kafka_bootstrap, topic, b"{}", key=b"k1", headers=[(NOT_UTF8, b"x")], timestamp_ms=2**62)
+    produce(kafka_bootstrap, topic, range(4))
+    assert run_once(archive, spark, kafka_bootstrap, settings)["records"] == 5
+    compared = AuditSettings(expected={"topics": [topic]}, found={"archive": settings.path})
+    assert audit.run(spark, kafka, compared).is_clean
+    wanted, said = ReplaySettings(archive=settings.path, name=topic_name(), to={topic: target}), []
+    assert replay.run(spark, kafka, wanted, publish=True, say=said.append)["published"] == 5
+    assert said[0].endswith("; 1 of them without their headers")
+    assert len(read_topic(kafka_bootstrap, target)) == 5
+
+
 def test_a_replay_of_a_time_in_any_zone(spark, settings):
     """`since` is met by records of the day before in UTC, `until` is not included; the dry run shows times in UTC."""
     began = datetime(2026, 11, 20, 22, tzinfo=UTC)
@@ -186,16 +206,94 @@ class _Refusing:
     def abort_transaction(self, _):
         self.calls.append("abort")
 
+    def poll(self, _):
+        return 0
 
-def test_a_replay_names_a_record_that_cannot_be_sent(settings):
+    def __len__(self):
+        return 0
+
+
+def test_a_replay_names_a_record_that_cannot_be_sent(settings, monkeypatch):
     """A record that the client refuses is named by its offset, and its transaction is aborted."""
     wanted = ReplaySettings(archive=settings.path, name="again")
-    producer = _Refusing()
+    refusing = _Refusing()
+    monkeypatch.setattr(transaction, "make_producer", lambda _: refusing)
+    producer = transaction.TransactionalProducer({"transactional.id": "t"}, timeout_seconds=1)
     rows = [{"offset": offset, "key": b"k", "value": b"v", "headers": []} for offset in range(10, 20)]
     shard = replay._Shard({}, wanted, "orders", 0)
     with pytest.raises(replay.ReplayFailed, match=r"at offset 12 cannot be sent to again: .*too large"):
         shard._transaction(producer, None, "again", rows)
-    assert producer.calls == ["begin", "produce", "produce", "produce", "abort"]
+    assert refusing.calls == ["begin", "produce", "produce", "produce", "abort"]
+
+
+class _Row(dict):
+    """A row of an archive; something happens when its value is looked at."""
+
+    def __init__(self, offset, target, meanwhile=lambda: None):
+        super().__init__(offset=offset, target=target, key=b"k", value=b"%d" % offset, headers=[])
+        self._meanwhile = meanwhile
+
+    def __getitem__(self, name):
+        if name == "value":
+            self._meanwhile()
+        return super().__getitem__(name)
+
+
+def _publish(shard, rows):
+    """Publish until it succeeds, as Spark tries a task again; how often it was tried."""
+    for attempt in range(1, 5):
+        try:
+            shard.publish(iter(rows))
+        except OutboxError:
+            continue
+        return attempt
+    raise AssertionError("it was never published")
+
+
+def test_a_replay_is_not_torn_by_a_late_commit(kafka, settings, make_topic, topic_name):
+    """A commit that was repeated, and arrives in the middle of the next transaction, repeats none of its records."""
+    target, arrived = make_topic(1), []
+    wanted = ReplaySettings(archive=settings.path, name=topic_name(), transaction_records=2)
+    with kafka.frame_proxied(2) as frames:
+        trap = frames.hold(Match(Api.END_TXN, where=lambda request: wanted.name in (request.transactional_id or "")))
+        looks = Consumer({"bootstrap.servers": kafka.bootstrap, "group.id": "l", "isolation.level": "read_uncommitted"})
+
+        def deliver():
+            if arrived:
+                return
+            place = TopicPartition(target, 0)
+            # Two records and the end of their transaction, and one more.
+            assert eventually(lambda: looks.get_watermark_offsets(place, timeout=10)[1] > 3)
+            trap.deliver()
+            assert trap.wait_until_answered(20)
+            arrived.append(trap.error_code)
+
+        rows = [_Row(0, target), _Row(1, target), _Row(2, target), _Row(3, target, deliver), _Row(4, target)]
+        shard = replay._Shard({"bootstrap.servers": frames.bootstrap}, wanted, "orders", 0)
+        assert _publish(shard, rows) == 1
+        looks.close()
+    assert arrived not in ([], [0])
+    assert [message.value for message in read_topic(kafka.bootstrap, target)] == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_a_replay_does_not_come_back_after_its_successor(kafka, settings, make_topic, topic_name):
+    """A task whose commit was repeated, and which was replaced meanwhile, publishes nothing of its successor again."""
+    target = make_topic(1)
+    wanted = ReplaySettings(archive=settings.path, name=topic_name(), transaction_records=1)
+    rows = [_Row(offset, target) for offset in range(3)]
+
+    def successor():
+        yield rows[0]
+        replay._Shard({"bootstrap.servers": kafka.bootstrap}, wanted, "orders", 0).publish(iter(rows))
+        yield from rows[1:]
+
+    with kafka.frame_proxied(2) as frames:
+        trap = frames.hold(Match(Api.END_TXN, where=lambda request: wanted.name in (request.transactional_id or "")))
+        try:
+            replay._Shard({"bootstrap.servers": frames.bootstrap}, wanted, "orders", 0).publish(successor())
+        except KafkaUnavailable:
+            assert not trap.wait_until_held(0)  # fenced
+    assert [message.value for message in read_topic(kafka.bootstrap, target)] == [b"0", b"1", b"2"]
 
 
 def test_a_replay_needs_its_partitions(spark, settings, kafka_bootstrap, make_topic):

@@ -1,9 +1,11 @@
 """Finding a Java for Spark, without starting Spark."""
 
 import subprocess
+import tempfile
 
 import pytest
 
+from outbox_spark import java
 from outbox_spark.java import JavaNotFound, find_java
 
 
@@ -63,3 +65,17 @@ def test_the_wheel_has_a_java_that_starts():
     starter = found.home_for_spark() / "bin" / "java"
     command = [starter, "--add-modules=jdk.incubator.vector", "-version"]
     assert "version" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def test_homes_of_killed_processes_are_removed(tmp_path, monkeypatch):
+    """A process that was killed leaves its home behind; the next one removes it, and leaves those in use alone."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    made = {name: tmp_path / f"outbox-spark-java-{name}" for name in ("abandoned", "used", "just-made")}
+    for home in made.values():
+        home.mkdir()
+    java._lock(made["abandoned"]).close()
+    with java._lock(made["used"]):
+        java._remove_abandoned_homes()
+    assert not made["abandoned"].exists()
+    assert made["used"].exists()
+    assert made["just-made"].exists()

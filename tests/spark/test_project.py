@@ -12,6 +12,7 @@ from confluent_kafka import Producer
 from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_spark.config import ProjectSettings
 from outbox_spark.pipelines import project
+from tests.raw_records import NOT_UTF8, produce_raw
 from tests.spark.following import SCHEMA, forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
@@ -139,6 +140,8 @@ def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_boo
     _send(
         kafka_bootstrap, chosen.topics[0], *((b"k", value) for value in bad), (b"k", b'{"n":5,"items":[{"sku":"a"}]}')
     )
+    bad[b'{"n":7,"items":[{"sku":"h"}]}'] = "header name is not UTF-8"
+    produce_raw(kafka_bootstrap, chosen.topics[0], [*bad][-1], key=b"k", headers=[(NOT_UTF8, b"x")])
     counts = run_once(project, spark, kafka_bootstrap, chosen)
     assert (counts["records"], counts["quarantined"], counts["rows"]) == (len(bad) + 1, len(bad), 1)
     with psycopg.connect(database) as connection:

@@ -1,6 +1,7 @@
 """Reading topics by ranges of offsets, without Spark: planning with Hypothesis, reading from a real broker."""
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 from confluent_kafka import Producer, TopicPartition
@@ -20,6 +21,7 @@ from outbox_spark.topics import (
     plan_batch,
     ranges_between,
 )
+from tests.raw_records import NOT_UTF8, produce_raw
 
 PARTITIONS = st.dictionaries(st.integers(0, 5).map(str), st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1)
 
@@ -222,6 +224,32 @@ def test_positions_by_words_and_numbers(kafka_bootstrap, make_topic, topic_name)
     log.close()
     with pytest.raises((InvalidConfig, KafkaUnavailable), match="cannot be read"):
         TopicLog(kafka, [topic_name("missing")]).bounds()
+
+
+@pytest.mark.real_broker
+def test_headers_that_cannot_be_read_are_null(kafka_bootstrap, make_topic):
+    """A record with a header name that is not UTF-8 is a row whose headers are NULL; its neighbours keep theirs."""
+    topic = make_topic(1)
+    for name in (b"h", NOT_UTF8, b"h"):
+        produce_raw(kafka_bootstrap, topic, b"v", headers=[(b"outbox-id", b"o:1"), (name, b"1")])
+    produce(kafka_bootstrap, topic, ["v"])
+    (batch,) = RangeReader({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 4))
+    rows = to_arrow(batch, "outbox-id").to_pylist()
+    assert [row["outbox_id"] for row in rows] == ["o:1", None, "o:1", None]
+    assert [None if row["headers"] is None else len(row["headers"]) for row in rows] == [2, None, 2, 0]
+    assert [None if row["header_list"] is None else len(row["header_list"]) for row in rows] == [2, None, 2, 0]
+
+
+@pytest.mark.real_broker
+def test_times_beyond_the_calendar_are_its_end(kafka_bootstrap, make_topic):
+    """A timestamp that Python's calendar does not have, which brokers may take, is the last one that it has."""
+    topic = make_topic(1, config={"message.timestamp.after.max.ms": str(2**63 - 1)})
+    for milliseconds in (2**62, 9_300_000_000_000_000, 253_402_300_800_000, 253_402_300_799_999, 1_000):
+        produce_raw(kafka_bootstrap, topic, b"v", timestamp_ms=milliseconds)
+    (batch,) = RangeReader({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 5))
+    times = [row["timestamp"] for row in to_arrow(batch, "outbox-id").to_pylist()]
+    last = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
+    assert times == [last, last, last, last, datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC)]
 
 
 @pytest.mark.real_broker

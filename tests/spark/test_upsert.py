@@ -188,3 +188,15 @@ def test_spark_writes_a_table(spark, table, tmp_path):
     frame = spark.createDataFrame([("jam", 3)], "product string, total int")
     frame.write.format("outbox_postgres").options(dsn=table, table='"Sales"', keys="product").mode("append").save()
     assert rows_in(table)[0] == ("jam", 3, None)
+
+
+def test_names_with_percent_signs(table):
+    """A % in the name of the table or of the notes is part of the name."""
+    with psycopg.connect(table, autocommit=True) as connection:
+        connection.execute('ALTER TABLE "Sales" RENAME TO "100% sales"')
+    target = UpsertTarget(table, '"100% sales"', ("product",), "update", '"50% %s notes"')
+    writer = Upsert(target, COLUMNS)
+    writer.write([("tea", 1, None)], task(0))
+    writer.write([("tea", 2, None)], task(1))
+    with psycopg.connect(table) as connection:
+        assert connection.execute('SELECT total FROM "100% sales"').fetchall() == [(2,)]

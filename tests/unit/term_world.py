@@ -205,7 +205,7 @@ class Producer:
         self._note()
         return Aborted(cause, record_at_fault=cause is not None)
 
-    def commit(self, give_up=lambda: False):  # noqa: PLR0911  one for each thing that Kafka does
+    def commit(self, give_up=lambda: False):
         del give_up
         cluster = self._cluster
         self._note()

@@ -121,6 +121,19 @@ def test_a_consumer_that_stores_by_itself_is_refused():
     assert consumer.log == [("probe", 5), ("seek", 5)]
 
 
+def test_headers_that_cannot_be_asked_for():
+    """Whatever keeps a record's id from being read, the record comes again and its offset is not committed."""
+
+    class Broken(Record):
+        def headers(self):
+            raise RuntimeError("no headers")
+
+    consumer = PlayedConsumer(Broken(5), Record(6))
+    with pytest.raises(RuntimeError, match="no headers"):
+        run(consumer)
+    assert consumer.log == [("probe", 5), ("seek", 5)]
+
+
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()])
 def test_a_handler_that_raises(error):
     """Its transaction is rolled back, no offset is committed, and the record comes again."""
@@ -304,3 +317,31 @@ def test_the_position_names_topic_and_partition():
     with pytest.raises(ValueError, match="bad"):
         run(consumer, fail)
     assert positions == [TopicPartition("orders", 3, 5)]
+
+
+def test_ids_of_strangers_are_not_believed():
+    """Only the outboxes that feed a topic give ids to its records; others' records are handled, known by place."""
+    forged = [Record(5, [("outbox-id", b"shop:1")]), Record(6, [("outbox-id", b"orders-3-7")]), Record(7)]
+    consumer = PlayedConsumer(*forged, Record(8, [("outbox-id", b"billing:1")]))
+    work = Work(consumer)
+    assert run(consumer, work=work, outboxes={"orders": ["billing"], "others": ["shop"]}) == Consumed(4, 0)
+    places = {f"orders-3-{offset}" for offset in (5, 6, 7)}
+    assert work.accepted == {("billing", one) for one in {*places, "billing:1"}}
+
+
+def test_topics_that_are_not_named_believe_every_outbox():
+    """A topic without an entry takes ids as they come; a name alone, which would be letters, is refused."""
+    consumer = PlayedConsumer(Record(5, [("outbox-id", b"shop:1")]))
+    work = Work(consumer)
+    run(consumer, work=work, outboxes={"others": ["billing"]})
+    assert work.accepted == {("billing", "shop:1")}
+    with pytest.raises(InvalidConfig, match="outboxes: expected names for topic 'orders', got 'shop'"):
+        run(PlayedConsumer(), outboxes={"orders": "shop"})
+
+
+def test_each_stranger_is_told_of_once(caplog):
+    """An outbox that is not believed in a topic is warned of once, with what to do."""
+    consumer = PlayedConsumer(*[Record(number, [("outbox-id", b"evil:%d" % number)]) for number in range(5, 9)])
+    run(consumer, outboxes={"orders": ["billing"]})
+    (line,) = [line for line in caplog.messages if "evil" in line]
+    assert "orders[3] at offset 5" in line

@@ -1,5 +1,6 @@
 """The parts of the devstack that need no service."""
 
+import hashlib
 import os
 import socket
 import struct
@@ -15,6 +16,7 @@ from devstack.cluster import _java_hash
 from devstack.errors import BrokerUnavailableError, DevstackError
 from devstack.frame_proxy import Api, Request, _frames
 from devstack.ports import free_ports, is_free
+from devstack.postgres import claim
 from devstack.processes import ServiceProcess, run_watched
 from devstack.proxy import TcpProxy
 from devstack.truststore import java_trust_options
@@ -281,3 +283,63 @@ def test_what_is_no_frame_ends_the_connection():
 def test_transactional_ids_are_hashed_as_kafka_does(text, value):
     """Java's hash, of which Kafka takes the absolute value, and 0 for the one number that has none."""
     assert _java_hash(text) == value
+
+
+def test_jars_that_are_not_pinned_are_never_started(tmp_path, monkeypatch):
+    """A jar that is listed passes; another one, or one that is not listed, is named in the error."""
+    pinned = tmp_path / "jars.sha256"
+    pinned.write_text(f"{hashlib.sha256(b'good').hexdigest()}  a.jar\n")
+    monkeypatch.setattr(jars, "_PINNED", pinned)
+    folder = tmp_path / "jars"
+    folder.mkdir()
+    (folder / "a.jar").write_bytes(b"good")
+    jars.check_hashes(folder)
+    (folder / "a.jar").write_bytes(b"evil")
+    with pytest.raises(DevstackError, match=r"a\.jar has the SHA-256"):
+        jars.check_hashes(folder)
+    (folder / "a.jar").unlink()
+    (folder / "b.jar").write_bytes(b"good")
+    with pytest.raises(DevstackError, match=r"b\.jar is not listed"):
+        jars.check_hashes(folder)
+
+
+def test_every_jar_of_kafka_is_pinned():
+    """The hashes are of the release that is started, and of the binding without which it says nothing."""
+    pinned = jars.pinned_hashes()
+    assert {f"kafka_2.13-{jars.KAFKA_VERSION}.jar", "slf4j-simple-1.7.36.jar"} <= pinned.keys()
+    assert all(len(bytes.fromhex(digest)) == 32 for digest in pinned.values())
+
+
+@pytest.mark.parametrize("planted", ["link", "file", "open folder"])
+def test_a_folder_that_somebody_else_may_have_made_is_not_used(tmp_path, planted):
+    """Names in the temporary folder can be foretold: a link, a file or a folder open to others is refused, and kept."""
+    place = tmp_path / "kafka-outbox-postgres-0123"
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    elif planted == "file":
+        place.touch()
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    with pytest.raises(DevstackError, match="not a folder of our own"):
+        claim(place, 0o711)
+    if planted == "open folder":
+        assert place.stat().st_mode & 0o777 == 0o777
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what belongs to others")
+def test_a_folder_of_another_user_is_not_used(tmp_path):
+    """Even if it is closed to everybody else."""
+    place = tmp_path / "theirs"
+    place.mkdir(mode=0o700)
+    os.chown(place, 65534, 65534)
+    with pytest.raises(DevstackError, match="not a folder of our own"):
+        claim(place, 0o711)
+
+
+def test_a_folder_of_our_own_is_used_again(tmp_path):
+    """The second start finds what the first has made."""
+    for _ in range(2):
+        claim(tmp_path / "ours", 0o711)
+    assert (tmp_path / "ours").stat().st_mode & 0o777 == 0o711

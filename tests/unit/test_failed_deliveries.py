@@ -67,6 +67,21 @@ def ids(records):
     return [record[0] for record in records]
 
 
+def test_slow_mark_does_not_overtake_records_that_went_back_meanwhile(bad):
+    """A mark answers after its key failed, went back to the table and arrived again: its records go back, too."""
+    lanes = Lanes(1_000)
+    lanes.admit([record(1, "hot"), record(2, "hot")])
+    lanes.take(10)
+    bad.exclusion()  # a mark is sent; it will see a third record of the key, but not the second, which is ours yet
+    back = bad.judge([failed(record(1, "hot"))], lanes)
+    assert ids(back) == [2]
+    bad.reset_done(ids(back))
+    bad.succeeded([record(1, "hot")])
+    assert not bad.parking
+    sent, back = bad.sift([record(3, "hot")])
+    assert (ids(sent), ids(back)) == ([], [3])
+
+
 def test_what_waits_behind_a_probe_goes_back(bad):
     """A hot key on an unreachable partition keeps one record in memory, not those behind it; their order stays."""
     lanes = Lanes(1_000)

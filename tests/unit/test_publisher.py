@@ -17,8 +17,6 @@ class _Producer:
 
     def __init__(self):
         self.sent = deque()
-        self.on_the_wire = deque()
-        self.is_silent = False
         self.calls = []
         self.raises = None
         self.raises_on_poll = None
@@ -45,11 +43,8 @@ class _Producer:
     flush = poll
 
     def purge(self, *, in_queue, in_flight, blocking):
-        assert (in_queue, blocking) == (True, False)
-        if in_flight:
-            self.sent.extend(self.on_the_wire)
-            self.on_the_wire.clear()
-        while self.sent and not self.is_silent:
+        assert (in_queue, in_flight, blocking) == (True, True, False)
+        while self.sent:
             self.report(KafkaError(KafkaError._PURGE_QUEUE))
 
 
@@ -287,23 +282,10 @@ def test_settle_leaves_nothing_in_flight(publisher, producers):
     for identity in range(3):
         publisher.send(_record(identity), 0.0)
     producers[0].report()
-    publisher.settle(60.0)
+    publisher.settle()
     assert publisher.in_flight == 0
     assert len(publisher.take_delivered()) == 1
     assert len(publisher.take_failed()) == 2
-
-
-@pytest.mark.parametrize("is_silent", [False, True])
-def test_settle_does_not_wait_for_ever(publisher, producers, is_silent, monkeypatch):
-    """What is in flight is given up in time, also by a producer that never reports; then that one is replaced."""
-    monkeypatch.setattr("outbox_core.harvest.publisher._ABANDON_SECONDS", 0.05)
-    publisher.send(_record(), 0.0)
-    producers[0].is_silent = is_silent
-    producers[0].on_the_wire, producers[0].sent = producers[0].sent, producers[0].on_the_wire
-    publisher.settle(0.05)
-    assert publisher.in_flight == 0
-    assert len(producers) == 1 + is_silent
-    assert len(publisher.take_failed()) == (not is_silent)
 
 
 def test_batches_of_another_size_need_another_producer():

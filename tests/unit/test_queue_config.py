@@ -158,3 +158,19 @@ def test_a_bad_concurrency_is_refused(concurrency):
     queue = QueueService(QueueConfig(bootstrap_servers="broker:9092")).queue("q")
     with pytest.raises(InvalidMessage, match="concurrency"):
         queue.run(print, concurrency=concurrency)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        ({"redelivery_timeout": "40s"}, True),
+        ({"redelivery_timeout": "41s"}, False),
+        ({"redelivery_timeout": "40s", "transaction_timeout": "9s"}, False),
+        ({"redelivery_timeout": "10s", "marker_key": "message"}, False),
+        ({"redelivery_timeout": "10s", "transactional": False}, False),
+    ],
+)
+def test_a_short_timeout_with_transactions_and_go_trackers_is_warned_of(settings, is_warned, caplog):
+    """A Go tracker does not wait for an open transaction: the timeout has to outlast two of them."""
+    QueueConfig(bootstrap_servers="nowhere:1", **{"transactional": True, "marker_key": "queue", **settings})
+    assert ["should be more than" in line for line in caplog.messages] == [True] * is_warned

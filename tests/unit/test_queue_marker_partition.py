@@ -1,5 +1,6 @@
 """When a tracker may redeliver, with markers in any order relative to its ticks."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,8 @@ MANY = (1000, 1_000_000)
 class Log:
     """A marker partition as the broker has it, with a clock, and a tracker that has read a part of it."""
 
-    def __init__(self, *, kind=TIMESTAMP_LOG_APPEND_TIME, interval=5000.0):
-        self.markers = MarkerPartition(0, tick_interval=interval)
+    def __init__(self, *, kind=TIMESTAMP_LOG_APPEND_TIME, interval=5000.0, longest=10**9):
+        self.markers = MarkerPartition(0, tick_interval=interval, longest_ms=longest)
         self.kind, self.now, self.records, self.read = kind, 1000.0, [], 0
 
     def append(self, value):
@@ -261,3 +262,40 @@ def test_only_what_is_expired_in_the_log_is_handed_out(steps):
         for entry in taken:
             log.end(entry.message_id[1])
             state.pop(entry.message_id[1], None)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_deadline_beyond_all_bounds_is_cut(later, caplog):
+    """A marker that asks for 2^64-1 ms, to start with or later, gets the longest there is; the log says so once."""
+    log = Log(longest=60_000)
+    for number in range(3):
+        log.start(number, 100 if later else 2**64 - 1)
+        if later:
+            log.keep_alive(number, 2**64 - 1)
+    log.read_all()
+    log.now += 59_000
+    log.tick()
+    log.read_all()
+    assert log.take() == []
+    log.now += 2_000
+    log.tick()
+    log.read_all()
+    assert sorted(log.take()) == [0, 1, 2]
+    assert len([line for line in caplog.messages if "60000 ms" in line]) == 1
+
+
+def test_markers_of_another_version_are_left_alone(caplog):
+    """A marker whose version is unknown is counted and changes nothing; the log says so once."""
+    log = Log()
+    log.start(1, 100)
+    for kind in (wire.START, wire.END, wire.KEEPALIVE):
+        place = wire.Place(partition=0, offset=1)
+        log.append(wire.Marker(version=7, type=kind, message_id=place, redeliver_after_ms=10**6).SerializeToString())
+    log.read_all()
+    log.now += 1000
+    log.tick()
+    log.read_all()
+    assert log.take() == [1]
+    assert log.markers.unreadable == 3
+    assert [line for line in caplog.messages if "version" in line] == caplog.messages
+    assert len(caplog.messages) == 1

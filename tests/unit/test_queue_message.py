@@ -1,5 +1,7 @@
 """A message by itself: what is checked before it is settled."""
 
+from datetime import UTC, datetime
+
 import pytest
 
 from outbox_queue import InvalidMessage
@@ -47,3 +49,10 @@ def test_a_reason_fits_into_a_marker(message, settler, verb):
     """Whatever text a handler's error has: it is cut after 2,000 characters, and what UTF-8 lacks is replaced."""
     getattr(message, verb)(reason="\ud800" + "\u00e9" * 1_000_000)
     assert settler.reasons == ["?" + "\u00e9" * 1999]
+
+
+@pytest.mark.parametrize("milliseconds", [10**18, 253_402_300_800_000])
+def test_a_time_beyond_the_calendar_is_its_end(settler, milliseconds):
+    """A time that a stranger has written, or a broker taken, never raises in a handler."""
+    message = Message(settler, "q", b"", (0, 0), NOTHING, enqueued_at_ms=milliseconds, max_attempts=None)
+    assert message.enqueued_at == datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)

@@ -60,11 +60,12 @@ def test_a_trackers_view():
     """A tracker shows what is in progress, the oldest in seconds, its partitions; without one, nothing is shown."""
     metrics = QueueMetrics()
     assert value(metrics, "tracker_partitions") is None
-    metrics.tracking({"a": QueueLoad(2, 1500.0)}, partitions=4, catching_up=1)
+    metrics.tracking({"a": QueueLoad(2, 1500.0)}, partitions=4, catching_up=1, unreadable=3)
     assert value(metrics, "in_progress", queue="a") == 2
     assert value(metrics, "oldest_unfinished_age_seconds", queue="a") == 1.5
     assert value(metrics, "tracker_partitions") == 4
     assert value(metrics, "tracker_catching_up") == 1
+    assert value(metrics, "tracker_unreadable_markers_total") == 3
 
 
 def test_one_registry_has_the_numbers_once():

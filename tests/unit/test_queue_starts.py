@@ -4,6 +4,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from outbox_core import kafka
+from outbox_core.harvest import transaction
 from outbox_core.kafka import discard
 from outbox_queue import QueueConfig, starts
 from outbox_queue.markers import MarkerRecord
@@ -62,16 +63,18 @@ def clients(monkeypatch):
     """The producers that were made, in their order."""
     made = []
     monkeypatch.setattr(starts, "make_producer", lambda _: made.append(Client()) or made[-1])
+    monkeypatch.setattr(transaction, "make_producer", lambda _: made.append(Client()) or made[-1])
     return made
 
 
-def test_a_fenced_producer_is_emptied_before_it_is_dropped(clients):
+def test_a_fenced_producer_is_emptied_before_it_is_dropped(clients, monkeypatch):
     """The Kafka client frees twice what a fenced transactional producer still has when it goes."""
+    monkeypatch.setattr(Client, "flush", lambda *_: 0)
     starting = TransactionalStarts(CONFIG, "q", Consumer())
     with pytest.raises(NotStarted, match="fenced") as error:
         starting.write([MARKER], {0: 1}, deadline(5))
     assert error.value.cause.code() == KafkaError._FENCED
-    assert clients[0].calls == ["init", "begin", "purge", "poll"]
+    assert clients[0].calls == ["init", "begin", "poll", "purge"]
     with pytest.raises(NotStarted):
         starting.write([MARKER], {0: 1}, deadline(5))
     assert len(clients) == 2

@@ -132,10 +132,10 @@ def test_columns():
 
 
 def test_insert_statement():
-    """The INSERT names its columns, takes the database's clock, casts arrays and escapes a % in the table's name."""
+    """The INSERT names its columns, and the time only where it has no default; casts arrays; escapes % in the name."""
     assert insert_sql(TableName("100%", "s"), BINARY_LAYOUT) == (
-        'INSERT INTO "s"."100%%" (create_time, kafka_topic, kafka_key, kafka_value, kafka_header_keys, '
-        "kafka_header_values, kafka_partition) VALUES (now(), %s, %s, %s, %s::text[], %s::bytea[], %s)"
+        'INSERT INTO "s"."100%%" (kafka_topic, kafka_key, kafka_value, kafka_header_keys, '
+        "kafka_header_values, kafka_partition) VALUES (%s, %s, %s, %s::text[], %s::bytea[], %s)"
     )
     assert insert_sql(TableName("outbox"), TEXT_LAYOUT) == (
         'INSERT INTO "outbox" (create_time, kafka_topic, kafka_key, kafka_value, kafka_header_keys, '

@@ -11,7 +11,8 @@ from outbox_core.cli.harvest import shown
 from outbox_core.cli.hold import add_actions, run_action
 from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
-from outbox_django.databases import postgres_connection, write_alias
+from outbox_core.schema import TableName
+from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
 from outbox_django.settings import outbox_settings
 
 
@@ -34,9 +35,10 @@ class Command(BaseCommand):
         """Do it, and say what was done."""
         del args
         try:
-            holds = Holds(options["table"] or outbox_settings().table)
+            name = TableName.parse(options["table"]) if options["table"] else outbox_settings().table
             connection = postgres_connection(options["database"] or write_alias("Hold"))
-            told = run_action(connection, holds, options)
+            with pinned_search_path(connection, name) as found:
+                told = run_action(connection, Holds(found), options)
         except (OutboxError, Error) as error:
             raise CommandError(" ".join(shown(error).split())) from None
         self.stdout.write(told, ending="")

@@ -9,6 +9,8 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from outbox_core.cli.harvest import shown
 from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
 from outbox_core.errors import OutboxError
+from outbox_core.schema import TableName
+from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
 from outbox_django.inbox import InboxTable
 from outbox_django.settings import outbox_settings
 
@@ -32,10 +34,12 @@ class Command(BaseCommand):
         """Prune, and say how much."""
         del args
         try:
-            name = options["table"] or outbox_settings().inbox_table.quoted
+            name = TableName.parse(options["table"]) if options["table"] else outbox_settings().inbox_table
+            connection = postgres_connection(options["database"] or write_alias("Inbox"))
             given = options["older_than"]  # text, if it comes as a keyword argument of call_command
             age = parse_age(given) if isinstance(given, str) else given
-            pruned = InboxTable(name).prune(age, batch=options["batch"], using=options["database"])
+            with pinned_search_path(connection, name) as found:
+                pruned = InboxTable(found.quoted).prune(age, batch=options["batch"], using=connection.alias)
         except (OutboxError, ValueError) as error:
             raise CommandError(shown(error)) from None
-        self.stdout.write(report(pruned, name.replace('"', "")), ending="")
+        self.stdout.write(report(pruned, name), ending="")

@@ -1,0 +1,62 @@
+"""What makes a run not clean."""
+
+import json
+
+import pytest
+
+from tests.chaos.late import LateArrival
+from tests.chaos.report import Happened, Report
+
+_COUNTS = (
+    *("committed", "received", "rolled_back", "lost", "repeated_adjacent", "repeated_distant", "reordered"),
+    *("strangers", "mislabelled", "excused", "transactions"),
+)
+
+
+def _report(*, delivery="exactly-once", **found):
+    settings = {"seed": 1, "seconds": 1.0, "outboxes": 1, "longest_pause": 0.0, "pauses": {}, "faults": []}
+    settings |= dict.fromkeys(_COUNTS, 0) | {"missed": [], "failures": []}
+    return Report(delivery=delivery, **(settings | found))
+
+
+def _late(request, end, code):
+    arrival = LateArrival(request, 1.5, code, end)
+    return Happened(at=0, began_at=0, ended_at=0, where="a", kind="late", what="", recovered=0.1, late=arrival)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        *({name: 1} for name in ("lost", "repeated_adjacent", "repeated_distant", "reordered", "strangers")),
+        {"left_in_outbox": 3},
+        {"drained": 30.5},
+        {"failures": ["it ended"]},
+        {"unread": ["t[0]"]},
+    ],
+    ids=str,
+)
+def test_every_finding_makes_a_run_unclean(found):
+    """Also if everything arrived, but something waited for too long after the last fault."""
+    assert not _report(drained=29.5).problems
+    assert len(_report(**found).problems) == 1
+
+
+def test_at_least_once_may_repeat_a_record_at_once():
+    """And nothing else."""
+    assert not _report(delivery="at-least-once", repeated_adjacent=5).problems
+    assert _report(delivery="at-least-once", repeated_distant=1).problems
+
+
+def test_late_requests_are_counted_by_what_they_did(tmp_path):
+    """Those that were lost with their connection did not arrive at all."""
+    faults = [
+        _late("END_TXN commit", "answered", 0),
+        _late("END_TXN commit", "answered", 47),
+        _late("PRODUCE", "answered", None),
+        _late("FETCH", "lost", None),
+    ]
+    report = _report(faults=faults)
+    assert "late requests 3, of them ends of transactions 2 (1 took effect)" in report.summary()
+    assert "| END_TXN commit | answered | 47 | 1 |" in report.markdown()
+    report.write(tmp_path)
+    assert len(json.loads((tmp_path / "report.json").read_text())["late"]) == 3

@@ -1,0 +1,237 @@
+"""What the documentation says is needed, of Kafka and of PostgreSQL, is enough: for ever, not only once."""
+
+import re
+from urllib.parse import urlsplit
+
+import pytest
+
+from outbox_core.events import LeaderAcquired
+from outbox_core.kafka import TopicHidden, topic_exists
+from outbox_core.record import OutboxRecord
+from outbox_queue import QueueService
+from outbox_queue.config import QueueConfig
+from outbox_queue.dead_letters import DeadLetters
+from outbox_queue.stats import queue_stats, waiting_messages
+from outbox_queue.tracker import RedeliveryTracker
+from tests.acl_world import DOCS, GROUP, TOPIC, TRANSACTIONAL_ID, Broker, table_of
+from tests.harvesting import Scene, wait_until
+from tests.resources import times
+
+pytestmark = pytest.mark.real_broker
+
+_RESTARTS = times(3, 10)
+_USERS = ["least", "exactly", "blind", "producer", "consumer", "tracker", "looker", "undertaker"]
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory):
+    """A broker that denies by default."""
+    with Broker(tmp_path_factory.mktemp("denying"), _USERS) as broker:
+        yield broker
+
+
+@pytest.fixture
+def scene(database, broker):
+    """A fresh outbox and its roles, with exactly the documented grants."""
+    scene = Scene(database, broker.bootstrap)
+    names = {"outbox_harvester": f"harvester_{scene.database[-12:]}", "shop_app": f"app_{scene.database[-12:]}"}
+    sql = _documented_grants()
+    for documented, own in names.items():
+        sql = sql.replace(documented, own)
+    scene.execute(sql)
+    scene.roles = names
+    yield scene
+    scene.close()
+    for role in names.values():
+        scene.execute(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def _documented_grants():
+    """The statements of the page on deploying."""
+    text = (DOCS / "deploying.md").read_text().partition("\n### Roles\n")[2]
+    return re.search(r"```sql\n(.*?)```", text, re.DOTALL)[1]
+
+
+def _as(scene, role):
+    """The database's URL for one of the documented roles."""
+    url = urlsplit(scene.database)
+    return url._replace(netloc=url.netloc.replace(url.username or "postgres", scene.roles[role], 1)).geturl()
+
+
+def _grant_harvester(broker, user, identity, topic, *, exactly_once):
+    """Grant what the tables say for one outbox; `CREATE too` included, as nobody makes the topics."""
+    named = {
+        "topics it publishes to": [(TOPIC, topic)],
+        "leader topic, `<group>.neli`": [(TOPIC, f"{identity}.neli")],
+        "leader group": [(GROUP, identity)],
+        "cluster": [],  # only for brokers before 2.8
+        "dead-letter topic, `<database>.<schema>.<table>.dead-letter`": [(TOPIC, f"{identity}.dead-letter")],
+        "tracking topic and a relay's, `<database>.<schema>.<table>.manifests`, `....relay-manifests`": [
+            (TOPIC, f"{identity}.manifests"),
+            (TOPIC, f"{identity}.relay-manifests"),
+        ],
+    }
+    for resource, (operations, *_) in table_of("deploying.md", "## Kafka").items():
+        for kind, name in named[resource]:
+            broker.grant(user, kind, name, operations)
+    broker.grant(user, TOPIC, f"{identity}.neli", "CREATE")
+    broker.grant(user, TOPIC, f"{identity}.dead-letter", "CREATE")
+    if not exactly_once:
+        return
+    named = {
+        "transactional.id, `kafka-outbox:<database>.<schema>.<table>`": (TRANSACTIONAL_ID, f"kafka-outbox:{identity}"),
+        "tracking topic, `<database>.<schema>.<table>.manifests`": (TOPIC, f"{identity}.manifests"),
+        "topics it publishes to": (TOPIC, topic),
+    }
+    for resource, (operations, *_) in table_of("choosing-delivery.md", "### Rights").items():
+        broker.grant(user, *named[resource], operations)
+    broker.grant(user, TOPIC, f"{identity}.manifests", "CREATE")
+
+
+def _publish(scene, broker, user, topic, delivery):
+    """One life of a harvester that publishes what an application writes with the documented rights."""
+    application = Scene(_as(scene, "shop_app"), broker.bootstrap, layout=None)
+    application.stash(*(OutboxRecord(topic, str(number), b"x") for number in range(3)))
+    application.stash(OutboxRecord(topic, "bad", b"x", partition=1000))
+    config = {
+        "data_source": _as(scene, "outbox_harvester"),
+        "base_kafka_config": broker.settings(user),
+        "delivery": delivery,
+        "on_poison": "dead-letter",
+    }
+    scene.drain(config=config, elector_factory=None, limits={"heartbeat_timeout": "2s"})
+
+
+@pytest.mark.parametrize(("user", "delivery"), [("least", "at-least-once"), ("exactly", "exactly-once")])
+def test_harvesters(scene, broker, topic_name, user, delivery):
+    """Started again and again a harvester publishes all, dead letters included, with what the tables grant."""
+    topic = broker.make_topic(topic_name())
+    identity = scene.harvester()._identify()
+    _grant_harvester(broker, user, identity, topic, exactly_once=delivery == "exactly-once")
+    for _ in range(_RESTARTS):
+        _publish(scene, broker, user, topic, delivery)
+    assert len(scene.read(topic)) == 3 * _RESTARTS
+    assert len(scene.read(f"{identity}.dead-letter")) == _RESTARTS
+    if delivery == "exactly-once":
+        _publish(scene, broker, user, topic, "at-least-once")  # the same rights are needed for that
+        assert len(scene.read(topic)) == 3 * _RESTARTS + 3
+
+
+def test_topic_that_may_not_be_seen_is_not_absent(scene, broker, topic_name):
+    """At least once: without DESCRIBE on the tracking topic nothing is published, and the right is named."""
+    topic = broker.make_topic(topic_name())
+    identity = scene.harvester()._identify()
+    _grant_harvester(broker, "blind", identity, topic, exactly_once=False)
+    broker.revoke_everything("blind")
+    for kind, name, operations in [
+        (TOPIC, topic, "WRITE"),
+        (TOPIC, f"{identity}.neli", "READ, WRITE, CREATE"),
+        (GROUP, identity, "READ"),
+    ]:
+        broker.grant("blind", kind, name, operations)
+    with pytest.raises(TopicHidden, match="grant DESCRIBE on it"):
+        topic_exists(broker.settings("blind"), f"{identity}.manifests")
+    scene.fill(topic, 3)
+    config = {"base_kafka_config": broker.settings("blind")}
+    with scene.running(config=config) as harvester:
+        wait_until(lambda: "grant DESCRIBE on it" in harvester._kafka.describe(), "it says what it lacks")
+        assert harvester.kinds()[0] == LeaderAcquired.__name__
+        assert scene.count() == 3
+        broker.grant("blind", TOPIC, f"{identity}.", "DESCRIBE", prefixed=True)
+        wait_until(lambda: scene.count() == 0, "it goes on by itself")
+
+
+_QUEUE = "jobs"
+
+
+def _queue_config(broker, user, topics, **settings):
+    return QueueConfig(
+        bootstrap_servers=broker.settings(user)["bootstrap.servers"],
+        kafka={name: value for name, value in broker.settings(user).items() if name != "bootstrap.servers"},
+        redelivery_timeout="2s",
+        **topics,
+        **settings,
+    )
+
+
+@pytest.fixture
+def queues(broker, topic_name):
+    """Topics of queues, made by an operator, and a factory for configs of users with the documented rights."""
+    topics = {
+        "message_topic": broker.make_topic(topic_name("messages")),
+        "marker_topic": broker.make_topic(topic_name("markers"), **{"message.timestamp.type": "LogAppendTime"}),
+        "dead_letter_topic": broker.make_topic(topic_name("dead"), **{"cleanup.policy": "compact"}),
+    }
+    rights = table_of("queues-operations.md", "### Rights")
+    users = {
+        "producer": "producer",
+        "consumer": "consumer",
+        "tracker": "tracker",
+        "looker": "`stats`, `peek`",
+        "undertaker": "`dead-letters`",
+    }
+    assert set(rights) == set(users.values())
+    for user, row in users.items():
+        _grant_queue(broker, user, rights[row][0], topics)
+    yield lambda user, **settings: _queue_config(broker, user, topics, **settings)
+    for user in users:
+        broker.revoke_everything(user)
+
+
+def _grant_queue(broker, user, text, topics):
+    """Grant what one line of the table says: clauses of operations and what they are on."""
+    on_topic = {
+        "the message topic": ["message_topic"],
+        "the marker topic": ["marker_topic"],
+        "the dead letter topic": ["dead_letter_topic"],
+        "the marker and the dead letter topic": ["marker_topic", "dead_letter_topic"],
+        "the message and the dead letter topic": ["message_topic", "dead_letter_topic"],
+        "all three topics": list(topics),
+    }
+    for clause in re.split(r"[;,] (?=[A-Z]|`trans)", text):
+        operations, on, what = clause.removeprefix("`transactional: true`: ").partition(" on ")
+        assert on, clause
+        for part in re.split(r" and (?=its group|on )", what):
+            _grant_part(broker, user, operations, part, topics, on_topic)
+
+
+def _grant_part(broker, user, operations, part, topics, on_topic):  # noqa: PLR0917
+    name = re.search(r"`([^`]*)`", part)
+    if part in on_topic:
+        for topic in on_topic[part]:
+            broker.grant(user, TOPIC, topics[topic], operations)
+    elif part == "the groups":
+        broker.grant(user, GROUP, "kafka-mq-", operations, prefixed=True)
+    elif "group" in part:
+        broker.grant(user, GROUP, name[1].replace("<queue>", _QUEUE), operations)
+    elif "transactional id" in part:
+        own = name[1].replace("<queue>", _QUEUE).replace("<dead letter topic>", topics["dead_letter_topic"])
+        broker.grant(user, TRANSACTIONAL_ID, own, operations, prefixed="begin with" in part)
+    else:
+        raise AssertionError(f"the test does not know {part!r}")
+
+
+@pytest.mark.parametrize("transactional", [False, True])
+def test_queues(queues, transactional):
+    """Send, receive, redeliver, bury, look, requeue, discard: each with the rights of its line."""
+    with RedeliveryTracker(queues("tracker")) as tracker:
+        with QueueService(queues("producer")).queue(_QUEUE).producer() as producer:
+            for number in range(3):
+                producer.send(b"%d" % number)
+        config = queues("consumer", transactional=transactional, max_attempts=1)
+        with QueueService(config).queue(_QUEUE).consumer() as consumer:
+            assert len(list(waiting_messages(queues("looker"), _QUEUE))) >= 0
+            first, second, third = (consumer.receive() for _ in range(3))
+            first.ack()
+            second.reject("no such customer") if hasattr(second, "reject") else second.nack()
+            third.nack()
+            letters = DeadLetters(queues("undertaker"))
+            wait_until(lambda: len(letters.all()) == 2, "both are dead letters")
+            (row,) = queue_stats(queues("looker"), _QUEUE)
+            assert row.dead_letters == 2
+            assert len(letters.requeue(lambda letter: letter.payload == b"1")) == 1
+            assert len(letters.discard(lambda _: True)) == 1
+            again = consumer.receive()
+            assert again.payload == b"1"
+            again.ack()
+        assert tracker.health().ok

@@ -1,0 +1,248 @@
+"""The transactional producer on a real broker: what ends it, what it leaves behind, and how soon it knows."""
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from devstack.frame_proxy import Api, Match
+from outbox_core.harvest import exactly_once, recovery, term
+from outbox_core.harvest.record_producer import RecordProducer
+from outbox_core.harvest.transaction import Aborted, Committed, Ended, TransactionalProducer
+from outbox_core.kafka import TopicPartition, make_consumer
+from tests.harvesting import Scene, wait_until
+from tests.kafka_reader import read_topic
+
+pytestmark = pytest.mark.real_broker
+
+_TERMS = 30
+
+
+@pytest.fixture
+def make(kafka_bootstrap, topic_name):
+    """A factory of initialised producers, discarded afterwards."""
+    made = []
+
+    def make(*, bootstrap=kafka_bootstrap, name=None, **settings):
+        settings = {"bootstrap.servers": bootstrap, "transactional.id": name or topic_name("tx"), **settings}
+        producer = TransactionalProducer({"transaction.timeout.ms": 15_000, **settings}, timeout_seconds=20.0)
+        made.append(producer)
+        assert producer.init() is None
+        return producer
+
+    yield make
+    for producer in made:
+        producer.discard()
+
+
+def _values(bootstrap, topic):
+    return [message.value for message in read_topic(bootstrap, topic)]
+
+
+def test_transactions_follow_each_other(make, make_topic, kafka_bootstrap):
+    """Committed ones are seen, aborted ones are not, and a quick end does not replace the producer."""
+    topic, producer = make_topic(1), make()
+    for number in range(4):
+        assert producer.begin() is None
+        assert producer.produce(topic, b"%d" % number, b"k", headers=[("h", b"v")])
+        assert producer.all_arrive(10)
+        outcome = producer.commit() if number % 2 else producer.abort()
+        assert isinstance(outcome, Committed if number % 2 else Aborted)
+    assert _values(kafka_bootstrap, topic) == [b"1", b"3"]
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["commit", "abort"])
+def test_an_end_that_may_have_been_sent_twice_bumps_the_epoch(kafka, make, make_topic, topic_name, commits):
+    """The late copy is refused, whatever the user has set for retries; a fast end leaves the epoch as it is."""
+    topic, name = make_topic(1), topic_name("tx")
+    with kafka.frame_proxied(2) as frames:
+        quick = {"retry.backoff.ms": 1, "retry.backoff.max.ms": 2}
+        producer = make(bootstrap=frames.bootstrap, name=name, **quick)
+        trap = frames.hold(Match(Api.END_TXN, commits=commits, transactional_id=name))
+        producer.begin()
+        producer.produce(topic, b"1")
+        assert producer.all_arrive(10)
+        assert isinstance(producer.commit() if commits else producer.abort(), (Committed, Aborted))
+        assert trap.wait_until_held(0)
+        assert producer.must_replace
+        assert producer.begin() is None
+        assert not producer.must_replace
+        producer.produce(topic, b"2")
+        assert producer.all_arrive(10)
+        trap.deliver()
+        assert trap.wait_until_answered(10)
+        assert trap.error_code != 0
+        assert isinstance(producer.commit(), Committed)
+        assert _values(kafka.bootstrap, topic) == ([b"1", b"2"] if commits else [b"2"])
+        inits = frames.seen(Api.INIT_PRODUCER_ID)
+        producer.begin()
+        producer.produce(topic, b"3")
+        producer.commit()
+        producer.begin()
+        assert frames.seen(Api.INIT_PRODUCER_ID) == inits
+
+
+def test_offsets_that_may_have_been_sent_twice_bump_the_epoch(kafka, make, make_topic, topic_name):
+    """A late TxnOffsetCommit would set back the position of a later transaction."""
+    slow = Match(_TXN_OFFSET_COMMIT)
+    topic, group = make_topic(1), topic_name("group")
+    with kafka.frame_proxied(2) as frames:
+        producer = make(bootstrap=frames.bootstrap)
+        consumer = make_consumer({"bootstrap.servers": kafka.bootstrap, "group.id": group})
+        metadata = consumer.consumer_group_metadata()
+        for offset in (10, 20):
+            producer.begin()
+            producer.produce(topic, b"x")
+            if offset == 10:
+                frames.delay(slow, 0.6, times=1)
+            producer.send_offsets([TopicPartition(topic, 0, offset)], metadata, 10)
+            assert producer.must_replace is (offset == 10)
+            assert isinstance(producer.commit(), Committed)
+        assert consumer.committed([TopicPartition(topic, 0)], timeout=10)[0].offset == 20
+        consumer.close()
+
+
+_TXN_OFFSET_COMMIT = 28
+
+
+def test_a_transaction_that_has_failed_is_known_at_once(make, make_topic):
+    """A batch that the broker refuses is reported in milliseconds, not when deliveries time out."""
+    topic, other, producer = make_topic(1, config={"max.message.bytes": "10000"}), make_topic(4), make()
+    producer.begin()
+    producer.produce(topic, b"x" * 50_000)
+    for number in range(200):
+        producer.produce(other, b"%d" % number)
+    began = time.monotonic()
+    assert not producer.all_arrive(15)
+    assert producer.failure.code() == KafkaError.MSG_SIZE_TOO_LARGE
+    aborted = producer.abort(producer.failure)
+    assert time.monotonic() - began < 3
+    assert isinstance(aborted, Aborted)
+    assert aborted.record_at_fault
+    assert producer.begin() is None
+
+
+def test_a_transaction_ended_by_others_ends_the_producer(make, make_topic, kafka, topic_name):
+    """A broker that says that the transaction is not open is believed: the outcome is unknown, and not 'aborted'."""
+    topic, other, name = make_topic(1), make_topic(1), topic_name("tx")
+    with kafka.frame_proxied(2) as frames:
+        producer = make(bootstrap=frames.bootstrap, name=name)
+        copy = frames.duplicate(Match(Api.END_TXN, commits=True, transactional_id=name))
+        producer.begin()
+        producer.produce(topic, b"1")
+        producer.commit()
+        producer.begin()
+        producer.produce(topic, b"2")
+        assert producer.all_arrive(10)
+        copy.deliver()
+        assert copy.wait_until_answered(10)
+        wait_until(lambda: len(_values(kafka.bootstrap, topic)) == 2, "the copy has committed it")
+        producer.produce(topic, b"3")
+        assert not producer.all_arrive(10)
+        assert producer.failure.code() == KafkaError.INVALID_TXN_STATE
+        assert isinstance(producer.abort(producer.failure), Ended)
+        assert not _values(kafka.bootstrap, other)
+
+
+def test_batches_can_be_limited(make, make_topic, kafka_bootstrap):
+    """A topic that takes small batches only gets small ones from the next transaction on."""
+    topic, producer = make_topic(1, config={"max.message.bytes": "20000"}), make(**{"linger.ms": 50})
+
+    def publish():
+        producer.begin()
+        for _ in range(100):
+            producer.produce(topic, b"x" * 1_000)
+        return producer.commit() if producer.all_arrive(10) else producer.abort(producer.failure)
+
+    assert isinstance(publish(), Aborted)
+    producer.limit_batches(15_000)
+    assert producer.must_replace
+    assert isinstance(publish(), Committed)
+    producer.limit_batches(15_000)
+    assert not producer.must_replace
+    assert len(_values(kafka_bootstrap, topic)) == 100
+
+
+def test_a_commit_can_be_given_up(make, make_topic, kafka, topic_name):
+    """A commit without an answer is waited for no longer than the caller wants: the next producer settles it."""
+    topic, name = make_topic(1), topic_name("tx")
+    with kafka.frame_proxied(2) as frames:
+        producer = make(bootstrap=frames.bootstrap, name=name)
+        frames.hold(Match(Api.END_TXN, transactional_id=name), reset=False)
+        producer.begin()
+        producer.produce(topic, b"1")
+        began = time.monotonic()
+        outcome = producer.commit(lambda: time.monotonic() - began > 0.5)
+        assert isinstance(outcome, Ended)
+        assert time.monotonic() - began < 5
+
+
+def test_refusals_of_the_client_are_raised(make, make_topic):
+    """A record that the client does not take is not in the transaction, and the others are."""
+    topic, producer = make_topic(1), make()
+    producer.begin()
+    with pytest.raises(KafkaException, match="too large"):
+        producer.produce(topic, b"x" * 2_000_000)
+    producer.produce(topic, b"1")
+    assert isinstance(producer.commit(), Committed)
+
+
+# -- what is left behind
+
+
+@contextmanager
+def _without_collector():
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _descriptors():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+class NeverCommits(RecordProducer):
+    """Every commit's outcome stays unknown."""
+
+    def commit(self, give_up):
+        del give_up
+        self.abort()
+        return Ended("injected")
+
+
+def test_ended_terms_leave_nothing_behind(database, kafka_bootstrap, make_topic, monkeypatch):
+    """Terms that end one after the other: threads, descriptors and terms, with no collector at work."""
+    scene, terms = Scene(database, kafka_bootstrap), []
+    scene.fill(make_topic(1), 5)
+
+    class Counted(term.Term):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            terms.append(weakref.ref(self))
+
+    monkeypatch.setattr(recovery, "RecordProducer", NeverCommits)
+    monkeypatch.setattr(exactly_once, "Term", Counted)
+    monkeypatch.setattr(exactly_once, "_FIRST_REST_SECONDS", 0.001)
+    monkeypatch.setattr(exactly_once, "_LONGEST_REST_SECONDS", 0.001)
+    with _without_collector(), scene.running(config={"delivery": "exactly-once"}):
+        wait_until(lambda: len(terms) > 5, "some terms")
+        before = threading.active_count(), _descriptors(), _tasks()
+        wait_until(lambda: len(terms) > 5 + _TERMS, "many terms", 120)
+        after = threading.active_count(), _descriptors(), _tasks()
+        alive = sum(reference() is not None for reference in terms)
+    scene.close()
+    assert alive <= 2
+    assert all(late <= early + 12 for early, late in zip(before, after, strict=True)), (before, after)
+
+
+def _tasks():
+    """Threads of this process, librdkafka's included."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())

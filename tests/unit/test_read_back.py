@@ -1,0 +1,69 @@
+"""Which rows of a torn batch are in Kafka: by id, key and value."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox_core.harvest import read_back
+from outbox_core.harvest.read_back import Seen, published_rows
+
+
+def row(identity, key="k", value=b"v"):
+    """A row of the table."""
+    return identity, "t", key, value, None, None, -1, 1_000 + identity
+
+
+def found(seen, rows):
+    """What is taken for published."""
+    table = {one[0]: one for one in rows}
+    chunks = published_rows(seen, lambda ids: [table[number] for number in ids if number in table])
+    return [one for chunk in chunks for one in chunk]
+
+
+def test_a_row_is_recognised_by_all_three():
+    """Ids come back: a fresh row under an old id is not the one that Kafka has."""
+    rows = [row(1), row(2, None, None), row(3, "k", "text"), row(4, "other"), row(5, "k", b"other"), row(6)]
+    seen = [Seen(1, b"k", b"v"), Seen(2, None, None), Seen(3, b"k", b"text"), Seen(4, b"k", b"v"), Seen(5, b"k", b"v")]
+    assert found(seen, rows) == rows[:3]
+
+
+def test_an_empty_key_is_not_a_missing_one():
+    """Nor is an empty value a tombstone."""
+    assert found([Seen(1, None, b"v"), Seen(2, b"k", None)], [row(1, ""), row(2, "k", b"")]) == []
+
+
+def test_ids_that_came_back_may_have_both():
+    """Kafka has the old record under an id and the new one: the row is published."""
+    assert found([Seen(1, b"k", b"old"), Seen(1, b"k", b"v")], [row(1)]) == [row(1)]
+
+
+@given(st.sets(st.integers(1, 3_000)), st.sets(st.integers(1, 3_000)))
+def test_chunks_lose_nothing(published, table):
+    """However many there are."""
+    rows = [row(number) for number in sorted(table)]
+    result = found([Seen(number, b"k", b"v") for number in sorted(published)], rows)
+    assert {one[0] for one in result} == published & table
+
+
+class _Message:
+    def __init__(self, headers):
+        self._headers = headers
+
+    def headers(self):
+        if self._headers is SystemError:
+            raise SystemError("a name that is not UTF-8")
+        return self._headers
+
+
+def test_the_id_header_names_outbox_and_row():
+    """Ours is the last of its name; another outbox's record is not ours, and neither is nonsense."""
+
+    def id_of(*headers):
+        return read_back._id_of(_Message(list(headers)), "outbox-id", b"d.s.t:")
+
+    assert id_of(("outbox-id", b"d.s.t:1"), ("outbox-id", b"d.s.t:42")) == 42
+    assert id_of(("outbox-id", b"d.s.t:-3")) == -3
+    assert id_of(("outbox-id", b"other:42")) is None
+    assert id_of(("outbox-id", b"d.s.t:x")) is None
+    assert id_of(("outbox-id", None)) is None
+    assert id_of() is None
+    assert read_back._id_of(_Message(SystemError), "outbox-id", b"d.s.t:") is None
