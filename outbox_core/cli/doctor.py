@@ -182,18 +182,24 @@ def _settled_floor(sight: Sight) -> Finding:
 
 
 def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str]) -> Iterator[Finding]:
-    kafka = _kafka(config)
-    yield kafka.cluster()
-    if identity is None:
-        return
-    group, leader_topic = config.leader_names(identity)
-    yield kafka.leader_topic(leader_topic)
-    yield kafka.leader_group(group)
-    yield kafka.tracking_topic(config.tracking_names(identity).topic, needed=config.delivery == "exactly-once")
-    if config.on_poison == "dead-letter":
-        yield kafka.dead_letter_topic(config.dead_letter_name(identity))
-    if topics:
-        yield from kafka.topics(topics)
+    with _kafka(config) as kafka:
+        yield kafka.cluster()
+        if identity is None:
+            return
+        group, leader_topic = config.leader_names(identity)
+        tracking = config.tracking_names(identity)
+        is_needed = config.delivery == "exactly-once"
+        yield from kafka.leader_topic(leader_topic)
+        yield from kafka.leader_group(group)
+        # The head names the outbox; ids and times take eight bytes each.
+        manifest_bytes = 2048 + 16 * config.limits.mark_query_records
+        yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
+        yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
+        if config.on_poison == "dead-letter":
+            yield from kafka.dead_letter_topic(config.dead_letter_name(identity))
+        yield kafka.writers([leader_topic, tracking.topic])
+        if topics:
+            yield from kafka.topics(topics)
 
 
 def _status(config: HarvestConfig) -> dict[str, Any]:
@@ -204,6 +210,8 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
         topics = [head._asdict() for head in examination.topics_at_head()]
         held = examination.held()
     group, _ = config.leader_names(identity)
+    with _kafka(config) as kafka:
+        harvesters = [contender._asdict() for contender in kafka.contenders(group)]
     return {
         "outbox": identity,
         "pending": backlog.pending,
@@ -212,7 +220,7 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
         "topics": topics,
         "held": held._asdict() if held is not None else None,
         "leader_group": group,
-        "harvesters": [contender._asdict() for contender in _kafka(config).contenders(group)],
+        "harvesters": harvesters,
     }
 
 

@@ -159,9 +159,7 @@ class Relay:
         self._transactions = Transactions.of(self._config.harvest, self._identity)
         check_connection(self._config.harvest.base_kafka_config)
         ensure_tracking_topic(self._transactions.kafka, self._transactions.relay_topic, width=self._config.shards)
-        self._elector = make_elector(
-            self._config.harvest, self._identity, self._store.server_id(), self._on_leadership
-        )
+        self._elector = make_elector(self._config.harvest, self._identity, self._store.server_id(), self._on_leadership)
         self._elector.start()
         try:
             while not self._stopping.is_set():
