@@ -11,6 +11,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
+from outbox_core.errors import KafkaUnavailable
 from outbox_core.examination import Finding, fine, problem, warning
 from outbox_core.kafka import (
     Inquiry,
@@ -215,7 +216,10 @@ class KafkaExamination:
     def leader_group(self, group: str) -> list[Finding]:
         """Who stands for election, and whether we could join them."""
         subject = "leader group"
-        described = self._describe(group)
+        try:
+            described = self._describe(group)
+        except KafkaUnavailable as error:
+            return [problem(subject, str(error), f"grant READ, which lets it be described too, on the group {group}")]
         if described.partition_assignor not in {"", _ASSIGNOR}:
             return [
                 problem(

@@ -154,7 +154,11 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
     store, examination = _database(config)
     with closing(store), closing(examination):
         identity = store.check()
-        findings = [*examination.findings(), examination.holds(needed=config.on_poison == "dead-letter")]
+        findings = [
+            *examination.findings(without_marks=config.delivery == "exactly-once"),
+            *map(_obstacle, store.obstacles()),
+            examination.holds(needed=config.on_poison == "dead-letter"),
+        ]
         if config.notify:
             findings.append(_examine_notices(config))
         findings.append(_settled_floor(store.sight()))
@@ -172,6 +176,16 @@ def _examine_notices(config: HarvestConfig) -> Finding:
     finally:
         notices.dispose()
     return fine("notices", "the trigger is there, and notices come through")
+
+
+def _obstacle(what: str) -> Finding:
+    """Something between the harvester and the rows that it deletes and marks."""
+    is_certain = what.startswith("rule ") or what.endswith("(it has no policy)")
+    return (problem if is_certain else warning)(
+        "obstacle",
+        f"the table has {what}: rows that were published may stay, and would be published again",
+        "exempt the harvester's role from it, or take it from the table",
+    )
 
 
 def _settled_floor(sight: Sight) -> Finding:
