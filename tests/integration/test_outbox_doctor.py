@@ -264,7 +264,6 @@ def test_remedy_for_missing_constraints_works(connection, run):
     assert "kafka_partition >= 0" in found["rows"]["remedy"]
     assert connection.execute(found["rows"]["remedy"]).fetchall()
     assert "outbox schema --only checks --table public.outbox`" in found["constraints"]["remedy"]
-    assert main(["schema", "--only", "checks", "--table", "public.outbox"]) == 0
     connection.execute(add_checks_sql(TableName("outbox")))
     found = of(run("doctor")[1], "warning")
     assert "not validated" in found["constraints"]["detail"]
@@ -301,23 +300,24 @@ def test_everybody_may_create_in_the_schema(connection, run):
 
 
 @pytest.mark.parametrize(
-    ("statements", "subject", "told"),
+    "case",
     [
         ("ALTER TABLE outbox ALTER create_time DROP NOT NULL", "create_time", "may be NULL"),
         ("ALTER TABLE outbox ALTER create_time DROP DEFAULT", "create_time", "has no DEFAULT"),
         ("INSERT INTO outbox (id, kafka_topic) VALUES (4000, 't'); SELECT nextval('outbox_id_seq')", "rows", "id 4000"),
         ("INSERT INTO outbox (kafka_topic, leader_id) VALUES ('t', gen_random_uuid())", "rows", "carry a mark"),
         (
-            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
-            "CREATE TRIGGER soft_delete BEFORE DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION keep()",
+            """CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+            CREATE TRIGGER soft_delete BEFORE DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION keep()""",
             "obstacle",
             "trigger soft_delete",
         ),
     ],
     ids=["null", "no-default", "id-ahead", "mark", "trigger"],
 )
-def test_what_may_go_wrong_in_the_table(connection, run, monkeypatch, statements, subject, told):
+def test_what_may_go_wrong_in_the_table(connection, run, monkeypatch, case):
     """Columns, rows and triggers that no route of ours makes are named, each with a remedy."""
+    statements, subject, told = case
     connection.execute(statements)
     monkeypatch.setenv("OUTBOX_DELIVERY", "exactly-once")
     found = of(run("doctor")[1], "warning")[subject]
@@ -381,7 +381,7 @@ _TOPIC, _GROUP, _ID = ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANS
 
 @pytest.mark.real_broker
 @pytest.mark.parametrize(
-    ("kind", "which", "operation", "subject"),
+    "case",
     [
         (_TOPIC, "leader", AclOperation.WRITE, "leader topic"),
         (_TOPIC, "leader", AclOperation.DESCRIBE, "leader topic"),
@@ -390,10 +390,11 @@ _TOPIC, _GROUP, _ID = ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANS
         (_ID, "id", AclOperation.WRITE, "transactional.id"),
         (_ID, "id", AclOperation.DESCRIBE, "transactional.id"),
     ],
-    ids=lambda value: str(getattr(value, "name", value)).lower(),
+    ids=lambda case: f"{case[1]}-{case[2].name.lower()}",
 )
-def test_rights_of_the_next_start(names, forbid, run, kind, which, operation, subject):
+def test_rights_of_the_next_start(names, forbid, run, case):
     """A right that the next start needs is missed now, and named with what it is needed on."""
+    kind, which, operation, subject = case
     assert not of(run("doctor")[1], "problem")
     forbid(kind, names[which], operation)
     code, findings = wait_until(lambda: (found := run("doctor"))[0] and found, "the ACL has come to the broker", 15)
@@ -420,7 +421,7 @@ def test_a_transaction_goes_on_while_the_doctor_looks(names, run, kafka_bootstra
 
 @pytest.mark.real_broker
 @pytest.mark.parametrize(
-    ("which", "settings", "subject", "told"),
+    "case",
     [
         ("leader", {"cleanup.policy": "compact"}, "leader topic", "compacted"),
         ("leader", {"max.message.bytes": "300"}, "leader topic", "300 bytes only"),
@@ -429,8 +430,9 @@ def test_a_transaction_goes_on_while_the_doctor_looks(names, run, kafka_bootstra
     ],
     ids=["compacted", "small", "replicas", "small-manifests"],
 )
-def test_topics_that_take_nothing(names, run, kafka_bootstrap, which, settings, subject, told):
+def test_topics_that_take_nothing(names, run, kafka_bootstrap, case):
     """Settings with which the topic refuses what the harvester writes are problems, with what changes them."""
+    which, settings, subject, told = case
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
     resource = ConfigResource(ConfigResource.Type.TOPIC, names[which])
     for name, value in settings.items():
@@ -442,7 +444,7 @@ def test_topics_that_take_nothing(names, run, kafka_bootstrap, which, settings, 
 
 
 @pytest.mark.real_broker
-def test_others_who_may_write_control_topics(names, forbid, run, monkeypatch):
+def test_others_who_may_write_control_topics(names, forbid, run):
     """Principals whom ACLs let write to the election's topic or to manifests are named."""
     assert "ACLs" in of(run("doctor")[1], "ok")
     allow = {"permission": AclPermissionType.ALLOW}
@@ -466,11 +468,8 @@ def test_a_group_of_other_programs(names, run, kafka_bootstrap):
     )
     consumer.subscribe([names["leader"]])
     try:
-        found = wait_until(
-            lambda: (consumer.poll(0.2) and None) or of(run("doctor")[1], "problem").get("leader group"),
-            "it joined",
-            30,
-        )
+        wait_until(lambda: consumer.poll(0.2) is None and consumer.assignment(), "it has joined", 30)
+        found = of(run("doctor")[1], "problem")["leader group"]
     finally:
         consumer.close()
     assert "range" in found["detail"]
