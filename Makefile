@@ -39,8 +39,10 @@ test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at lea
 test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes
 	OUTBOX_TEST_QUEUE_MESSAGES=$(or $(MESSAGES),100000) $(BIN)/pytest tests/acceptance/test_queue_faults.py
 
-chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-once SEED=n), with a report
-	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --mode $(or $(MODE),exactly-once) $(if $(SEED),--seed $(SEED))
+chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-once BROKERS=1|3 DECK=all SEED=n), with a report
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --mode $(or $(MODE),exactly-once) \
+		--brokers $(or $(BROKERS),1) --deck $(or $(DECK),all) $(if $(SEED),--seed $(SEED)) $(if $(HOSTILE),--hostile) \
+		$(if $(LATE),--late-requests $(LATE)) $(if $(RECORDS),--least-records $(RECORDS))
 
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo

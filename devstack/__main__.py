@@ -8,9 +8,11 @@ import argparse
 import signal
 import sys
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 
+from devstack.cluster import KafkaCluster
 from devstack.errors import DevstackError
 from devstack.stack import DevStack
 
@@ -22,7 +24,9 @@ def main() -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         if arguments.command == "up":
-            _up(arguments.dir, embedded=True if arguments.embedded else None, console=console)
+            _up(
+                arguments.dir, embedded=True if arguments.embedded else None, brokers=arguments.brokers, console=console
+            )
             return 0
         if arguments.command == "down":
             _down(arguments.dir, console)
@@ -38,7 +42,7 @@ def main() -> int:
     return 2
 
 
-def _up(directory: Path, *, embedded: bool | None, console: Console) -> None:
+def _up(directory: Path, *, embedded: bool | None, brokers: Literal[1, 3] | None, console: Console) -> None:
     with console.status("looking around") as progress:
 
         def report(step: str) -> None:
@@ -46,7 +50,7 @@ def _up(directory: Path, *, embedded: bool | None, console: Console) -> None:
             if step.startswith("Kafka: ") or not console.is_terminal:
                 console.print(step, markup=False)
 
-        stack = DevStack(directory, embedded, report=report)
+        stack = DevStack(directory, embedded, brokers=brokers, report=report)
         stack.start()
     sys.stdout.write(f"OUTBOX_POSTGRES_DSN={stack.postgres.dsn}\nOUTBOX_KAFKA_BOOTSTRAP={stack.kafka.bootstrap}\n")
 
@@ -66,7 +70,9 @@ def _status(directory: Path) -> int:
     if not stack.is_broker_running:
         print("Kafka: not running")
         return 3
-    print(f"Kafka: {stack.kafka.description}, {stack.kafka.bootstrap} (pid {stack.kafka.pid})")
+    kafka = stack.kafka
+    pids = ", ".join(map(str, kafka.pids)) if isinstance(kafka, KafkaCluster) else kafka.pid
+    print(f"Kafka: {kafka.description}, {kafka.bootstrap} (pid {pids})")
     return 0 if running else 3
 
 
@@ -74,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m devstack", description="A Postgres and a Kafka broker, here.")
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="start both, print how to reach them, leave them running")
-    up.add_argument("--embedded", action="store_true", help="use the embedded broker, which needs no Java")
+    kinds = up.add_mutually_exclusive_group()
+    kinds.add_argument("--embedded", action="store_true", help="use the embedded broker, which needs no Java")
+    kinds.add_argument(
+        "--brokers", type=int, choices=[1, 3], help="3: a cluster with replication factor 3 and min ISR 2 (default: 1)"
+    )
     down = commands.add_parser("down", help="stop both; keeps their data")
     status = commands.add_parser("status", help="print what runs")
     for command in (up, down, status):

@@ -2,14 +2,50 @@
 
 import logging
 import time
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from confluent_kafka import Consumer, KafkaException, Producer
 
 from devstack.errors import DevstackError
-from devstack.proxy import TcpProxy
 
 PROBE_TOPIC = "devstack-probe"
+
+
+class Proxy(Protocol):
+    """What stands between clients and a broker, or all brokers of a cluster."""
+
+    @property
+    def bootstrap(self) -> str:
+        """Host and port to connect to."""
+        ...
+
+    def start(self) -> Self:
+        """Begin to accept connections."""
+        ...
+
+    def stop(self) -> None:
+        """Close everything."""
+        ...
+
+    def cut(self, *, drop: bool = False) -> None:
+        """Become a black hole."""
+        ...
+
+    def restore(self) -> None:
+        """End `cut`."""
+        ...
+
+    def reset(self) -> None:
+        """Break connections and refuse new ones."""
+        ...
+
+    def resume(self) -> None:
+        """End `reset`."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 class Broker(Protocol):
@@ -56,7 +92,7 @@ class Broker(Protocol):
         """Start it again on the same ports and data."""
         ...
 
-    def proxied(self, number: int) -> TcpProxy:
+    def proxied(self, number: int) -> Proxy:
         """A proxy through which clients reach the broker and stay behind it."""
         ...
 
@@ -69,7 +105,7 @@ class BrokerProbe:
     """
 
     def __init__(self, bootstrap: str) -> None:
-        self._config: dict[str, Any] = {"bootstrap.servers": bootstrap, "logger": _silent_logger(), "log_level": 0}
+        self._config: dict[str, Any] = {"bootstrap.servers": bootstrap, "logger": silent_logger(), "log_level": 0}
 
     def answers(self) -> bool:
         """Whether the broker answers a request for metadata within two seconds."""
@@ -104,7 +140,7 @@ class BrokerProbe:
             consumer.close()
 
 
-def _silent_logger() -> logging.Logger:
+def silent_logger() -> logging.Logger:
     """While a broker starts, refused connections are no news."""
     logger = logging.getLogger("devstack.probe")
     logger.propagate = False

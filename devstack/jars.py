@@ -1,11 +1,16 @@
-"""Kafka's jars, resolved once into a cache folder.
+"""Kafka's jars, resolved once into a cache folder, and compared with pinned hashes.
 
 The folder is `$OUTBOX_DEVSTACK_CACHE`, else `~/.cache/kafka-outbox`. A file lock lets parallel starts wait for the one
 that downloads, and the jars appear in the cache by a rename, so a folder that exists is complete. Two resolvers are
 tried: Maven, where it is installed; else Apache Ivy, whose jar lies inside PySpark.
+
+`jars.sha256` beside this file pins what either of them may bring. A jar that is not listed there, or is another one, is
+never started: neither when it was just resolved, nor when it is found in the cache.
 """
 
 import fcntl
+import functools
+import hashlib
 import importlib.util
 import os
 import re
@@ -26,6 +31,7 @@ _DEPENDENCIES = [
     ("org.apache.kafka", "kafka_2.13", KAFKA_VERSION),
     ("org.slf4j", "slf4j-simple", "1.7.36"),  # without a binding a failed start says nothing
 ]
+_PINNED = Path(__file__).with_name("jars.sha256")
 _PYSPARK_SDIST = "pyspark==4.0.5"
 Report = Callable[[str], None]
 
@@ -44,16 +50,43 @@ def kafka_jars(java: Path, report: Report) -> Path:
     """
     cache = cache_directory().absolute()
     jars = cache / f"kafka-{KAFKA_VERSION}"
-    if jars.is_dir():
-        return jars
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / ".lock", report):
-            if not jars.is_dir():
-                _resolve_into(jars, java, report)
-    except OSError as error:
-        raise BrokerUnavailableError(f"cannot write Kafka's jars to {cache}: {error}") from error
+    if not jars.is_dir():
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with _lock(cache / ".lock", report):
+                if not jars.is_dir():
+                    _resolve_into(jars, java, report)
+        except OSError as error:
+            raise BrokerUnavailableError(f"cannot write Kafka's jars to {cache}: {error}") from error
+    _check_once(jars)
     return jars
+
+
+def check_hashes(folder: Path) -> None:
+    """Compare all jars of a folder with the pinned hashes.
+
+    Raises:
+        DevstackError: One is not listed, or is another one; the message names it.
+    """
+    pinned = pinned_hashes()
+    for jar in sorted(folder.iterdir()):
+        wanted = pinned.get(jar.name)
+        found = hashlib.sha256(jar.read_bytes()).hexdigest()
+        if found != wanted:
+            problem = "is not listed" if wanted is None else f"has the SHA-256 {found}, not {wanted}"
+            raise DevstackError(f"{jar} {problem} in {_PINNED}; remove {folder}, or pin what you have checked yourself")
+
+
+def pinned_hashes() -> dict[str, str]:
+    """SHA-256 by the name of the jar."""
+    lines = (line.split() for line in _PINNED.read_text().splitlines())
+    return {name: digest for digest, name in lines}
+
+
+@functools.cache
+def _check_once(jars: Path) -> None:
+    """Look at the cache once in the life of a process."""
+    check_hashes(jars)
 
 
 def _resolve_into(jars: Path, java: Path, report: Report) -> None:
@@ -64,6 +97,7 @@ def _resolve_into(jars: Path, java: Path, report: Report) -> None:
             found.mkdir()
             try:
                 resolver(java, Path(scratch), report)
+                check_hashes(found)
             except DevstackError as error:
                 report(str(error))
                 failures.append(str(error))

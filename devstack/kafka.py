@@ -7,13 +7,15 @@ through the proxy is sent back to the proxy and can be cut off, while others rea
 import base64
 import json
 import os
+import signal
 import subprocess
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from devstack.broker import BrokerProbe
 from devstack.errors import DevstackError, log_tail
+from devstack.frame_proxy import FrameProxy
 from devstack.jars import KAFKA_VERSION, Report, kafka_jars
 from devstack.java import find_java
 from devstack.ports import LOCALHOST, free_ports, is_free
@@ -21,13 +23,15 @@ from devstack.processes import ServiceProcess, wait_until
 from devstack.proxy import TcpProxy
 
 _PROXIES = (1, 2)
-_LISTENING = ("plain", "controller", "proxied1", "proxied2")
-_ADVERTISED = ("advertised1", "advertised2")
+BROKER_PORTS = ("plain", "proxied1", "proxied2")
+ADVERTISED_PORTS = ("advertised1", "advertised2")
+_NODE_ID = 1
 _SECONDS_TO_START = 90
+_SECONDS_FOR_PROXY = 60
+META = "meta.properties"
+"""The file that says which node's data a directory holds."""
 
-_SETTINGS = {
-    "process.roles": "broker,controller",
-    "node.id": "1",
+SETTINGS = {
     "controller.listener.names": "CONTROLLER",
     "inter.broker.listener.name": "PLAINTEXT",
     "auto.create.topics.enable": "true",
@@ -60,18 +64,21 @@ _LOGGING = {
 }
 
 
-class KafkaBroker:
-    """A broker of Kafka's own code, with its data and log in `directory`.
+class KafkaNode:
+    """A process of Kafka's own code, with its data and log in `directory`; what it is, its subclasses know.
 
     Args:
-        directory: May belong to a broker that already runs, which `start` then reuses.
+        directory: May belong to a node that already runs, which `start` then reuses.
         extra_properties: Settings that override ours, for example an authorizer.
         heap: Maximum Java heap, as in `-Xmx`.
+        java_options: More options for Java.
         report: Told what takes long.
     """
 
-    is_embedded = False
-    description = f"real broker, Kafka {KAFKA_VERSION}"
+    listening: tuple[str, ...] = (*BROKER_PORTS, "controller")
+    """Names of the ports on which it listens."""
+    advertised: tuple[str, ...] = ADVERTISED_PORTS
+    """Names of the ports that it only tells others."""
 
     def __init__(
         self,
@@ -79,55 +86,82 @@ class KafkaBroker:
         *,
         extra_properties: Mapping[str, str] | None = None,
         heap: str = "512m",
+        java_options: Sequence[str] = (),
         report: Report = lambda _: None,
     ) -> None:
-        self._directory = Path(directory).absolute()
-        self._properties = self._directory / "server.properties"
-        self._log = self._directory / "kafka.log"
-        self._ports_file = self._directory / "ports.json"
-        self._process = ServiceProcess(self._directory / "broker.pid", str(self._properties))
+        self.directory = Path(directory).absolute()
+        self.data = self.directory / "data"
+        self._properties = self.directory / "server.properties"
+        self._log = self.directory / "kafka.log"
+        self._ports_file = self.directory / "ports.json"
+        self._process = ServiceProcess(self.directory / "broker.pid", str(self._properties))
         self._extra = dict(extra_properties or {})
-        self._heap = heap
+        self._java_options = (f"-Xmx{heap}", *java_options)
         self._report = report
 
     @property
-    def bootstrap(self) -> str:
-        """Host and port of the plain listener, the same across restarts."""
-        return f"{LOCALHOST}:{self._ports['plain']}"
-
-    @property
     def pid(self) -> int | None:
-        """The pid of the broker, or None if it does not run."""
+        """The pid of the process, or None if it does not run."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the broker's process is alive."""
+        """Whether the process is alive."""
         return self._process.pid is not None
 
+    @property
+    def has_free_ports(self) -> bool:
+        """Whether it has ports of an earlier start, on which nothing listens."""
+        return self._ports_file.exists() and all(is_free(self.ports[name]) for name in self.listening)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """Its ports, the same across restarts."""
+        try:
+            ports: dict[str, int] = json.loads(self._ports_file.read_text())
+        except OSError as error:
+            raise DevstackError(f"the Kafka node in {self.directory} was never started") from error
+        return ports
+
     def start(self) -> None:
-        """Start the broker and wait until it takes records and forms a consumer group.
+        """Start it and wait until it can be worked with.
 
         Raises:
             BrokerUnavailableError: There is no Java, or Kafka's jars cannot be had.
             DevstackError: It did not start; the message ends with the tail of its log.
         """
         if self.is_running:
-            self._wait_until_ready()
+            self.wait_until_ready()
             return
         try:
-            self._launch()
-            self._wait_until_ready()
+            self.launch()
+            self.wait_until_ready()
         except BaseException:
             self.kill()
             raise
 
-    def stop(self) -> None:
-        """Shut down in an orderly way; does nothing if it does not run."""
-        self._process.terminate()
+    def stop(self, patience: float = 15) -> None:
+        """Shut down in an orderly way; does nothing if it does not run.
+
+        Args:
+            patience: Seconds after which it is killed.
+        """
+        self._process.terminate(patience)
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM and do not wait, so that several end at the same time; `stop` waits."""
+        self._process.send(signal.SIGTERM)
+
+    def freeze(self) -> None:
+        """Let it stand still (SIGSTOP), as a long pause of its Java would."""
+        self._process.send(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """End `freeze`."""
+        self._process.send(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End the broker as a crash would (SIGKILL)."""
+        """End it as a crash would (SIGKILL)."""
         self._process.kill()
 
     def restart(self) -> None:
@@ -135,36 +169,20 @@ class KafkaBroker:
         self.stop()
         self.start()
 
-    def proxied(self, number: int) -> TcpProxy:
-        """A proxy before listener PROXIED1 or PROXIED2; its `bootstrap` keeps clients behind it.
-
-        Args:
-            number: 1 or 2; each can have one proxy at a time.
-        """
-        if number not in _PROXIES:
-            raise DevstackError(f"there are proxied listeners {_PROXIES}, not {number}")
-        ports = self._ports
-        return TcpProxy(LOCALHOST, ports[f"proxied{number}"], ports[f"advertised{number}"])
-
-    @property
-    def _ports(self) -> dict[str, int]:
-        try:
-            ports: dict[str, int] = json.loads(self._ports_file.read_text())
-        except OSError as error:
-            raise DevstackError(f"the broker in {self._directory} was never started") from error
-        return ports
-
-    def _launch(self) -> None:
+    def launch(self) -> None:
+        """Start its process and return at once."""
         java = find_java()
         classpath = f"{kafka_jars(java, self._report)}/*"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._settle_ports()
-        self._write_properties()
-        if not (self._directory / "data" / "meta.properties").exists():
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.settle_ports()
+        settings = {**SETTINGS, "log.dirs": str(self.data), **self._settings(self.ports), **self._extra}
+        self._properties.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+        if not (self.data / META).exists():
             self._format_storage(java, classpath)
         self._process.spawn(
             [
-                *(java, f"-Xmx{self._heap}"),
+                java,
+                *self._java_options,
                 *(f"-Dorg.slf4j.simpleLogger.{name}={value}" for name, value in _LOGGING.items()),
                 *("-cp", classpath, "kafka.Kafka", self._properties),
             ],
@@ -172,31 +190,32 @@ class KafkaBroker:
             env=_quiet_environment(),
         )
 
-    def _settle_ports(self) -> None:
+    def settle_ports(self) -> None:
         """Keep the ports of an earlier start, unless something else listens there by now."""
-        if self._ports_file.exists() and all(is_free(self._ports[name]) for name in _LISTENING):
+        if self.has_free_ports:
             return
-        names = _LISTENING + _ADVERTISED
-        self._ports_file.write_text(json.dumps(dict(zip(names, free_ports(len(names)), strict=True))))
+        names = (*self.listening, *self.advertised)
+        self.take_ports(dict(zip(names, free_ports(len(names)), strict=True)))
 
-    def _write_properties(self) -> None:
-        ports = self._ports
-        listeners = {"PLAINTEXT": ports["plain"], "PROXIED1": ports["proxied1"], "PROXIED2": ports["proxied2"]}
-        advertised = listeners | {"PROXIED1": ports["advertised1"], "PROXIED2": ports["advertised2"]}
-        names = (*listeners, "CONTROLLER")
-        settings = {
-            **_SETTINGS,
-            "log.dirs": str(self._directory / "data"),
-            "controller.quorum.voters": f"1@{LOCALHOST}:{ports['controller']}",
-            "listeners": _endpoints({**listeners, "CONTROLLER": ports["controller"]}),
-            "advertised.listeners": _endpoints(advertised),
-            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in names),
-            **self._extra,
-        }
-        self._properties.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    def take_ports(self, ports: Mapping[str, int]) -> None:
+        """Use these from the next start on."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._ports_file.write_text(json.dumps(ports))
+
+    def wait_until_ready(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            DevstackError: It ended, or does not answer in time; the message ends with the tail of its log.
+        """
+        raise NotImplementedError
+
+    def _settings(self, ports: dict[str, int]) -> dict[str, str]:
+        """What makes it the node that it is."""
+        raise NotImplementedError
 
     def _format_storage(self, java: Path, classpath: str) -> None:
-        cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        cluster_id = random_id()
         ran = subprocess.run(
             [
                 *(java, "-Xmx256m", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"),
@@ -212,19 +231,89 @@ class KafkaBroker:
         if ran.returncode != 0:
             raise DevstackError(f"Kafka: formatting its storage failed: {(ran.stderr or ran.stdout).strip()}")
 
-    def _wait_until_ready(self) -> None:
+    def _with_log(self, problem: object) -> DevstackError:
+        return DevstackError(f"Kafka: {problem}; end of {self._log}:{log_tail(self._log)}")
+
+
+class BrokerNode(KafkaNode):
+    """A node that clients talk to."""
+
+    @property
+    def bootstrap(self) -> str:
+        """Host and port of the plain listener, the same across restarts."""
+        return f"{LOCALHOST}:{self.ports['plain']}"
+
+    def proxied(self, number: int) -> TcpProxy:
+        """A proxy before listener PROXIED1 or PROXIED2; its `bootstrap` keeps clients behind it.
+
+        Args:
+            number: 1 or 2; each can have one proxy at a time.
+        """
+        return TcpProxy(LOCALHOST, *self._proxied_ports(number))
+
+    def frame_proxied(self, number: int) -> FrameProxy:
+        """The same, by a proxy that can pick out single requests."""
+        return FrameProxy(LOCALHOST, *self._proxied_ports(number))
+
+    def wait_until_ready(self) -> None:
+        """Wait until it answers requests for metadata."""
         probe = BrokerProbe(self.bootstrap)
-        wait_until(lambda: not self.is_running or probe.answers(), timeout=_SECONDS_TO_START, interval=0.1)
+        answers = wait_until(lambda: not self.is_running or probe.answers(), timeout=_SECONDS_TO_START, interval=0.1)
         if not self.is_running:
-            raise DevstackError(f"Kafka: the broker ended while starting; end of {self._log}:{log_tail(self._log)}")
+            raise self._with_log("the broker ended while starting")
+        if not answers:
+            raise self._with_log(f"the broker does not answer after {_SECONDS_TO_START} s")
+
+    def _listener_settings(self, ports: dict[str, int], *, controller: bool) -> dict[str, str]:
+        listeners = {"PLAINTEXT": ports["plain"], "PROXIED1": ports["proxied1"], "PROXIED2": ports["proxied2"]}
+        advertised = listeners | {"PROXIED1": ports["advertised1"], "PROXIED2": ports["advertised2"]}
+        bound = listeners | ({"CONTROLLER": ports["controller"]} if controller else {})
+        return {
+            "listeners": endpoints(bound),
+            "advertised.listeners": endpoints(advertised),
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in (*listeners, "CONTROLLER")),
+        }
+
+    def _proxied_ports(self, number: int) -> tuple[int, int]:
+        if number not in _PROXIES:
+            raise DevstackError(f"there are proxied listeners {_PROXIES}, not {number}")
+        ports = self.ports
+        # The shared broker's may be in use by another run of the tests.
+        wait_until(lambda: is_free(ports[f"advertised{number}"]), timeout=_SECONDS_FOR_PROXY)
+        return ports[f"proxied{number}"], ports[f"advertised{number}"]
+
+
+class KafkaBroker(BrokerNode):
+    """A broker that is its own controller."""
+
+    is_embedded = False
+    description = f"real broker, Kafka {KAFKA_VERSION}"
+
+    def wait_until_ready(self) -> None:
+        """Wait until it takes records and forms a consumer group."""
+        super().wait_until_ready()
         try:
-            probe.round_trip()
+            BrokerProbe(self.bootstrap).round_trip()
         except DevstackError as error:
-            raise DevstackError(f"Kafka: {error}; end of {self._log}:{log_tail(self._log)}") from error
+            raise self._with_log(error) from error
+
+    def _settings(self, ports: dict[str, int]) -> dict[str, str]:
+        return {
+            "process.roles": "broker,controller",
+            "node.id": str(_NODE_ID),
+            "controller.quorum.voters": f"{_NODE_ID}@{LOCALHOST}:{ports['controller']}",
+            **self._listener_settings(ports, controller=True),
+        }
 
 
-def _endpoints(ports: Mapping[str, int]) -> str:
+def endpoints(ports: Mapping[str, int]) -> str:
+    """Listeners as Kafka's settings want them."""
     return ",".join(f"{name}://{LOCALHOST}:{port}" for name, port in ports.items())
+
+
+def random_id() -> str:
+    """An id of a cluster or a directory, in Kafka's spelling."""
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 
 
 def _quiet_environment() -> dict[str, str]:

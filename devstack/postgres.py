@@ -4,18 +4,22 @@ The wheel's own handle listens on a Unix socket only and stops the server with i
 a TCP port, so that it outlives us, can be killed and restarted, and can have its network cut. Postgres refuses to run
 as root; for root it runs as an unprivileged account, which must be able to reach the binaries and the data. Where it
 cannot (a checkout below /root, say) both are put below the system's temporary folder instead of opening up folders.
+Names there can be foretold, so such a folder is used only if it is our own.
 """
 
 import hashlib
 import importlib.util
 import os
 import pwd
+import secrets
 import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import psycopg
 from psycopg import sql
@@ -31,13 +35,20 @@ max_connections = 200
 max_prepared_transactions = 20
 shared_buffers = 256MB
 """
+_WHO_MAY = f"""
+host  all  postgres  {LOCALHOST}/32  scram-sha-256
+host  all  all       {LOCALHOST}/32  trust
+"""
 _LOCALE = ("--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8")  # the same on every machine
 _ACCOUNTS_FOR_ROOT = ("postgres", "nobody")
 _SECONDS_TO_START = 60
 
 
 class Postgres:
-    """One server with trust authentication on 127.0.0.1: user postgres, database postgres. fsync stays on.
+    """One server on 127.0.0.1: user postgres, database postgres. fsync stays on.
+
+    The superuser needs the password that `dsn` carries, or any user of this machine could run programs through it.
+    Roles that tests make need none: what they may do is what a test is about.
 
     Args:
         directory: Holds data and log; may be the directory of a server that already runs, which `start` then reuses.
@@ -46,12 +57,14 @@ class Postgres:
 
     def __init__(self, directory: Path | str, port: int | None = None) -> None:
         self._account = _account_for_root() if os.geteuid() == 0 else None
-        self._home = _reachable_home(Path(directory).absolute(), self._account)
+        self._directory = Path(directory).absolute()
+        self._home = _reachable_home(self._directory, self._account)
         self._data = self._home / "data"
         self._log = self._home / "postgres.log"
         self._bin = wheel_binaries()
         self._process = ServiceProcess(self._data / "postmaster.pid", str(self._data))
         self._port_file = self._home / "port"
+        self._password_file = self._home / "password"
         self._wanted_port = port
 
     @property
@@ -91,7 +104,10 @@ class Postgres:
         """
         if self.is_running:
             return
-        self._home.mkdir(parents=True, exist_ok=True)
+        if self._home == self._directory:
+            self._home.mkdir(parents=True, exist_ok=True)
+        else:
+            claim(self._home, 0o711)  # the account goes through it
         self._open_binaries()
         if not (self._data / "PG_VERSION").exists():
             self._initialise()
@@ -126,7 +142,15 @@ class Postgres:
         shutil.rmtree(self._home, ignore_errors=True)
 
     def _dsn(self, database: str) -> str:
-        return f"postgresql://postgres@{LOCALHOST}:{self.port}/{database}"
+        return f"postgresql://postgres{self._secret}@{LOCALHOST}:{self.port}/{database}"
+
+    @property
+    def _secret(self) -> str:
+        """The password, as it stands in a URL."""
+        try:
+            return f":{self._password_file.read_text().strip()}"
+        except FileNotFoundError:  # made before there were passwords
+            return ""
 
     def _execute(self, statement: sql.Composed) -> None:
         with psycopg.connect(self.dsn, autocommit=True) as connection:
@@ -135,13 +159,40 @@ class Postgres:
     def _initialise(self) -> None:
         shutil.rmtree(self._data, ignore_errors=True)  # half made by an interrupted start
         self._data.mkdir(mode=0o700)
-        self._log.touch()
         if self._account is not None:
-            for path in (self._data, self._log):
-                os.chown(path, self._account.pw_uid, self._account.pw_gid)
-        self._run("initdb", "--auth=trust", "--username=postgres", "--encoding=UTF8", *_LOCALE)
-        with (self._data / "postgresql.conf").open("a") as settings:
-            settings.write(_SETTINGS)
+            os.chown(self._data, self._account.pw_uid, self._account.pw_gid, follow_symlinks=False)
+        password = f"{secrets.token_urlsafe(24)}\n"
+        self._write_secret(self._password_file, password, self_owned=True)
+        for_initdb = self._home / "initial-password"  # the account must be able to read it
+        self._write_secret(for_initdb, password, self_owned=False)
+        try:
+            authentication = ("--auth=trust", f"--pwfile={for_initdb}")
+            self._run("initdb", *authentication, "--username=postgres", "--encoding=UTF8", *_LOCALE)
+        finally:
+            for_initdb.unlink()
+        with self._open(self._data / "postgresql.conf", os.O_WRONLY | os.O_APPEND) as settings:
+            settings.write(_SETTINGS.encode())
+        with self._open(self._data / "pg_hba.conf", os.O_WRONLY | os.O_TRUNC) as rules:
+            rules.write(_WHO_MAY.encode())
+
+    def _write_secret(self, path: Path, text: str, *, self_owned: bool) -> None:
+        path.unlink(missing_ok=True)
+        with self._open(path, os.O_WRONLY | os.O_EXCL, mode=0o600) as file:
+            file.write(text.encode())
+            if self._account is not None and not self_owned:
+                os.fchown(file.fileno(), self._account.pw_uid, self._account.pw_gid)
+
+    @contextmanager
+    def _open(self, path: Path, flags: int, *, mode: int = 0o644) -> Iterator[BinaryIO]:
+        """Open a file of ours or of the account's, and nothing to which somebody else has led us by a link."""
+        creating = os.O_CREAT if path.parent == self._home else 0
+        descriptor = os.open(path, flags | creating | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb", buffering=0) as file:
+            status = os.fstat(descriptor)
+            owners = {os.geteuid()} | ({self._account.pw_uid} if self._account is not None else set())
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or status.st_uid not in owners:
+                raise DevstackError(f"{path} is not a file of our own; remove it")
+            yield file
 
     def _settle_port(self) -> None:
         """Keep the port of an earlier start, unless something else listens there by now."""
@@ -159,7 +210,9 @@ class Postgres:
         """Run a program of the wheel on our data directory, as the account that owns it."""
         command = [str(self._bin / program), *arguments, "-D", str(self._data)]
         account = self._account
-        with self._log.open("ab") as output:
+        with self._open(self._log, os.O_WRONLY | os.O_APPEND) as output:
+            if account is not None:  # pg_ctl opens it by itself
+                os.fchown(output.fileno(), account.pw_uid, account.pw_gid)
             ran = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -179,10 +232,13 @@ class Postgres:
         if self._account is None or _can_reach(self._bin, self._account):
             return
         installation = self._bin.parent
-        copy = _private_place(installation)
+        place = _private_place(installation)
+        claim(place, 0o711)
+        copy, partial = place / "pginstall", place / "partial"
         if not copy.exists():
-            shutil.copytree(installation, copy.with_suffix(".partial"), symlinks=True, dirs_exist_ok=True)
-            copy.with_suffix(".partial").rename(copy)
+            shutil.rmtree(partial, ignore_errors=True)  # of an interrupted start
+            shutil.copytree(installation, partial, symlinks=True)
+            partial.rename(copy)
         self._bin = copy / "bin"
 
 
@@ -214,6 +270,24 @@ def _private_place(stands_for: Path) -> Path:
     """A path below the temporary folder that stands for another path, the same one each time."""
     digest = hashlib.sha256(str(stands_for).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"kafka-outbox-postgres-{digest}"
+
+
+def claim(folder: Path, mode: int) -> None:
+    """Make a folder whose name anybody can know, or make sure that it is ours and that nobody else writes there.
+
+    Raises:
+        DevstackError: It belongs to somebody else, is a link, or is open to others.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise DevstackError(
+                f"{folder} is not a folder of our own that only we can write to; somebody else may have made it: "
+                "look at it and remove it, or set TMPDIR to another place"
+            ) from None
+    folder.chmod(mode)
 
 
 def _can_reach(path: Path, account: pwd.struct_passwd) -> bool:

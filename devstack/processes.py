@@ -59,6 +59,12 @@ class ServiceProcess:
         wait_until(lambda: self.pid is None or self._mark in command_line(pid), timeout=5, interval=0.005)
         return self
 
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal. Does nothing if it does not run."""
+        pid = self.pid
+        if pid is not None:
+            os.kill(pid, number)
+
     def kill(self) -> None:
         """End it at once (SIGKILL) and wait until it is gone. Does nothing if it does not run."""
         self._end(signal.SIGKILL, patience=10)

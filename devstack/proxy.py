@@ -98,9 +98,9 @@ class TcpProxy:
 
     async def _stop(self) -> None:
         if self._accepting is not None:
-            await _cancel({self._accepting})
+            await cancel_all({self._accepting})
         self._listener.close()
-        await _cancel(self._connections)
+        await cancel_all(self._connections)
 
     async def _set_open(self, *, opened: bool, dropping: bool) -> None:
         self._dropping = dropping
@@ -112,14 +112,14 @@ class TcpProxy:
     async def _reset(self, *, refusing: bool) -> None:
         self._refusing = refusing
         if refusing:
-            await _cancel(self._connections)
+            await cancel_all(self._connections)
 
     async def _accept(self) -> None:
         while True:
             client, _ = await self._loop.sock_accept(self._listener)
             client.setblocking(False)
             if self._refusing:
-                _close_with_reset(client)
+                close_with_reset(client)
                 continue
             task = asyncio.create_task(self._serve(client))
             self._connections.add(task)
@@ -127,21 +127,23 @@ class TcpProxy:
 
     async def _serve(self, client: socket.socket) -> None:
         """Carry one connection until either side closes it; whatever ends it, both sides are reset."""
-        server = socket.socket()
-        server.setblocking(False)
+        server = new_socket()
         try:
-            for side in (client, server):
-                side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._open.wait()
             await self._loop.sock_connect(server, self._target)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._pump(client, server))
-                both.create_task(self._pump(server, client))
+            await self._carry(client, server)
         except* OSError:
             pass
         finally:
-            _close_with_reset(client)
-            _close_with_reset(server)
+            close_with_reset(client)
+            close_with_reset(server)
+
+    async def _carry(self, client: socket.socket, server: socket.socket) -> None:
+        """Forward both directions until one of them fails or both end."""
+        async with asyncio.TaskGroup() as both:
+            both.create_task(self._pump(client, server))
+            both.create_task(self._pump(server, client))
 
     async def _pump(self, source: socket.socket, sink: socket.socket) -> None:
         """Forward one direction. The gate is passed after the read, so a cut holds even bytes already read."""
@@ -155,14 +157,24 @@ class TcpProxy:
             sink.shutdown(socket.SHUT_WR)
 
 
-async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+def new_socket() -> socket.socket:
+    """A socket for an event loop that sends small requests at once."""
+    made = socket.socket()
+    made.setblocking(False)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return made
+
+
+async def cancel_all(tasks: set[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait until they have ended."""
     waiting = list(tasks)
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def _close_with_reset(side: socket.socket) -> None:
+def close_with_reset(side: socket.socket) -> None:
+    """Close it with RST instead of FIN."""
     with contextlib.suppress(OSError):
         side.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
     side.close()

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from devstack.broker import Broker
+from devstack.cluster import KafkaCluster
 from devstack.embedded import EmbeddedBroker
 from devstack.errors import BrokerUnavailableError, DevstackError
 from devstack.jars import Report, kafka_jars
@@ -30,6 +31,8 @@ class DevStack:
         directory: Data, logs and pids; kept by `stop`. None: a temporary one, removed by `stop`.
         embedded: True for the embedded broker; False for the real one or an error; None for the real one if Java and
             the jars can be had and `OUTBOX_DEVSTACK_EMBEDDED=1` is not set, else the embedded one.
+        brokers: 1, or 3 for a cluster with replication factor 3, which is always of real brokers; None for as many as
+            run, else 1.
         report: Told what takes long, and which broker was chosen and why.
     """
 
@@ -38,6 +41,7 @@ class DevStack:
         directory: Path | str | None = None,
         embedded: bool | None = None,
         *,
+        brokers: Literal[1, 3] | None = None,
         report: Report = lambda _: None,
     ) -> None:
         self._temporary = directory is None
@@ -46,7 +50,9 @@ class DevStack:
         self._report = report
         self.postgres = Postgres(self.directory / "postgres")
         self._real = KafkaBroker(self.directory / "kafka", report=report)
+        self._cluster = KafkaCluster(self.directory / "cluster", report=report)
         self._mock = EmbeddedBroker(self.directory / "embedded")
+        self._brokers = brokers
         self._kafka: Broker | None = self._running_broker()
 
     @property
@@ -87,7 +93,7 @@ class DevStack:
     def start_kafka(self) -> None:
         """Choose a broker and start it alone."""
         broker = self._running_broker()
-        if broker is not None and self._embedded not in (None, broker.is_embedded):
+        if broker is not None and not self._is_wanted(broker):
             raise DevstackError(f"in {self.directory} runs the {broker.description}; stop it first")
         self._kafka = broker or self._choose_broker()
         if broker is None:
@@ -111,6 +117,7 @@ class DevStack:
         """Stop what runs, and remove a temporary directory."""
         with self._lock():
             self._real.stop()
+            self._cluster.stop()
             self._mock.stop()
             self.postgres.stop()
         if self._temporary:
@@ -129,10 +136,17 @@ class DevStack:
         self.stop()
 
     def _running_broker(self) -> Broker | None:
-        brokers: tuple[Broker, ...] = (self._real, self._mock)
+        brokers: tuple[Broker, ...] = (self._real, self._cluster, self._mock)
         return next((broker for broker in brokers if broker.is_running), None)
 
+    def _is_wanted(self, broker: Broker) -> bool:
+        is_cluster = broker is self._cluster
+        return self._embedded in (None, broker.is_embedded) and self._brokers in (None, 3 if is_cluster else 1)
+
     def _choose_broker(self) -> Broker:
+        if self._brokers == len(self._cluster.brokers):
+            self._report(f"Kafka: {self._cluster.description}, on {find_java()}")
+            return self._cluster
         problem = None if self._embedded else self.real_broker_problem()
         if problem and self._embedded is False:
             raise BrokerUnavailableError(problem)

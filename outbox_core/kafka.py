@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -60,6 +61,7 @@ __all__ = [
     "Producer",
     "TopicHidden",
     "TopicKind",
+    "TopicLimits",
     "TopicLook",
     "TopicPartition",
     "TransactionsRefused",
@@ -85,6 +87,7 @@ _NO_TRANSACTION_LASTS_MS = 2**31 - 1
 _DISCARD_POLL_SECONDS = 0.01
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ATTEMPT_SECONDS = 1.0
+_ANSWER_SECONDS = 5.0
 _APPEAR_INTERVAL_SECONDS = 0.05
 _LEADER_TOPIC_SETTINGS = {
     # Only the last claim and the heartbeats of the last seconds are ever read.
@@ -293,12 +296,13 @@ class Inquiry:
             KafkaUnavailable: if the cluster cannot say.
         """
         while True:
-            listed = self.metadata().topics.get(topic)
+            cluster = self.metadata()
+            listed = cluster.topics.get(topic)
             if listed is not None and listed.error is None:
                 return len(listed.partitions)
             error = listed.error if listed is not None else None
             if error is None or error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-                named = self._describe(topic)
+                named = self._describe(topic) if _takes_requests(cluster) else 0  # else asking makes it appear
                 if isinstance(named, int):
                     return named
                 error = named
@@ -310,8 +314,6 @@ class Inquiry:
 
     def _describe(self, topic: str) -> int | KafkaError:
         """Ask for a topic by name; return its number of partitions, 0 if it is not there, or why that is not known."""
-        if not self.can_create():  # the mock cluster makes what it is asked for
-            return 0
         asked = self.admin.describe_topics(TopicCollection([topic]), request_timeout=self.remaining)[topic]
         try:
             return len(asked.result(self.remaining + _ATTEMPT_SECONDS).partitions)
@@ -323,9 +325,8 @@ class Inquiry:
             return KafkaError(KafkaError._TIMED_OUT)  # noqa: SLF001  confluent's public constant
 
     def can_create(self) -> bool:
-        """Whether a broker takes requests to create topics: the mock cluster names a controller that is not there."""
-        cluster = self.metadata()
-        return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
+        """Whether a broker takes requests to create topics."""
+        return _takes_requests(self.metadata())
 
     def topic_settings(self, topic: str) -> dict[str, str]:
         """A topic's settings.
@@ -433,6 +434,11 @@ def check_transactional_id(config: KafkaConfig, transactional_id: str, *, timeou
         raise TransactionsRefused(cause.str()) from None
     finally:
         discard(producer)
+
+
+def _takes_requests(cluster: ClusterMetadata) -> bool:
+    """Whether it has a controller; the mock cluster names one that is not there."""
+    return cluster.controller_id < 0 or cluster.controller_id in cluster.brokers
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:
@@ -578,6 +584,48 @@ def topic_settings(
             return inquiry.topic_settings(topic)
         except (KafkaException, FutureTimeoutError):
             return None
+
+
+class TopicLimits:
+    """Asks for `max.message.bytes` of topics, with an admin client of its own that is made when it is first needed.
+
+    Args:
+        config: librdkafka settings.
+    """
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._config = config
+        self._admin: AdminClient | None = None
+
+    def ask(self, topics: Collection[str]) -> dict[str, Future[int | None]]:
+        """Ask, and do not wait.
+
+        Returns:
+            By topic what will be known of it: the limit, None if the broker shows none, or KafkaException if the topic
+            is not there, or may not be described.
+        """
+        if self._admin is None:
+            self._admin = make_admin(self._config)
+        resources = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
+        answers = self._admin.describe_configs(resources, request_timeout=_ANSWER_SECONDS)
+        return {resource.name: _limit_in(answer) for resource, answer in answers.items()}
+
+
+def _limit_in(answer: Future[Any]) -> Future[int | None]:
+    """The one setting, out of an answer with all of them."""
+    limit: Future[int | None] = Future()
+
+    def pick(answered: Future[Any]) -> None:
+        error = answered.exception()
+        if error is not None:
+            limit.set_exception(error)
+            return
+        entry = answered.result().get("max.message.bytes")
+        value = str(entry.value) if entry is not None else ""
+        limit.set_result(int(value) if value.isdecimal() else None)
+
+    answer.add_done_callback(pick)
+    return limit
 
 
 def partition_count(config: KafkaConfig, topic: str, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> int:

@@ -213,32 +213,30 @@ class KafkaExamination:
         ]
         return sorted(found, key=lambda contender: (not contender.leads, contender.client_id))
 
-    def leader_group(self, group: str) -> list[Finding]:
+    def leader_group(self, group: str) -> Finding:
         """Who stands for election, and whether we could join them."""
         subject = "leader group"
         try:
             described = self._describe(group)
         except KafkaUnavailable as error:
-            return [problem(subject, str(error), f"grant READ, which lets it be described too, on the group {group}")]
+            return problem(subject, str(error), f"grant READ, which lets it be described too, on the group {group}")
         if described.partition_assignor not in {"", _ASSIGNOR}:
-            return [
-                problem(
-                    subject,
-                    f"the members of {group} share their partitions by {described.partition_assignor!r}, harvesters by "
-                    f"{_ASSIGNOR!r}: if they are goharvest's, this harvester cannot run beside them",
-                    "stop them first; one that was killed stays in the group for three heartbeatTimeouts (15 s). Never "
-                    "name another leader_group_id while they run: both would publish the same table",
-                )
-            ]
+            return problem(
+                subject,
+                f"the members of {group} share their partitions by {described.partition_assignor!r}, harvesters by "
+                f"{_ASSIGNOR!r}: if they are goharvest's, this harvester cannot run beside them",
+                "stop them first; one that was killed stays in the group for three heartbeatTimeouts (15 s). Never "
+                "name another leader_group_id while they run: both would publish the same table",
+            )
         allowed = described.authorized_operations
         if allowed is not None and not {"READ", "ALL"} & {operation.name for operation in allowed}:
-            return [problem(subject, f"{group} may not be joined", f"grant READ on the group {group}")]
+            return problem(subject, f"{group} may not be joined", f"grant READ on the group {group}")
         contenders = self.contenders(group)
         if not contenders:
-            return [warning(subject, f"no harvester is in {group}", "start one: `outbox harvest`")]
+            return warning(subject, f"no harvester is in {group}", "start one: `outbox harvest`")
         leaders = [contender.client_id for contender in contenders if contender.leads]
         who = f"led by {leaders[0]}" if leaders else "with no leader at this moment"
-        return [fine(subject, f"{len(contenders)} in {group}, {who}")]
+        return fine(subject, f"{len(contenders)} in {group}, {who}")
 
     def _look(self, subject: str, topic: str) -> TopicLook | Finding:
         """The topic; or what there is to say of one that cannot be looked at."""

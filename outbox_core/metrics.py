@@ -11,27 +11,23 @@ several outboxes.
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import dataclass
-from http import HTTPStatus
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary, ref
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from outbox_core.errors import InvalidConfig
+from outbox_core.http_server import Answer, HttpServer, Request, text_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
-    from wsgiref.types import StartResponse, WSGIEnvironment
 
     from prometheus_client import Metric
 
@@ -40,8 +36,8 @@ if TYPE_CHECKING:
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds, the same for all three histograms."""
 
-_CLOSE_CHECK_SECONDS = 0.1
 _LULL_SECONDS = 30.0  # who has sent nothing for so long does not try any more
+_NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +75,8 @@ class FloorGauge:
 class Activity:
     """When a harvester last did what: the ground for calling it well. Written by its threads, read by any.
 
-    Health follows what was done, not what was begun: a leader that begins one transaction after the other and can commit
-    none is not well.
+    Health follows what was done, not what was begun: a leader that begins one transaction after the other and can
+    commit none is not well.
 
     Args:
         clock: in seconds; it stands still while the machine sleeps, and so do harvesters.
@@ -88,12 +84,14 @@ class Activity:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._tried_at = _NEVER
+        self._finished_at = self._trying_since = clock()
         self.begin()
 
     def begin(self) -> None:
         """A leadership begins: nothing that was done or not done before counts."""
-        self._looked_at = self._finished_at = self._trying_since = self._clock()
-        self._tried_at = float("-inf")
+        self._looked_at = self._clock()
+        self.finished()
 
     def looked(self) -> None:
         """The table was read."""
@@ -109,6 +107,7 @@ class Activity:
     def finished(self) -> None:
         """Records were dealt with for good: deleted after their publication, or held."""
         self._finished_at = self._trying_since = self._clock()
+        self._tried_at = _NEVER
 
     @property
     def idle_seconds(self) -> float:
@@ -345,7 +344,8 @@ class MetricsServer:
     """Serves `/metrics` and `/healthz` from a thread of its own until closed.
 
     `/healthz` answers 200 with `{"status": "ok", "leader": ..., "detail": ...}` while `health()` says ok, whether the
-    harvester leads or stands by, else 503 with the reason.
+    harvester leads or stands by, else 503 with the reason. It answers whatever other clients do, see
+    `outbox_core.http_server`.
 
     Args:
         host: the address to listen on.
@@ -358,29 +358,22 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, registry: CollectorRegistry, health: Callable[[], Health]) -> None:
-        self._metrics_app = make_wsgi_app(registry)
+        self._registry = registry
         self._health = health
-        server_class = _IPv6Server if ":" in host else _Server
         try:
-            self._server = make_server(host, port, self._app, server_class, _QuietHandler)
+            self._server = HttpServer(host, port, self._respond, "outbox-metrics")
         except OSError as error:
             reason = error.strerror or str(error)
             raise InvalidConfig(f"metrics_port: cannot listen on port {port} of {host}: {reason}") from None
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_CLOSE_CHECK_SECONDS,), name="outbox-metrics", daemon=True
-        )
-        self._thread.start()
 
     @property
     def port(self) -> int:
         """The port it listens on."""
-        return self._server.server_port
+        return self._server.port
 
     def close(self) -> None:
         """Stop serving and free the port. Idempotent."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> Self:
         return self
@@ -388,60 +381,38 @@ class MetricsServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _app(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        path = environ.get("PATH_INFO", "/")
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return _text(start_response, HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD\n")
-        if path == "/metrics":
-            answer: Iterable[bytes] = self._metrics_app(environ, start_response)
-            return answer
-        if path == "/healthz":
-            return self._answer_health(start_response)
-        return _text(start_response, HTTPStatus.NOT_FOUND, "see /metrics and /healthz\n")
+    def _respond(self, request: Request) -> Answer:
+        if request.method not in ("GET", "HEAD"):
+            return text_answer(405, "Method Not Allowed", "only GET and HEAD\n")
+        if request.path == "/metrics":
+            return self._answer_metrics(request)
+        if request.path == "/healthz":
+            return self._answer_health()
+        return text_answer(404, "Not Found", "see /metrics and /healthz\n")
 
-    def _answer_health(self, start_response: StartResponse) -> Iterable[bytes]:
+    def _answer_metrics(self, request: Request) -> Answer:
+        """Answer as Prometheus' own server does: in the format that is accepted, of the names that are asked for."""
+        told: list[Answer] = []
+
+        def start(status: str, headers: list[tuple[str, str]]) -> None:
+            number, _, phrase = status.partition(" ")
+            told.append(Answer(int(number), phrase, headers, b""))
+
+        asked = {
+            "REQUEST_METHOD": "GET",
+            "PATH_INFO": request.path,
+            "QUERY_STRING": request.query,
+            "HTTP_ACCEPT": request.headers.get("accept", ""),
+            "HTTP_ACCEPT_ENCODING": request.headers.get("accept-encoding", ""),
+        }
+        body = b"".join(make_wsgi_app(self._registry)(asked, start))
+        return replace(told[0], body=body)
+
+    def _answer_health(self) -> Answer:
         try:
             health = self._health()
         except Exception as error:
             health = Health(ok=False, leader=False, detail=f"cannot tell: {type(error).__name__}")
-        status = HTTPStatus.OK if health.ok else HTTPStatus.SERVICE_UNAVAILABLE
         shown = {"status": "ok" if health.ok else "failing", "leader": health.leader, "detail": health.detail}
-        return _text(start_response, status, json.dumps(shown) + "\n", "application/json")
-
-
-def _text(
-    start_response: StartResponse, status: HTTPStatus, body: str, content_type: str = "text/plain; charset=utf-8"
-) -> Iterable[bytes]:
-    content = body.encode()
-    headers = [("Content-Type", content_type), ("Content-Length", str(len(content)))]
-    start_response(f"{status.value} {status.phrase}", headers)
-    return [content]
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per request: a scraper that hangs does not make `/healthz` hang."""
-
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-
-    def server_bind(self) -> None:
-        """Bind, without the look-up of the own name that may wait for a DNS server."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-
-class _IPv6Server(_Server):
-    address_family = socket.AF_INET6
-
-
-class _QuietHandler(WSGIRequestHandler):
-    """Logs no requests, and gives up on a client that sends none."""
-
-    timeout = 10.0
-
-    def log_message(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: scrapes come every few seconds."""
+        status, phrase = (200, "OK") if health.ok else (503, "Service Unavailable")
+        return text_answer(status, phrase, json.dumps(shown) + "\n", "application/json")

@@ -28,12 +28,18 @@ LONGEST_KEY_OF_HOLD = 256
 KEY_DIGEST_PREFIX = "sha256:"
 
 
+class HeldKey(str):
+    """A key as `held_key` has it, where the key itself was not read."""
+
+    __slots__ = ()
+
+
 def held_key(key: str) -> str:
     """The key as holds and exclusions know it: itself, or a digest of it.
 
     A key that looks like a digest is one of those that are known by theirs, so no two keys are known by the same text.
     """
-    if len(key) <= LONGEST_KEY_OF_HOLD and not key.startswith(KEY_DIGEST_PREFIX):
+    if (len(key) <= LONGEST_KEY_OF_HOLD and not key.startswith(KEY_DIGEST_PREFIX)) or isinstance(key, HeldKey):
         return key
     return KEY_DIGEST_PREFIX + sha256(key.encode()).hexdigest()
 
@@ -48,7 +54,7 @@ class StoredRecord(NamedTuple):
         topic: Kafka topic.
         key: Kafka key, or None.
         value: Kafka value; None is a tombstone. Text is sent as UTF-8. `Withheld` if the message would be too large:
-            then its headers are not there either, and a long key is as `held_key` has it.
+            then its headers are not there either, and its key is a `HeldKey`.
         header_keys: names of the headers, or None for none.
         header_values: their values, parallel to `header_keys`.
         partition: explicit partition; -1 lets the partitioner decide.
@@ -341,6 +347,9 @@ class OutboxStore(Protocol):
 
     def hold(self, holds: Sequence[NewHold]) -> None:
         """Hold what is not held yet."""
+
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """Return the rows of these ids that are in the table, by ascending id."""
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """The held rows of these ids, by ascending id, whoever marked them."""

@@ -19,8 +19,15 @@ from uuid import UUID
 from outbox_core.errors import InvalidRecord
 
 MAX_TOPIC_LENGTH = 249
+MAX_KEY_BYTES = 64 * 2**10
+"""Keys are held in memory for their order, a lane each, and travel with every statement while they are held."""
+MAX_HEADERS_BYTES = 2**20
+"""Names and values of a record's headers together: as much as a topic takes of a whole record by default."""
+MAX_VALUE_BYTES = 1_000_000_000
+"""More than this no librdkafka producer sends, whatever its `message.max.bytes`."""
 _MAX_PARTITION = 2**31 - 1
 _LEGAL_TOPIC = re.compile(r"[a-zA-Z0-9._-]+\Z")
+_CONTROL_SUFFIXES = (".neli", ".manifests", ".relay-manifests")
 
 
 class Header(NamedTuple):
@@ -35,13 +42,16 @@ class OutboxRecord:
     """A Kafka message to be written with the caller's transaction.
 
     Attributes:
-        topic: name of the Kafka topic: 1 to 249 of the characters a-z A-Z 0-9 . _ -
+        topic: name of the Kafka topic: 1 to 249 of the characters a-z A-Z 0-9 . _ - Topics that Kafka and the outbox
+            are run through are refused: `__...`, and names that end in `.neli`, `.manifests` or `.relay-manifests`.
         key: decides the partition and the order: records of one topic and key are published in the order of their
-            stashing. `str`, UTF-8 `bytes`, `int` and `UUID` are kept as text. None: no key, no order.
+            stashing. `str`, UTF-8 `bytes`, `int` and `UUID` are kept as text, at most 64 KiB of it. None: no key, no
+            order. An empty key is a key: its records keep their order, in partition 0.
         value: `bytes` as they are, `str` as UTF-8, None is a tombstone, anything else becomes JSON
             (`datetime`, `date`, `time`, `UUID` and `Decimal` as strings).
         headers: a mapping or an iterable of (name, value) pairs; a name may occur more than once. Text values are
-            sent as UTF-8.
+            sent as UTF-8. At most 1 MiB together. A header named as the harvester's own, `outbox-id`, is left out when
+            the record is published.
         partition: explicit partition, or None to let the partitioner choose by key.
 
     Raises:
@@ -63,14 +73,30 @@ class OutboxRecord:
         _check_partition(self.partition)
 
 
+def topic_problem(topic: str) -> str | None:
+    """Why no record may name a topic, None if one may.
+
+    What names a topic of Kafka's own, or one that an outbox is run through, is refused for every outbox: manifests are
+    believed, claims depose leaders, and Kafka's own topics break the transaction of everybody else.
+    """
+    if not topic or len(topic) > MAX_TOPIC_LENGTH or topic in {".", ".."} or not _LEGAL_TOPIC.match(topic):
+        return (
+            f"{topic[:300]!r} is not a legal topic name: 1 to {MAX_TOPIC_LENGTH} of a-z A-Z 0-9 . _ - and neither "
+            "'.' nor '..'"
+        )
+    if topic.startswith("__"):
+        return f"{topic!r} is one of Kafka's own topics: names that begin with '__' are not for records"
+    if topic.endswith(_CONTROL_SUFFIXES):
+        return f"{topic!r} is a topic that outboxes are run through: {', '.join(_CONTROL_SUFFIXES)} are not for records"
+    return None
+
+
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str) or not topic:
         raise InvalidRecord(f"topic: a record needs the name of a Kafka topic, got {topic!r}")
-    if len(topic) > MAX_TOPIC_LENGTH or topic in {".", ".."} or not _LEGAL_TOPIC.match(topic):
-        raise InvalidRecord(
-            f"topic: {topic[:300]!r} is not a legal Kafka topic name "
-            f"(1 to {MAX_TOPIC_LENGTH} of a-z A-Z 0-9 . _ - and neither '.' nor '..')"
-        )
+    problem = topic_problem(topic)
+    if problem is not None:
+        raise InvalidRecord(f"topic: {problem}")
 
 
 def _check_partition(partition: object) -> None:
@@ -97,23 +123,27 @@ def _key(key: object) -> str | None:
             raise InvalidRecord(f"key: {error}") from None
     if not isinstance(key, str):
         raise InvalidRecord(f"key: expected str, bytes, int, UUID or None, got {type(key).__name__}")
-    return _text(key, "key")
+    _check_size(_text(key, "key"), MAX_KEY_BYTES, "key")
+    return key
 
 
 def _value(value: object) -> bytes | str | None:
-    if value is None or isinstance(value, bytes):
-        return value
     if isinstance(value, bytearray | memoryview):
-        return bytes(value)
-    if isinstance(value, str):
-        _check_encodable(value, "value")
-        return value
+        value = bytes(value)
+    if value is None:
+        return None
+    text = value if isinstance(value, bytes | str) else _json(value)
+    if isinstance(text, str):
+        _check_encodable(text, "value")
+    _check_size(text, MAX_VALUE_BYTES, "value")
+    return text
+
+
+def _json(value: object) -> str:
     try:
-        text = json.dumps(value, default=_json_default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return json.dumps(value, default=_json_default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRecord(f"value: cannot be written as JSON ({error}); pass bytes or str instead") from error
-    _check_encodable(text, "value")
-    return text
 
 
 def _json_default(value: object) -> str:
@@ -128,7 +158,11 @@ def _headers(headers: object) -> tuple[Header, ...]:
     pairs = headers.items() if isinstance(headers, Mapping) else headers
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
         raise InvalidRecord(f"headers: expected a mapping or (name, value) pairs, got {type(headers).__name__}")
-    return tuple(_header(position, pair) for position, pair in enumerate(pairs))
+    checked = tuple(_header(position, pair) for position, pair in enumerate(pairs))
+    size = sum(_bytes_of(part) for header in checked for part in header)
+    if size > MAX_HEADERS_BYTES:
+        raise InvalidRecord(f"headers: {size} bytes of names and values, at most {MAX_HEADERS_BYTES} are allowed")
+    return checked
 
 
 def _header(position: int, pair: object) -> Header:
@@ -153,6 +187,19 @@ def _text(text: str, where: str) -> str:
     if "\0" in text:
         raise InvalidRecord(f"{where}: contains a NUL character, which a text column cannot hold")
     return text
+
+
+def _bytes_of(part: str | bytes | None) -> int:
+    """Its length in Kafka; text that is encodable."""
+    if part is None or isinstance(part, bytes):
+        return len(part or b"")
+    return len(part) if part.isascii() else len(part.encode())
+
+
+def _check_size(part: str | bytes, limit: int, where: str) -> None:
+    size = _bytes_of(part)
+    if size > limit:
+        raise InvalidRecord(f"{where}: {size} bytes, at most {limit} are allowed")
 
 
 def _check_encodable(text: str, where: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, TransactionalProducer
 from outbox_core.kafka import KafkaError, KafkaException
 
-_FULL_POLL_SECONDS = 0.01
 _LARGEST_RECORD = 1_000_000_000
 TOO_LARGE = frozenset(
     {
@@ -48,7 +47,7 @@ class Transaction(TransactionalProducer):
         timeout = int(settings["transaction.timeout.ms"]) / 1000
         # What a broker has taken once is not refused by the client.
         unlimited = {**settings, "message.max.bytes": _LARGEST_RECORD}
-        super().__init__(unlimited, id_header="", outbox_name="", timeout_seconds=timeout)
+        super().__init__(unlimited, timeout_seconds=timeout)
 
     def start(self, seconds: float, give_up: Callable[[], bool] = lambda: False) -> Failure | None:
         """Fence the last owner of the transactional.id and settle its transaction; None if that is done.
@@ -74,24 +73,6 @@ class Transaction(TransactionalProducer):
             return _failure(aborted) if isinstance(aborted, Ended) else Failure(cause.str(), False, _is_refused(cause))
         outcome = self.commit()
         return None if isinstance(outcome, Committed) else _failure(outcome)
-
-    def produce(
-        self,
-        topic: str,
-        value: bytes | None,
-        key: bytes | None,
-        *,
-        partition: int = -1,
-        headers: Sequence[tuple[str, bytes | None]] = (),
-    ) -> None:
-        """Add a record to the transaction that `run` has begun."""
-        while True:
-            try:
-                self._producer.produce(topic, value, key, partition, headers=list(headers))
-            except BufferError:
-                self._producer.poll(_FULL_POLL_SECONDS)
-            else:
-                return
 
 
 def _failure(outcome: Aborted | Ended) -> Failure:

@@ -64,17 +64,4 @@ class OwnElection:
 
 def make_elector(config: HarvestConfig, identity: str, server_id: str, on_event: EventHandler | None = None) -> Neli:
     """A member of the group in which the harvesters of this outbox contend."""
-    group_id, topic = config.leader_names(identity)
-    return Neli(
-        NeliConfig(
-            kafka=config.neli_settings(group_id),
-            group_id=group_id,
-            topic=topic,
-            name=config.name,
-            heartbeat_timeout=config.limits.heartbeat_timeout,
-            min_poll_interval=config.limits.min_poll_interval,
-            outbox=identity,
-            server_id=server_id,
-        ),
-        on_event,
-    )
+    return Neli(NeliConfig.of(config, identity, server_id), on_event)

@@ -1,6 +1,6 @@
 """One shard of one batch into Kafka, once, without Spark.
 
-    fence -> who leads? -> last manifest -> begin -> records -> manifest -> commit
+    fence -> who leads? -> last manifest -> begin -> opening -> records -> acknowledged -> manifest -> commit
 
 A task may be tried again, its predecessor may still run, its driver may have died, the commit's answer may have been
 lost, the batch may be replayed from a checkpoint or without one. All of that comes down to one question: is this shard
@@ -21,15 +21,17 @@ from dataclasses import dataclass
 
 from outbox_core.config import LeaderNames
 from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError
-from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
-from outbox_core.harvest.transaction import Aborted, Ended, TransactionalProducer
+from outbox_core.harvest.tracking import ManifestNotRead, opening_key
+from outbox_core.harvest.transaction import Aborted, Ended, Outcome
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import StoredRecord
 from outbox_spark.claims import highest_claim
-from outbox_spark.takeover import fence, manifest_after_fence
+from outbox_spark.takeover import fence, ledger_after_fence
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ class ShardWriter:
         try:
             self._reached("fenced")
             self._look_who_leads()
-            missing = self._not_published(records)
+            missing = self._not_published(producer, records)
             if missing:
                 self._publish(producer, missing, records)
                 self._reached("committed")
@@ -132,18 +134,28 @@ class ShardWriter:
         if claim > self._term:
             raise Deposed(f"claim {claim} on {self._leader.topic} is higher than ours, {self._term}: another one leads")
 
-    def _not_published(self, records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
-        manifest = manifest_after_fence(self._transactions, self._over)
-        if manifest is None:
-            return records
-        published = set(zip(manifest.ids, manifest.create_times, strict=True))
+    def _not_published(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
+        transactions = self._transactions
+        ledger = ledger_after_fence(transactions, producer, self._over)
+        published: set[tuple[int, int]] = set()
+        if ledger.manifest is not None:
+            published.update(zip(ledger.manifest.ids, ledger.manifest.create_times, strict=True))
+        if ledger.opening is not None:
+            by_id = {record[0]: record for record in records}
+            try:
+                for rows in transactions.read_torn(
+                    ledger.opening, self._over, lambda ids: [by_id[number] for number in ids if number in by_id]
+                ):
+                    published.update((row[0], row[7]) for row in rows)
+            except ManifestNotRead as error:
+                raise KafkaUnavailable(str(error)) from None
         return [record for record in records if (record[0], record[7]) not in published]
 
     def _publish(
-        self, producer: TransactionalProducer, missing: Sequence[StoredRecord], records: Sequence[StoredRecord]
+        self, producer: RecordProducer, missing: Sequence[StoredRecord], records: Sequence[StoredRecord]
     ) -> None:
         """One transaction: the records, and a manifest of the whole shard."""
-        ended = producer.begin()
+        ended = producer.begin() or self._send_opening(producer, records)
         if ended is not None:
             raise KafkaUnavailable(ended.reason)
         failures: list[Failure] | None = [] if self._wants_reports else None
@@ -155,13 +167,24 @@ class ShardWriter:
         if sent.refused:
             producer.abort()
             raise _refusal([sent.refused[0].record], sent.refused[0].error)
-        self._send_manifest(producer, records)
         self._reached("sent")
-        outcome = producer.commit()
+        outcome = self._commit(producer, records)
         if isinstance(outcome, Ended):
             raise KafkaUnavailable(outcome.reason)
         if isinstance(outcome, Aborted):
             raise self._reason_of(outcome, missing, failures or [])
+
+    def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
+        transactions = self._transactions
+        opening = Opening.of(transactions.outbox, "", records).encode()
+        key = opening_key(transactions.transactional_id)
+        return producer.send_manifest(transactions.tracking_topic, opening, transactions.tracking_partition, key=key)
+
+    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
+        """Commit with a manifest, which is written once every record is in Kafka."""
+        if not producer.all_arrive(self._transactions.timeout, self._over):
+            return producer.abort(producer.failure)
+        return self._send_manifest(producer, records) or producer.commit()
 
     def _reason_of(
         self, outcome: Aborted, missing: Sequence[StoredRecord], failures: Sequence[Failure]
@@ -177,12 +200,10 @@ class ShardWriter:
         self._wants_reports = True
         return KafkaUnavailable(outcome.error.str())
 
-    def _send_manifest(self, producer: TransactionalProducer, records: Sequence[StoredRecord]) -> None:
+    def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         transactions = self._transactions
         manifest = Manifest(transactions.outbox, [record[0] for record in records], [record[7] for record in records])
-        ended = producer.send_manifest(transactions.tracking_topic, manifest.encode(), transactions.tracking_partition)
-        if ended is not None:
-            raise KafkaUnavailable(ended.reason)
+        return producer.send_manifest(transactions.tracking_topic, manifest.encode(), transactions.tracking_partition)
 
 
 def _refusal(among: Sequence[StoredRecord], error: KafkaError) -> InvalidRecord | KafkaUnavailable:

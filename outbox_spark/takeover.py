@@ -5,8 +5,8 @@ A relay publishes with one transactional.id for each shard. Each transaction hol
 harvester, does the same for each transactional.id there ever was:
 
 1. fence it, by `init_transactions()`: its last transaction is committed or aborted now;
-2. read its last manifest;
-3. delete the rows it lists, by (id, create_time).
+2. read its last manifest, and the opening of a torn transaction behind it, up to a barrier;
+3. delete the rows it lists, by (id, create_time), and those of a torn one that Kafka has.
 
 This comes after the claim that won the election, which Kafka has acknowledged by then. A shard's task looks for a
 higher claim after it has fenced its own transactional.id (`claims.py`, `shard_writer.py`), up to a message that it
@@ -21,10 +21,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
-from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
-from outbox_core.harvest.tracking import ManifestNotRead
-from outbox_core.harvest.transaction import TransactionalProducer
+from outbox_core.harvest.tracking import Ledger, ManifestNotRead
+from outbox_core.harvest.transaction import Ended
 from outbox_core.kafka import topic_exists
 from outbox_spark.batch_store import BatchStore
 
@@ -46,16 +46,32 @@ def settle(transactions: Transactions, store: BatchStore, over: Callable[[], boo
         TrackingTopicError: if a tracking topic holds something else.
         StoreUnavailable: if the database is away.
     """
-    ledgers = transactions.relay_shards()
+    owners = transactions.relay_shards()
     if topic_exists(transactions.kafka, transactions.tracking_topic):
-        ledgers.append(transactions)
-    if not ledgers:
+        owners.append(transactions)
+    if not owners:
         return 0
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(ledgers)), thread_name_prefix="outbox-settle") as threads:
-        manifests = list(threads.map(lambda ledger: _last_manifest(ledger, over), ledgers))
-    count = sum(store.settle(found.ids, found.create_times) for found in manifests if found is not None)
+    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(owners)), thread_name_prefix="outbox-settle") as threads:
+        ledgers = list(threads.map(lambda owner: _ledger(owner, over), owners))
+    count = 0
+    for owner, ledger in zip(owners, ledgers, strict=True):
+        owner.check_server(ledger, store.server_id())
+        count += _settle(owner, ledger, store, over)
     if count:
         _log.info("purged %d rows that the last term had published", count)
+    return count
+
+
+def _settle(owner: Transactions, ledger: Ledger, store: BatchStore, over: Callable[[], bool]) -> int:
+    """Delete what one transactional.id has published; return how many rows that were."""
+    manifest, opening = ledger.manifest, ledger.opening
+    count = store.settle(manifest.ids, manifest.create_times) if manifest is not None else 0
+    if opening is not None:
+        try:
+            for rows in owner.read_torn(opening, over, store.find):
+                count += store.settle([row[0] for row in rows], [row[7] for row in rows])
+        except ManifestNotRead as error:
+            raise KafkaUnavailable(str(error)) from None
     return count
 
 
@@ -77,7 +93,7 @@ def refuse_marks(transactions: Transactions, store: BatchStore) -> None:
     _log.warning("%s; those that it had sent are repeated", what)
 
 
-def fence(transactions: Transactions, over: Callable[[], bool]) -> TransactionalProducer:
+def fence(transactions: Transactions, over: Callable[[], bool]) -> RecordProducer:
     """A producer of this transactional.id, having fenced the last one.
 
     Raises:
@@ -91,17 +107,18 @@ def fence(transactions: Transactions, over: Callable[[], bool]) -> Transactional
     return producer
 
 
-def manifest_after_fence(transactions: Transactions, over: Callable[[], bool]) -> Manifest | None:
-    """The manifest of the last committed transaction. Raises KafkaUnavailable, TrackingTopicError."""
-    try:
-        return transactions.last_manifest(over)
-    except ManifestNotRead as error:
-        raise KafkaUnavailable(f"cannot read tracking topic {transactions.tracking_topic}: {error}") from None
+def ledger_after_fence(transactions: Transactions, producer: RecordProducer, over: Callable[[], bool]) -> Ledger:
+    """What the last transactions were. Raises KafkaUnavailable, TrackingTopicError."""
+    ledger = transactions.ledger(producer, over)
+    if isinstance(ledger, Ended):
+        raise KafkaUnavailable(f"tracking topic {transactions.tracking_topic}: {ledger.reason}")
+    transactions.refuse_foreign(ledger)
+    return ledger
 
 
-def _last_manifest(transactions: Transactions, over: Callable[[], bool]) -> Manifest | None:
+def _ledger(transactions: Transactions, over: Callable[[], bool]) -> Ledger:
     producer = fence(transactions, over)
     try:
-        return manifest_after_fence(transactions, over)
+        return ledger_after_fence(transactions, producer, over)
     finally:
         producer.discard()

@@ -138,19 +138,20 @@ def _findings(config: HarvestConfig) -> Iterator[Finding]:
     except InvalidConfig as error:
         raise InvalidConfig(f"outbox_table: {error}") from None
     identity: str | None = None
+    server_id = ""
     topics: list[str] = []
     try:
-        examined, identity, topics = _examine_database(config)
+        examined, identity, server_id, topics = _examine_database(config)
         yield from examined
     except OutboxError as error:
         yield problem(_DATABASE, shown(error), "the harvester would say the same, and not start")
     try:
-        yield from _examine_kafka(config, identity, topics)
+        yield from _examine_kafka(config, identity, server_id, topics)
     except OutboxError as error:
         yield problem(_KAFKA, shown(error), "the harvester would say the same, and not start")
 
 
-def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[str]]:
+def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, str, list[str]]:
     store, examination = _database(config)
     with closing(store), closing(examination):
         identity = store.check()
@@ -162,7 +163,7 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, list[s
         if config.notify:
             findings.append(_examine_notices(config))
         findings.append(_settled_floor(store.sight()))
-        return findings, identity, [head.topic for head in examination.topics_at_head()]
+        return findings, identity, store.server_id(), [head.topic for head in examination.topics_at_head()]
 
 
 def _examine_notices(config: HarvestConfig) -> Finding:
@@ -195,7 +196,7 @@ def _settled_floor(sight: Sight) -> Finding:
     return fine("settled floor", "can be proven")
 
 
-def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str]) -> Iterator[Finding]:
+def _examine_kafka(config: HarvestConfig, identity: str | None, server_id: str, topics: list[str]) -> Iterator[Finding]:
     with _kafka(config) as kafka:
         yield kafka.cluster()
         if identity is None:
@@ -204,7 +205,10 @@ def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str
         tracking = config.tracking_names(identity)
         is_needed = config.delivery == "exactly-once"
         yield from kafka.leader_topic(leader_topic)
-        yield from kafka.leader_group(group)
+        members = kafka.leader_group(group)
+        yield members
+        if members.verdict is Verdict.OK:  # else there are none, or they are not ours
+            yield _leader(config, identity, server_id)
         # The head names the outbox; ids and times take eight bytes each.
         manifest_bytes = 2048 + 16 * config.limits.mark_query_records
         yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
@@ -214,6 +218,28 @@ def _examine_kafka(config: HarvestConfig, identity: str | None, topics: list[str
         yield kafka.writers([leader_topic, tracking.topic])
         if topics:
             yield from kafka.topics(topics)
+
+
+def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:
+    """Who leads, by its heartbeats, and whether it leads for this very outbox."""
+    from outbox_core.election import NeliConfig
+    from outbox_core.election.watch import next_heartbeat
+
+    contest = NeliConfig.of(config, identity, server_id)
+    heartbeat = next_heartbeat(contest)
+    if heartbeat is None:
+        return warning(
+            "leader",
+            f"no heartbeat of a leader was read on {contest.topic}",
+            "look again; if it stays so, the log of the harvesters says what keeps them from leading",
+        )
+    if not contest.contest.agrees(heartbeat.contest):
+        return problem(
+            "leader",
+            f"{heartbeat.name} leads {contest.group_id} for {heartbeat.contest}, and this is {contest.contest}",
+            "set another leaderGroupID (leader_group_id) for one of the two: only one of them is published",
+        )
+    return fine("leader", f"{heartbeat.name} leads")
 
 
 def _status(config: HarvestConfig) -> dict[str, Any]:

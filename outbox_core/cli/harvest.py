@@ -57,6 +57,12 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
         help="exactly once: publish rows that an at-least-once harvester left marked, which may repeat them",
     )
     parser.add_argument(
+        "--accept-moved",
+        action="store_true",
+        default=None,
+        help="exactly once: go on after the database was moved to another server, where nothing harvests the old one",
+    )
+    parser.add_argument(
         "--on-poison",
         choices=["hold", "dead-letter"],
         help="what becomes of a record that Kafka refuses for good; default: hold",
@@ -116,6 +122,7 @@ _SAME_NAME = (
     "leader_group_id",
     "delivery",
     "accept_marked",
+    "accept_moved",
     "on_poison",
     "dead_letter_topic",
     "notify",

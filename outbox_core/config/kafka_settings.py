@@ -16,10 +16,14 @@ SERVERS = ("bootstrap.servers", "metadata.broker.list")
 _ACKS = ("acks", "request.required.acks")
 _DELIVERY_TIMEOUT = ("delivery.timeout.ms", "message.timeout.ms")
 _LINGER = ("linger.ms", "queue.buffering.max.ms")
+_PARTITIONER = "partitioner"
 _MAX_POLL_INTERVAL = "max.poll.interval.ms"
 _LIBRDKAFKA_MAX_POLL_INTERVAL = 300_000
 _QUEUE_LENGTH = "queue.buffering.max.messages"
 _LIBRDKAFKA_QUEUE_LENGTH = 100_000
+_BATCH_BYTES = ("batch.size", "message.max.bytes")
+_LIBRDKAFKA_BATCH_BYTES = 1_000_000
+_COMPRESSION = ("compression.type", "compression.codec")
 _MAX_MESSAGE_BYTES = "message.max.bytes"
 _LIBRDKAFKA_MAX_MESSAGE_BYTES = 1_000_000
 _TRUE = ("true", "t", "1")
@@ -34,6 +38,18 @@ class Refusal(NamedTuple):
 
     name: str
     why: str
+
+
+class BatchSettings(NamedTuple):
+    """What settings say of the producer's batches.
+
+    Attributes:
+        largest: how many bytes a batch may have.
+        is_compressed: whether it has less on the wire.
+    """
+
+    largest: int
+    is_compressed: bool
 
 
 def refused_settings(settings: KafkaSettings) -> Iterator[Refusal]:
@@ -58,6 +74,8 @@ def _losing_settings(settings: KafkaSettings) -> Iterator[Refusal]:
         )
     if str(settings.get("delivery.report.only.error", "false")).lower() in _TRUE:
         yield Refusal("delivery.report.only.error", "must be false: only reported records are removed")
+    if str(settings.get(_PARTITIONER, "consistent_random")).lower() == "random":
+        yield Refusal(_PARTITIONER, "must not be `random`: it spreads the records of a key, which ends their order")
     for name in _DELIVERY_TIMEOUT + _LINGER:
         if name in settings and _milliseconds(settings[name]) is None:
             yield Refusal(name, "must be a number of milliseconds, 0 or more")
@@ -79,6 +97,14 @@ def wanted_delivery_timeout(base: KafkaSettings, producer: KafkaSettings) -> tim
                 milliseconds = _milliseconds(settings[name])
                 return timedelta(milliseconds=milliseconds) if milliseconds else timedelta.max
     return None
+
+
+def batch_settings(settings: KafkaSettings) -> BatchSettings:
+    """How large batches are with these settings; what is no number is librdkafka's to refuse."""
+    sizes = [settings.get(name, _LIBRDKAFKA_BATCH_BYTES) for name in _BATCH_BYTES]
+    largest = min((int(size) for size in map(str, sizes) if size.isdecimal()), default=_LIBRDKAFKA_BATCH_BYTES)
+    codec = next((str(settings[name]).lower() for name in _COMPRESSION if name in settings), "none")
+    return BatchSettings(largest, codec != "none")
 
 
 def max_poll_interval(settings: KafkaSettings) -> timedelta:

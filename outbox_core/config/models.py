@@ -160,6 +160,8 @@ class HarvestConfig(Settings):
             and the leader group, with `.manifests` behind it.
         accept_marked: let exactly-once delivery publish rows that an at-least-once leader left marked, although some
             may have been published before.
+        accept_moved: let exactly-once delivery go on although the last manifest names another database server: the
+            database was moved here by other means than physical replication.
         on_poison: what becomes of a record that Kafka refuses for good: `hold` it, with the later records of its key
             behind it, until somebody decides; or publish it to the `dead-letter` topic, and go on.
         dead_letter_topic: where dead letters go; None to derive it from the outbox's identity, with `.dead-letter`
@@ -191,6 +193,7 @@ class HarvestConfig(Settings):
     transactional_id: _Name | None = Field(default=None, validation_alias="transactionalID")
     tracking_topic: str | None = Field(default=None, validation_alias="trackingTopic")
     accept_marked: bool = Field(default=False, validation_alias="acceptMarked")
+    accept_moved: bool = Field(default=False, validation_alias="acceptMoved")
     on_poison: Literal["hold", "dead-letter"] = Field(default="hold", validation_alias="onPoison")
     dead_letter_topic: str | None = Field(default=None, validation_alias="deadLetterTopic")
     notify: bool = Field(default=False, validation_alias="notify")
@@ -312,6 +315,11 @@ class HarvestConfig(Settings):
     def dead_letter_name(self, identity: str) -> str:
         """The dead-letter topic, for an outbox of this identity."""
         return self.dead_letter_topic or _topic_name(identity, ".dead-letter")
+
+    @property
+    def batch_settings(self) -> kafka_settings.BatchSettings:
+        """What the producer's settings say of batches."""
+        return kafka_settings.batch_settings(self._merged)
 
     def lone_producer_settings(self) -> dict[str, Any]:
         """The librdkafka settings of the producer whose batches have one record each."""

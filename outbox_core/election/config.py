@@ -13,13 +13,15 @@ import os
 import socket
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from outbox_core.election.claims import LONGEST_GROUP, LONGEST_OUTBOX, Contest
 from outbox_core.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from outbox_core.config import HarvestConfig
 
 _SESSION_MARGIN = timedelta(seconds=0.5)
 _SHORTEST_SESSION = timedelta(seconds=6)  # the least that brokers accept by default
@@ -99,6 +101,27 @@ class NeliConfig:
         self._check_topic()
         self._check_times()
         self._check_kafka()
+
+    @classmethod
+    def of(cls, config: HarvestConfig, identity: str, server_id: str) -> Self:
+        """Return the settings with which the harvesters of one outbox contend.
+
+        Args:
+            config: the harvester's.
+            identity: the outbox's, see `OutboxStore.check`.
+            server_id: its database server's, see `OutboxStore.server_id`.
+        """
+        group_id, topic = config.leader_names(identity)
+        return cls(
+            kafka=config.neli_settings(group_id),
+            group_id=group_id,
+            topic=topic,
+            name=config.name,
+            heartbeat_timeout=config.limits.heartbeat_timeout,
+            min_poll_interval=config.limits.min_poll_interval,
+            outbox=identity,
+            server_id=server_id,
+        )
 
     @property
     def contest(self) -> Contest:

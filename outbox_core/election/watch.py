@@ -1,17 +1,21 @@
-"""What a standby reads: the leader topic, without owning its partition, to know whether anybody leads."""
+"""The leader topic as others than its owner read it, to know whether anybody leads: a standby, and `outbox doctor`."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
-from outbox_core.election.claims import Signal, decode
+from outbox_core.election.claims import Heartbeat, Signal, decode
+from outbox_core.election.leadership import now
 from outbox_core.kafka import OFFSET_END, Consumer, KafkaError, TopicPartition, make_consumer
 
 if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
 
 _MOST_AT_ONCE = 1000
+_PAUSE_SECONDS = 0.02
 
 
 class Watch:
@@ -66,3 +70,19 @@ class Watch:
         if self._consumer is not None:
             self._consumer.close()
         self._consumer = None
+
+
+def next_heartbeat(config: NeliConfig) -> Heartbeat | None:
+    """Wait for a heartbeat of whoever leads the group; None if it takes longer than two of ours do. Joins nothing."""
+    heard: list[Heartbeat] = []
+
+    def note(signal: Signal | None) -> None:
+        if isinstance(signal, Heartbeat) and config.contest.includes(signal.contest):
+            heard.append(signal)
+
+    give_up_at = now() + config.heartbeat_timeout.total_seconds() / 2
+    with closing(Watch(config, TopicPartition(config.topic, config.role), note, lambda _: None)) as watch:
+        while not heard and now() < give_up_at:
+            watch.read()
+            time.sleep(_PAUSE_SECONDS)
+    return heard[0] if heard else None

@@ -27,8 +27,9 @@ statements run elsewhere, on the two threads that own a store each.
   rows than asked, which is the case above.
 
 A leadership that ends, in whatever way, sends nothing more, waits for what is in flight (bounded by
-`delivery_timeout`), purges what was acknowledged and clears its marks from the rest. Nothing of the next leadership
-starts before that, so the lanes' promise holds across leaderships of one process too.
+`delivery_timeout`; once the lease is over it is taken back), purges what was acknowledged and clears its marks from
+the rest. Nothing of the next leadership starts before that, so the lanes' promise holds across leaderships of one
+process too.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ import logging
 import random
 from collections.abc import Iterable
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Final
 from uuid import UUID, uuid4
 
 from outbox_core.election.leadership import now
-from outbox_core.errors import RowsHeld, StoreUnavailable
+from outbox_core.errors import OutboxError, RowsHeld, StoreUnavailable
 from outbox_core.events import LeaderRefreshed, MeterRead
 from outbox_core.harvest.bad_records import BadRecords
 from outbox_core.harvest.burials import Burials
@@ -52,15 +54,19 @@ from outbox_core.harvest.publisher import Failure, Publisher
 from outbox_core.harvest.recovery import Recovery, Transactions
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import HoldSet, MarkedBatch, OutboxStore, StoredRecord, bytes_of
 
 _log = logging.getLogger(__name__)
 
 _ID: Final = 0
+_TOPIC: Final = 1
+_topic_of = itemgetter(_TOPIC)
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
+_REPORTS_LATE_SECONDS = 2.0  # librdkafka looks for messages that are too old once a second
 _FIRST_RIVALS_REST_SECONDS = 0.05
 _LONGEST_RIVALS_REST_SECONDS = 5.0
 
@@ -264,6 +270,7 @@ class AtLeastOnce:
         if self._reading is not None:
             self._with.floor.ended(self._reading, look, batch.records, took)
         if batch.records:
+            self._with.batches.meet(set(map(_topic_of, batch.records)))
             records, back = self._bad.sift(batch.records)
             self._give_back(back)
             self._lanes.admit(records)
@@ -288,6 +295,8 @@ class AtLeastOnce:
 
     def _send(self) -> bool:
         """Send a chunk of what may be sent. False if more of it can be sent at once."""
+        if not self._batches_fit():
+            return True
         batch = self._lanes.take(_SEND_CHUNK)
         elector = self._with.elector
         leadership = elector.leadership
@@ -305,6 +314,18 @@ class AtLeastOnce:
                 self._lanes.put_back(batch[position:])
                 return True
         return not self._lanes.has_ready
+
+    def _batches_fit(self) -> bool:
+        """Whether the producer builds batches that all topics take; else it is replaced once nothing is in flight."""
+        batches, publisher = self._with.batches, self._publisher
+        if batches.are_awaited:
+            return False
+        publisher.limit_batches(batches.limit)
+        if not publisher.is_outdated:
+            return True
+        if not publisher.in_flight:
+            publisher.renew()
+        return not publisher.is_outdated
 
     def _send_alone(self, closes_at: float) -> bool:
         """Send what must be judged by itself. False if nothing more can be sent now."""
@@ -346,6 +367,9 @@ class AtLeastOnce:
             self._to_reset.extend(record[_ID] for record, *_ in failures)
             self._force_remark()
         else:
+            self._with.batches.refused(
+                {failure.record[_TOPIC] for failure in failures if _was_batch_too_large(failure)}
+            )
             self._give_back(self._bad.judge(failures, self._lanes))
         if not self._over():
             self._with.metrics.publish_error(len(failures))
@@ -450,6 +474,8 @@ class AtLeastOnce:
             due = min(due, self._settle_not_before - time)
         if not self._remark:
             due = min(due, max(_TICK_SECONDS, self._bad.due_in()), self._burials.due_in())
+            if self._with.batches.are_awaited:
+                due = min(due, self._with.batches.await_seconds)
             if self._marking is None and (self._bad.holds or self._lanes.held):
                 due = min(due, max(self._bad.book.due_in(), self._read_holds_not_before - time))
         return max(0.0, due)
@@ -475,19 +501,34 @@ class AtLeastOnce:
             publisher.poll(0)
 
     def _finish(self) -> None:
-        """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph."""
-        if not self._leads():
-            self._publisher.drop_unsent()
+        """Let what is in flight end, purge what arrived, give back the rest. See the module's last paragraph.
+
+        Raises:
+            OutboxError: if the Kafka client keeps records although they were taken back.
+        """
         self._force_remark()
         give_up_at = now() + self._timing.drain_timeout
+        drop_at = now() + self._timing.delivery_timeout + _REPORTS_LATE_SECONDS
         while True:
+            if not self._leads() or now() >= drop_at:
+                # In each turn: what is on the wire comes back from a lost connection and would be sent again, for as
+                # long as the client's clock says, which stands still while the machine sleeps.
+                self._publisher.drop()
             self._with.wake.clear()
             self._collect_mark()
             self._collect_settled()
             self._burials.finish()
             self._start_settling()
-            if not self._publisher.in_flight and (not self._busy_with_database() or now() >= give_up_at):
+            if self._publisher.in_flight:
+                give_up_at = now() + self._timing.drain_timeout
+            elif not self._busy_with_database() or now() >= give_up_at:
                 break
+            if now() >= drop_at + self._timing.drain_timeout and self._publisher.in_flight:
+                raise OutboxError(f"the Kafka client does not give back {self._publisher.in_flight} records")
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()
+
+
+def _was_batch_too_large(failure: Failure) -> bool:
+    return failure.error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not failure.alone

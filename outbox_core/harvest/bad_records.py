@@ -29,11 +29,13 @@ from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.holding import HoldBook
 from outbox_core.harvest.lanes import Lanes
-from outbox_core.harvest.parking import Parking, Place
+from outbox_core.harvest.parking import LONGEST_REST_SECONDS, Parking, Place
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.surroundings import Surroundings, Timing
+from outbox_core.harvest.trials import TOO_LARGE, sizes_of
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.withdrawals import Who, Withdrawals, who_is
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, LaneKey, NewHold, OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
@@ -41,6 +43,11 @@ _log = logging.getLogger(__name__)
 _ID: Final = 0
 _TOPIC: Final = 1
 _KEY: Final = 2
+_VALUE: Final = 3
+_HEADER_VALUES: Final = 5
+_PARTITION: Final = 6
+_LARGEST_PARTITION: Final = 2**31 - 1
+_LONGEST_REST_FACTOR = 20
 
 
 class Exclusion(NamedTuple):
@@ -59,7 +66,41 @@ def new_hold(failure: Failure, *, dead_letter: bool) -> NewHold:
     record, error = failure.record, failure.error
     if verdict_on(error) is Verdict.FORBIDDEN:
         return NewHold(record[_TOPIC], None, None, "not authorized", error.str())
-    return NewHold(record[_TOPIC], record[_KEY], record[_ID], "refused", error.str(), dead_letter)
+    return NewHold(record[_TOPIC], record[_KEY], record[_ID], "refused", _told_of(failure), dead_letter)
+
+
+def longest_rest_of(timing: Timing) -> float:
+    """How long the rests of a destination may grow, in seconds: but for users who want long ones from the start."""
+    return max(timing.io_error_backoff, min(timing.io_error_backoff * _LONGEST_REST_FACTOR, LONGEST_REST_SECONDS))
+
+
+def _told_of(failure: Failure) -> str:
+    """What a record was refused for, with the column at fault if the error does not name it."""
+    record, text, code = failure.record, failure.error.str(), failure.error.code()
+    if code in TOO_LARGE:
+        sizes = sizes_of(record)
+        largest = max(sizes, key=lambda column: sizes[column])
+        return f"{largest}: {text} ({sizes[largest]} of its {sum(sizes.values())} bytes)"
+    if code == KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001  its public name
+        return f"kafka_partition: {text}: {record[_PARTITION]}"
+    if code == KafkaError.TOPIC_EXCEPTION:
+        return f"kafka_topic: {text}"
+    if code == KafkaError._INVALID_ARG and not text.startswith("kafka_"):  # noqa: SLF001
+        return f"{_odd_column(record)}: {text}"
+    return text
+
+
+def _odd_column(record: StoredRecord) -> str:
+    """The column of a row of a hand-made table that the client cannot make a message of."""
+    if not isinstance(record[_TOPIC], str):
+        return "kafka_topic"
+    if not isinstance(record[_KEY], str | None):
+        return "kafka_key"
+    if not isinstance(record[_VALUE], str | bytes | None):
+        return "kafka_value"
+    if not all(isinstance(value, str | bytes | None) for value in record[_HEADER_VALUES] or ()):
+        return "kafka_header_values"
+    return "kafka_partition" if record[_PARTITION] > _LARGEST_PARTITION else "the row is no message"
 
 
 class BadRecords:
@@ -79,7 +120,7 @@ class BadRecords:
     def __init__(self, timing: Timing, surroundings: Surroundings, *, dead_letter: bool) -> None:
         self.book = HoldBook(surroundings.metrics)
         self.holds: HoldSet = NO_HOLDS
-        longest_rest = timing.io_error_backoff * 10
+        longest_rest = longest_rest_of(timing)
         self.parking = Parking(
             timing.io_error_backoff / 10,
             longest_rest,
@@ -114,7 +155,7 @@ class BadRecords:
                 dropped += self._withdraw(record, lanes)
             elif verdict is Verdict.RECORD:
                 self._say_once(failure)
-                self.parking.rest(record)
+                self.parking.rest(record, failure.error.str())
                 dropped += self._withdraw(record, lanes)
             else:
                 dropped += self._park(failure, verdict, lanes)
@@ -155,7 +196,7 @@ class BadRecords:
         record, topic = failure.record, failure.record[_TOPIC]
         place = place_of(failure, verdict)
         is_new = place not in self.parking
-        is_probe = self.parking.failed(record, place, unreachable=verdict is Verdict.RETRY)
+        is_probe = self.parking.failed(record, place, unreachable=verdict is Verdict.RETRY, why=failure.error.str())
         if verdict is Verdict.RETRY:
             self._with.kafka.began(f"record {record[_ID]} for topic {topic}: {failure.error.str()}")
         elif is_new:

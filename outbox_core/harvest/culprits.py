@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from outbox_core.election.leadership import now
-from outbox_core.harvest.bad_records import Exclusion, new_hold, place_of
+from outbox_core.harvest.bad_records import Exclusion, longest_rest_of, new_hold, place_of
 from outbox_core.harvest.holding import HoldBook
 from outbox_core.harvest.parking import Parking
 from outbox_core.harvest.publisher import Failure
@@ -44,7 +44,6 @@ _ID: Final = 0
 _TOPIC: Final = 1
 # A probe holds up everything else for as long as it is waited for: not long, and not often.
 _PROBE_PATIENCE_SECONDS = 1.0
-_LONGEST_REST_FACTOR = 40
 
 
 class Culprits:
@@ -75,7 +74,7 @@ class Culprits:
         self._dead_letter = dead_letter
         self._backoff = timing.io_error_backoff
         self._trials = Trials(4 * timing.mark_query_records, timing.mark_query_bytes)
-        self._parking = Parking(timing.io_error_backoff / 10, timing.io_error_backoff * _LONGEST_REST_FACTOR, now)
+        self._parking = Parking(timing.io_error_backoff / 10, longest_rest_of(timing), now)
         self._probes: deque[StoredRecord] = deque()
         self._has_probed = False  # the last trial was of a probe
         self._since_scan: set[Who] = set()  # held or parked since the scan under way was sent
@@ -207,12 +206,12 @@ class Culprits:
             failures: what delivery reports said.
         """
         if aborted.error is None:  # our own choice
-            self._trials.put_back(group)
+            self._put_back(group)
             return
         self._with.metrics.publish_error()
         if not failures and not aborted.record_at_fault:  # it is about the cluster, and not about the group
             self._with.kafka.began(aborted.error.str())
-            self._trials.put_back(group)
+            self._put_back(group)
             self._waiting.rest(self._backoff)
             return
         if not failures and len(group) == 1:
@@ -239,11 +238,19 @@ class Culprits:
             else:
                 self._trials.failed(rest, named, code)
 
+    def _put_back(self, group: Sequence[StoredRecord]) -> None:
+        """A trial said nothing about these: they are tried again.
+
+        A probe stays one. As a group it would be left out of the trials, because its key is parked, and its place would
+        wait for it for ever.
+        """
+        self._trials.put_back([record for record in group if not self._parking.not_sent(record)])
+
     def _park(self, failure: Failure) -> None:
         record, verdict = failure.record, failure.verdict
         place = place_of(failure, verdict)
         is_new = place not in self._parking
-        is_probe = self._parking.failed(record, place, unreachable=verdict is Verdict.RETRY)
+        is_probe = self._parking.failed(record, place, unreachable=verdict is Verdict.RETRY, why=failure.error.str())
         if not is_probe:
             self._trials.drop([record])
         self._since_scan.add(who_is(record))
@@ -296,16 +303,20 @@ class Culprits:
             self._told = record[_ID]
             what = f"record {record[_ID]} for topic {record[_TOPIC]}"
             _log.warning("%s: %s; it is tried again, with rests in between", what, failure.error.str())
-        self._parking.rest(record)
+        self._parking.rest(record, failure.error.str())
         self._since_scan.add(who_is(record))
 
     def _condemn_topics(self, failures: Iterable[Failure]) -> None:
         """We may not write to one of these records' topics: hold it if Kafka says so, let it rest if it does not."""
-        by_topic = {failure.record[_TOPIC]: failure for failure in failures}
+        refused = list(failures)
+        by_topic = {failure.record[_TOPIC]: failure for failure in refused}
         if by_topic:
             held = self._hold_topics(by_topic)
             for topic in by_topic.keys() - held:
                 self._park(by_topic[topic])
+            for failure in refused:
+                if failure.record[_TOPIC] in held:  # else the place would wait for its probe, long after the release
+                    self._parking.give_up_probe(failure.record)
 
     def _hold_topics(self, by_topic: Mapping[str, Failure]) -> set[str]:
         """Hold those of the topics to which we may not write; return which ones are held."""
@@ -320,3 +331,10 @@ class Culprits:
         written = self._waiting.insist(self._with.marker, lambda store: book.write(store, holds))
         if written is not None:
             self.holds = written
+
+
+def too_large_for(record: StoredRecord) -> KafkaError:
+    """The error of a record that its topic is known not to take."""
+    return KafkaError(
+        KafkaError.MSG_SIZE_TOO_LARGE, f"too large for the max.message.bytes of topic {record[_TOPIC]}: it was not sent"
+    )

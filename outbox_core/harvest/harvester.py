@@ -2,7 +2,7 @@
 
 Threads: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the terms), one
 thread for each of the two database connections, and one that counts the backlog for the metrics. What they share is
-in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. A sixth one, `outbox-watch`,
+in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. One more, `outbox-watch`,
 gives leadership up when the process can do nothing with it. All are daemon threads: a process whose main thread ends
 without `stop` stops its harvesters in good order while the interpreter exits (`_stop_with_process`).
 
@@ -31,6 +31,7 @@ from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
 from outbox_core.harvest.at_least_once import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
+from outbox_core.harvest.batch_sizes import BatchSizes
 from outbox_core.harvest.exactly_once import ExactlyOnce
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.listening import Listening
@@ -44,6 +45,7 @@ from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.watch import Watch
 from outbox_core.kafka import (
     Producer,
+    TopicLimits,
     check_connection,
     ensure_dead_letter_topic,
     ensure_tracking_topic,
@@ -99,7 +101,7 @@ class Harvester:
         self._drain = drain
         self._make_store = store_factory or self._postgres_store
         self._make_elector = elector_factory
-        self._make_producer = producer_factory or (lambda: make_producer(config.producer_settings()))
+        self._make_producer = producer_factory
         self._reached = reached
         self._wake = threading.Event()
         self._news = News(self._wake)
@@ -244,7 +246,7 @@ class Harvester:
         """Whether it leads, and something that it needs fails, or nothing was done for some seconds."""
         if not self.is_leader:
             return False
-        fails = any(outage.lasted_seconds for outage in (self._database, self._kafka))
+        fails = any(outage.lasted_seconds for outage in (self._database, self._kafka, self._removal))
         return fails or self.metrics.activity.idle_seconds > _STALLED_AFTER_SECONDS
 
     def give_up(self, error: BaseException) -> None:
@@ -290,31 +292,22 @@ class Harvester:
             store.close()
 
     def _neli(self, identity: str, server_id: str) -> Neli:
-        config = self.config
-        group_id, topic = config.leader_names(identity)
-        return Neli(
-            NeliConfig(
-                kafka=config.neli_settings(group_id),
-                group_id=group_id,
-                topic=topic,
-                name=config.name,
-                heartbeat_timeout=config.limits.heartbeat_timeout,
-                min_poll_interval=config.limits.min_poll_interval,
-                outbox=identity,
-                server_id=server_id,
-            ),
-            self._on_leadership,
-        )
+        return Neli(NeliConfig.of(self.config, identity, server_id), self._on_leadership)
 
     def _publisher(self, identity: str) -> Publisher | None:
         """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
         if self.config.delivery == "exactly-once":
             return None
+        settings = self.config.producer_settings()
         return Publisher(
-            self._make_producer,
+            self._make_producer or (lambda: make_producer(settings)),
             lambda: make_producer(self.config.lone_producer_settings()),
+            lambda limit: (
+                self._make_producer() if self._make_producer else make_producer(settings | {"batch.size": limit})
+            ),
             id_header=self.config.id_header,
             outbox_name=self.config.outbox_name or identity,
+            topics=self._transactions_of_outbox.topics,
         )
 
     def _dead_letters(self, identity: str) -> DeadLetters:
@@ -359,7 +352,15 @@ class Harvester:
             news=self._news,
             database=self._database,
             kafka=self._kafka,
+            batches=self._batch_sizes(),
             removal=self._removal,
+        )
+
+    def _batch_sizes(self) -> BatchSizes:
+        config = self.config
+        largest, is_compressed = config.batch_settings
+        return BatchSizes(
+            TopicLimits(config.base_kafka_config).ask, self._wake.set, largest=largest, is_compressed=is_compressed
         )
 
     def _backlog_observer(self) -> BacklogObserver:
@@ -475,8 +476,8 @@ class Harvester:
                 with self._term_changed:
                     self._term = None
                     self._term_changed.notify_all()
-                self._kafka.dismissed()  # whoever leads now finds out whether it still is so
-                self._removal.dismissed()
+                for outage in (self._database, self._kafka, self._removal):
+                    outage.dismissed()  # whoever leads now finds out whether it still is so
             if term.drained:
                 return
 

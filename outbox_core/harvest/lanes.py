@@ -40,6 +40,21 @@ def lane_of(record: StoredRecord) -> LaneKey | None:
     return None if key is None else (record[_TOPIC], key)
 
 
+def without(records: Iterable[StoredRecord], refused: Iterable[StoredRecord]) -> list[StoredRecord]:
+    """The records but for those that are refused, and what follows them in their keys."""
+    gone = set(map(_id_of, refused))
+    stopped: set[LaneKey] = set()
+    kept = []
+    for record in records:
+        lane = lane_of(record)
+        if record[0] in gone:
+            if lane is not None:
+                stopped.add(lane)
+        elif lane not in stopped:
+            kept.append(record)
+    return kept
+
+
 class Lanes:
     """The records that a harvester holds, by key.
 

@@ -36,7 +36,7 @@ from outbox_core.ports import OutboxStore, StoredRecord
 _log = logging.getLogger(__name__)
 
 _ID: Final = 0
-_LONGEST_REST_SECONDS = 120.0
+_LONGEST_REST_SECONDS = 10.0
 _LEAST_PATIENCE_SECONDS = 1.0
 _DATABASE_REST_SECONDS = 1.0
 

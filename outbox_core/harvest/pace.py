@@ -10,7 +10,9 @@ An idle outbox must cost next to nothing, and yet a record must not wait long fo
 - a look that took long without bringing anything (there are dead rows to wade through) is not repeated before four
   times its duration: idle looks take at most a fifth of one core of the database. If it only took long because the
   database did not answer, that must not keep records waiting for long;
-- `News` that something was committed ends every such pause.
+- `News` that something was committed ends every such pause, unless news has just been false: whoever may connect to
+  the database may send notices, so each look that was told of a commit and found none makes the next one that is told
+  of something wait twice as long after it, up to a fiftieth of a second.
 
 **News only ever shortens a wait.** It is taken when a look begins, so news that comes while a look is under way, and
 may be of a commit that this look began too early to see, counts for the next one. Whatever nobody told us of is found
@@ -28,6 +30,7 @@ _GROWTH = 4 / 3
 _EMPTY_LOOK_REST = 4
 _LONGEST_REST_SECONDS = 2.0
 _LONGEST_PAUSE_WHEN_TOLD_SECONDS = 2.0
+_LONGEST_PAUSE_AFTER_FALSE_NEWS_SECONDS = 0.02
 
 
 class News:
@@ -73,16 +76,19 @@ class Pace:
         self._news = news
         self._clock = clock
         self._pause = _FIRST_PAUSE_SECONDS
+        self._is_told = False
+        self._pause_with_news = _FIRST_PAUSE_SECONDS
         self._soonest = 0.0  # with news
         self._due = 0.0
 
     def begin(self) -> None:
         """A look begins."""
+        self._is_told = bool(self._news)
         self._news.take()
 
     def found(self, *, more: bool) -> None:
         """The look brought something; `more` if it stopped at its limit."""
-        self._pause = _FIRST_PAUSE_SECONDS
+        self._pause = self._pause_with_news = _FIRST_PAUSE_SECONDS
         self._soonest = self._due = 0.0 if more else self._clock() + _FIRST_PAUSE_SECONDS
 
     def found_nothing(self, took: float) -> None:
@@ -90,7 +96,9 @@ class Pace:
         ceiling = max(self._longest, _LONGEST_PAUSE_WHEN_TOLD_SECONDS) if self._news.is_promised else self._longest
         self._pause = min(ceiling, self._pause * _GROWTH)
         time = self._clock()
-        self._soonest = time + min(_FIRST_PAUSE_SECONDS, self._longest)
+        if self._is_told:
+            self._pause_with_news = min(_LONGEST_PAUSE_AFTER_FALSE_NEWS_SECONDS, self._pause_with_news * 2)
+        self._soonest = time + min(self._pause_with_news, self._longest)
         self._due = time + max(self._pause, min(_LONGEST_REST_SECONDS, took * _EMPTY_LOOK_REST))
 
     def failed(self, rest: float) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from outbox_core.harvest.withdrawals import Who, who_is
 from outbox_core.ports import LaneKey, StoredRecord, size_of
@@ -35,8 +35,24 @@ Place = tuple[str, int | LaneKey | None]
 _MOST = 1_000
 _QUIET_SECONDS = 5.0
 _MOST_RESTED = 10_000
+LONGEST_REST_SECONDS = 10.0
+"""However long a destination was away, it is tried again so soon after it is back."""
 _FORGOTTEN_AFTER_RESTS = 5  # of the longest
 _TOPIC: Final = 1
+
+
+class Wait(NamedTuple):
+    """A closed place, for those who ask what waits.
+
+    Attributes:
+        place: topic and partition, or topic and key, or topic.
+        since: when it was closed, on the parking's clock.
+        why: what the last delivery to it failed of.
+    """
+
+    place: Place
+    since: float
+    why: str
 
 
 @dataclass(slots=True)
@@ -47,9 +63,18 @@ class _Closed:
     rest: float
     until: float
     is_unreachable: bool
+    why: str
     probe: StoredRecord | None = None
     is_sent: bool = False
     parked: set[Who] = field(default_factory=set)
+
+
+class _Rested(NamedTuple):
+    """What is remembered of a place that had no probe: it opens by itself, and may be closed again at once."""
+
+    rest: float
+    since: float
+    known_until: float
 
 
 class Parking:
@@ -81,7 +106,7 @@ class Parking:
         self._probes: dict[int, Place] = {}
         self._probe_bytes = 0
         self._where: dict[Who, Place] = {}
-        self._rested: dict[Place, tuple[float, float]] = {}  # places without a probe: their last rest, until when kept
+        self._rested: dict[Place, _Rested] = {}
         self._look_at_rested_at = 0.0
         self._arrived: dict[str, float] = {}  # of the topics with closed places, when a record last arrived
 
@@ -92,6 +117,21 @@ class Parking:
     def __contains__(self, what: object) -> bool:
         """Whether this place is closed, or a key or record without one parked."""
         return what in self._places or what in self._where
+
+    def __len__(self) -> int:
+        """How many places are closed."""
+        return len(self._places)
+
+    @property
+    def parked(self) -> int:
+        """How many keys, and records without one, are parked."""
+        return len(self._where)
+
+    @property
+    def waits(self) -> list[Wait]:
+        """The closed places, the one that was closed first at the head."""
+        waits = [Wait(place, closed.since, closed.why) for place, closed in self._places.items()]
+        return sorted(waits, key=lambda wait: wait.since)
 
     @property
     def is_unreachable(self) -> bool:
@@ -123,24 +163,26 @@ class Parking:
         """When the next probe is to be sent or the next place opens by itself."""
         return min((closed.until for closed in self._places.values() if not closed.is_sent), default=None)
 
-    def failed(self, record: StoredRecord, place: Place, *, unreachable: bool = True) -> bool:
+    def failed(self, record: StoredRecord, place: Place, *, unreachable: bool = True, why: str = "") -> bool:
         """A record could not be delivered to a place now. Returns whether it stays in memory, as the probe.
 
         Args:
             record: the record.
             place: where it was to go.
             unreachable: whether Kafka could not be reached there; else it answered, and the place is not there, say.
+            why: the error.
         """
         mine = self._probes.get(record[0])
         if mine is not None and mine in self._places:
             self._places[mine].is_unreachable = unreachable
+            self._places[mine].why = why
             self._rest_again(self._places[mine])
             return True
         if (place[0], None) in self._places:
             place = (place[0], None)
         closed = self._places.get(place)
         if closed is None:
-            closed = self._close(place, unreachable=unreachable)
+            closed = self._close(place, unreachable=unreachable, why=why)
             is_probe = self._keep(record, place, closed)
             if not is_probe:
                 self._remember(place, closed)
@@ -156,14 +198,14 @@ class Parking:
                 self._close_topic(place)
         return is_probe
 
-    def rest(self, record: StoredRecord) -> None:
+    def rest(self, record: StoredRecord, why: str = "") -> None:
         """A record failed alone, and cannot be held: it rests with its key, without a probe in memory.
 
         So a row that is corrected or deleted meanwhile is read anew.
         """
         place = _place_of_its_own(record)
         self.give_up_probe(record)
-        closed = self._close(place, unreachable=False)
+        closed = self._close(place, unreachable=False, why=why)
         self._remember(place, closed)
         self._park(record, place, closed)
 
@@ -197,6 +239,7 @@ class Parking:
             topic = record[_TOPIC]
             if topic in self._arrived:
                 self._arrived[topic] = time
+                self._call_at_once((topic, None), time)
             if self._rested:
                 self._rested.pop(_place_of_its_own(record), None)
             place = self._probes.get(record[0])
@@ -205,6 +248,12 @@ class Parking:
                 self._open(place)
                 opened.append(place)
         return opened
+
+    def _call_at_once(self, place: Place, time: float) -> None:
+        """Something arrived in a topic that is closed as a whole: its probe need not rest any longer."""
+        closed = self._places.get(place)
+        if closed is not None and not closed.is_sent:
+            closed.until = min(closed.until, time)
 
     def give_up_probe(self, record: StoredRecord) -> None:
         """The record is no probe any more: it was judged, or is held."""
@@ -227,12 +276,13 @@ class Parking:
         """The probes that rest."""
         return [closed.probe for closed in self._places.values() if closed.probe is not None and not closed.is_sent]
 
-    def _close(self, place: Place, *, unreachable: bool) -> _Closed:
+    def _close(self, place: Place, *, unreachable: bool, why: str) -> _Closed:
         """Close a place; if it rested without a probe lately, for twice as long."""
-        time = self._clock()
-        last, known_until = self._rested.get(place, (0.0, 0.0))
-        rest = min(self._longest, last * 2) if time < known_until else self._first
-        closed = self._places[place] = _Closed(time, rest, time + rest, unreachable)
+        since = time = self._clock()
+        rest, rested = self._first, self._rested.get(place)
+        if rested is not None and time < rested.known_until:
+            rest, since = min(self._longest, rested.rest * 2), rested.since
+        closed = self._places[place] = _Closed(since, rest, time + rest, unreachable, why)
         self._arrived.setdefault(place[0], 0.0)
         return closed
 
@@ -251,10 +301,11 @@ class Parking:
         time = self._clock()
         if time >= self._look_at_rested_at:
             self._look_at_rested_at = time + self._longest
-            self._rested = {place: rested for place, rested in self._rested.items() if time < rested[1]}
+            self._rested = {place: rested for place, rested in self._rested.items() if time < rested.known_until}
         if len(self._rested) >= _MOST_RESTED:
             self._rested.clear()
-        self._rested[place] = closed.rest, closed.until + _FORGOTTEN_AFTER_RESTS * self._longest
+        known_until = closed.until + _FORGOTTEN_AFTER_RESTS * self._longest
+        self._rested[place] = _Rested(closed.rest, closed.since, known_until)
 
     def _park(self, record: StoredRecord, place: Place, closed: _Closed) -> None:
         who = who_is(record)

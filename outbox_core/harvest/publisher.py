@@ -6,12 +6,13 @@ Delivery reports arrive on the thread that calls `poll`, which is the thread tha
 from __future__ import annotations
 
 import logging
-import re
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from outbox_core.harvest.topics import DeadLetter, RowTopics
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, Producer
 from outbox_core.ports import StoredRecord
@@ -19,14 +20,17 @@ from outbox_core.ports import StoredRecord
 _log = logging.getLogger(__name__)
 
 _PARTITION: Final = 6
+_ANY_PARTITION: Final = -1
+_PARTITION_OF_EMPTY_KEY: Final = 0
 _SETTLE_POLL_SECONDS = 0.1
-_REMEMBERED_TOPICS = 10_000
-_LEGAL_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
+_SETTLE_SECONDS = 10.0
 
+ID_HEADER = "outbox-id"
 ORIGIN_HEADER = "outbox-original-topic"
 ORIGIN_PARTITION_HEADER = "outbox-original-partition"
 ERROR_HEADER = "outbox-error"
 """Headers of a dead letter: where it was to go, and why it did not arrive there."""
+_LETTER_HEADERS = frozenset({ORIGIN_HEADER, ORIGIN_PARTITION_HEADER, ERROR_HEADER})
 
 
 class Failure(NamedTuple):
@@ -51,21 +55,56 @@ class Failure(NamedTuple):
         A partition that the topic does not have is the fault of a record that names it; else the topic has just been
         deleted, or made anew with fewer.
         """
-        names_none = self.record[_PARTITION] < 0 and self.error.code() == KafkaError._UNKNOWN_PARTITION  # noqa: SLF001
+        names_none = self.record[_PARTITION] == _ANY_PARTITION and self.error.code() == KafkaError._UNKNOWN_PARTITION  # noqa: SLF001
         return Verdict.AWAY if names_none else verdict_on(self.error)
 
 
 def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> list[tuple[str, Any]]:
     """The record's own headers, and the one that tells repeats apart: `<outbox name>:<id>`.
 
+    Of its own, one that is named like that is left out: an inbox would take another record's id from it. That happens
+    to honest records too, when a consumer hands on the headers of what it read; so they are not held for it.
+
     Raises:
-        ValueError: if there are not as many header values as names.
+        ValueError: naming the column, if names and values are no headers.
     """
     keys, values = record[4], record[5]
-    headers: list[tuple[str, Any]] = list(zip(keys or (), values or (), strict=True)) if keys or values else []
+    headers: list[tuple[str, Any]] = []
+    if keys or values:
+        headers = _own_headers(keys or (), values or ())
+        if keys and (ID_HEADER in keys or id_header in keys):
+            headers = [header for header in headers if header[0] != ID_HEADER and header[0] != id_header]
     if id_header:
         headers.append((id_header, b"%b%d" % (id_prefix, record[0])))
     return headers
+
+
+def _own_headers(keys: Sequence[str], values: Sequence[bytes | str | None]) -> list[tuple[str, Any]]:
+    try:
+        "".join(keys)  # a name that is NULL, or an array, would be sent as Python writes it
+        return list(zip(keys, values, strict=True))
+    except TypeError:
+        raise ValueError("kafka_header_keys: not every name is a text") from None
+    except ValueError:
+        counts = f"{len(keys)} names and {len(values)} values"
+        raise ValueError(f"kafka_header_keys, kafka_header_values: {counts}") from None
+
+
+def partition_of(record: StoredRecord) -> int:
+    """The partition to send a record to, -1 if its key decides.
+
+    librdkafka spreads records with an empty key over all partitions, as if they had none, and a key's order is worth
+    nothing then. They go to partition 0, which is what `consistent` makes of an empty key.
+
+    Raises:
+        ValueError: if the row names a partition that cannot be.
+    """
+    partition = record[_PARTITION]
+    if partition >= 0:
+        return partition
+    if partition != _ANY_PARTITION:
+        raise ValueError(f"kafka_partition: there is no partition {partition}; NULL lets the key decide")
+    return _PARTITION_OF_EMPTY_KEY if record[2] == "" else _ANY_PARTITION
 
 
 def _partition(message: Message | None) -> int:
@@ -73,21 +112,21 @@ def _partition(message: Message | None) -> int:
     return -1 if found is None else found
 
 
-def dead_letter(record: StoredRecord, topic: str, error: str) -> StoredRecord:
-    """The record as it goes to the dead-letter topic: the same, with where it was to go and why it did not."""
+def dead_letter(record: StoredRecord, topic: str, error: str) -> DeadLetter:
+    """The record as it goes to the dead-letter topic: the same, with where it was to go and why it did not.
+
+    Of its own headers, those that are named like that are left out: it cannot say that it came from elsewhere.
+    """
     _, origin, _, _, keys, values, partition = record[:7]
     # Not strict: that there are not as many values as names may be what is wrong with it.
-    headers: list[tuple[str, Any]] = [*zip(keys or (), values or (), strict=False), (ORIGIN_HEADER, origin)]
+    own = zip(keys or (), values or (), strict=False)
+    headers: list[tuple[str, Any]] = [header for header in own if header[0] not in _LETTER_HEADERS]
+    headers.append((ORIGIN_HEADER, origin))
     if partition >= 0:
         headers.append((ORIGIN_PARTITION_HEADER, str(partition)))
     headers.append((ERROR_HEADER, error))
     names, texts = [name for name, _ in headers], [value for _, value in headers]
-    return StoredRecord(record[0], topic, record[2], record[3], names, texts, -1, record[7])
-
-
-def is_legal_topic(topic: str) -> bool:
-    """Whether Kafka could have a topic of this name."""
-    return _LEGAL_TOPIC.match(topic) is not None and topic not in (".", "..")
+    return DeadLetter(record[0], topic, record[2], record[3], names, texts, _ANY_PARTITION, record[7])
 
 
 class Publisher:
@@ -99,8 +138,11 @@ class Publisher:
     Args:
         make_producer: makes a producer; called at once, and again after a fatal error.
         make_lone_producer: makes a producer whose batches have one record; by default the same as the other.
+        make_limited_producer: makes a producer whose batches have so many bytes at most; by default they are as large
+            as those of the others.
         id_header: name of the header that carries the record's identity; '' for none.
         outbox_name: identity of the outbox, written before the record's id.
+        topics: tells which topics rows may name; by default those that no outbox may have rows for are refused.
 
     Attributes:
         in_flight: records sent whose delivery report has not arrived.
@@ -114,16 +156,21 @@ class Publisher:
         self,
         make_producer: Callable[[], Producer],
         make_lone_producer: Callable[[], Producer] | None = None,
+        make_limited_producer: Callable[[int], Producer] | None = None,
         *,
         id_header: str,
         outbox_name: str,
+        topics: RowTopics | None = None,
     ) -> None:
         self._make_producer = make_producer
         self._make_lone_producer = make_lone_producer or make_producer
+        self._make_limited_producer = make_limited_producer or (lambda _: make_producer())
+        self._batch_bytes: int | None = None
+        self._made_for: int | None = None
         self._producer = make_producer()
         self._lone_producer: Producer | None = None
         self._alone_in_flight = 0
-        self._legal_topics: set[str] = set()
+        self._topics = topics or RowTopics()
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
         self._fatal = False
@@ -153,8 +200,10 @@ class Publisher:
         _, topic, key, value, _, _, partition = record[:7]
         try:
             headers = message_headers(record, self._id_header, self._id_prefix)
-            if topic not in self._legal_topics:
-                self._check_topic(topic)
+            if topic not in self._topics.known:
+                self._topics.check(record)
+            if not key or partition != _ANY_PARTITION:
+                partition = partition_of(record)
             producer.produce(topic, value, key, partition, on_delivery=on_delivery, headers=headers)
         except BufferError:
             return False
@@ -168,13 +217,6 @@ class Publisher:
         self.in_flight += 1
         self.lingers = True
         return True
-
-    def _check_topic(self, topic: str) -> None:
-        if not is_legal_topic(topic):
-            raise ValueError(f"{topic[:300]!r} is not a legal topic name")
-        if len(self._legal_topics) >= _REMEMBERED_TOPICS:
-            self._legal_topics.clear()
-        self._legal_topics.add(topic)
 
     def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message | None) -> None:
         self.in_flight -= 1
@@ -220,9 +262,10 @@ class Publisher:
         return 0.0 if nothing_else else timeout_seconds
 
     def settle(self) -> None:
-        """Wait until nothing is in flight any more: at most `delivery.timeout.ms`."""
-        self.drop_unsent()
-        while self.in_flight:
+        """Give up what is in flight, and wait until all of it was reported."""
+        end = time.monotonic() + _SETTLE_SECONDS
+        while self.in_flight and time.monotonic() < end:
+            self.drop()
             self.poll(_SETTLE_POLL_SECONDS)
 
     def _serve(self, call: Callable[[float], int], timeout_seconds: float) -> None:
@@ -255,15 +298,29 @@ class Publisher:
         send_times, self.send_times = self.send_times, Counter()
         return send_times
 
-    def drop_unsent(self) -> None:
-        """Fail at once what the producer has queued and not yet put on the wire."""
+    def drop(self) -> None:
+        """Fail at once what is not acknowledged, on the wire or not: the client would send it again by itself."""
         for producer in (self._producer, self._lone_producer):
             if producer is not None:
-                producer.purge(in_queue=True, in_flight=False, blocking=False)
+                producer.purge(in_queue=True, in_flight=True, blocking=False)
+
+    def limit_batches(self, max_bytes: int | None) -> None:
+        """Set the largest batch, None for what the settings say. Takes effect with `renew`."""
+        self._batch_bytes = max_bytes
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the producer builds batches of another size than it should: send nothing more, and `renew` it."""
+        return self._batch_bytes != self._made_for
 
     def renew_if_broken(self) -> None:
         """After a fatal error the producer accepts nothing more; make a new one. Only with nothing in flight."""
         if self._fatal:
-            self._producer = self._make_producer()
             self._lone_producer = None
             self._fatal = False
+            self.renew()
+
+    def renew(self) -> None:
+        """Make a new producer. Only with nothing in flight."""
+        limit = self._made_for = self._batch_bytes
+        self._producer = self._make_producer() if limit is None else self._make_limited_producer(limit)

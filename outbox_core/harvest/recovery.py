@@ -1,8 +1,12 @@
 """The beginning of a term: settle the last transaction and delete what it published.
 
 The order matters. `init_transactions()` first: it fences the last owner of the transactional.id and waits until its
-transaction is committed or aborted. Only then is the last committed manifest read; before that it may not be the last.
-What it lists is in Kafka for certain. Only when those rows are deleted may anything be read from the table.
+transaction is committed or aborted. Only then is the last committed manifest read, up to a barrier that we write
+(`tracking`); before that it may not be the last. What it lists is in Kafka for certain. Only when those rows are
+deleted may anything be read from the table.
+
+An opening behind the last manifest belongs to a transaction that was torn: committed in the middle by something else.
+Which of its rows are in Kafka is read back from Kafka (`read_back`), and those are deleted too.
 
 At-least-once delivery does the same where a tracking topic exists, so that a change of mode repeats nothing. Both do it
 for each shard of a relay on Spark too, if there ever was one: a relay's shards are transactional.ids with a manifest
@@ -12,7 +16,7 @@ each, like the harvester's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, TypeVar
@@ -20,19 +24,27 @@ from typing import Any, TypeVar
 from outbox_core.config import HarvestConfig
 from outbox_core.election.leadership import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
-from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.manifest import Opening
+from outbox_core.harvest.read_back import published_rows, read_back
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.surroundings import Surroundings, Timing
-from outbox_core.harvest.tracking import ManifestNotRead, last_manifest
-from outbox_core.harvest.transaction import Ended, TransactionalProducer
+from outbox_core.harvest.topics import RowTopics
+from outbox_core.harvest.tracking import ForeignLedger, Ledger, ManifestNotRead, read_ledger, write_barrier
+from outbox_core.harvest.transaction import Ended
+from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
-from outbox_core.ports import OutboxStore
+from outbox_core.ports import OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _AT_ONCE = 1_000
+_LONGEST_REST_SECONDS = 5.0
+_TOO_LATE = Ended("the leadership ended before the last term was settled")
+
+Find = Callable[[Sequence[int]], Sequence[StoredRecord]]
 
 
 class Step(Enum):
@@ -71,9 +83,12 @@ class Transactions:
         timeout: `transaction.timeout.ms`, in seconds.
         heartbeat_timeout: length of a lease, in seconds.
         accept_marked: publish rows that carry an at-least-once leader's mark, although that may repeat them.
+        group: the leader group: the group.id of readers, as we need READ on that one anyway.
+        accept_moved: obey manifests that name another database server.
         reached: called at every step of a term.
         tracking_partition: which partition of the tracking topic belongs to this transactional.id.
         relay_topic: where a relay on Spark leaves the manifests of its shards, one partition for each.
+        topics: tells which topics rows may name.
     """
 
     kafka: Mapping[str, Any] = field(repr=False)
@@ -86,9 +101,12 @@ class Transactions:
     timeout: float
     heartbeat_timeout: float
     accept_marked: bool
+    group: str
+    accept_moved: bool = False
     reached: Callable[[Step], None] = _nothing
     tracking_partition: int = 0
     relay_topic: str = ""
+    topics: RowTopics = field(default_factory=RowTopics)
 
     @classmethod
     def of(cls, config: HarvestConfig, identity: str, reached: Callable[[Step], None] = _nothing) -> Transactions:
@@ -105,8 +123,11 @@ class Transactions:
             timeout=config.limits.transaction_timeout.total_seconds(),
             heartbeat_timeout=config.limits.heartbeat_timeout.total_seconds(),
             accept_marked=config.accept_marked,
+            group=config.leader_names(identity).group_id,
+            accept_moved=config.accept_moved,
             reached=reached,
             relay_topic=names.relay_topic,
+            topics=RowTopics.of(config, identity),
         )
 
     def of_shard(self, shard: int) -> Transactions:
@@ -129,22 +150,109 @@ class Transactions:
         width = partition_count(self.kafka, self.relay_topic) if self.relay_topic else 0
         return [self.of_shard(shard) for shard in range(width)]
 
-    def new_producer(self) -> TransactionalProducer:
+    def new_producer(self) -> RecordProducer:
         """A producer for one term."""
-        return TransactionalProducer(
-            self.producer, id_header=self.id_header, outbox_name=self.outbox_name, timeout_seconds=self.timeout + 5.0
+        return RecordProducer(
+            self.producer,
+            id_header=self.id_header,
+            outbox_name=self.outbox_name,
+            timeout_seconds=self.timeout + 5.0,
+            topics=self.topics,
         )
 
-    def last_manifest(self, give_up: Callable[[], bool]) -> Manifest | None:
-        """The manifest of the last committed transaction; only valid after a producer's `init`."""
-        return last_manifest(
+    def ledger(self, producer: RecordProducer, give_up: Callable[[], bool]) -> Ledger | Ended:
+        """Read what the last transactions were; only valid after the producer's `init`, before its first transaction.
+
+        Raises:
+            ForeignLedger: if what is there is not ours to obey.
+            TrackingTopicError: if the tracking topic may not be written or read.
+        """
+        topic, partition, transactional_id = self.tracking_topic, self.tracking_partition, self.transactional_id
+        barrier = write_barrier(producer, topic, partition, transactional_id, give_up)
+        if isinstance(barrier, Ended):
+            if barrier.cause is not None and verdict_on(barrier.cause) is Verdict.FORBIDDEN:
+                raise TrackingTopicError(f"tracking topic {topic!r}: {barrier.cause.str()}; grant WRITE on it")
+            return barrier
+        try:
+            ledger = read_ledger(
+                self.kafka, self.group, topic, partition, transactional_id, end=barrier, give_up=give_up
+            )
+        except ManifestNotRead as error:
+            return Ended(f"cannot read the tracking topic: {error}")
+        aborted = producer.abort(give_up=give_up)
+        return aborted if isinstance(aborted, Ended) else self._checked(ledger)
+
+    def _checked(self, ledger: Ledger) -> Ledger:
+        for found in (ledger.manifest, ledger.opening):
+            if found is not None and found.outbox != self.outbox:
+                raise ForeignLedger(
+                    f"tracking topic {self.tracking_topic!r} belongs to the outbox {found.outbox}, not to "
+                    f"{self.outbox}; set another tracking_topic, or delete this one if the outbox has been renamed and "
+                    "its harvester stopped"
+                )
+        return ledger
+
+    def refuse_foreign(self, ledger: Ledger) -> None:
+        """See that nobody else writes to the tracking topic.
+
+        Raises:
+            ForeignLedger: if somebody does.
+        """
+        if ledger.foreign:
+            raise ForeignLedger(
+                f"tracking topic {self.tracking_topic!r} is used by another transactional.id than "
+                f"{self.transactional_id!r}: it holds {ledger.foreign}; every outbox needs its own"
+            )
+
+    def check_server(self, ledger: Ledger, server: str) -> None:
+        """See that what the ledger lists are rows of this database server, and not of another one of the same name.
+
+        Args:
+            ledger: what the tracking topic says.
+            server: ID of the server that we are connected to, '' if it is not known.
+
+        Raises:
+            ForeignLedger: if they are not, and that is not accepted.
+        """
+        for found in (ledger.manifest, ledger.opening):
+            if found is not None and server and found.server not in ("", server) and not self.accept_moved:
+                raise ForeignLedger(
+                    f"tracking topic {self.tracking_topic!r} belongs to {found.outbox} on the database server with the "
+                    f"system identifier {found.server}; this server has {server}. If it is another outbox of the same "
+                    "name (a clone, a test system), give it a leader_group_id of its own. If the database was moved "
+                    "here (logical replication, dump and restore), and nothing harvests the old one any more, start "
+                    "once with --accept-moved (acceptMoved: true)"
+                )
+
+    def read_torn(self, opening: Opening, give_up: Callable[[], bool], find: Find) -> Iterator[list[StoredRecord]]:
+        """The rows of a torn batch that are in Kafka, some at a time.
+
+        Args:
+            opening: of the batch.
+            give_up: asked now and then.
+            find: reads rows from the table by id.
+
+        Raises:
+            ManifestNotRead: if Kafka could not be read.
+        """
+        what = f"the transaction of rows {opening.first} to {opening.last} was committed in part"
+        if not self.id_header or opening.topics is None:
+            _log.error(
+                "%s; without %s nobody can tell which: they are published again, and some are repeated",
+                what,
+                "an id header" if not self.id_header else "the names of its topics",
+            )
+            return
+        _log.warning("%s; reading back which from %d topics", what, len(opening.topics))
+        seen = read_back(
             self.kafka,
-            self.tracking_topic,
-            self.transactional_id,
-            self.outbox,
+            self.group,
+            opening,
+            id_header=self.id_header,
+            outbox_name=self.outbox_name,
             give_up=give_up,
-            partition=self.tracking_partition,
         )
+        yield from published_rows(seen, find)
 
 
 class Recovery:
@@ -165,6 +273,8 @@ class Recovery:
         self._timing = timing
         self._with = surroundings
         self._waiting = Waiting(over, timing, surroundings)
+        self._server: str | None = None
+        self._is_strict = True  # exactly-once delivery obeys the tracking topic, so that must be ours alone
 
     def check_topic(self) -> Ended | None:
         """See that the tracking topic is what it has to be: it may have been deleted, and made anew by the broker."""
@@ -174,7 +284,7 @@ class Recovery:
             return Ended(str(error))
         return None
 
-    def settle(self, producer: TransactionalProducer) -> Ended | None:
+    def settle(self, producer: RecordProducer) -> Ended | None:
         """Fence the last owner, settle its transaction, delete what it published; a relay's likewise."""
         return self._settle(self._transactions, producer) or self._settle_shards()
 
@@ -189,28 +299,66 @@ class Recovery:
                 return ended
         return None
 
-    def _settle(self, transactions: Transactions, producer: TransactionalProducer) -> Ended | None:
+    def _settle(self, transactions: Transactions, producer: RecordProducer) -> Ended | None:
         ended = producer.init(self._over)
         if ended is not None:
             return ended
         transactions.reached(Step.AFTER_INIT)
-        give_up_at = now() + 2 * transactions.timeout
+        ledger = transactions.ledger(producer, self._patience(transactions))
+        if isinstance(ledger, Ended):
+            return ledger
+        if self._is_strict:
+            transactions.refuse_foreign(ledger)
+        elif ledger.foreign:
+            _log.warning("tracking topic %r: %s is ignored", transactions.tracking_topic, ledger.foreign)
+        transactions.check_server(ledger, self.server_id())
+        manifest = ledger.manifest
+        if manifest is not None and not self._delete(manifest.ids, manifest.create_times):
+            return _TOO_LATE
+        return self._settle_torn(transactions, ledger.opening) if ledger.opening is not None else None
+
+    def _patience(self, transactions: Transactions) -> Callable[[], bool]:
+        """Says when to give up: a transaction of ours is open meanwhile, and ends after its time-out."""
+        give_up_at = now() + transactions.timeout
+        return lambda: self._over() or now() > give_up_at
+
+    def server_id(self) -> str:
+        """The database server's ID; '' where it is withheld, or if the leadership ends first."""
+        if self._server is None:
+            self._server = self._waiting.insist(self._with.marker, lambda store: store.server_id())
+        return self._server or ""
+
+    def _settle_torn(self, transactions: Transactions, opening: Opening) -> Ended | None:
         try:
-            manifest = transactions.last_manifest(lambda: self._over() or now() > give_up_at)
+            for rows in transactions.read_torn(opening, self._patience(transactions), self._find):
+                if not self._delete([row[0] for row in rows], [row[7] for row in rows]):
+                    return _TOO_LATE
         except ManifestNotRead as error:
-            return Ended(f"cannot read the tracking topic: {error}")
-        if manifest is not None:
-            ids, create_times = manifest.ids, manifest.create_times
-            settled = self._waiting.insist(self._with.purger, lambda store: store.settle(ids, create_times))
-            if settled is None:
-                return Ended("the leadership ended before the last term was settled")
-            self._with.removal.ended()
-            if settled:
-                _log.info("purged %d rows that the last term had published", settled)
+            return Ended(str(error))
         return None
 
+    def _find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        found = self._waiting.insist(self._with.purger, lambda store: store.find(ids))
+        if found is None:
+            raise ManifestNotRead(_TOO_LATE.reason)
+        return found
+
+    def _delete(self, ids: Sequence[int], create_times: Sequence[int]) -> bool:
+        """Delete rows that are in Kafka; False if the leadership ended first."""
+        settled = self._waiting.insist(self._with.purger, lambda store: store.settle(ids, create_times))
+        if settled is not None:
+            self._with.removal.ended()
+        if settled:
+            _log.info("purged %d rows that the last term had published", settled)
+        return settled is not None
+
     def settle_if_tracked(self) -> None:
-        """Before at-least-once delivery: settle the last exactly-once term, and a relay's, if there ever was one."""
+        """Before at-least-once delivery: settle the last exactly-once term, and a relay's, if there ever was one.
+
+        What in those topics is not ours is no reason to stop here: the topics need not exist at all.
+        """
+        self._is_strict = False
+        rest = self._timing.io_error_backoff
         while not self._over():
             try:
                 ended = self._settle_shards()
@@ -221,12 +369,18 @@ class Recovery:
             if ended is None:
                 return
             self._with.kafka.began(ended.reason)
-            self._waiting.rest(self._timing.io_error_backoff)
+            self._waiting.rest(rest)
+            rest = min(2 * rest, _LONGEST_REST_SECONDS)
 
     def _settle_alone(self, transactions: Transactions) -> Ended | None:
         producer = transactions.new_producer()
         try:
             return self._settle(transactions, producer)
+        except ForeignLedger as error:
+            if self._is_strict:
+                raise
+            _log.warning("%s; going on at least once without it", error)
+            return None
         finally:
             producer.discard()
 

@@ -9,6 +9,7 @@ from threading import Event as ThreadEvent
 
 from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.events import Event
+from outbox_core.harvest.batch_sizes import BatchSizes
 from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
@@ -74,6 +75,7 @@ class Surroundings:
         news: told when records may have been committed.
         database: says once when the database goes and comes.
         kafka: says once when deliveries fail and succeed again.
+        batches: how large the producer's batches may be.
         removal: says once when published rows cannot be removed, and when they can again.
     """
 
@@ -88,6 +90,7 @@ class Surroundings:
     news: News
     database: Outage
     kafka: Outage
+    batches: BatchSizes = field(default_factory=BatchSizes)
     removal: Outage = field(default_factory=lambda: Outage("removal of published records", _log))
 
     def note_outage(self, error: StoreUnavailable, backoff: float) -> float:

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
 
 from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
-from outbox_core.harvest.culprits import Culprits
+from outbox_core.harvest.culprits import Culprits, too_large_for
 from outbox_core.harvest.floor import Look, Reading
+from outbox_core.harvest.lanes import without
 from outbox_core.harvest.letters import Letters
-from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.pace import Pace
 from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome, TransactionalProducer
+from outbox_core.harvest.tracking import opening_key
+from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, OutboxStore, StoredRecord, bytes_of
 
 _ID: Final = 0
 _CREATE_TIME: Final = 7
+_topic_of = itemgetter(1)
 _IDLE_SECONDS = 1.0
 _QUIET_SECONDS = 10.0
 
@@ -100,6 +106,8 @@ class Term:
         rights = Rights(dead_letters, transactions.tracking_topic)
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
+        self._server = ""  # ID of the database server
+        self._over_since: float | None = None
 
     def run(self) -> Ended | None:
         """Run until the leadership is over (None) or the producer is of no more use.
@@ -114,11 +122,12 @@ class Term:
         finally:
             producer.discard()
 
-    def _run(self, producer: TransactionalProducer) -> Ended | None:
+    def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
+            self._server = recovery.server_id()
             self._refuse_marks(recovery)
             self._culprits.read_holds()
         while ended is None and not over():
@@ -133,7 +142,7 @@ class Term:
             recovery.refuse_marks()
             self._leadership.marks_are_settled = True
 
-    def _turn(self, producer: TransactionalProducer) -> Ended | None:
+    def _turn(self, producer: RecordProducer) -> Ended | None:
         """One transaction, if there is anything to publish: the next rows; every other time a trial or dead letters."""
         culprits = self._culprits
         culprits.call_probes()
@@ -235,7 +244,7 @@ class Term:
 
     # -- publish
 
-    def _publish(self, producer: TransactionalProducer, records: list[StoredRecord]) -> Ended | None:
+    def _publish(self, producer: RecordProducer, records: list[StoredRecord]) -> Ended | None:
         """One transaction. Returns `Ended` if the producer is of no more use."""
         self._count_in_flight(len(records))
         began = now()
@@ -245,7 +254,10 @@ class Term:
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
-        outcome = producer.begin() or self._fill(producer, records) or self._commit(producer)
+        self._refuse_too_large(records)
+        if not records:
+            return None
+        outcome = self._fill(producer, records) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
         self._culprits.published(took)
@@ -258,10 +270,38 @@ class Term:
             self._succeed(records, took)
         return None
 
+    def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
+        """Have the next transaction's batches be such as all topics in use take."""
+        batches = self._with.batches
+        batches.meet(set(map(_topic_of, records)))
+        self._await_limits()
+        producer.limit_batches(batches.limit)
+
+    def _await_limits(self) -> None:
+        batches = self._with.batches
+        while batches.are_awaited and not self._leadership.over():
+            self._waiting.pause(batches.await_seconds)
+
+    def _refuse_too_large(self, records: list[StoredRecord]) -> None:
+        """Leave out what is known to be too large for its topic, so that it does not cost a transaction."""
+        batches = self._with.batches
+        too_large = batches.too_large(records)
+        if too_large:
+            batches.ask_anew(set(map(_topic_of, too_large)))
+            self._await_limits()
+            too_large = batches.too_large(records)
+        if too_large:
+            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in too_large])
+            self._leave_out(records, without(records, too_large))
+
     def _fill(
-        self, producer: TransactionalProducer, records: list[StoredRecord], failures: list[Failure] | None = None
+        self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
     ) -> Aborted | Ended | None:
-        """Put the records and their manifest into the open transaction; `records` is left with those that are in it."""
+        """Open a transaction and put the records into it; `records` is left with those that are in it."""
+        self._fit_batches(producer, records)
+        ended = producer.begin() or self._send_opening(producer, records)
+        if ended is not None:
+            return ended
         sent = producer.send(records, self._leadership.over, failures)
         if isinstance(sent, Ended):
             return sent
@@ -270,14 +310,31 @@ class Term:
             self._culprits.refused(sent.refused)  # alone, by nature; the transaction goes on without them
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
-            return producer.abort()
-        return self._send_manifest(producer, records)
+            return producer.abort(give_up=self._is_late)
+        return None
 
-    def _send_manifest(self, producer: TransactionalProducer, records: Sequence[StoredRecord]) -> Ended | None:
+    def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
+        """The tracking partition is in the transaction from its first record on (rule 8)."""
+        transactions = self._transactions
+        opening = Opening.of(transactions.outbox, self._server, records)
+        key = opening_key(transactions.transactional_id)
+        return producer.send_manifest(transactions.tracking_topic, opening.encode(), key=key)
+
+    def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         manifest = Manifest(
-            self._transactions.outbox, [record[_ID] for record in records], [record[_CREATE_TIME] for record in records]
+            self._transactions.outbox,
+            [record[_ID] for record in records],
+            [record[_CREATE_TIME] for record in records],
+            self._server,
         )
         return producer.send_manifest(self._transactions.tracking_topic, manifest.encode())
+
+    def _is_late(self) -> bool:
+        """Whether the leadership is over for so long that Kafka's answers are left to the next term."""
+        if self._leadership.over():
+            self._over_since = self._over_since or now()
+            return now() - self._over_since >= self._timing.drain_timeout
+        return False
 
     def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
         self._with.floor.reset("records were left out of a transaction")
@@ -285,13 +342,21 @@ class Term:
         self._in_flight.difference_update(record[_ID] for record in records if record[_ID] not in kept)
         records[:] = sent
 
-    def _commit(self, producer: TransactionalProducer) -> Outcome:
-        """Commit, once what the last transaction published is out of the table: the one ordering rule."""
+    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
+        """Commit, once every record is in Kafka, and what the last transaction published is out of the table.
+
+        The manifest comes last: a torn transaction then has none, and recovery knows it by its opening.
+        """
+        if not producer.all_arrive(self._transactions.timeout, self._is_late):
+            return producer.abort(producer.failure, self._is_late)
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
-            return producer.abort()
+            return producer.abort(give_up=self._is_late)
+        refused = self._send_manifest(producer, records)
+        if refused is not None:
+            return refused
         self._transactions.reached(Step.BEFORE_COMMIT)
         self._transactions.reached(Step.COMMIT_SENT)
-        return producer.commit()
+        return producer.commit(self._is_late)
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records, are_buried=False)
@@ -313,7 +378,7 @@ class Term:
 
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """After an abort: forget what was scanned and not published, and look for the record that is to blame."""
-        if aborted.error is not None and aborted.record_at_fault:
+        if aborted.error is not None and aborted.record_at_fault and not self._sizes_explain(aborted.error, records):
             self._culprits.set_aside(records)
         self._forget_scanned()
         if aborted.error is not None:
@@ -321,6 +386,15 @@ class Term:
             if not aborted.record_at_fault:
                 self._with.kafka.began(aborted.error.str())
                 self._waiting.rest(self._timing.io_error_backoff)
+
+    def _sizes_explain(self, error: KafkaError, records: Sequence[StoredRecord]) -> bool:
+        """Whether a batch was too large, and it is known how to go on: with smaller ones, or without some records."""
+        if error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
+            return False
+        batches = self._with.batches
+        before = batches.limit
+        batches.refused(set(map(_topic_of, records)))
+        return batches.limit != before or bool(batches.too_large(records))
 
     def _forget_scanned(self) -> None:
         self._join_scan()
@@ -334,7 +408,7 @@ class Term:
 
     # -- trials and dead letters
 
-    def _try(self, producer: TransactionalProducer) -> Ended | None:
+    def _try(self, producer: RecordProducer) -> Ended | None:
         """A transaction of records one of which may be to blame for the failure of another transaction."""
         group, patience = self._culprits.next_group()
         records = list(group)
@@ -344,7 +418,7 @@ class Term:
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []
-            unfinished = producer.begin() or self._fill(producer, records, failures)
+            unfinished = self._fill(producer, records, failures)
             outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
@@ -356,16 +430,19 @@ class Term:
 
     def _commit_in_time(
         self,
-        producer: TransactionalProducer,
+        producer: RecordProducer,
         records: list[StoredRecord],
         failures: list[Failure],
         patience: float | None,
     ) -> Outcome:
         """Commit, but for what has not arrived within so many seconds; None to wait as for any transaction."""
-        if patience is not None and not producer.all_arrive(patience):
-            aborted = producer.abort()
-            return aborted if isinstance(aborted, Ended) else self._culprits.was_too_slow(records, failures)
-        return self._commit(producer)
+        if patience is not None and not producer.all_arrive(patience, self._is_late):
+            failure = producer.failure
+            aborted = producer.abort(failure, self._is_late)
+            if failure is not None or isinstance(aborted, Ended):
+                return aborted
+            return self._culprits.was_too_slow(records, failures)
+        return self._commit(producer, records)
 
     def _conclude(
         self, outcome: Committed | Aborted, records: list[StoredRecord], failures: list[Failure], took: float
@@ -377,10 +454,8 @@ class Term:
             self._culprits.judge(outcome, records, failures)
         self._forget_scanned()
 
-    def _write_letters(
-        self, producer: TransactionalProducer, records: list[StoredRecord], failures: list[Failure]
-    ) -> Outcome:
-        ended = producer.begin()
+    def _write_letters(self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure]) -> Outcome:
+        ended = producer.begin() or self._send_opening(producer, records)
         sent = ended or producer.send(records, self._leadership.over, failures)
         if isinstance(sent, Ended):
             return sent
@@ -388,11 +463,10 @@ class Term:
             failures += sent.refused
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
-            return producer.abort()
-        refused = self._send_manifest(producer, records)
-        return refused or self._commit_in_time(producer, records, failures, self._letters.patience)
+            return producer.abort(give_up=self._is_late)
+        return self._commit_in_time(producer, records, failures, self._letters.patience)
 
-    def _bury(self, producer: TransactionalProducer, letters: Sequence[StoredRecord]) -> Ended | None:
+    def _bury(self, producer: RecordProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         """A transaction of dead letters."""
         records: list[StoredRecord] = list(letters)
         failures: list[Failure] = []

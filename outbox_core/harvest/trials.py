@@ -29,8 +29,9 @@ from outbox_core.ports import LaneKey, StoredRecord, bytes_of
 Group = Sequence[StoredRecord]
 
 _SHARE = 0.25
+_MOST_DEBT_SECONDS = 2.0
 _HUGE = 2**62
-_TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_MSG_SIZE)
+TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE, KafkaError.INVALID_MSG_SIZE)
 
 
 class Trials:
@@ -82,8 +83,12 @@ class Trials:
         self._credit = min(self._credit + _SHARE * seconds, 1.0)
 
     def tried(self, seconds: float) -> None:
-        """So much time went into a trial."""
-        self._credit -= seconds
+        """So much time went into a trial.
+
+        While nothing can be delivered, trials are all that is done, and may take minutes. The work of the time after
+        that does not have to earn all of them.
+        """
+        self._credit = max(self._credit - seconds, -_MOST_DEBT_SECONDS)
 
     def set_aside(self, group: Group) -> None:
         """A transaction of these records failed."""
@@ -122,7 +127,7 @@ class Trials:
 
     def refused(self, record: StoredRecord, code: int) -> None:
         """This record is bad."""
-        if code in _TOO_LARGE:
+        if code in TOO_LARGE:
             size, topic = _size(record), record[1]
             self._smallest_refused[topic] = min(size, self._smallest_refused.get(topic, size))
 
@@ -139,7 +144,7 @@ class Trials:
 
     def _parts(self, group: Group, named: Collection[int], code: int | None) -> list[Group]:
         chosen: Collection[int] = named
-        if code in _TOO_LARGE:
+        if code in TOO_LARGE:
             sure = {record[0] for record in group if _size(record) >= self._smallest_refused.get(record[1], _HUGE)}
             if sure:
                 others, suspects = _apart(group, sure)
@@ -169,7 +174,21 @@ def _apart(group: Group, chosen: Collection[int]) -> tuple[Group, Group]:
     return others, later
 
 
+def sizes_of(record: StoredRecord) -> dict[str, int]:
+    """About as many bytes as its columns have in Kafka."""
+    return {
+        "kafka_key": _bytes_of(record[2]),
+        "kafka_value": _bytes_of(record[3]),
+        "kafka_header_keys": sum(map(_bytes_of, record[4] or ())),
+        "kafka_header_values": sum(map(_bytes_of, record[5] or ())),
+    }
+
+
+def _bytes_of(part: bytes | str | None) -> int:
+    if not isinstance(part, str):
+        return len(part or b"")
+    return len(part) if part.isascii() else len(part.encode())
+
+
 def _size(record: StoredRecord) -> int:
-    """About as many bytes as it has in Kafka."""
-    headers = sum(len(name) for name in record[4] or ()) + sum(len(value or "") for value in record[5] or ())
-    return len(record[2] or "") + len(record[3] or "") + headers
+    return sum(sizes_of(record).values())

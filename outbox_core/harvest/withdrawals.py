@@ -36,7 +36,8 @@ class Withdrawals:
         self._since_mark: set[Who] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._reasons)
+        # The marks may be cleared before the mark answers that was under way: its answer is judged all the same.
+        return bool(self._reasons or self._since_mark)
 
     @property
     def lanes(self) -> set[LaneKey]:

@@ -40,6 +40,7 @@ from outbox_core.ports import (
     WITHHELD_BYTES,
     Backlog,
     Floor,
+    HeldKey,
     HoldSet,
     LaneKey,
     MarkedBatch,
@@ -74,7 +75,6 @@ WHERE c.oid = to_regclass(%s)
 
 # Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
 _SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
-
 
 # Whether a message would be larger than any client of ours takes is looked at for each row that is returned only if one
 # of them is.
@@ -344,6 +344,14 @@ WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE
 ORDER BY id
 """
 
+_FIND = """
+SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
+FROM {table} AS stored
+WHERE id = ANY (%(ids)s::bigint[])
+ORDER BY id
+"""
+
 # Ids may come back: a hold is of the row that has its topic and key, too.
 _IS_OF_RECORD = """
 held.outbox = %(outbox)s AND held.record_id = stored.id AND held.kafka_topic = coalesce(stored.kafka_topic, '')
@@ -434,7 +442,6 @@ _SERVER_ID_WITHHELD = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.FeatureNotSupported,
 )
-
 # Of the server and its resources: a transaction or session that was ended, no more memory or connections, a shutdown,
 # an internal error. None of them says anything about the table.
 _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
@@ -444,6 +451,7 @@ _OF_ANOTHER_TABLE = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.DatatypeMismatch,
 )
+_KEY = 2
 _VALUE = 3
 _WITHHELD = 8
 _SELECTED = 9
@@ -514,7 +522,7 @@ class PostgresStore:
         self._has_holds: bool | None = None
         self._may_change_holds = True
         self._role = ""
-        self._fetch = ""
+        self._fetch = self._find = ""
         self._was_altered = False  # since the last mark or scan that succeeded
         self._formatted: dict[tuple[object, ...], str] = {}
         self._holds = NO_HOLDS
@@ -733,6 +741,12 @@ class PostgresStore:
         parameters = {"ids": _array(ids), "outbox": self._known_as(), "max_message": self._max_message_bytes}
         return self._without_large_values(self._query(self._fetch, parameters))
 
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """The rows of these ids, by ascending id, whoever marked them."""
+        if not self._find:
+            self.check()
+        return self._query(self._find, {"ids": _array(ids)})  # type: ignore[return-value]
+
     def bury(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and with them their holds; return how many rows."""
         parameters = {"ids": _array(ids), "create_times": _array(create_times), "outbox": self._known_as()}
@@ -767,7 +781,10 @@ class PostgresStore:
             statement = self._format(_FIND_MARKED, topic=_TOPIC, held_key=_HELD_KEY, **_RELAYS)
             found = self._query(statement, {"limit": limit})
             if found:
-                self.hold([NewHold(topic, key, identity, MARKED, _MARKED_ERROR) for identity, topic, key in found])
+                holds = [
+                    NewHold(topic, _as_held(key), identity, MARKED, _MARKED_ERROR) for identity, topic, key in found
+                ]
+                self.hold(holds)
                 ids = _array([identity for identity, _, _ in found])
                 self._execute(self._format(_CLEAR_MARKS_OF, **_RELAYS), {"ids": ids})
         return len(found)
@@ -952,13 +969,16 @@ class PostgresStore:
         self._scan = self._format(_SCAN, exclusion="", **parts)
         self._scan_excluding = self._format(_SCAN, exclusion=f"{_EXCLUSION} {HELD}", **parts)
         self._fetch = self._format(_FETCH, is_of_record=_IS_OF_RECORD, **parts)
+        self._find = self._format(_FIND, **parts)
 
     def _without_large_values(self, rows: list[tuple[Any, ...]]) -> Sequence[StoredRecord]:
         """Records of these rows; `Withheld` stands for what was not read of those that are too large."""
         if any(map(_withheld_of, rows)):
             limit = self._max_message_bytes
             rows = [
-                row if row[_WITHHELD] is None else (*row[:_VALUE], Withheld(row[_WITHHELD], limit), *row[_VALUE + 1 :])
+                row
+                if row[_WITHHELD] is None
+                else (*row[:_KEY], _as_held(row[_KEY]), Withheld(row[_WITHHELD], limit), *row[_VALUE + 1 :])
                 for row in rows
             ]
         return rows  # type: ignore[return-value]
@@ -1122,6 +1142,10 @@ def _is_about_rights(error: OutboxTableError) -> bool:
 def _array(numbers: Sequence[int]) -> str:
     """An array as one text parameter: psycopg would adapt a list element by element."""
     return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _as_held(key: str | None) -> HeldKey | None:
+    return None if key is None else HeldKey(key)
 
 
 def _excluded(lanes: Collection[LaneKey]) -> dict[str, Any]:

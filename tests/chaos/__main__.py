@@ -1,12 +1,15 @@
 """`python -m tests.chaos`: a long chaos run with a report; `make chaos` calls it."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
 
 from tests.chaos.run import ChaosRun, new_seed
+from tests.chaos.schedule import DECKS
 from tests.chaos.services import Services
+from tests.chaos.worker import BREACHES
 
 _OUTBOXES = 5
 
@@ -20,17 +23,25 @@ def main() -> int:
     parser.add_argument("--outboxes", type=int, default=_OUTBOXES)
     parser.add_argument("--rate", type=float, default=2000.0, help="records per second, of all outboxes together")
     parser.add_argument("--least-faults", type=int, default=0, help="go on until so many faults were done")
+    parser.add_argument("--late-requests", type=int, default=0, help="go on until so many have arrived late")
+    parser.add_argument("--least-records", type=int, default=0, help="go on until so many have been delivered")
+    parser.add_argument("--brokers", type=int, choices=[1, 3], default=1)
+    parser.add_argument("--deck", choices=DECKS, default="all", help="which faults: see tests/chaos/schedule.py")
+    parser.add_argument("--breach", choices=list(BREACHES), default="", help="a rule that harvesters break")
+    parser.add_argument("--hostile", action="store_true", help="hostile rows are written all the time")
     parser.add_argument(
         "--two-leaders", action="store_true", help="no faults, but harvesters that always believe to lead"
     )
     parser.add_argument("--directory", type=Path, default=None, help="for the report, journals and logs")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or its services would outlive it
     seed = options.seed if options.seed is not None else new_seed()
     directory = options.directory or Path(f"/tmp/chaos/{options.mode}-{time.strftime('%H%M%S')}-{seed}")  # noqa: S108
-    _say(f"chaos: {options.mode}, seed {seed}, report in {directory}")
-    leading = "always" if options.two_leaders else "mixed" if options.mode == "exactly-once" else "elected"
+    _say(f"chaos: {options.mode}, {options.brokers} broker(s), deck {options.deck}, seed {seed}, report in {directory}")
+    mixed = options.mode == "exactly-once" and options.deck in {"faults", "all"}
+    leading = "always" if options.two_leaders else "mixed" if mixed else "elected"
     with (
-        Services() as services,
+        Services(options.brokers) as services,
         ChaosRun(
             services,
             delivery=options.mode,
@@ -40,10 +51,19 @@ def main() -> int:
             directory=directory,
             leading=leading,
             limits={"mark_query_records": 25} if options.two_leaders else None,  # many small transactions
+            deck=options.deck,
+            breach=options.breach,
+            hostile=options.hostile,
             say=_say,
         ) as chaos,
     ):
-        report = chaos.run(60 * options.minutes, least_faults=options.least_faults, faults=not options.two_leaders)
+        report = chaos.run(
+            60 * options.minutes,
+            least_faults=options.least_faults,
+            late_requests=options.late_requests,
+            least_records=options.least_records,
+            faults=not options.two_leaders,
+        )
         sides = [outbox.committed_by_side for outbox in chaos.outboxes]
     path = report.write(directory)
     _say(f"{report.summary()}\ntransactions by each harvester's side: {sides}\nreport: {path}")

@@ -9,11 +9,13 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
+from outbox_core.election.leadership import now
 from outbox_core.errors import StoreUnavailable
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.term import Term
 from outbox_core.harvest.tracking import _Reader
-from outbox_core.harvest.transaction import Aborted, Committed, Ended, TransactionalProducer
+from outbox_core.harvest.transaction import Aborted, Committed, Ended
 from outbox_core.kafka import TopicPartition, make_consumer
 from outbox_core.stores.postgres import PostgresStore
 
@@ -71,7 +73,7 @@ class KeepsScannedRows(Term):
         self._scanning = scanning
 
 
-class FailsOnce(TransactionalProducer):
+class FailsOnce(RecordProducer):
     """The broker could not take a record of the first transaction."""
 
     failed = False
@@ -143,7 +145,7 @@ class ReadsToStableOffset(_Reader):
 # -- 7. Nobody knows the outcome of a commit that timed out
 
 
-class TimesOutOnce(TransactionalProducer):
+class TimesOutOnce(RecordProducer):
     """The answer to the first commit never comes.
 
     Attributes:
@@ -198,6 +200,32 @@ class TrustsCommit(TimesOutOnce):
     def commit(self):
         outcome = super().commit()
         return Committed() if isinstance(outcome, Ended) else outcome
+
+
+# -- 8. No transaction begins in an epoch in which an EndTxn may have been sent twice
+
+
+class TrustsItsEpoch(RecordProducer):
+    """The producer goes on in its epoch although a late EndTxn may be on its way."""
+
+    def begin(self):
+        self._must_replace = False
+        return super().begin()
+
+
+# -- 9. A torn transaction is recognised: opening first, manifest when all has arrived
+
+
+class TakesTransactionsForWhole(Term):
+    """The manifest is produced behind the records, whether they arrive or not, and nothing before them."""
+
+    def _send_opening(self, producer, records):
+        del producer, records
+
+    def _commit(self, producer, records):
+        if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
+            return producer.abort()
+        return self._send_manifest(producer, records) or producer.commit()
 
 
 class Gate:

@@ -16,6 +16,13 @@ def services():
 
 
 @pytest.fixture
+def three_brokers(cluster):
+    """Postgres, and the session's three brokers behind proxies."""
+    with Services(cluster=cluster) as services:
+        yield services
+
+
+@pytest.fixture
 def say(capsys):
     """Print past pytest's capture: the numbers are worth reading when a run is clean, too."""
 
@@ -27,10 +34,11 @@ def say(capsys):
 
 
 @pytest.fixture
-def make_run(services, tmp_path, say):
-    """A factory for runs on the shared services; OUTBOX_TEST_SEED repeats a schedule."""
+def make_run(request, tmp_path, say):
+    """A factory for runs, on the shared services unless others are named; OUTBOX_TEST_SEED repeats a schedule."""
 
-    def make(name, **settings):
+    def make(name, services=None, **settings):
+        services = services or request.getfixturevalue("services")
         seed = int(os.environ.get("OUTBOX_TEST_SEED", new_seed()))
         say(f"seed {seed}, logs in {tmp_path}")
         return ChaosRun(services, name=name, seed=seed, directory=tmp_path, say=say, **settings)

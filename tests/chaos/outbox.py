@@ -2,8 +2,8 @@
 
 import random
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import psycopg
 from confluent_kafka import KafkaException, Producer
 
+from devstack.cluster import TRANSACTION_STATE, ProxyGroup
+from devstack.errors import DevstackError
+from devstack.frame_proxy import Api, Match
 from devstack.processes import wait_until
 from devstack.proxy import TcpProxy
 from outbox_core.config import HarvestConfig
@@ -19,6 +22,7 @@ from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from tests.chaos.checker import STRANGER, Lane
 from tests.chaos.failpoints import Failpoint
+from tests.chaos.late import LATE_KINDS, LateArrival, LateKind, Net, caught_in, deliver, of_clients, of_transactions
 from tests.chaos.process import HarvesterProcess
 from tests.chaos.schedule import Fault
 from tests.chaos.services import SIDES, Services
@@ -39,6 +43,8 @@ _LIMITS = {
 _KAFKA = {"session.timeout.ms": int(SESSION_SECONDS * 1000), "reconnect.backoff.max.ms": 500}
 _LEADER_SECONDS = 40.0
 _SPRING_SECONDS = 12.0
+_CATCH_SECONDS = 15.0
+_PARTITIONS = 3
 _RELEASE_SECONDS = 60.0
 
 
@@ -48,10 +54,12 @@ class Hit(NamedTuple):
     Attributes:
         what: details.
         at: when it took effect, in seconds since the epoch.
+        late: what became of a late request.
     """
 
     what: str
     at: float
+    late: LateArrival | None = None
 
 
 class Missed(Exception):
@@ -79,6 +87,7 @@ class ChaosOutbox:
         delivery: the harvesters' mode.
         always_leads: whether all of its harvesters always believe to lead.
         limits: what differs from the quick limits of the suite.
+        breach: a rule that its harvesters break (`tests.chaos.worker.BREACHES`), '' for none.
     """
 
     def __init__(
@@ -90,9 +99,12 @@ class ChaosOutbox:
         delivery: str,
         always_leads: bool = False,
         limits: dict[str, Any] | None = None,
+        breach: str = "",
     ) -> None:
         self.name = name
         self.topics = [f"{name}-orders", f"{name}-payments"]
+        self.compacted_topic = f"{name}-compacted"
+        self._breach = breach
         self.delivery = delivery
         self._services = services
         self._directory = directory
@@ -201,15 +213,20 @@ class ChaosOutbox:
             always_leads=self._always_leads if always_leads is None else always_leads,
             kafka=_KAFKA,
             limits=self._limits,
+            breach=self._breach,
         )
         return HarvesterProcess(settings, self._directory / f"{name}.log")
 
     # -- what is in the database
 
     def pending(self) -> int:
-        """Rows in the outbox."""
+        """Rows of the load in the outbox: their values begin with a number."""
+        query = (
+            f"SELECT count(*) FROM {self.name} "
+            "WHERE octet_length(kafka_value) > 0 AND get_byte(kafka_value, 0) BETWEEN 48 AND 57"
+        )
         with psycopg.connect(self._services.postgres.dsn) as connection:
-            return connection.execute(f"SELECT count(*) FROM {self.name}").fetchone()[0]
+            return connection.execute(query).fetchone()[0]
 
     def committed(self) -> dict[Lane, list[int]]:
         """Everything that was committed, by lane."""
@@ -240,8 +257,109 @@ class ChaosOutbox:
             "two-leaders": lambda: self._two_leaders(fault),
             "rival": lambda: self._rival(fault, lingers=False),
             "rival-lingers": lambda: self._rival(fault, lingers=True),
+            "late": lambda: self._late(LATE_KINDS[what], fault),
+            "move-leader": lambda: self._move(fault, coordinator=False),
+            "move-coordinator": lambda: self._move(fault, coordinator=True),
+            "cut-leader": lambda: self._cut_one_broker(what, fault, coordinator=False),
+            "cut-coordinator": lambda: self._cut_one_broker(what, fault, coordinator=True),
         }
-        return doing[kind]()
+        try:
+            return doing[kind]()
+        except DevstackError as error:  # a broker that is away cannot lead
+            raise Missed(str(error)) from None
+
+    @property
+    def _transactional_id(self) -> str:
+        return self._names.transactional_id
+
+    @property
+    def _names(self) -> TrackingNames:
+        return HarvestConfig(base_kafka_config={}).tracking_names(f"postgres.public.{self.name}")
+
+    def _late(self, kind: LateKind, fault: Fault) -> Hit:
+        """Catch a request of this outbox's leader, and deliver it when later transactions are open."""
+        exactly_once = self.delivery == "exactly-once"
+        identity = self._transactional_id if exactly_once else None
+        of_both_sides = self._services.frame_proxies()
+        leader = self.leader().name
+        with (
+            caught_in(Net(of_both_sides, lambda proxy: proxy.hold(self._match(kind)))) as net,
+            self._provoked(kind),
+        ):
+            trap = net.wait(_CATCH_SECONDS)
+            if trap is None:
+                raise Missed("no such request came along")
+            at = time.time()
+            if not exactly_once and not self._goes_on_leading(leader, kind):
+                trap.drop()  # bytes of a leader that was deposed meanwhile: only exactly once excludes their harm
+                raise Missed("leadership changed while the request was held")
+            arrival = deliver(trap, fault, of_both_sides, identity)
+        code = "" if arrival.code is None else f", code {arrival.code}"
+        return Hit(f"{arrival.request} {arrival.end} after {arrival.seconds:.2f} s{code}", at, arrival)
+
+    def _match(self, kind: LateKind) -> Match:
+        if kind.api in {Api.FETCH, Api.LIST_OFFSETS}:
+            return of_clients(kind.api, f"{self.name}-")
+        if self.delivery == "exactly-once":
+            return of_transactions(kind.api, self._transactional_id, commits=kind.commits)
+        return of_clients(kind.api, f"{self.name}-", mentions=self.topics[0].encode())
+
+    @contextmanager
+    def _provoked(self, kind: LateKind) -> Iterator[None]:
+        """Let the harvester send such a request, if the load alone does not."""
+        if kind.comes_with == "new-leader":
+            self.leader().kill()
+            self.ensure()
+        if kind.comes_with != "bad-record":
+            yield
+            return
+        # A record without a key is refused by a compacted topic, and its transaction aborted.
+        self._execute(f"INSERT INTO {self.name} (kafka_topic, kafka_value) VALUES (%s, 'x')", self.compacted_topic)
+        try:
+            yield
+        finally:
+            with suppress(psycopg.Error, OutboxError, Missed):
+                self._execute(f"DELETE FROM {self.name} WHERE kafka_topic = %s", self.compacted_topic)
+                with psycopg.connect(self._services.postgres.dsn, autocommit=True) as connection:
+                    Holds(self.name).release_records(connection, topic=self.compacted_topic)
+
+    def _goes_on_leading(self, leader: str, kind: LateKind) -> bool:
+        if kind.comes_with == "new-leader":
+            return True
+        time.sleep(1.0)  # the request has been repeated by now
+        return any(process.name == leader and process.led_at is not None for process in self.running())
+
+    def _execute(self, statement: str, *parameters: Any) -> None:
+        try:
+            with psycopg.connect(self._services.postgres.dsn, autocommit=True) as connection:
+                connection.execute(statement, parameters)
+        except psycopg.OperationalError as error:
+            raise Missed(f"the database is away: {error}") from None
+
+    def _broker_of(self, fault: Fault, *, coordinator: bool) -> tuple[int, str, int]:
+        """The broker that coordinates our transactions, or leads one of our partitions; with that partition."""
+        cluster = self._services.cluster
+        if coordinator:
+            partition = cluster.coordinating_partition(self._transactional_id)
+            return cluster.coordinator_of(self._transactional_id), TRANSACTION_STATE, partition
+        topic, partition = self.topics[fault.count % len(self.topics)], fault.count % _PARTITIONS
+        return cluster.leader_of(topic, partition), topic, partition
+
+    def _move(self, fault: Fault, *, coordinator: bool) -> Hit:
+        broker, topic, partition = self._broker_of(fault, coordinator=coordinator)
+        at, target = time.time(), (broker + fault.count) % 3 + 1
+        if target == broker:
+            target = broker % 3 + 1
+        self._services.cluster.move_leader(topic, partition, target)
+        return Hit(f"{topic}[{partition}] from {broker} to {target}", at)
+
+    def _cut_one_broker(self, how: str, fault: Fault, *, coordinator: bool) -> Hit:
+        leader = self.leader()
+        side = self._crew.members.index(leader)
+        broker, topic, partition = self._broker_of(fault, coordinator=coordinator)
+        at, seconds = time.time(), 0.2 + 5 * fault.share
+        cut_off(self._services.brokers[side].of[broker], how, seconds)
+        return Hit(f"{topic}[{partition}]: broker {broker} from side {side} for {seconds:.1f} s", at)
 
     def _hold(self, then: str, fault: Fault, *, records: bool) -> Hit:
         """Pause a topic, or some keys by waiting records; release them after a while, perhaps under a new leader."""
@@ -357,7 +475,7 @@ class ChaosOutbox:
 
     def _rival(self, fault: Fault, *, lingers: bool) -> Hit:
         """A producer with the same transactional.id fences the leader, leaves a transaction open and goes away."""
-        names = HarvestConfig(base_kafka_config={}).tracking_names(f"postgres.public.{self.name}")
+        names = self._names
         bootstrap = self._services.kafka.bootstrap
         try:
             rival = fence(bootstrap, names, self.topics, timeout_seconds=TRANSACTION_SECONDS)
@@ -395,7 +513,7 @@ def fence(bootstrap: str, names: TrackingNames, topics: list[str], *, timeout_se
     return rival
 
 
-def cut_off(proxy: TcpProxy, how: str, seconds: float) -> None:
+def cut_off(proxy: TcpProxy | ProxyGroup, how: str, seconds: float) -> None:
     """Cut a proxy's connections for a while.
 
     Args:

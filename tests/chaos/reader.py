@@ -57,6 +57,7 @@ class Reader:
         checker: judges what is read. To be looked at from other threads only for its counts.
         pulses: by outbox.
         measuring: whether pauses count.
+        odd: records that are not of the load but of hostile rows.
     """
 
     def __init__(self, bootstrap: str, topics: dict[str, str], partitions: int) -> None:
@@ -64,6 +65,7 @@ class Reader:
         self.pulses = {outbox: Pulse() for outbox in topics.values()}
         self.measuring = threading.Event()
         self.failure: BaseException | None = None
+        self.odd = 0
         self._bootstrap = bootstrap
         self._outboxes = topics
         self._places = [(topic, number) for topic in topics for number in range(partitions)]
@@ -121,7 +123,10 @@ class Reader:
         error = message.error()
         place = message.topic(), message.partition()
         if error is None:
-            self.checker.see(_arrival(message))
+            if (message.value() or b"x")[:1].isdigit():
+                self.checker.see(_arrival(message))
+            else:
+                self.odd += 1
             self._reached[place] = message.offset() + 1
             self._note_pulse(self.pulses[self._outboxes[message.topic()]], message.timestamp()[1] / 1000)
         elif error.code() == KafkaError._PARTITION_EOF:

@@ -4,10 +4,15 @@ import json
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from tests.chaos.late import LateArrival
 
 _SHOWN = 40
 _FROZEN_KINDS = ("freeze-leader", "stop:")
 _LATE_SECONDS = 15.0
+DRAIN_SECONDS = 30.0
+"""Within which nothing waits any more once the last fault is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +28,7 @@ class Happened:
         what: details.
         recovered: seconds from the fault's beginning to the next record produced after it that was read; None if none
             came in time.
+        late: what became of a late request.
     """
 
     at: float
@@ -32,6 +38,7 @@ class Happened:
     kind: str
     what: str
     recovered: float | None
+    late: LateArrival | None = None
 
 
 @dataclass(kw_only=True)
@@ -41,6 +48,11 @@ class Report:
     Attributes:
         excused: in at-least-once mode, violations within the reach of a frozen process: bytes that were already on
             their way arrive late, which only exactly once excludes.
+        drained: seconds from the end of the last fault and of the load until nothing waited; None if something still
+            did in the end.
+        odd: records of hostile rows that were published.
+        hostile: hostile rows that were written, by what the database said to them.
+        setting: of the run, for whoever reads the report.
     """
 
     delivery: str
@@ -66,6 +78,15 @@ class Report:
     violations: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     left_in_outbox: int = 0
+    drained: float | None = None
+    odd: int = 0
+    hostile: dict[str, int] = field(default_factory=dict)
+    setting: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def late(self) -> list[LateArrival]:
+        """The late requests that were delivered."""
+        return [fault.late for fault in self.faults if fault.late is not None and fault.late.end != "lost"]
 
     @property
     def by_kind(self) -> dict[str, int]:
@@ -85,6 +106,8 @@ class Report:
             "harvesters that ended by themselves": len(self.failures),
             "partitions not read to their end": len(self.unread),
         }
+        if self.drained is not None and self.drained > DRAIN_SECONDS:
+            found[f"seconds until nothing waited, more than {DRAIN_SECONDS:.0f}"] = round(self.drained)
         if self.delivery == "exactly-once":
             found["repeated (adjacent)"] = self.repeated_adjacent
         frozen = sum(fault.kind.startswith(_FROZEN_KINDS) for fault in self.faults)
@@ -95,7 +118,12 @@ class Report:
     def write(self, directory: Path) -> Path:
         """Write `report.json` and `report.md`; returns the latter."""
         directory.mkdir(parents=True, exist_ok=True)
-        data = {**asdict(self), "by_kind": self.by_kind, "problems": self.problems}
+        data = {
+            **asdict(self),
+            "by_kind": self.by_kind,
+            "late": [asdict(one) for one in self.late],
+            "problems": self.problems,
+        }
         (directory / "report.json").write_text(json.dumps(data, indent=1))
         path = directory / "report.md"
         path.write_text(self.markdown())
@@ -110,9 +138,27 @@ class Report:
             f"lost {self.lost}, repeated {self.repeated_adjacent} adjacent + {self.repeated_distant} distant, "
             f"reordered {self.reordered}, strangers {self.strangers}, mislabelled {self.mislabelled}, "
             f"after a freeze {self.excused}\n"
-            f"longest pause {self.longest_pause:.1f} s; "
+            f"late requests {len(self.late)}, of them ends of transactions {self._ends_of_transactions()}\n"
+            f"longest pause {self.longest_pause:.1f} s; nothing waiting {self._drained()}; "
             + ("clean" if not self.problems else "NOT CLEAN: " + "; ".join(self.problems))
         )
+
+    def _ends_of_transactions(self) -> str:
+        ends = [arrival for arrival in self.late if arrival.request.startswith("END_TXN")]
+        return f"{len(ends)} ({sum(arrival.code == 0 for arrival in ends)} took effect)"
+
+    def _drained(self) -> str:
+        return "?" if self.drained is None else f"{self.drained:.1f} s after the last fault"
+
+    def late_table(self) -> list[str]:
+        """Late requests by their kind and by what brokers said."""
+        codes = Counter((arrival.request, arrival.end, arrival.code) for arrival in self.late)
+        lines = ["", "| Late request | End | Code | Times |", "|---|---|---|---|"]
+        lines += [
+            f"| {request} | {end} | {'-' if code is None else code} | {times} |"
+            for (request, end, code), times in sorted(codes.items(), key=str)
+        ]
+        return lines if codes else []
 
     def markdown(self) -> str:
         """The whole report for people."""
@@ -125,6 +171,10 @@ class Report:
             times = sorted(seconds for seconds in recoveries[kind] if seconds is not None)
             shown = f"{times[len(times) // 2]:.1f} | {times[-1]:.1f}" if times else "- | -"
             lines.append(f"| {kind} | {len(recoveries[kind])} | {shown} |")
+        lines += self.late_table()
+        if self.hostile:
+            lines += ["", f"Hostile rows: {self.hostile}; {self.odd} were published.", ""]
+        lines += ["", f"Setting: {self.setting}"]
         for title, entries in (
             ("Violations", self.violations),
             ("Harvesters that ended by themselves", self.failures),

@@ -4,6 +4,7 @@ import random
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from devstack.processes import wait_until
+from tests.chaos.hostile import HostileWriter
 from tests.chaos.load import LoadProcess, LoadSettings
 from tests.chaos.outbox import ChaosOutbox, Hit, Missed, cut_off
 from tests.chaos.reader import Reader
@@ -22,6 +24,7 @@ PARTITIONS = 3
 _RECOVERY_SECONDS = 30.0
 _DRAIN_SECONDS = 120.0
 _PROGRESS_SECONDS = 10.0
+_SYNC_SECONDS = 90.0
 _ATTEMPTS = 3
 
 Say = Callable[[str], None]
@@ -40,6 +43,9 @@ class ChaosRun:
         directory: for journals, logs and the report; a temporary one by default.
         leading: "elected"; "always" for harvesters that all believe to lead; "mixed" for one such outbox among others.
         limits: limits of the harvesters that differ from the suite's.
+        deck: of faults (`tests.chaos.schedule`).
+        breach: a rule that the harvesters break (`tests.chaos.worker.BREACHES`), '' for none.
+        hostile: whether a role with INSERT alone writes hostile rows all the time.
         say: told how it goes.
     """
 
@@ -55,6 +61,9 @@ class ChaosRun:
         directory: Path | None = None,
         leading: str = "elected",
         limits: dict[str, Any] | None = None,
+        deck: str = "faults",
+        breach: str = "",
+        hostile: bool = False,
         say: Say = lambda _: None,
     ) -> None:
         self.services = services
@@ -63,7 +72,10 @@ class ChaosRun:
         self._seed = seed
         self._directory = directory or Path(tempfile.mkdtemp(prefix="chaos-"))
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._schedule = Schedule(seed, delivery, outboxes)
+        self.schedule = Schedule(seed, delivery, outboxes, deck, len(services.brokers[0].of))
+        self._breach = breach
+        self._is_hostile = hostile
+        self._hostile: list[HostileWriter] = []
         self._rate = records_per_second / outboxes
         self._number = outboxes
         self._always_lead = [leading == "always" or (leading == "mixed" and not number) for number in range(outboxes)]
@@ -82,6 +94,8 @@ class ChaosRun:
             self.outboxes = [self._make_outbox(number, opening) for number in range(self._number)]
             topics = {topic: outbox.name for outbox in self.outboxes for topic in outbox.topics}
             self.services.make_topics(list(topics), PARTITIONS)
+            compacted = [outbox.compacted_topic for outbox in self.outboxes]
+            self.services.make_topics(compacted, 1, {"cleanup.policy": "compact"})
             settings = [
                 LoadSettings(
                     dsn=self.services.postgres.dsn,
@@ -93,6 +107,12 @@ class ChaosRun:
                 for outbox in self.outboxes
             ]
             self.load = opening.enter_context(LoadProcess(settings))
+            if self._is_hostile:
+                dsn = self.services.postgres.dsn
+                self._hostile = [
+                    opening.enter_context(HostileWriter(dsn, one.name, one.topics, constrained=bool(number % 2)))
+                    for number, one in enumerate(self.outboxes)
+                ]
             self.reader = Reader(self.services.kafka.bootstrap, topics, PARTITIONS)
             opening.callback(self.reader.stop)
             self._open = opening.pop_all()
@@ -109,18 +129,30 @@ class ChaosRun:
             delivery=self._delivery,
             always_leads=self._always_lead[number],
             limits=self._limits,
+            breach=self._breach,
         )
         opening.callback(outbox.discard)
         return outbox
 
     # -- the run
 
-    def run(self, seconds: float, *, least_faults: int = 0, one_of_each: bool = False, faults: bool = True) -> Report:
+    def run(
+        self,
+        seconds: float,
+        *,
+        least_faults: int = 0,
+        late_requests: int = 0,
+        least_records: int = 0,
+        one_of_each: bool = False,
+        faults: bool = True,
+    ) -> Report:
         """Load and faults for a while, then quiet, and the verdict.
 
         Args:
             seconds: how long faults are done and the load goes on.
             least_faults: go on until so many have been done.
+            late_requests: go on until so many have been delivered.
+            least_records: go on until so many have been read.
             one_of_each: end the faults once every kind has come; load and faults end when that is so, too.
             faults: False for none.
         """
@@ -129,7 +161,9 @@ class ChaosRun:
             for actor in actors:
                 actor.start()
             until = time.monotonic() + seconds
-            while self._goes_on(until, least_faults, actors if one_of_each else []):
+            while self._goes_on(until, actors if one_of_each else []) or (
+                not one_of_each and not self._errors and self._falls_short(least_faults, late_requests, least_records)
+            ):
                 time.sleep(0.2)
             self._stopping.set()
             for actor in actors:
@@ -163,27 +197,38 @@ class ChaosRun:
         if self._errors:
             raise self._errors[0]
         self.load.stop()
-        left = self._drain()
+        for writer in self._hostile:
+            writer.stop()
+        left, drained = self._drain()
         for outbox in self.outboxes:
             outbox.stop()
         unread = self.reader.finish(60)
         committed = {lane: numbers for outbox in self.outboxes for lane, numbers in outbox.committed().items()}
         checker = self.reader.checker
         checker.finish(committed)
-        return self._report(seconds, sum(map(len, committed.values())), left, unread)
+        report = self._report(seconds, sum(map(len, committed.values())), left, unread)
+        report.drained = drained
+        return report
 
-    def _goes_on(self, until: float, least_faults: int, to_finish: list[threading.Thread]) -> bool:
+    def _goes_on(self, until: float, to_finish: list[threading.Thread]) -> bool:
         if self._errors:
             return False
-        if to_finish:
-            return any(actor.is_alive() for actor in to_finish) and time.monotonic() < until
-        return time.monotonic() < until or len(self._happened) < least_faults
+        if to_finish and not any(actor.is_alive() for actor in to_finish):
+            return False
+        return time.monotonic() < until
+
+    def _falls_short(self, least_faults: int, late_requests: int, least_records: int) -> bool:
+        return (
+            len(self._happened) < least_faults
+            or sum(fault.late is not None for fault in self._happened) < late_requests
+            or self.reader.checker.received < least_records
+        )
 
     def _actors(self, *, one_of_each: bool) -> list[threading.Thread]:
         """Threads that do the faults: one for each outbox, one for the services."""
-        cards = [self._schedule.of_services(), *map(self._schedule.of_outbox, range(self._number))]
+        cards = [self.schedule.of_services(), *map(self.schedule.of_outbox, range(self._number))]
         if one_of_each:
-            sizes = self._schedule.sizes()
+            sizes = self.schedule.sizes()
             cards = [islice(faults, size) for faults, size in zip(cards, sizes, strict=True)]
         actors = [threading.Thread(target=self._act, args=(None, cards[0]), daemon=True)]
         for outbox, faults in zip(self.outboxes, cards[1:], strict=True):
@@ -220,6 +265,7 @@ class ChaosRun:
                 kind=fault.kind,
                 what=hit.what,
                 recovered=self._wait_for_recovery(outbox, hit.at),
+                late=hit.late,
             )
         )
         return True
@@ -237,11 +283,8 @@ class ChaosRun:
     def _disturb_services(self, fault: Fault) -> Hit:
         kind, _, how = fault.kind.partition(":")
         services, at = self.services, time.time()
-        if kind == "broker-kill":
-            services.kafka.kill()
-            time.sleep(2 * fault.share)
-            services.kafka.start()
-            return Hit(f"away for {time.time() - at:.1f} s", at)
+        if kind in {"broker-kill", "broker-isolated", "min-isr"}:
+            return self._disturb_brokers(kind, fault)
         if kind == "postgres-restart":
             services.postgres.kill_immediate()
             time.sleep(2 * fault.share)
@@ -251,18 +294,43 @@ class ChaosRun:
         cut_off(services.brokers[side], how, seconds)
         return Hit(f"side {side} for {seconds:.1f} s", at)
 
+    def _disturb_brokers(self, kind: str, fault: Fault) -> Hit:
+        at = time.time()
+        if not self.services.has_cluster:
+            self.services.kafka.kill()
+            time.sleep(2 * fault.share)
+            self.services.kafka.start()
+            return Hit(f"away for {time.time() - at:.1f} s", at)
+        cluster, number = self.services.cluster, fault.count % 3 + 1
+        if kind == "broker-isolated":
+            cluster.isolate(number)
+            time.sleep(2 + 4 * fault.share)
+            cluster.rejoin(number)
+        else:
+            ended = [number] if kind == "broker-kill" else [one for one in cluster.brokers if one != number]
+            for one in ended:
+                cluster.brokers[one].kill()
+            time.sleep(4 * fault.share)
+            for one in ended:
+                cluster.brokers[one].launch()
+        if not cluster.wait_until_in_sync(_SYNC_SECONDS):
+            raise AssertionError(f"replicas do not get in sync within {_SYNC_SECONDS:.0f} s after {kind}")
+        return Hit(f"{'all but ' if kind == 'min-isr' else ''}broker {number}, {time.time() - at:.1f} s", at)
+
     # -- the end
 
-    def _drain(self) -> int:
-        """Wait until the outboxes are empty; returns the rows that are left."""
+    def _drain(self) -> tuple[int, float | None]:
+        """Wait until the outboxes are empty; returns the rows that are left, and how long it took if none are."""
+        began = time.monotonic()
 
         def empty() -> bool:
             for outbox in self.outboxes:
                 outbox.ensure()
             return not any(outbox.pending() for outbox in self.outboxes)
 
-        wait_until(empty, timeout=_DRAIN_SECONDS, interval=0.5)
-        return sum(outbox.pending() for outbox in self.outboxes)
+        if wait_until(empty, timeout=_DRAIN_SECONDS, interval=0.5):
+            return 0, round(time.monotonic() - began, 1)
+        return sum(outbox.pending() for outbox in self.outboxes), None
 
     def _report(self, seconds: float, committed: int, left: int, unread: list[str]) -> Report:
         checker = self.reader.checker
@@ -308,6 +376,14 @@ class ChaosRun:
             violations=shown,
             unread=unread,
             left_in_outbox=left,
+            odd=self.reader.odd,
+            hostile=dict(sum((writer.written for writer in self._hostile), Counter())),
+            setting={
+                "deck": self.schedule.deck,
+                "brokers": self.schedule.brokers,
+                "breach": self._breach or "none",
+                "records a second": round(committed / seconds) if seconds else 0,
+            },
         )
 
     def _when(self, sent_at: float) -> str:

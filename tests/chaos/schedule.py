@@ -1,7 +1,13 @@
 """The schedule: which fault comes when, all of it drawn from one seed before the run begins.
 
 Every outbox has a list of faults of its own, and so have the services that all share. The lists are dealt like cards:
-each kind comes once before any comes twice, so that a short run has seen all of them.
+each kind comes once before any comes twice, so that a short run has seen all of them. A *deck* is what is dealt:
+
+    faults    processes that die or freeze, connections that are cut, holds, rivals
+    late      requests that arrive late (`tests.chaos.late`), half of them the end of a transaction
+    brokers   what only three brokers can suffer: leaders and coordinators that move or are cut off alone, a broker that
+              is killed or isolated from its controller, a min ISR that is lost
+    all       everything that there can be
 """
 
 import random
@@ -11,11 +17,14 @@ from itertools import count
 
 from tests.chaos.failpoints import AT_LEAST_ONCE_STEPS, EXACTLY_ONCE_STEPS
 
+DECKS = ("faults", "late", "brokers", "all")
 _CUTS = ("hold", "drop", "reset")
 # What a black hole has held back arrives late once it forwards again, also from a process that has long been deposed:
 # at-least-once delivery cannot exclude that (design, section 5), so there a cut loses what it swallows.
 _CUTS_THAT_LOSE = ("drop", "reset")
-_SHARED = ("broker-kill", "postgres-restart")
+_ENDS = ("late:end-txn-commit",) * 3 + ("late:end-txn-abort",) * 2
+_LATE_IN_TRANSACTIONS = ("late:produce", "late:add-partitions", "late:init-producer-id")
+_LATE_READS = ("late:fetch", "late:list-offsets")
 _SHORTEST_GAP, _LONGEST_GAP = 0.1, 1.5
 _SHARED_GAPS = (2.0, 8.0)
 
@@ -40,20 +49,38 @@ class Fault:
         return f"{self.kind} (gap {self.gap:.2f}, count {self.count}, share {self.share:.3f})"
 
 
-def outbox_kinds(delivery: str) -> list[str]:
-    """Faults that meet one outbox."""
+def outbox_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[str]:
+    """Faults that meet one outbox, those twice that come twice as often."""
     exactly_once = delivery == "exactly-once"
-    steps = EXACTLY_ONCE_STEPS if exactly_once else AT_LEAST_ONCE_STEPS
-    kinds = ["kill-leader", "freeze-leader", *(f"kill:{step}" for step in steps), *(f"stop:{step}" for step in steps)]
-    kinds += [f"cut-database:{how}" for how in _CUTS]
-    kinds += [f"hold-{what}:{then}" for what in ("topic", "records") for then in ("release", "kill-and-release")]
-    return [*kinds, "two-leaders", "rival", "rival-lingers"] if exactly_once else kinds
+    kinds: list[str] = []
+    if deck in {"faults", "all"}:
+        steps = EXACTLY_ONCE_STEPS if exactly_once else AT_LEAST_ONCE_STEPS
+        kinds += ["kill-leader", "freeze-leader", *(f"{do}:{step}" for do in ("kill", "stop") for step in steps)]
+        kinds += [f"cut-database:{how}" for how in _CUTS]
+        kinds += [f"hold-{what}:{then}" for what in ("topic", "records") for then in ("release", "kill-and-release")]
+        kinds += ["two-leaders", "rival", "rival-lingers"] if exactly_once else []
+    if deck in {"late", "all"}:
+        kinds += [*_ENDS, *_LATE_IN_TRANSACTIONS] if exactly_once else ["late:produce", "late:produce"]
+        kinds += _LATE_READS
+    if deck in {"brokers", "all"} and brokers > 1:
+        roles = ("leader", "coordinator") if exactly_once else ("leader",)
+        kinds += [f"move-{role}" for role in roles]
+        kinds += [f"cut-{role}:{how}" for role in roles for how in _cuts(delivery)]
+    return kinds
 
 
-def shared_kinds(delivery: str) -> list[str]:
+def shared_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[str]:
     """Faults of the services that all outboxes share."""
-    cuts = _CUTS if delivery == "exactly-once" else _CUTS_THAT_LOSE
-    return [*_SHARED, *(f"cut-broker:{how}" for how in cuts)]
+    kinds: list[str] = []
+    if deck in {"faults", "all"}:
+        kinds += ["broker-kill", "postgres-restart", *(f"cut-broker:{how}" for how in _cuts(delivery))]
+    if deck in {"brokers", "all"} and brokers > 1:
+        kinds += [*({"broker-kill"} - set(kinds)), "broker-isolated", "min-isr"]
+    return kinds
+
+
+def _cuts(delivery: str) -> tuple[str, ...]:
+    return _CUTS if delivery == "exactly-once" else _CUTS_THAT_LOSE
 
 
 @dataclass(frozen=True)
@@ -64,15 +91,29 @@ class Schedule:
         seed: from which everything is drawn.
         delivery: the harvesters' mode.
         outboxes: how many there are.
+        deck: what is dealt.
+        brokers: 1 or 3.
     """
 
     seed: int
     delivery: str
     outboxes: int
+    deck: str = "faults"
+    brokers: int = 1
+
+    def kinds(self) -> set[str]:
+        """Every kind that comes."""
+        return {*self._of_outbox(), *self._shared()}
+
+    def _of_outbox(self) -> list[str]:
+        return outbox_kinds(self.delivery, self.deck, self.brokers)
+
+    def _shared(self) -> list[str]:
+        return shared_kinds(self.delivery, self.deck, self.brokers)
 
     def of_outbox(self, number: int) -> Iterator[Fault]:
         """The faults of one outbox, without end."""
-        kinds = outbox_kinds(self.delivery)
+        kinds = self._of_outbox()
         for deal in count():
             # All outboxes shuffle the same cards in the same way and take turns.
             deck = random.Random(f"{self.seed}/{deal}").sample(kinds, len(kinds))
@@ -82,14 +123,14 @@ class Schedule:
 
     def sizes(self) -> list[int]:
         """How many faults make one of each kind: for the services, then for each outbox."""
-        kinds = outbox_kinds(self.delivery)
-        return [len(shared_kinds(self.delivery)), *(len(kinds[n :: self.outboxes]) for n in range(self.outboxes))]
+        kinds = self._of_outbox()
+        return [len(self._shared()), *(len(kinds[n :: self.outboxes]) for n in range(self.outboxes))]
 
     def of_services(self) -> Iterator[Fault]:
         """The faults of the shared services, without end."""
-        kinds = shared_kinds(self.delivery)
+        kinds = self._shared()
         generator = random.Random(f"{self.seed}/services")
-        while True:
+        while kinds:
             for kind in generator.sample(kinds, len(kinds)):
                 yield _fault(kind, generator, _SHARED_GAPS)
 

@@ -1,7 +1,7 @@
 """The services of a chaos run: Postgres and Kafka of its own, quick to notice faults, with proxies that cut them off.
 
-Every harvester is on one of two *sides*. The sides reach the broker through a proxy each, and every outbox reaches the
-database through one for each side.
+Every harvester is on one of two *sides*. Each side reaches the brokers, one or three, through proxies of its own, and
+every outbox reaches the database through one for each side.
 """
 
 import shutil
@@ -11,32 +11,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from devstack.cluster import KafkaCluster, ProxyGroup
+from devstack.errors import DevstackError
+from devstack.frame_proxy import FrameProxy
 from devstack.kafka import KafkaBroker
 from devstack.ports import LOCALHOST
 from devstack.postgres import Postgres
 from devstack.proxy import TcpProxy
 from outbox_core.kafka import NewTopic, make_admin
+from tests.services import QUICK
 
 SIDES = 2
-_QUICK = {
-    # Later than a broker needs to come back: while it is fenced, its coordinator takes the partitions of a transaction
-    # that has timed out for deleted, skips their markers and leaves the transaction open for ever ("Couldn't find
-    # leader endpoint for partitions"; Kafka 4.3.1). No client can mend that.
-    "transaction.abort.timed.out.transaction.cleanup.interval.ms": "3000",
-    "broker.session.timeout.ms": "2000",
-    "broker.heartbeat.interval.ms": "300",
-}
 
 
 class Services:
-    """Both services with their proxies, in a temporary directory. A context manager."""
+    """Both services with their proxies, in a temporary directory. A context manager.
 
-    def __init__(self) -> None:
+    Args:
+        brokers: 1 or 3.
+        cluster: three brokers that run already and belong to somebody else.
+    """
+
+    def __init__(self, brokers: int = 1, cluster: KafkaCluster | None = None) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-chaos-"))
         self._directory.chmod(0o711)  # Postgres may run as another user
         self.postgres = Postgres(self._directory / "postgres")
-        self.kafka = KafkaBroker(self._directory / "kafka", extra_properties=_QUICK, heap="640m")
-        self.brokers: list[TcpProxy] = []
+        self._is_borrowed = cluster is not None
+        place, quick = self._directory / "kafka", {"extra_properties": QUICK}
+        self.kafka: KafkaBroker | KafkaCluster
+        if cluster is not None or brokers > 1:
+            self.kafka = cluster or KafkaCluster(place, links=True, heap="448m", **quick)
+        else:
+            self.kafka = KafkaBroker(place, heap="640m", **quick)
+        self.brokers: list[ProxyGroup] = []
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -44,10 +51,11 @@ class Services:
             opening.callback(shutil.rmtree, self._directory, ignore_errors=True)
             opening.callback(self.postgres.remove)
             opening.callback(self.postgres.stop)
-            opening.callback(self.kafka.stop)
             self.postgres.start()
-            self.kafka.start()
-            self.brokers = [opening.enter_context(self.kafka.proxied(number + 1)) for number in range(SIDES)]
+            if not self._is_borrowed:
+                opening.callback(self.kafka.stop)
+                self.kafka.start()
+            self.brokers = [opening.enter_context(self._proxies(number + 1)) for number in range(SIDES)]
             self._open = opening.pop_all()
         return self
 
@@ -55,6 +63,27 @@ class Services:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._open.close()
+
+    @property
+    def has_cluster(self) -> bool:
+        """Whether there are three brokers."""
+        return isinstance(self.kafka, KafkaCluster)
+
+    @property
+    def cluster(self) -> KafkaCluster:
+        """The three brokers."""
+        if not isinstance(self.kafka, KafkaCluster):
+            raise DevstackError("there is one broker only")
+        return self.kafka
+
+    def frame_proxies(self) -> list[FrameProxy]:
+        """Those of both sides."""
+        return [proxy for side in self.brokers for proxy in side.of.values()]
+
+    def _proxies(self, number: int) -> ProxyGroup:
+        if isinstance(self.kafka, KafkaCluster):
+            return self.kafka.proxied(number)
+        return ProxyGroup({1: self.kafka.frame_proxied(number)})
 
     def database_proxies(self) -> list[TcpProxy]:
         """One for each side, for one outbox; to be started."""
@@ -64,9 +93,12 @@ class Services:
         """The database's URL through a proxy."""
         return self.postgres.dsn.replace(f":{self.postgres.port}/", f":{proxy.port}/")
 
-    def make_topics(self, names: list[str], partitions: int) -> None:
+    def make_topics(self, names: list[str], partitions: int, config: dict[str, str] | None = None) -> None:
         """Create topics."""
         admin = make_admin({"bootstrap.servers": self.kafka.bootstrap})
-        asked = [NewTopic(name, num_partitions=partitions, replication_factor=1) for name in names]
+        factor = 3 if self.has_cluster else 1
+        asked = [
+            NewTopic(name, num_partitions=partitions, replication_factor=factor, config=config or {}) for name in names
+        ]
         for future in admin.create_topics(asked, operation_timeout=10).values():
             future.result(timeout=30)

@@ -4,13 +4,14 @@ import time
 
 import pytest
 
-from tests.chaos.schedule import outbox_kinds, shared_kinds
-
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
 
 _LONGEST_SECONDS = 300  # on a busy machine; else it takes about one minute
 _TWO_LEADERS_SECONDS = 15
 _CHANGES = 4
+_LATE_SECONDS = {"exactly-once": 45, "at-least-once": 15}
+_HOSTILE_SECONDS = 20
+_LONGEST_PAUSE_SECONDS = 10
 
 
 def _assert_clean(report):
@@ -26,7 +27,43 @@ def test_every_kind_of_fault(make_run, say, delivery):
         report = chaos.run(_LONGEST_SECONDS, one_of_each=True)
     say(report.summary())
     _assert_clean(report)
-    assert set(report.by_kind) == {*outbox_kinds(delivery), *shared_kinds(delivery)}, report.missed
+    assert set(report.by_kind) == chaos.schedule.kinds(), report.missed
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_requests_that_arrive_late(make_run, say, delivery):
+    """Ends of transactions, records and what else may come twice: late copies lose, repeat and reorder nothing."""
+    seconds = _LATE_SECONDS[delivery]
+    with make_run(f"late{delivery[0]}", delivery=delivery, outboxes=4, records_per_second=1500, deck="late") as chaos:
+        report = chaos.run(seconds)
+    say("\n".join([report.summary(), *report.late_table()]))
+    _assert_clean(report)
+    assert len(report.late) >= seconds / 3, report.missed
+    if delivery == "exactly-once":
+        assert {arrival.request for arrival in report.late} >= {"END_TXN commit", "END_TXN abort"}
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_three_brokers(make_run, three_brokers, say, delivery):
+    """Leaders and coordinators that move or are cut off alone, killed and isolated brokers, a min ISR that is lost."""
+    name = f"three{delivery[0]}"
+    with make_run(name, three_brokers, delivery=delivery, outboxes=3, records_per_second=900, deck="brokers") as chaos:
+        report = chaos.run(_LONGEST_SECONDS, one_of_each=True)
+    say(report.summary())
+    _assert_clean(report)
+    assert set(report.by_kind) == chaos.schedule.kinds(), report.missed
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_hostile_rows(make_run, say, delivery):
+    """A role with INSERT alone writes what it likes: others' records arrive, in time and order, and none is missing."""
+    name = f"rows{delivery[0]}"
+    with make_run(name, delivery=delivery, outboxes=2, records_per_second=600, hostile=True) as chaos:
+        report = chaos.run(_HOSTILE_SECONDS, faults=False)
+    say(f"{report.summary()}\nhostile rows: {report.hostile}, published {report.odd}")
+    _assert_clean(report)
+    assert report.hostile["written"] > 10 * _HOSTILE_SECONDS
+    assert report.longest_pause < _LONGEST_PAUSE_SECONDS
 
 
 def test_two_that_always_believe_to_lead(make_run, say):

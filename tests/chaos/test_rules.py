@@ -114,7 +114,7 @@ def test_exclusion_is_copied_before_the_scan(stage, monkeypatch, version, found)
 def test_abort_throws_scanned_rows_away(stage, monkeypatch, version, found):
     """Rows that were scanned behind an aborted batch must not be published before it."""
     monkeypatch.setattr(exactly_once, "Term", version)
-    monkeypatch.setattr(recovery, "TransactionalProducer", breaches.FailsOnce)
+    monkeypatch.setattr(recovery, "RecordProducer", breaches.FailsOnce)
     monkeypatch.setattr(breaches.FailsOnce, "failed", False)
     stage.write(15)
     stage.publish_rest()
@@ -171,14 +171,14 @@ def test_purge_is_committed_before_the_next_commit(stage, monkeypatch, version, 
     """While the first batch cannot be deleted the second must not be committed: its manifest would hide the first."""
     monkeypatch.setattr(exactly_once, "Term", version)
     stage.write(15)
-    second, abort = crash_at(Step.COMMITTED, 2), recovery.TransactionalProducer.abort
+    second, abort = crash_at(Step.COMMITTED, 2), recovery.RecordProducer.abort
 
     def crash(*_):
         raise Crash("the second batch is given up")
 
-    monkeypatch.setattr(recovery.TransactionalProducer, "abort", crash)
+    monkeypatch.setattr(recovery.RecordProducer, "abort", crash)
     stage.crash(reached=second, store_factory=lambda: breaches.NeverPurges(stage.database, "outbox"))
-    monkeypatch.setattr(recovery.TransactionalProducer, "abort", abort)
+    monkeypatch.setattr(recovery.RecordProducer, "abort", abort)
     monkeypatch.setattr(exactly_once, "Term", term.Term)
     stage.publish_rest()
     assert bool(stage.findings()) == bool(found)
@@ -228,7 +228,7 @@ def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch
 def test_commit_that_timed_out_is_settled_by_the_next_term(stage, monkeypatch, version, arrives, found):
     """It may have arrived or not: who takes either for granted repeats the batch or loses it."""
     breaches.TimesOutOnce.again(arrives=arrives)
-    monkeypatch.setattr(recovery, "TransactionalProducer", version)
+    monkeypatch.setattr(recovery, "RecordProducer", version)
     stage.write(5)
     stage.publish_rest()
     stage.publish_rest()  # ends whatever is still open

@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 
 from tests.chaos.failpoints import Failpoint
-from tests.chaos.schedule import Schedule, outbox_kinds, shared_kinds
+from tests.chaos.schedule import DECKS, Schedule, outbox_kinds, shared_kinds
 
 
 def _faults(seed, delivery="exactly-once", outboxes=3, each=40):
@@ -20,15 +20,29 @@ def test_the_same_seed_gives_the_same_schedule():
     assert _faults(7) != _faults(8)
 
 
+@pytest.mark.parametrize("deck", DECKS)
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
-def test_every_kind_comes_before_any_comes_twice(delivery):
-    """A short run has met every fault."""
-    kinds, outboxes = outbox_kinds(delivery), 3
-    schedule = Schedule(1, delivery, outboxes)
+def test_every_kind_comes_before_any_comes_twice(delivery, deck):
+    """A short run has met every fault of its deck."""
+    kinds, outboxes = outbox_kinds(delivery, deck, 3), 3
+    schedule = Schedule(1, delivery, outboxes, deck, 3)
     rounds = [islice(schedule.of_outbox(number), len(kinds[number::outboxes])) for number in range(outboxes)]
     assert sorted(fault.kind for faults in rounds for fault in faults) == sorted(kinds)
-    shared = shared_kinds(delivery)
+    shared = shared_kinds(delivery, deck, 3)
     assert sorted(fault.kind for fault in islice(schedule.of_services(), len(shared))) == sorted(shared)
+    assert schedule.kinds() == {*kinds, *shared}
+
+
+def test_half_of_the_late_requests_end_transactions():
+    """They are what does the most harm."""
+    kinds = outbox_kinds("exactly-once", "late")
+    assert sum("end-txn" in kind for kind in kinds) * 2 == len(kinds)
+
+
+def test_one_broker_suffers_nothing_that_takes_three():
+    """Every deck can be played with one."""
+    for deck in DECKS:
+        assert not [kind for kind in outbox_kinds("exactly-once", deck) if kind.startswith(("move-", "cut-leader"))]
 
 
 @pytest.mark.parametrize(

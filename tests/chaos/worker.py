@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any, Self
 
 from outbox_core.cli.signals import stop_on_signals
@@ -31,10 +32,20 @@ from outbox_core.harvest.recovery import Step
 from outbox_core.kafka import make_producer
 from outbox_core.stores.postgres import PostgresStore
 from tests.acceptance.worker import AlwaysLeads, Journal
+from tests.chaos import breaches
 from tests.chaos.failpoints import VARIABLE, Failpoint, Trap
 
 _START_AGAIN_SECONDS = 0.5
 _COUNT_NOTED_SECONDS = 0.25
+
+_NO_NEW_EPOCH = ("outbox_core.harvest.recovery", "RecordProducer", "TrustsItsEpoch")
+_NO_OPENING = ("outbox_core.harvest.exactly_once", "Term", "TakesTransactionsForWhole")
+BREACHES = {
+    "rule-7": [_NO_NEW_EPOCH],
+    "rule-8": [_NO_OPENING],
+    "rules-7-and-8": [_NO_NEW_EPOCH, _NO_OPENING],
+}
+"""Rules of the design's section 6 that a run can switch off: (module, name there, class of `tests.chaos.breaches`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,7 @@ class WorkerSettings:
         always_leads: whether the elector says yes without asking anybody.
         kafka: more librdkafka settings.
         limits: as in `HarvestConfig.limits`.
+        breach: a rule that it breaks, one of `BREACHES`; '' for none.
     """
 
     name: str
@@ -62,6 +74,7 @@ class WorkerSettings:
     always_leads: bool = False
     kafka: dict[str, Any] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)
+    breach: str = ""
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -202,10 +215,19 @@ class TrappedProducer:
         self._trap.reached("after-send")
 
 
+def commit_breach(name: str) -> None:
+    """Put the class that breaks a rule in the product's place, in this process."""
+    for module, attribute, replacement in BREACHES[name]:
+        setattr(import_module(module), attribute, getattr(breaches, replacement))
+
+
 def main() -> None:
     """Harvest until SIGTERM."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    Worker(WorkerSettings.from_json(sys.argv[1])).run()
+    settings = WorkerSettings.from_json(sys.argv[1])
+    if settings.breach:
+        commit_breach(settings.breach)
+    Worker(settings).run()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -14,11 +15,13 @@ import pytest
 from confluent_kafka import Consumer, KafkaException, Producer
 
 from devstack.embedded import EmbeddedBroker
+from devstack.frame_proxy import Api, Event, Match
 from devstack.postgres import Postgres
 from devstack.processes import command_line
 from devstack.proxy import TcpProxy
 from devstack.stack import DevStack
 from tests.kafka_reader import read_topic
+from tests.services import as_role
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -75,6 +78,24 @@ def test_up_prints_two_lines_and_down_leaves_nothing_running(directory):
     assert not any(command_line(pid) for pid in pids)
     assert not _marked_processes(directory)
     assert _devstack("status", "--dir", directory).returncode == 3
+
+
+@pytest.mark.real_broker
+@pytest.mark.timeout(200)
+def test_three_brokers_from_a_shell(directory):
+    """Up starts a cluster, status names its processes, down ends them all; it is not mistaken for one broker."""
+    up = _devstack("up", "--dir", directory, "--brokers", "3")
+    assert up.returncode == 0, up.stderr
+    bootstrap = up.stdout.split("OUTBOX_KAFKA_BOOTSTRAP=")[1].strip()
+    assert bootstrap.count(",") == 2
+    pids = DevStack(directory).kafka.pids
+    assert len(pids) == 4
+    status = _devstack("status", "--dir", directory)
+    assert status.returncode == 0
+    assert all(str(pid) in status.stdout for pid in pids)
+    assert _devstack("up", "--dir", directory, "--brokers", "1").returncode == 2
+    assert _devstack("down", "--dir", directory).returncode == 0
+    assert not any(command_line(pid) for pid in pids)
 
 
 def test_up_after_a_crash_starts_again_with_the_data(directory):
@@ -138,6 +159,35 @@ def test_root_starts_postgres_where_its_account_cannot_reach(directory):
         postgres.remove()
 
 
+def test_the_superuser_needs_a_password(private_stack):
+    """Another user of this machine is no superuser of the database, through which programs could be run."""
+    url = private_stack.postgres.dsn
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE ROLE guest LOGIN")
+    for wrong in (as_role(url, "postgres"), url.replace("postgres:", "postgres:x")):
+        with pytest.raises(psycopg.OperationalError, match="password"):
+            psycopg.connect(wrong)
+    with psycopg.connect(as_role(url, "guest")) as connection:
+        assert connection.execute("SELECT current_user").fetchone() == ("guest",)
+    kept = private_stack.directory / "postgres" / "password"
+    if kept.exists():  # else it is where Postgres's account can reach
+        assert kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root drops to another account")
+def test_root_is_not_led_by_links(directory):
+    """Postgres's account cannot make root write to a file of its choice, nor give that file away."""
+    postgres = Postgres(directory / "postgres")
+    (directory / "postgres").mkdir()
+    target = directory / "of-root"
+    target.touch(mode=0o600)
+    (directory / "postgres" / "postgres.log").symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        postgres.start()
+    assert target.stat().st_uid == 0
+    assert target.read_bytes() == b""
+
+
 def test_postgres_keeps_committed_rows_through_an_immediate_restart(private_stack, private_database):
     """An immediate stop is a crash: committed rows are there afterwards, open transactions are not."""
     with psycopg.connect(private_database) as connection:
@@ -193,6 +243,118 @@ def test_clients_stay_behind_the_proxy(kafka, make_topic):
         proxy.restore()
         assert behind.flush(10) == 0
     assert [m.value for m in read_topic(kafka.bootstrap, topic)] == [b"before", b"around", b"during"]
+
+
+@pytest.fixture
+def frames(kafka):
+    """A proxy before the shared broker that picks out requests."""
+    with kafka.frame_proxied(2) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def transactional(frames, topic_name):
+    """A producer behind that proxy, with its transactional.id."""
+    name = topic_name("late")
+    producer = Producer({"bootstrap.servers": frames.bootstrap, "transactional.id": name})
+    producer.init_transactions(20)
+    return producer, name
+
+
+def _in_transaction(producer, topic, *values):
+    producer.begin_transaction()
+    for value in values:
+        producer.produce(topic, value)
+    assert producer.flush(10) == 0
+
+
+@pytest.mark.real_broker
+@pytest.mark.parametrize("commits", [True, False], ids=["commit", "abort"])
+def test_a_late_end_of_a_transaction_ends_a_later_one(kafka, frames, transactional, make_topic, commits):
+    """The client repeats an EndTxn whose connection was reset and says nothing; the first copy ends what is open then.
+
+    This is the fault against which exactly-once delivery has to defend itself: it shows that the proxy can do it.
+    """
+    topic, (producer, name) = make_topic(1), transactional
+    trap = frames.hold(Match(Api.END_TXN, commits=commits, transactional_id=name))
+    _in_transaction(producer, topic, b"1")
+    producer.commit_transaction(20) if commits else producer.abort_transaction(20)
+    assert trap.wait_until_held(0), "it was the first EndTxn that was held"
+    assert frames.seen(Api.END_TXN) == 2
+    assert trap.request.commits is commits
+
+    _in_transaction(producer, topic, b"2")
+    trap.deliver()
+    assert trap.wait_until_answered(10)
+    assert trap.error_code == 0
+    assert [entry.event for entry in frames.log] == [Event.HELD, Event.DELIVERED, Event.ANSWERED]
+    with pytest.raises(KafkaException):  # the client wanted the opposite
+        producer.abort_transaction(20) if commits else producer.commit_transaction(20)
+    committed = [message.value for message in read_topic(kafka.bootstrap, topic)]
+    assert committed == ([b"1", b"2"] if commits else [])
+
+
+@pytest.mark.real_broker
+@pytest.mark.parametrize(
+    "api", [Api.PRODUCE, Api.ADD_PARTITIONS_TO_TXN, Api.INIT_PRODUCER_ID], ids=lambda api: api.name.lower()
+)
+def test_each_request_of_a_transaction_can_be_late(kafka, frames, topic_name, make_topic, api):
+    """A request is taken off and repeated by its client; the first copy, delivered in the end, does no harm here."""
+    topic, name = make_topic(1), topic_name("late")
+    trap = frames.hold(Match(api, transactional_id=name))
+    producer = Producer({"bootstrap.servers": frames.bootstrap, "transactional.id": name})
+    producer.init_transactions(20)
+    _in_transaction(producer, topic, b"1")
+    producer.commit_transaction(20)
+    assert trap.wait_until_held(0)
+    assert trap.request.transactional_id == name
+    trap.deliver()
+    assert trap.wait_until_answered(10)
+    assert [message.value for message in read_topic(kafka.bootstrap, topic)] == [b"1"]
+
+
+@pytest.mark.real_broker
+def test_requests_can_be_delayed_held_in_place_and_doubled(kafka, frames, make_topic):
+    """A delay lets the client wait; a request held in place is answered when it is delivered; a copy comes besides."""
+    topic = make_topic(1)
+    frames.delay(Match(Api.PRODUCE), 0.5, times=1)
+    producer = Producer({"bootstrap.servers": frames.bootstrap, "linger.ms": 0})
+    began = time.monotonic()
+    producer.produce(topic, b"delayed")
+    assert producer.flush(10) == 0
+    assert time.monotonic() - began > 0.5
+
+    held = frames.hold(Match(Api.PRODUCE), reset=False)
+    producer.produce(topic, b"held")
+    assert producer.flush(0.5) == 1
+    held.deliver()
+    assert producer.flush(10) == 0
+
+    copied = frames.duplicate(Match(Api.PRODUCE))
+    producer.produce(topic, b"copied")
+    assert producer.flush(10) == 0
+    copied.deliver()
+    assert copied.wait_until_answered(10)
+    assert [m.value for m in read_topic(kafka.bootstrap, topic)] == [b"delayed", b"held", b"copied", b"copied"]
+
+
+@pytest.mark.real_broker
+def test_a_held_request_is_lost_with_its_broker_or_its_proxy(kafka, make_topic):
+    """Stopping the proxy ends what it holds, and leaves no thread; a rule that caught nothing can be taken away."""
+    with kafka.frame_proxied(2) as proxy:
+        trap = proxy.hold(Match(Api.PRODUCE, nth=2))
+        spare = proxy.hold(Match(Api.PRODUCE, where=lambda request: request.client_id == "nobody"))
+        producer = Producer({"bootstrap.servers": proxy.bootstrap, "linger.ms": 0})
+        topic = make_topic(1)
+        for value in (b"1", b"2"):
+            producer.produce(topic, value)
+            assert producer.flush(10) == 0
+        assert trap.wait_until_held(1)
+        assert proxy.forget(spare)
+        assert not proxy.forget(trap)
+    trap.deliver()
+    assert trap.is_lost
+    assert not [thread.name for thread in threading.enumerate() if thread.name == f"proxy-{proxy.port}"]
 
 
 @pytest.mark.real_broker

@@ -1,4 +1,4 @@
-"""What becomes of an embedded harvester when its process just ends, and of whoever waits for one that cannot end well."""
+"""What becomes of an embedded harvester whose process just ends, and of whoever waits for one that cannot end well."""
 
 import subprocess
 import sys

@@ -111,17 +111,33 @@ def test_at_least_once_after_a_crashed_exactly_once_repeats_nothing(scene, make_
 
 
 def test_marked_rows_want_to_be_accepted(scene, make_topic):
-    """Rows that an at-least-once leader left marked may be in Kafka: exactly once says so, and asks."""
+    """Rows that an at-least-once leader left marked may be in Kafka: they and their keys wait, all others go on."""
     topic = make_topic()
-    scene.fill(topic, 10)
+    scene.fill(topic, 20, keys=10)
+    scene.execute("UPDATE outbox SET leader_id = gen_random_uuid() WHERE id BETWEEN 3 AND 6")
+    with scene.running(config=EXACTLY_ONCE):
+        wait_until(lambda: scene.count() == 8, "all but the marked rows and those behind them are published")
+        held = scene.held()
+    assert [(hold.record_id, hold.reason) for hold in held] == [(n, "marked") for n in range(3, 7)]
+    assert all("leader_id" in hold.error and "--accept-marked" in hold.error for hold in held)
+    scene.hold("release", records=[3])
+    with scene.running(config=EXACTLY_ONCE):  # a released record is not held again
+        wait_until(lambda: scene.count() == 6, "what was released is published, with what was behind it")
+    scene.drain(config=EXACTLY_ONCE | {"accept_marked": True})
+    assert scene.held() == []
+    assert_once_and_in_order(scene.read(topic), 20)
+
+
+def test_marked_rows_stop_a_harvester_that_cannot_hold_them(scene, make_topic):
+    """Without a table of holds nothing could keep marked rows back: exactly once says so, and asks."""
+    scene.execute("DROP TABLE outbox_hold")
+    scene.fill(make_topic(), 10)
     scene.execute("UPDATE outbox SET leader_id = gen_random_uuid() WHERE id BETWEEN 3 AND 6")
     refused = scene.harvester(config=EXACTLY_ONCE)
     refused.start()
     with pytest.raises(MarkedRowsFound, match=r"4 rows \(ids 3 to 6\).*--accept-marked"):
         refused.join(60)
     assert scene.count() == 10
-    scene.drain(config=EXACTLY_ONCE | {"accept_marked": True})
-    assert_once_and_in_order(scene.read(topic), 10)
 
 
 @pytest.mark.parametrize("key", ["bad", None])

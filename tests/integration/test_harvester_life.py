@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import psycopg
 import pytest
+from confluent_kafka import KafkaError
 
 from devstack.ports import free_port
 from outbox_core.election import Leadership, now
@@ -190,7 +191,7 @@ def test_nothing_is_sent_near_the_end_of_a_lease(scene, make_topic):
 
     config = scene.config(limits={"heartbeat_timeout": "2s"})
     patience = config.delivery_timeout.total_seconds()
-    elector = type("Elector", (_ShortLease,), {"seconds": patience + 0.7})
+    elector = type("Elector", (_ShortLease,), {"seconds": patience + 2.0})
     harvester = scene.harvester(
         limits={"heartbeat_timeout": "2s"},
         elector_factory=elector,
@@ -292,6 +293,74 @@ def test_drain_waits_for_keys_that_rest(scene, make_topic):
     }
 
 
+class _Resending:
+    """A producer whose connection is lost: what it has sent it sends again a while later, unless it is taken back."""
+
+    def __init__(self):
+        self.sent = self.sent_again = 0
+        self._waiting = []
+        self._taken_back = []
+        self._polls = 0
+
+    def produce(self, *_, on_delivery, **__):
+        self.sent += 1
+        self._waiting.append(on_delivery)
+
+    def __len__(self):
+        return len(self._waiting)
+
+    def poll(self, _):
+        self._polls += 1
+        if self._polls % 20 == 0:
+            self.sent_again += len(self._waiting)
+        taken_back, self._taken_back = self._taken_back, []
+        for report in taken_back:
+            report(KafkaError(KafkaError._PURGE_INFLIGHT), None)
+        time.sleep(0.01)
+        return len(taken_back)
+
+    flush = poll
+
+    def purge(self, *, in_queue, in_flight, blocking):
+        assert in_queue
+        assert not blocking
+        if in_flight:
+            self._taken_back += self._waiting
+            self._waiting = []
+
+
+def test_nothing_is_sent_again_after_the_lease(scene):
+    """What was on the wire when the lease ended is taken back, so that the client does not send it once more."""
+    scene.fill("t", 20)
+    producer = _Resending()
+    harvester = scene.harvester(producer_factory=lambda: producer)
+    harvester.start()
+    wait_until(lambda: producer.sent == 20, "all are on the wire")
+    harvester.elector.leadership = None
+    sent_before = producer.sent_again
+    wait_until(lambda: harvester.leader_id is None, "the term is over", timeout=5)
+    assert producer.sent_again == sent_before
+    harvester.elector.acquire()
+    harvester.stop()
+    assert harvester.join(10)
+
+
+def test_stop_is_bounded(scene, monkeypatch):
+    """A client that reports nothing holds a stop up no longer than a delivery may take."""
+    monkeypatch.setattr("outbox_core.harvest.at_least_once._REPORTS_LATE_SECONDS", 0.1)
+    scene.fill("t", 20)
+    producer = _Resending()
+    limits = {"heartbeat_timeout": "1s", "drain_timeout": "1s"}
+    harvester = scene.harvester(producer_factory=lambda: producer, limits=limits)
+    harvester.start()
+    wait_until(lambda: producer.sent == 20, "all are on the wire")
+    began = time.monotonic()
+    harvester.stop()
+    assert harvester.join(10)
+    assert time.monotonic() - began < 5
+    assert scene.count("leader_id IS NOT NULL") == 0
+
+
 class NeverLeader(AlwaysLeader):
     """An elector that says no."""
 
@@ -318,6 +387,7 @@ def test_standby_drains_what_is_not_held(scene):
 def test_demoted_leader_is_healthy(scene):
     """Whether Kafka can be reached is the leader's business: who has handed over does not call it away for ever."""
     with scene.running() as harvester:
+        wait_until(lambda: harvester.leader_id, "it harvests")
         harvester._kafka.began("timed out")
         harvester._kafka._began_at -= 60
         assert not harvester.health().ok

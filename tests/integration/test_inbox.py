@@ -15,6 +15,7 @@ from outbox_core.cli import main
 from outbox_core.errors import OutboxError
 from outbox_core.schema import TableName, create_inbox_sql
 from tests.contract.accept_contract import AcceptContract, accepted, wait_for_a_blocked_session
+from tests.services import as_role
 
 WEEK = timedelta(days=7)
 
@@ -285,7 +286,7 @@ def test_the_command_needs_the_right_to_delete(database, connection, capsys):
     user = f"reader_{conninfo_to_dict(database)['dbname']}"
     connection.execute(f"CREATE ROLE {user} LOGIN; GRANT SELECT ON inbox TO {user}")
     try:
-        assert main(["inbox", "prune", "--older-than", "7d", "--dsn", database.replace("postgres@", f"{user}@")]) == 2
+        assert main(["inbox", "prune", "--older-than", "7d", "--dsn", as_role(database, user)]) == 2
         assert "pruning needs SELECT and DELETE" in capsys.readouterr().err
     finally:
         connection.execute(f"DROP OWNED BY {user}; DROP ROLE {user}")

@@ -489,7 +489,7 @@ def test_group_with_other_assignors(contend, topic_name, kafka_bootstrap):
         member.close()
 
 
-def test_electors_leave_nothing_behind(contend, topic_name, kafka_bootstrap):
+def test_electors_leave_nothing_behind(topic_name, kafka_bootstrap):
     """Electors that were refused at the start, or by the group, or that led and stopped, leave no thread or descriptor.
 
     Nothing is garbage-collected meanwhile. OUTBOX_TEST_LEAKS repeats it 200 times.

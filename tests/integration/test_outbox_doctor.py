@@ -23,6 +23,7 @@ from django.core.management import call_command
 
 from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
+from outbox_core.election import Neli, NeliConfig
 from outbox_core.harvest import Harvester
 from outbox_core.schema import (
     STORAGE_PARAMETERS,
@@ -37,6 +38,7 @@ from outbox_core.stores import postgres_examination
 from tests.harvesting import wait_until
 from tests.integration.django_fixtures import django_db_modify_db_settings
 from tests.kafka_reader import read_topic
+from tests.services import as_role
 
 __all__ = ["django_db_modify_db_settings"]
 
@@ -188,7 +190,7 @@ def test_missing_rights_on_holds_are_told(database, connection, run, monkeypatch
     connection.execute("CREATE ROLE reader LOGIN")
     connection.execute("GRANT ALL ON outbox, outbox_id_seq TO reader; GRANT SELECT, INSERT ON outbox_hold TO reader")
     try:
-        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", database.replace("postgres@", "reader@"))
+        monkeypatch.setenv("OUTBOX_POSTGRES_DSN", as_role(database, "reader"))
         code, findings = run("doctor")
         assert code == 0
         found = of(findings, "warning")["holds"]
@@ -232,6 +234,35 @@ def test_status_names_the_leader(database, kafka_bootstrap, run):
         wait_until(lambda: harvester.is_leader, "leadership")
         status = run("status")[1]
     assert [(each["client_id"], each["leads"]) for each in status["harvesters"]] == [("harvester-of-status", True)]
+
+
+def test_doctor_sees_who_leads(database, kafka_bootstrap, run):
+    """The leader is named; one that leads an equally named outbox of another server is a problem that names both."""
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    assert "leader" not in of(run("doctor")[1], "ok")
+    config = HarvestConfig(data_source=database, base_kafka_config=kafka, name="harvester-of-doctor")
+    with Harvester(config) as harvester:
+        wait_until(lambda: harvester.is_leader, "leadership")
+        assert "harvester-of-doctor leads" in of(run("doctor")[1], "ok")["leader"]["detail"]
+    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
+    with Neli(NeliConfig.of(config, identity, "7300000000000000002")) as twin:
+        wait_until(lambda: twin.is_leader, "leadership")
+        code, findings = run("doctor")
+    assert code == 1
+    found = of(findings, "problem")["leader"]
+    assert f"for {identity} on database server 7300000000000000002, and this is {identity} on" in found["detail"]
+    assert "leaderGroupID" in found["remedy"]
+
+
+def test_doctor_sees_a_compacted_leader_topic(run, database, kafka_bootstrap):
+    """A leader topic that refuses messages without a key is a problem."""
+    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
+    topic = NewTopic(f"{identity}.neli", num_partitions=1, config={"cleanup.policy": "compact"})
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    admin.create_topics([topic])[topic.topic].result(10)
+    code, findings = run("doctor")
+    assert code == 1
+    assert "cleanup.policy=compact" in of(findings, "problem")["leader topic"]["detail"]
 
 
 @pytest.mark.django_db(transaction=True)
@@ -333,7 +364,7 @@ def test_row_security_without_a_policy_is_a_problem(database, connection, run, m
     role = topic_name("harvester")
     connection.execute(f'CREATE ROLE "{role}" LOGIN; GRANT ALL ON outbox, outbox_hold TO "{role}"')
     connection.execute("ALTER TABLE outbox ENABLE ROW LEVEL SECURITY")
-    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", database.replace("postgres@", f"{role}@"))
+    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", as_role(database, role))
     try:
         code, findings = run("doctor")
         assert code == 1

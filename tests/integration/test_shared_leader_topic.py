@@ -159,7 +159,7 @@ def writing(scene, topic, seed):
 
 
 def test_rolling_fleets(scenes, make_topic, topic_name):
-    """Two fleets on one leader topic roll over twice under load, with faults: nothing lost or reversed, one leader each.
+    """Two fleets on one leader topic roll over under load, with faults: nothing lost or reversed, one leader each.
 
     Of each outbox four harvesters join one after the other, then the oldest leaves and another joins, until none of the
     first four is left; at last all leave in the order of joining. 2% of produce calls and of delivery reports fail.

@@ -1,15 +1,16 @@
 """The store among others' objects, rights and settings: what a role with little more than INSERT can do to it."""
 
+import threading
 from uuid import uuid4
 
 import psycopg
 import pytest
 
-from outbox_core.errors import OutboxTableError
-from outbox_core.ports import HoldSet, NewHold
+from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
+from outbox_core.ports import HoldSet, NewHold, Withheld, bytes_of, held_key, size_of
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from outbox_core.stores.notices import CommitNotices, NoNotices
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.stores.postgres import SIZE, PostgresStore
 from tests.harvesting import Scene
 
 ME = uuid4()
@@ -133,3 +134,348 @@ def test_table_that_comes_later(database):
     scene.execute(create_table_sql(TableName("outbox")))
     assert store.check().endswith(".public.outbox")
     store.close()
+
+
+# -- odd rows
+
+LAST, FIRST = 2**63 - 1, -(2**63)
+# Written as text; what they stand for on both sides of a delete is the same number.
+# True where the number that stands for the time on both sides of a delete is exact; else it is 0.
+_TIMES = {
+    "2026-01-02 03:04:05.678901+00": True,
+    "1969-12-31 23:59:59.999999+00": True,
+    "4713-01-01 00:00:00.000001+00 BC": True,
+    "293999-12-31 00:00:00.999999+00": True,
+    "294276-12-31 00:00:00.999999+00": False,
+    "infinity": False,
+    "-infinity": False,
+    None: False,
+}
+
+
+@pytest.mark.parametrize("text", _TIMES)
+@pytest.mark.parametrize("zone", ["with", "without"])
+def test_any_create_time_can_be_read_and_deleted(scene, store, text, zone):
+    """Whatever time a row has, a scan reads it, and a delete by what it read finds it; ordinary ones are exact."""
+    scene.execute("ALTER TABLE outbox ALTER create_time DROP NOT NULL")
+    scene.execute(f"ALTER TABLE outbox ALTER create_time TYPE timestamp {zone} time zone")
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key, create_time) VALUES ('t', 'k', %s)", [text])
+    (row,) = store.scan(10, ())
+    if not _TIMES[text]:
+        assert row[7] == 0
+    else:
+        found = scene.execute("SELECT (extract(epoch FROM create_time) * 1000000)::bigint AS exactly FROM outbox")
+        assert row[7] == found[0].exactly
+    assert store.backlog().pending == 1
+    assert store.backlog().oldest_age_seconds < float("inf")
+    store.hold([NewHold("t", "k", 1, "refused", "", dead_letter=True)])
+    (letter,) = store.fetch([1])
+    assert letter[7] == row[7]
+    assert store.settle([1], [row[7] + 1]) == 0
+    assert store.settle([1], [row[7]]) == 1
+
+
+def test_ids_at_both_ends(scene, store):
+    """The lowest and the highest of all ids are found, left out and held like any other."""
+    scene.execute("INSERT INTO outbox (id, kafka_topic) VALUES (%s, 't'), (%s, 't'), (5, 't')", [FIRST, LAST])
+    assert [row[0] for row in store.scan(10, ())] == [FIRST, 5, LAST]
+    assert [row[0] for row in store.scan(10, [FIRST, LAST])] == [5]
+    assert [row[0] for row in store.scan(10, [LAST - 1, LAST, FIRST, FIRST + 1])] == [5]
+    store.hold([NewHold("t", None, LAST, "refused", ""), NewHold("t", None, FIRST, "refused", "")])
+    holds = store.holds()
+    assert [row[0] for row in store.scan(10, (), holds=holds)] == [5]
+    assert [row[0] for row in store.mark(ME, 10, holds=holds).records] == [5]
+    assert [row[0] for row in store.mark(ME, 10).records] == [FIRST, LAST]
+    assert store.purge(ME, [FIRST, LAST]) == 2
+
+
+def test_record_without_a_topic(scene, store):
+    """A hand-made table may allow it: it is read as a record of no legal topic, and can be held."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL")
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES (NULL, 'k'), ('t', 'k')")
+    assert [row[1] for row in store.scan(10, ())] == ["", "t"]
+    store.hold([NewHold("", "k", 1, "refused", "", dead_letter=True)])
+    assert store.release_gone() == 0
+    assert [row[0] for row in store.scan(10, (), holds=store.holds())] == [2]
+    assert [row[0] for row in store.mark(ME, 10, holds=store.holds()).records] == [2]
+    (letter,) = store.fetch([1])
+    assert store.bury([1], [letter[7]]) == 1
+
+
+def test_columns_of_other_types_are_refused(scene):
+    """What the statements rely on is looked at before the first of them."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_header_keys DROP DEFAULT")
+    scene.execute("ALTER TABLE outbox ALTER kafka_header_keys TYPE integer[] USING '{}'")
+    with pytest.raises(OutboxTableError, match="kafka_header_keys is integer"):
+        PostgresStore(scene.database).check()
+
+
+# -- sizes
+
+
+def test_rows_count_with_all_they_have(scene, store):
+    """Keys, header names and header values fill a batch by their size in memory, however little they take on disk."""
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_header_keys, kafka_header_values) VALUES"
+        " ('t', repeat('k', 100000), '{}', '{}'), ('t', repeat('l', 100000), '{}', '{}'),"
+        " ('t', 'a', ARRAY[repeat('n', 100000)], '{x}'), ('t', 'b', ARRAY[repeat('n', 100000)], '{x}'),"
+        " ('t', 'c', '{a}', ARRAY[repeat('v', 100000)::bytea]), ('t', 'd', '{a}', ARRAY[repeat('v', 100000)::bytea]),"
+        " ('t', 'e', array_fill('xy'::text, ARRAY[2000]), array_fill('xy'::bytea, ARRAY[2000]))"
+    )
+    seen: set[int] = set()
+    for pair in ([1], [2], [3], [4], [5], [6], [7]):
+        rows = store.scan(10, seen, max_bytes=90_000)
+        assert [row[0] for row in rows] == pair
+        assert bytes_of(rows) >= 90_000, "by its size the batch is known to have been cut short"
+        seen.update(pair)
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_sizes_of_ordinary_rows(scene, text):
+    """What Python takes a batch for is at least what the database took it for, else a cut batch looks like the last."""
+    if text:
+        scene.execute("DROP TABLE outbox")
+        scene.execute(create_table_sql(TableName("outbox"), "text"))
+    kind = "text" if text else "bytea"
+    rows = [
+        ("t", "k", "v", [], []),
+        ("topic", "schl\u00fcssel", "\u4e2d\u6587", ["n\u00e4me"], ["w\u00e9rt"]),
+        ("t", "x" * 90, "y" * 900, ["a", "b", "c"], ["1", "22", None]),
+        ("t", "x", None, ["", "ab", "abc", "abcd"], ["", "ab", "abc", "abcde"]),
+    ]
+    for topic, key, value, names, values in rows:
+        scene.execute(
+            "INSERT INTO outbox (create_time, kafka_topic, kafka_key, kafka_value, kafka_header_keys,"
+            f" kafka_header_values) VALUES (now(), %s, %s, %s::{kind}, %s, %s::{kind}[])",
+            [
+                topic,
+                key,
+                value if text or value is None else value.encode(),
+                names,
+                [value if text or value is None else value.encode() for value in values],
+            ],
+        )
+    store = PostgresStore(scene.database)
+    sizes = scene.execute(f"SELECT {SIZE} AS size FROM outbox ORDER BY id")
+    for row, (size,) in zip(store.scan(10, ()), sizes, strict=True):
+        assert size <= size_of(row) <= 4 * size + 64
+    store.close()
+
+
+LIMIT = 50_000
+
+
+@pytest.fixture
+def limited(scene):
+    """A store whose client takes messages up to a limit."""
+    store = PostgresStore(scene.database, max_message_bytes=LIMIT)
+    store.check()
+    yield store
+    store.close()
+
+
+def test_what_cannot_be_sent_is_not_read(scene, limited):
+    """Of a message that is too large by its value, its key or its headers only the size comes; the others are whole."""
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values) VALUES"
+        " ('t', 'value', repeat('v', 60000)::bytea, '{}', '{}'), ('t', repeat('k', 60000), 'v', '{}', '{}'),"
+        " ('t', 'names', 'v', ARRAY[repeat('n', 60000)], '{x}'),"
+        " ('t', 'values', 'v', '{a}', ARRAY[repeat('v', 60000)::bytea]),"
+        " ('t', 'sum', repeat('v', 25100)::bytea, '{a}', ARRAY[repeat('v', 25100)::bytea]),"
+        " ('t', 'fits', repeat('v', 49996)::bytea, '{}', '{}'), ('t', 'null', NULL, '{a}', '{x}')"
+    )
+    for read in (
+        lambda: limited.scan(10, ()),
+        lambda: limited.scan(10, [99], {("t", "x")}),
+        lambda: limited.mark(uuid4(), 10).records,
+        lambda: limited.mark(uuid4(), 10, {("t", "x")}).records,
+    ):
+        rows = read()
+        assert [row[0] for row in rows] == [1, 2, 3, 4, 5, 6, 7]
+        for row in rows[:5]:
+            assert isinstance(row[3], Withheld)
+            assert row[3].size > LIMIT == row[3].limit
+            assert row[4] is row[5] is None
+            assert size_of(row) < 10_000
+        assert rows[1][2] == held_key("k" * 60_000)
+        assert len(rows[5][3]) == 49_996
+        assert rows[6][3:6] == (None, ["a"], [b"x"])
+    # What is not read does not fill a batch.
+    assert len(limited.scan(10, (), max_bytes=20_000)) == 6
+    limited.hold([NewHold("t", row[2], row[0], "refused", "", dead_letter=True) for row in rows[:2]])
+    assert limited.release_gone() == 0
+    assert [row[0] for row in limited.scan(2, (), holds=limited.holds())] == [3, 4]
+    assert isinstance(limited.fetch([1])[0][3], Withheld)
+
+
+def test_holds_of_long_keys(scene, store):
+    """Holds know a long key by its digest: it is held with its followers, found again, and no look-alike is held."""
+    long, like = "k" * 300_000, held_key("k" * 300_000)
+    for key in (long, long, "k" * 299_999, like, "\u00e9" * 257):
+        scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', %s)", [key])
+    store.hold([NewHold("t", long, 1, "refused", "", dead_letter=True), NewHold("t", "\u00e9" * 257, 5, "refused", "")])
+    holds = store.holds()
+    assert sum(len(key) for _, key in holds.lanes) < 1_000
+    assert [row[0] for row in store.scan(10, (), holds=holds)] == [3, 4]
+    assert [row[0] for row in store.mark(ME, 10, holds=holds).records] == [3, 4]
+    assert [holds.covers(row) for row in store.scan(10, ())] == [True, True, False, False, True]
+    assert [row[0] for row in store.scan(10, (), {("t", long), ("t", like)})] == [3, 5]
+    assert scene.execute("SELECT length(kafka_key) AS n FROM outbox_hold WHERE record_id = 1")[0].n == 300_000
+    assert store.release_gone() == 0
+    (letter,) = store.fetch([1])
+    assert store.bury([1], [letter[7]]) == 1
+    assert [row[0] for row in store.scan(10, (), holds=store.holds())] == [2, 3, 4]
+
+
+# -- rows that remain
+
+_KEEP_ROWS = {
+    "policy": [
+        "ALTER TABLE outbox ENABLE ROW LEVEL SECURITY",
+        "CREATE POLICY readers ON outbox FOR SELECT USING (true)",
+        "CREATE POLICY markers ON outbox FOR UPDATE USING (true)",
+    ],
+    "trigger": [
+        "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'",
+        "CREATE TRIGGER soft_delete BEFORE DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION keep()",
+    ],
+    "rule": ["CREATE RULE archive AS ON DELETE TO outbox DO INSTEAD NOTHING"],
+}
+_NAMED = {"policy": "row level security (policies: markers, readers)", "trigger": "soft_delete", "rule": "rule archive"}
+
+
+@pytest.fixture
+def role(scene):
+    """A role with the harvester's rights."""
+    name = f"harvests-{uuid4()}"
+    scene.execute(f'CREATE ROLE "{name}" LOGIN')
+    scene.execute(f'GRANT SELECT, INSERT, UPDATE, DELETE ON outbox, outbox_hold TO "{name}"')
+    yield name
+    scene.execute(f'DROP OWNED BY "{name}"')
+    scene.execute(f'DROP ROLE "{name}"')
+
+
+@pytest.mark.parametrize("by", _KEEP_ROWS)
+def test_delete_that_deletes_nothing(scene, role, by, caplog):
+    """Rows that are there after their DELETE are an error that names what keeps them; rows that are gone are none."""
+    for statement in _KEEP_ROWS[by]:
+        scene.execute(statement)
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', 'k'), ('t', 'l')")
+    store = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))
+    store.check()
+    assert _NAMED[by] in caplog.text
+    times = [row[7] for row in store.scan(10, ())]
+    with pytest.raises(RowsRemain, match=r"2 published rows of outbox \(the first is 1\)") as raised:
+        store.settle([1, 2], times)
+    assert _NAMED[by] in str(raised.value)
+    store.mark(ME, 10)
+    with pytest.raises(RowsRemain):
+        store.purge(ME, [1, 2])
+    store.hold([NewHold("t", "k", 1, "refused", "", dead_letter=True)])
+    with pytest.raises(OutboxError if by == "rule" else RowsRemain):  # a rule lets no DELETE return anything
+        store.bury([1], times[:1])
+    assert store.holds().lanes == {("t", "k")}, "its hold is not released"
+    assert store.settle([7, 8], [1, 2]) == store.purge(uuid4(), [1, 2]) == store.purge(ME, [9]) == 0
+    store.close()
+
+
+def test_obstacles_of_an_ordinary_table(store):
+    """A table of our own making has none."""
+    assert store.obstacles() == []
+
+
+# -- the session
+
+
+def test_timeouts_of_the_role_do_not_end_sessions(scene, role):
+    """Time-outs that a role has by default are not those of the harvester's sessions."""
+    for setting in (
+        "transaction_timeout",
+        "lock_timeout",
+        "idle_session_timeout",
+        "statement_timeout",
+        "idle_in_transaction_session_timeout",
+    ):
+        scene.execute(f"ALTER ROLE \"{role}\" SET {setting} = '150ms'")
+    scene.execute("INSERT INTO outbox (kafka_topic) VALUES ('t')")
+    store = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))
+    store.check()
+    with psycopg.connect(scene.database) as other:
+        other.execute("LOCK TABLE outbox")
+        release = threading.Timer(0.4, other.rollback)
+        release.start()
+        assert len(store.mark(ME, 10).records) == 1
+        release.join()
+    store.close()
+
+
+@pytest.mark.parametrize("code", ["25P04", "57P05", "53300", "XX000", "08006"])
+def test_errors_of_the_server_are_outages(scene, store, code):
+    """What says nothing about the table is waited for, whatever class the driver gives it."""
+    scene.execute(
+        "CREATE FUNCTION fail() RETURNS trigger LANGUAGE plpgsql AS"
+        f" $$ BEGIN RAISE EXCEPTION 'no' USING ERRCODE = '{code}'; END $$"
+    )
+    scene.execute("CREATE TRIGGER fail BEFORE UPDATE ON outbox FOR EACH STATEMENT EXECUTE FUNCTION fail()")
+    with pytest.raises(StoreUnavailable):
+        store.mark(ME, 10)
+
+
+def test_table_that_is_altered_under_prepared_statements(scene, store):
+    """The table is looked at again, once: it still is an outbox, or the error says what is wrong."""
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', 'k')")
+    store.scan(10, ())
+    scene.execute("ALTER TABLE outbox ALTER kafka_key TYPE varchar(100)")
+    with pytest.raises(StoreUnavailable, match="altered"):
+        store.scan(10, ())
+    assert len(store.scan(10, ())) == 1
+    scene.execute("ALTER TABLE outbox ALTER kafka_value TYPE text USING 'x'")
+    scene.execute("ALTER TABLE outbox ALTER kafka_topic TYPE integer USING 1")
+    with pytest.raises(StoreUnavailable, match="altered"):
+        store.scan(10, ())
+    with pytest.raises(OutboxTableError, match="kafka_topic is integer"):
+        store.scan(10, ())
+
+
+# -- holds
+
+
+def test_holds_are_read_when_they_change(scene, store):
+    """Unchanged holds are the very same object; what is inserted, changed or deleted is seen at once."""
+    seen = []
+
+    def look():
+        holds = store.holds()
+        assert store.holds() is holds
+        assert all(holds is not other for other in seen)
+        seen.append(holds)
+        return holds
+
+    assert not look()
+    store.hold([NewHold("t", f"k{n}", n, "refused", "") for n in range(1, 4)])
+    assert len(look().lanes) == 3
+    scene.execute("DELETE FROM outbox_hold WHERE record_id = 2")
+    assert len(look().lanes) == 2
+    scene.execute("UPDATE outbox_hold SET dead_letter = true WHERE record_id = 1")
+    assert look().requests == {1: ""}
+    scene.execute(
+        "WITH gone AS (DELETE FROM outbox_hold WHERE record_id = 1 RETURNING *) INSERT INTO outbox_hold"
+        " SELECT id, outbox, kafka_topic, 'other', record_id FROM gone"
+    )
+    assert ("t", "other") in look().lanes
+    scene.execute("DELETE FROM outbox_hold")
+    assert not look()
+
+
+def test_bury_releases_no_strangers_hold(scene, store):
+    """A late repetition of a burial leaves alone what is held under the same id, of another key, by then."""
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', 'old')")
+    store.hold([NewHold("t", "old", 1, "refused", "", dead_letter=True)])
+    (letter,) = store.fetch([1])
+    assert store.bury([1], [letter[7]]) == 1
+    assert not store.holds()
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', 'new')")
+    store.hold([NewHold("t", "new", 1, "refused", "", dead_letter=True)])
+    assert store.bury([1], [letter[7]]) == 0
+    assert store.holds().lanes == {("t", "new")}

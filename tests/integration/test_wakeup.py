@@ -1,7 +1,10 @@
 """What wakes an idle harvester: notices of the database, and commits in its own process."""
 
 import logging
+import os
+import threading
 import time
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -241,3 +244,48 @@ def statements_per_second(outside, name):
         time.sleep(pause)
     (began, before), (ended, after) = counted
     return (after - before) / (ended - began)
+
+
+def _cpu_seconds(names):
+    """CPU time so far of this process's threads with these names."""
+    ticks = 0
+    for thread in threading.enumerate():
+        if thread.name in names:
+            fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize("delivery", MODES)
+def test_flood_of_notices(scene, make_topic, delivery):
+    """Whoever may connect may send notices: a hundred thousand cost little, and records are published meanwhile."""
+    add_trigger(scene)
+    topic = make_topic()
+    metrics = HarvestMetrics(outbox_name="o")
+    over = threading.Event()
+    looks = lambda: metrics.registry.get_sample_value("outbox_mark_duration_seconds_count", {"outbox": "o"})  # noqa: E731
+
+    def flood(channel):
+        with psycopg.connect(scene.database, autocommit=True) as connection:
+            while not over.is_set():
+                connection.execute("SELECT pg_notify(%s, n::text) FROM generate_series(1, 200) AS n", [channel])
+
+    with scene.running(config={"notify": True, "delivery": delivery}, metrics=metrics) as harvester:
+        listening(harvester)
+        channel = scene.execute("SELECT 'kafka_outbox_' || 'outbox'::regclass::oid AS name")[0].name
+        assert channel == harvester._listening._notices._channel
+        flooding = threading.Thread(target=flood, args=(channel,))
+        flooding.start()
+        try:
+            threads = {"outbox-harvest", "outbox-listen", "outbox-mark"}
+            began, cpu, looked = time.monotonic(), _cpu_seconds(threads), looks()
+            time.sleep(2)
+            took = time.monotonic() - began
+            assert (looks() - looked) / took < 100
+            assert (_cpu_seconds(threads) - cpu) / took < 0.2
+            scene.stash(OutboxRecord(topic=topic, key="k", value=b"x"))
+            wait_until(lambda: scene.count() == 0, "the record is published")
+        finally:
+            over.set()
+            flooding.join()
+    assert len(scene.read(topic)) == 1

@@ -5,7 +5,9 @@ from confluent_kafka import KafkaError
 
 from outbox_core.errors import InvalidRecord, KafkaUnavailable
 from outbox_core.harvest.publisher import Failure
-from outbox_core.harvest.transaction import Aborted, Committed, Sent
+from outbox_core.harvest.record_producer import Sent
+from outbox_core.harvest.tracking import Ledger
+from outbox_core.harvest.transaction import Aborted, Committed
 from outbox_spark import shard_writer
 from outbox_spark.shard_writer import ShardWriter
 
@@ -15,7 +17,7 @@ _ROWS = [(number, "orders", "k", b"v", None, None, -1, 1000 + number) for number
 class _Transactions:
     """The names that a writer asks for."""
 
-    kafka, outbox, tracking_topic, tracking_partition = {}, "d.s.t", "tracking", 0
+    kafka, outbox, tracking_topic, tracking_partition, transactional_id, timeout = {}, "d.s.t", "tracking", 0, "t", 15.0
 
 
 class _Producer:
@@ -34,13 +36,18 @@ class _Producer:
             failures += self._reports
         return Sent(list(records), [])
 
-    def send_manifest(self, *_):
+    failure = None
+
+    def send_manifest(self, *_, key=None):
         pass
+
+    def all_arrive(self, *_):
+        return True
 
     def commit(self):
         return self._outcomes.pop(0)
 
-    def abort(self):
+    def abort(self, *_):
         pass
 
     def discard(self):
@@ -55,7 +62,7 @@ def _aborted(code):
 def write(monkeypatch):
     """A function that writes three records by a producer whose commits end so."""
     monkeypatch.setattr(shard_writer, "highest_claim", lambda *_: 0)
-    monkeypatch.setattr(shard_writer, "manifest_after_fence", lambda *_: None)
+    monkeypatch.setattr(shard_writer, "ledger_after_fence", lambda *_: Ledger())
     monkeypatch.setattr(shard_writer, "_PAUSE_SECONDS", 0.0)
 
     def run(*outcomes, reports=(), patience=30.0):

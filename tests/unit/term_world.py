@@ -17,15 +17,17 @@ from outbox_core.harvest.lanes import lane_of
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.pace import News
 from outbox_core.harvest.publisher import Failure
+from outbox_core.harvest.record_producer import Sent
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.transaction import Aborted, Committed, Ended, Sent
+from outbox_core.harvest.transaction import Aborted, Committed, Ended
 from outbox_core.kafka import KafkaError
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import NO_FLOOR, NO_HOLDS, NO_LIMIT, HoldSet, NewHold, Sight, StoredRecord
 
 TRACKING, LETTERS = "tracking", "letters"
 POISON = b"poison"
+LONG_SECONDS = 10.0
 _LONGEST_SECONDS = 20.0
 
 
@@ -135,6 +137,9 @@ class Cluster:
         missing: topics that are not there.
         tells: whether it says where we may not write.
         breaks: how many of the next commits break their producer for no such reason.
+        hesitates: how many of the next commits must be aborted for a reason that is about no record.
+        breaking: topics whose records break the producer, whatever for.
+        refusing: topics that we may not write to, of which only the delivery reports tell.
         transactions: what was attempted: the topics of each, without the tracking topic.
         published: ids of what was committed, by topic.
     """
@@ -142,7 +147,8 @@ class Cluster:
     def __init__(self):
         self.forbidden, self.silent, self.missing = set(), set(), set()
         self.tells = True
-        self.breaks = 0
+        self.breaks = self.hesitates = 0
+        self.breaking, self.refusing = set(), set()
         self.transactions = []
         self.published = {}
 
@@ -160,6 +166,9 @@ class Producer:
 
     def discard(self):
         pass
+
+    def limit_batches(self, max_bytes):
+        self.batch_bytes = max_bytes
 
     def begin(self):
         self._records = []
@@ -179,26 +188,39 @@ class Producer:
         self._records = list(sent.records)
         return sent
 
-    def send_manifest(self, topic, value, partition=0):
-        del topic, value, partition
+    @property
+    def failure(self):
+        return None
 
-    def all_arrive(self, timeout_seconds):
-        del timeout_seconds
-        return not self._in(self._cluster.silent)
+    def send_manifest(self, topic, value, partition=0, *, key=None):
+        del topic, value, partition, key
 
-    def abort(self):
+    def all_arrive(self, timeout_seconds, give_up=lambda: False):
+        del give_up
+        # A transaction that is waited for as long as any other fails in the end: the commit says so.
+        return timeout_seconds >= LONG_SECONDS or not self._in(self._cluster.silent)
+
+    def abort(self, cause=None, give_up=lambda: False):
+        del give_up
         self._note()
-        return Aborted(None, record_at_fault=False)
+        return Aborted(cause, record_at_fault=cause is not None)
 
-    def commit(self):
+    def commit(self, give_up=lambda: False):
+        del give_up
         cluster = self._cluster
         self._note()
         if cluster.breaks:
             cluster.breaks -= 1
             return Ended("broken")
+        if self._in(cluster.breaking):
+            return Ended("broken by a record")
+        if cluster.hesitates and self._records:
+            cluster.hesitates -= 1
+            return Aborted(KafkaError(KafkaError.NOT_COORDINATOR), record_at_fault=False)
         if self._in(cluster.forbidden) or TRACKING in cluster.forbidden:
             return Ended("broken", KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
         for topics, code in (
+            (cluster.refusing, KafkaError.TOPIC_AUTHORIZATION_FAILED),
             (cluster.missing, KafkaError.UNKNOWN_TOPIC_OR_PART),
             (cluster.silent, KafkaError._MSG_TIMED_OUT),
         ):
@@ -269,13 +291,14 @@ class World:
             topic=LETTERS,
             on_poison=on_poison,
             ensure=self._ensure,
-            forbidden=lambda topics: topics & self.cluster.forbidden if self.cluster.tells else set(),
+            forbidden=self._forbidden,
         )
         transactions = SimpleNamespace(
             new_producer=lambda: Producer(self.cluster),
             tracking_topic=TRACKING,
             outbox="d.s.t",
-            timeout=10.0,
+            transactional_id="d.s.t",
+            timeout=LONG_SECONDS,
             heartbeat_timeout=1.0,
             reached=lambda _: None,
         )
@@ -284,6 +307,9 @@ class World:
             leader_id, timing, self.surroundings, transactions, dead_letters=self.dead_letters, drain=True
         )
         monkeypatch.setattr(term_module, "Recovery", lambda *_: self)
+
+    def _forbidden(self, topics):
+        return topics & (self.cluster.forbidden | self.cluster.refusing) if self.cluster.tells else set()
 
     def _ensure(self):
         self.ensured += 1
@@ -296,6 +322,9 @@ class World:
 
     def settle(self, producer):
         del producer
+
+    def server_id(self):
+        return "1"
 
     def refuse_marks(self):
         self.looks_for_marks += 1

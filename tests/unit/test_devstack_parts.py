@@ -1,7 +1,9 @@
 """The parts of the devstack that need no service."""
 
+import hashlib
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -10,8 +12,11 @@ from contextlib import suppress
 import pytest
 
 from devstack import jars, java
+from devstack.cluster import _java_hash
 from devstack.errors import BrokerUnavailableError, DevstackError
+from devstack.frame_proxy import Api, Request, _frames
 from devstack.ports import free_ports, is_free
+from devstack.postgres import claim
 from devstack.processes import ServiceProcess, run_watched
 from devstack.proxy import TcpProxy
 from devstack.truststore import java_trust_options
@@ -215,3 +220,126 @@ def test_truststore_is_readable_by_java(tmp_path):
         check=True,
     )
     assert listed.stdout.count("trustedCertEntry") > 10
+
+
+def _request(api, version, body, client_id=b"me", tags=b""):
+    header = struct.pack(">hhih", api, version, 7, len(client_id)) + client_id + tags
+    return Request(struct.pack(">i", len(header + body)) + header + body)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_end_of_a_transaction_is_understood(version, commits):
+    """Of both forms of strings: who sends it, about which transactional.id, and whether it commits."""
+    end = struct.pack(">qh?", 4000, 3, commits)
+    if version < 3:
+        request = _request(Api.END_TXN, version, struct.pack(">h", 4) + b"mine" + end)
+    else:
+        a_tag = b"\x01\x05\x02xy"  # one field, number 5, two bytes
+        request = _request(Api.END_TXN, version, b"\x05mine" + end + b"\0", tags=a_tag)
+    assert (request.transactional_id, request.commits, request.client_id) == ("mine", commits, "me")
+    assert request.name == f"END_TXN {'commit' if commits else 'abort'}"
+
+
+@pytest.mark.parametrize(
+    ("request_", "transactional_id"),
+    [
+        (_request(Api.PRODUCE, 7, struct.pack(">h", -1) + b"..."), None),
+        (_request(Api.PRODUCE, 7, struct.pack(">h", 4) + b"mine..."), "mine"),
+        (_request(Api.INIT_PRODUCER_ID, 4, b"\x05mine...", tags=b"\0"), "mine"),
+        (_request(Api.INIT_PRODUCER_ID, 4, b"\0...", tags=b"\0"), None),
+        (_request(Api.FETCH, 11, b"\0\4mine"), None),
+        (_request(99, 0, b""), None),
+    ],
+)
+def test_a_request_names_its_transactional_id(request_, transactional_id):
+    """Where there is one at all."""
+    assert request_.transactional_id == transactional_id
+    assert request_.commits is None
+
+
+def test_frames_are_taken_whole_however_they_arrive():
+    """Byte by byte or several at once, each frame comes out once, and what is no frame yet waits."""
+    sent = [_request(Api.FETCH, 1, bytes(size)).frame for size in (0, 5, 300)]
+    unread, taken = bytearray(), []
+    for byte in b"".join(sent):
+        unread.append(byte)
+        taken += _frames(unread)
+    assert taken == sent
+    unread += b"".join(sent) + sent[0][:-1]
+    assert list(_frames(unread)) == sent
+    assert bytes(unread) == sent[0][:-1]
+
+
+def test_what_is_no_frame_ends_the_connection():
+    """A length that cannot be is no reason to wait for so many bytes."""
+    with pytest.raises(ConnectionAbortedError, match="not Kafka's protocol"):
+        list(_frames(bytearray(b"GET / HTTP/1.1")))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("", 0), ("hello", 99162322), ("polygenelubricants", 0), ("coordinated-1", 676563824)]
+)
+def test_transactional_ids_are_hashed_as_kafka_does(text, value):
+    """Java's hash, of which Kafka takes the absolute value, and 0 for the one number that has none."""
+    assert _java_hash(text) == value
+
+
+def test_jars_that_are_not_pinned_are_never_started(tmp_path, monkeypatch):
+    """A jar that is listed passes; another one, or one that is not listed, is named in the error."""
+    pinned = tmp_path / "jars.sha256"
+    pinned.write_text(f"{hashlib.sha256(b'good').hexdigest()}  a.jar\n")
+    monkeypatch.setattr(jars, "_PINNED", pinned)
+    folder = tmp_path / "jars"
+    folder.mkdir()
+    (folder / "a.jar").write_bytes(b"good")
+    jars.check_hashes(folder)
+    (folder / "a.jar").write_bytes(b"evil")
+    with pytest.raises(DevstackError, match=r"a\.jar has the SHA-256"):
+        jars.check_hashes(folder)
+    (folder / "a.jar").unlink()
+    (folder / "b.jar").write_bytes(b"good")
+    with pytest.raises(DevstackError, match=r"b\.jar is not listed"):
+        jars.check_hashes(folder)
+
+
+def test_every_jar_of_kafka_is_pinned():
+    """The hashes are of the release that is started, and of the binding without which it says nothing."""
+    pinned = jars.pinned_hashes()
+    assert {f"kafka_2.13-{jars.KAFKA_VERSION}.jar", "slf4j-simple-1.7.36.jar"} <= pinned.keys()
+    assert all(len(bytes.fromhex(digest)) == 32 for digest in pinned.values())
+
+
+@pytest.mark.parametrize("planted", ["link", "file", "open folder"])
+def test_a_folder_that_somebody_else_may_have_made_is_not_used(tmp_path, planted):
+    """Names in the temporary folder can be foretold: a link, a file or a folder open to others is refused, and kept."""
+    place = tmp_path / "kafka-outbox-postgres-0123"
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir()
+        place.symlink_to(tmp_path / "elsewhere")
+    elif planted == "file":
+        place.touch()
+    else:
+        place.mkdir()
+        place.chmod(0o777)
+    with pytest.raises(DevstackError, match="not a folder of our own"):
+        claim(place, 0o711)
+    if planted == "open folder":
+        assert place.stat().st_mode & 0o777 == 0o777
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make what belongs to others")
+def test_a_folder_of_another_user_is_not_used(tmp_path):
+    """Even if it is closed to everybody else."""
+    place = tmp_path / "theirs"
+    place.mkdir(mode=0o700)
+    os.chown(place, 65534, 65534)
+    with pytest.raises(DevstackError, match="not a folder of our own"):
+        claim(place, 0o711)
+
+
+def test_a_folder_of_our_own_is_used_again(tmp_path):
+    """The second start finds what the first has made."""
+    for _ in range(2):
+        claim(tmp_path / "ours", 0o711)
+    assert (tmp_path / "ours").stat().st_mode & 0o777 == 0o711

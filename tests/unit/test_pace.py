@@ -93,6 +93,20 @@ def test_news_ends_a_pause(pace, clock, news):
     assert pace.due_in() == 0.0
 
 
+def test_false_news_is_believed_less_and_less(pace, clock, news):
+    """However often somebody tells of commits that nobody finds: soon there are fifty looks a second, and no more."""
+    looks, end = 0, clock.time + 1
+    while clock.time < end:
+        news.tell()
+        look(pace, clock)
+        looks += 1
+    assert looks < 60
+    news.tell()
+    assert pace.due_in() == pytest.approx(0.02)
+    pace.found(more=False)
+    assert pace.due_in() == pytest.approx(0.001), "what is true once is believed again"
+
+
 def test_news_during_a_look_counts_for_the_next(pace, clock, news):
     """A look may have begun before the commit that it is told of: it does not use that news up."""
     for _ in range(60):

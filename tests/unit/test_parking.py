@@ -149,7 +149,8 @@ def test_withdrawn_keys_are_left_out_until_they_are_back():
     assert withdrawals.lanes == {("t", "a")}
     assert withdrawals.ids == set()
     withdrawals.hold_done(("t", "a"))
-    assert not withdrawals
-    assert withdrawals.is_caught(record(9, "a"))  # by the mark that was sent before
+    assert withdrawals, "a mark that was sent before has not answered"
+    assert withdrawals.is_caught(record(9, "a"))
     withdrawals.mark_begins()
+    assert not withdrawals
     assert not withdrawals.is_caught(record(9, "a"))

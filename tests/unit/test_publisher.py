@@ -5,7 +5,11 @@ from collections import deque
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox_core.harvest.publisher import Failure, Publisher
+from outbox_core.harvest.bad_records import new_hold
+from outbox_core.harvest.publisher import ERROR_HEADER, ORIGIN_HEADER, Failure, Publisher, dead_letter, partition_of
+from outbox_core.harvest.topics import RowTopics
+from outbox_core.harvest.verdicts import Verdict
+from outbox_core.ports import StoredRecord
 
 
 class _Producer:
@@ -39,13 +43,13 @@ class _Producer:
     flush = poll
 
     def purge(self, *, in_queue, in_flight, blocking):
-        assert (in_queue, in_flight, blocking) == (True, False, False)
+        assert (in_queue, in_flight, blocking) == (True, True, False)
         while self.sent:
             self.report(KafkaError(KafkaError._PURGE_QUEUE))
 
 
-def _record(identity=1, key="k", value=b"v", *, header_keys=None, header_values=None, partition=-1):
-    return (identity, "t", key, value, header_keys, header_values, partition, 99)
+def _record(identity=1, key="k", value=b"v", *, topic="t", header_keys=None, header_values=None, partition=-1):
+    return StoredRecord(identity, topic, key, value, header_keys, header_values, partition, 99)
 
 
 @pytest.fixture
@@ -111,17 +115,119 @@ def test_refused_record_is_a_failed_one(publisher, producers):
 
 
 @pytest.mark.parametrize(
-    "fields", [{"header_keys": ["a", "b"], "header_values": [b"1"]}, {"header_values": [b"1"]}], ids=str
+    ("column", "fields"),
+    [
+        ("kafka_header_keys", {"header_keys": ["a", "b"], "header_values": [b"1"]}),
+        ("kafka_header_keys", {"header_values": [b"1"]}),
+        ("kafka_header_keys", {"header_keys": [None], "header_values": [b"1"]}),
+        ("kafka_header_keys", {"header_keys": [["a"]], "header_values": [b"1"]}),
+        ("kafka_partition", {"partition": -2}),
+        ("kafka_partition", {"partition": -(2**31)}),
+        ("kafka_topic", {"topic": "no topic"}),
+        ("kafka_topic", {"topic": ""}),
+        ("kafka_topic", {"topic": "__consumer_offsets"}),
+        ("kafka_topic", {"topic": "other.neli"}),
+        ("kafka_topic", {"topic": "other.manifests"}),
+        ("kafka_topic", {"topic": "other.relay-manifests"}),
+    ],
+    ids=str,
 )
-def test_row_that_is_no_message(publisher, producers, fields):
-    """A row whose headers do not pair up fails like a refused record, and is not sent without them."""
+def test_row_that_is_no_message(publisher, producers, column, fields):
+    """A row that is no message fails like a refused record, with its column named, and is not sent without that."""
     assert publisher.send(_record(3, **fields), 0.0)
-    ((failed, error, alone, _),) = publisher.take_failed()
-    assert alone
-    assert failed[0] == 3
-    assert error.code() == KafkaError._INVALID_ARG
+    (failure,) = publisher.take_failed()
+    assert failure.alone
+    assert failure.record[0] == 3
+    assert failure.verdict is Verdict.RECORD
+    assert new_hold(failure, dead_letter=False).error.startswith(column)
     assert publisher.in_flight == 0
     assert not producers[0].calls
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "column"),
+    [
+        ({"key": "k" * 500}, KafkaError.MSG_SIZE_TOO_LARGE, "kafka_key"),
+        ({"value": "\u00fc" * 300, "key": "k" * 500}, KafkaError.MSG_SIZE_TOO_LARGE, "kafka_value"),
+        ({"header_keys": ["a" * 500], "header_values": [b"1"]}, KafkaError.MSG_SIZE_TOO_LARGE, "kafka_header_keys"),
+        ({"header_keys": ["a"], "header_values": ["1" * 500]}, KafkaError.INVALID_MSG_SIZE, "kafka_header_values"),
+        ({"partition": 7}, KafkaError._UNKNOWN_PARTITION, "kafka_partition"),
+        ({}, KafkaError.TOPIC_EXCEPTION, "kafka_topic"),
+        ({"partition": 2**31}, KafkaError._INVALID_ARG, "kafka_partition"),
+        ({"value": 5}, KafkaError._INVALID_ARG, "kafka_value"),
+        ({"key": 5}, KafkaError._INVALID_ARG, "kafka_key"),
+        ({"topic": 5}, KafkaError._INVALID_ARG, "kafka_topic"),
+        ({"header_keys": ["a"], "header_values": [[]]}, KafkaError._INVALID_ARG, "kafka_header_values"),
+    ],
+    ids=str,
+)
+def test_hold_names_the_column(fields, code, column):
+    """Who reads why a record is held reads which of its columns to look at."""
+    failure = Failure(_record(**fields), KafkaError(code, "what Kafka said"), alone=True)
+    told = new_hold(failure, dead_letter=False).error
+    assert told.startswith(column)
+    assert "what Kafka said" in told
+
+
+def test_own_topics_are_for_the_outbox_alone():
+    """A row cannot name a topic that its outbox is run through; a dead letter goes to the dead-letter topic."""
+    producer = _Producer()
+    topics = RowTopics(("elections", "manifests"), dead_letters="letters")
+    publisher = Publisher(lambda: producer, id_header="", outbox_name="box", topics=topics)
+    letter = dead_letter(_record(1), "letters", "boo")
+    for record in (letter, _record(2, topic="letters"), _record(3, topic="elections"), _record(4, topic="manifests")):
+        publisher.send(record, 0.0)
+    publisher.send(letter, 0.0)
+    assert [call[0] for call in producer.calls] == ["letters", "letters"]
+    assert [failure.record[0] for failure in publisher.take_failed()] == [2, 3, 4]
+
+
+def test_topics_that_are_remembered_are_bounded(monkeypatch):
+    """Whoever names another topic in each row does not fill the memory."""
+    monkeypatch.setattr("outbox_core.harvest.topics._REMEMBERED_TOPICS", 10)
+    topics = RowTopics()
+    for number in range(95):
+        topics.check(_record(topic=f"t{number}"))
+    assert len(topics.known) <= 10
+
+
+def test_partition_of_a_row():
+    """NULL lets the key decide, an empty key always goes to the same partition, and one that is named counts."""
+    assert partition_of(_record()) == -1
+    assert partition_of(_record(key=None)) == -1
+    assert partition_of(_record(key="")) == 0
+    assert partition_of(_record(key="", partition=3)) == 3
+    assert partition_of(_record(partition=2**31 - 1)) == 2**31 - 1
+
+
+def test_partition_that_is_not_there():
+    """It is the record's fault if the row names it, and else that of a topic that was deleted or made smaller."""
+    error = KafkaError(KafkaError._UNKNOWN_PARTITION)
+    assert Failure(_record(partition=9), error).verdict is Verdict.RECORD
+    assert Failure(_record(partition=-5), error).verdict is Verdict.RECORD
+    assert Failure(_record(), error).verdict is Verdict.AWAY
+
+
+def test_forged_ids_are_left_out(publisher, producers):
+    """The harvester's id header is the only one, whatever the row says, also where it has another name."""
+    headers = {"header_keys": ["outbox-id", "a", "outbox-id"], "header_values": [b"box:1", b"1", None]}
+    publisher.send(_record(7, **headers), 0.0)
+    assert producers[0].calls[0][4] == [("a", b"1"), ("outbox-id", "b\u00f6x:7".encode())]
+    producer = _Producer()
+    renamed = Publisher(lambda: producer, id_header="x-id", outbox_name="box")
+    renamed.send(_record(7, header_keys=["outbox-id", "x-id"], header_values=[b"box:1", b"box:2"]), 0.0)
+    assert producer.calls[0][4] == [("x-id", b"box:7")]
+
+
+def test_dead_letter_tells_itself_where_it_comes_from():
+    """Headers of the row that are named like those of a dead letter are left out."""
+    row = _record(header_keys=[ORIGIN_HEADER, "a", ERROR_HEADER], header_values=[b"elsewhere", b"1", b"fine"])
+    letter = dead_letter(row, "letters", "boo")
+    assert list(zip(letter.header_keys, letter.header_values, strict=True)) == [
+        ("a", b"1"),
+        (ORIGIN_HEADER, "t"),
+        (ERROR_HEADER, "boo"),
+    ]
 
 
 def test_full_queue(publisher, producers):

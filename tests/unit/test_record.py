@@ -35,7 +35,11 @@ class _Level(IntEnum):
     HIGH = 9
 
 
-@given(st.text(_TOPIC_CHARACTERS, min_size=1, max_size=MAX_TOPIC_LENGTH).filter(lambda t: t not in {".", ".."}))
+@given(
+    st.text(_TOPIC_CHARACTERS, min_size=1, max_size=MAX_TOPIC_LENGTH).filter(
+        lambda t: t not in {".", ".."} and not t.startswith("__") and not t.endswith((".neli", "manifests"))
+    )
+)
 def test_legal_topics(topic):
     """Every name that Kafka allows is kept as it is."""
     assert OutboxRecord(topic).topic == topic
@@ -49,6 +53,47 @@ def test_illegal_topics(topic):
     """What Kafka would refuse is refused when the record is made."""
     with pytest.raises(InvalidRecord, match=r"^topic: "):
         OutboxRecord(topic)
+
+
+@pytest.mark.parametrize(
+    "topic", ["__consumer_offsets", "__x", "shop.public.outbox.neli", "a.manifests", "a.relay-manifests"]
+)
+def test_topics_that_are_not_for_records(topic):
+    """What would deceive an outbox, or break Kafka's own topics, is refused where it is written."""
+    with pytest.raises(InvalidRecord, match=r"^topic: .* are not for records"):
+        OutboxRecord(topic)
+
+
+@pytest.mark.parametrize("topic", ["_x", "a__", "neli", "manifests", "a.manifests.b", "a-manifests"])
+def test_topics_that_look_like_those_are_records_topics(topic):
+    """Only the names that mean something are refused."""
+    assert OutboxRecord(topic).topic == topic
+
+
+@pytest.mark.parametrize(
+    ("field", "largest", "too_large"),
+    [
+        ("key", "k" * 65_536, "k" * 65_537),
+        ("key", "\u00fc" * 32_768, "\u00fc" * 32_769),
+        ("headers", {"h": b"v" * (2**20 - 1)}, {"h": b"v" * 2**20}),
+        ("headers", [("h" * 2**19, "v" * 2**19)], [("h" * 2**19, "v" * 2**19 + "v")]),
+    ],
+    ids=["key", "key-utf8", "header-value", "header-name"],
+)
+def test_sizes(field, largest, too_large):
+    """Keys and headers have a limit, in bytes, which is named when it is exceeded."""
+    OutboxRecord("t", **{field: largest})
+    with pytest.raises(InvalidRecord, match=rf"^{field}: \d+ bytes.* at most \d+ are allowed"):
+        OutboxRecord("t", **{field: too_large})
+
+
+def test_values_that_no_client_sends(monkeypatch):
+    """A value that is larger than any producer's limit is refused; others depend on the topic."""
+    monkeypatch.setattr("outbox_core.record.MAX_VALUE_BYTES", 10)
+    assert OutboxRecord("t", value=b"v" * 10).value == b"v" * 10
+    for value in (b"v" * 11, "v" * 11, {"a": "vvvv"}, bytearray(11)):
+        with pytest.raises(InvalidRecord, match=r"^value: 1\d? bytes, at most 10 are allowed"):
+            OutboxRecord("t", value=value)
 
 
 def test_topic_is_required():

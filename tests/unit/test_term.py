@@ -163,8 +163,8 @@ def test_dead_letters_that_do_not_arrive_are_tried_ever_more_rarely(world, monke
         assert subject.due_in({1: "boo"}) == pytest.approx(rest)
     for _ in range(20):
         subject.concluded([letter], [], Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True))
-    assert subject.due_in({1: "boo"}) == pytest.approx(120)
-    assert subject.patience == pytest.approx(12)
+    assert subject.due_in({1: "boo"}) == pytest.approx(10)
+    assert subject.patience == pytest.approx(1)
     subject.concluded([letter], [], Committed())
     assert subject.patience is None
     world.close()
@@ -287,3 +287,45 @@ def culprits_of(world):
     waiting = Waiting(world.delivery.over, world.timing, world.surroundings)
     rights = Rights(world.dead_letters, TRACKING)
     return Culprits(world.timing, world.surroundings, waiting, rights, dead_letter=False)
+
+
+# -- nothing waits for ever
+
+
+def test_probe_whose_transaction_fails_for_the_cluster_is_tried_again(world):
+    """A coordinator that hesitates says nothing about the record: its destination is not forgotten for that."""
+    world.cluster.silent = {"quiet"}
+    world.table.add("quiet", 3, key="k")
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) >= 3, "the probe is tried")
+        world.cluster.hesitates = 1
+        world.cluster.silent = set()
+        wait_until(lambda: not world.table.left(), "everything flows", timeout=10)
+    assert not world.cluster.hesitates
+    assert world.cluster.published["quiet"] == [1, 2, 3]
+
+
+def test_probe_whose_topic_is_held_is_not_waited_for(world):
+    """A hold of the topic ends the probe: once released, its records flow."""
+    world.cluster.silent = {"quiet"}
+    world.table.add("quiet", 3, key="k")
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) >= 3, "the probe is tried")
+        subject = world.cluster
+        subject.refusing, subject.silent = {"quiet"}, set()
+        wait_until(lambda: world.table.held, "the topic is held")
+        subject.refusing = set()
+        world.table.held.clear()
+        wait_until(lambda: not world.table.left(), "everything flows", timeout=10)
+    assert world.cluster.published["quiet"] == [1, 2, 3]
+
+
+def test_long_trials_are_not_paid_back_for_ever(world):
+    """Minutes of trials while nothing could be delivered do not cost the trials after that minutes of their time."""
+    subject = culprits_of(world)
+    subject.set_aside([world.table.rows[world.table.add("t")]])
+    for _ in range(12):
+        subject.tried(10.0)
+    subject.published(10.0)
+    assert subject.is_trial_due
+    world.close()

@@ -1,0 +1,507 @@
+"""Three brokers and a controller: replication factor 3, min ISR 2, for topics, offsets and the state of transactions.
+
+One node is controller alone, so that two of three brokers can be killed without taking the quorum along. Every broker
+has the proxied listeners of the single one; `proxied(n)` puts a `FrameProxy` before each of them, and a client that
+bootstraps through these can be cut off from single brokers: from the leader of a partition, or from a transaction
+coordinator. With `links`, each broker reaches the controller through a proxy as well: `isolate` cuts that alone, and
+the broker goes on answering clients for partitions whose leaders the others have moved.
+"""
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
+
+from devstack.broker import BrokerProbe, silent_logger
+from devstack.errors import DevstackError
+from devstack.frame_proxy import FrameProxy
+from devstack.jars import KAFKA_VERSION, Report
+from devstack.kafka import ADVERTISED_PORTS, BROKER_PORTS, META, BrokerNode, KafkaNode, endpoints, random_id
+from devstack.ports import LOCALHOST, free_ports, is_free
+from devstack.processes import wait_until
+from devstack.proxy import TcpProxy
+
+_BROKERS = (1, 2, 3)
+_CONTROLLER = 100
+_SETTINGS = {
+    "default.replication.factor": "3",
+    "min.insync.replicas": "2",
+    "offsets.topic.replication.factor": "3",
+    "transaction.state.log.replication.factor": "3",
+    "transaction.state.log.min.isr": "2",
+    "share.coordinator.state.topic.replication.factor": "3",
+    "share.coordinator.state.topic.min.isr": "2",
+    "auto.leader.rebalance.enable": "false",  # leaders stay where a test has moved them
+    "controlled.shutdown.enable": "true",
+}
+_SMALL_JAVA = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")  # four of them start at once
+_SECONDS_TO_START = 120
+_SECONDS_TO_MOVE = 20
+TRANSACTION_STATE = "__transaction_state"
+"""The topic whose leaders are the coordinators of transactions."""
+
+
+class ControllerNode(KafkaNode):
+    """The controller, which no client talks to."""
+
+    listening = ("controller",)
+    advertised = ()
+
+    def wait_until_ready(self) -> None:
+        """Wait until it listens."""
+        port = self.ports["controller"]
+        if not wait_until(lambda: not self.is_running or not is_free(port), timeout=_SECONDS_TO_START):
+            raise self._with_log(f"the controller does not listen after {_SECONDS_TO_START} s")
+        if not self.is_running:
+            raise self._with_log("the controller ended while starting")
+
+    def _settings(self, ports: dict[str, int]) -> dict[str, str]:
+        listener = endpoints({"CONTROLLER": ports["controller"]})
+        names = ("PLAINTEXT", "CONTROLLER")
+        return {
+            **_SETTINGS,
+            "process.roles": "controller",
+            "node.id": str(_CONTROLLER),
+            "controller.quorum.voters": f"{_CONTROLLER}@{LOCALHOST}:{ports['controller']}",
+            "listeners": listener,
+            "advertised.listeners": listener,
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in names),
+        }
+
+
+class ClusterBroker(BrokerNode):
+    """One of the brokers.
+
+    Args:
+        directory: Its data and log.
+        number: Its node id.
+        controller: The controller, which has been formatted when this is launched.
+        is_linked: Whether it reaches the controller through a proxy.
+        options: As of a `KafkaNode`.
+    """
+
+    listening = BROKER_PORTS
+    advertised = (*ADVERTISED_PORTS, "link")
+
+    def __init__(
+        self, directory: Path, number: int, controller: ControllerNode, *, is_linked: bool, **options: Any
+    ) -> None:
+        super().__init__(directory, **options)
+        self.number = number
+        self._controller = controller
+        self._is_linked = is_linked
+
+    def _settings(self, ports: dict[str, int]) -> dict[str, str]:
+        controller = ports["link"] if self._is_linked else self._controller.ports["controller"]
+        return {
+            **_SETTINGS,
+            "process.roles": "broker",
+            "node.id": str(self.number),
+            "controller.quorum.voters": f"{_CONTROLLER}@{LOCALHOST}:{controller}",
+            **self._listener_settings(ports, controller=False),
+        }
+
+    def _format_storage(self, java: Path, classpath: str) -> None:
+        """Do what the controller's formatting has done, without a Java of our own."""
+        del java, classpath
+        formatted = dict(
+            line.split("=", 1) for line in (self._controller.data / META).read_text().splitlines() if "=" in line
+        )
+        ours = formatted | {"node.id": str(self.number), "directory.id": random_id()}
+        self.data.mkdir(parents=True, exist_ok=True)
+        for checkpoint in self._controller.data.glob("bootstrap.checkpoint"):
+            (self.data / checkpoint.name).write_bytes(checkpoint.read_bytes())
+        (self.data / META).write_text("".join(f"{name}={value}\n" for name, value in ours.items()))
+
+
+class ProxyGroup:
+    """A proxy before each broker: what clients on one side of a network reach. Also a context manager.
+
+    Attributes:
+        of: The proxy of each broker, by its node id.
+    """
+
+    def __init__(self, proxies: Mapping[int, FrameProxy]) -> None:
+        self.of = dict(proxies)
+
+    @property
+    def bootstrap(self) -> str:
+        """Addresses to connect to."""
+        return ",".join(proxy.bootstrap for proxy in self.of.values())
+
+    def start(self) -> Self:
+        """Start all."""
+        for proxy in self.of.values():
+            proxy.start()
+        return self
+
+    def stop(self) -> None:
+        """Stop all."""
+        for proxy in self.of.values():
+            proxy.stop()
+
+    def cut(self, *, drop: bool = False) -> None:
+        """Become a black hole, as `TcpProxy.cut`."""
+        for proxy in self.of.values():
+            proxy.cut(drop=drop)
+
+    def restore(self) -> None:
+        """End `cut`."""
+        for proxy in self.of.values():
+            proxy.restore()
+
+    def reset(self) -> None:
+        """Refuse, as `TcpProxy.reset`."""
+        for proxy in self.of.values():
+            proxy.reset()
+
+    def resume(self) -> None:
+        """End `reset`."""
+        for proxy in self.of.values():
+            proxy.resume()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class KafkaCluster:
+    """Three brokers that work together.
+
+    Args:
+        directory: May belong to a cluster that already runs, which `start` then reuses.
+        extra_properties: Settings of all nodes that override ours.
+        heap: Maximum Java heap of each broker.
+        links: Whether brokers reach the controller through proxies of this process, so that `isolate` works; such a
+            cluster lives no longer than this process.
+        report: Told what takes long.
+    """
+
+    is_embedded = False
+    description = f"real cluster of {len(_BROKERS)} brokers, Kafka {KAFKA_VERSION}"
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        extra_properties: Mapping[str, str] | None = None,
+        heap: str = "320m",
+        links: bool = False,
+        report: Report = lambda _: None,
+    ) -> None:
+        self._directory = Path(directory).absolute()
+        shared: dict[str, Any] = {"extra_properties": extra_properties, "report": report}
+        self.controller = ControllerNode(
+            self._directory / "controller",
+            heap="160m",
+            java_options=_SMALL_JAVA,
+            **shared,
+        )
+        self.brokers = {
+            number: ClusterBroker(
+                self._directory / f"broker-{number}",
+                number,
+                self.controller,
+                is_linked=links,
+                heap=heap,
+                java_options=_SMALL_JAVA,
+                **shared,
+            )
+            for number in _BROKERS
+        }
+        self._has_links = links
+        self._admin_client: AdminClient | None = None
+        self._links: dict[int, TcpProxy] = {}
+        self._open_links = ExitStack()
+
+    @property
+    def bootstrap(self) -> str:
+        """Addresses of the plain listeners, the same across restarts."""
+        return ",".join(broker.bootstrap for broker in self.brokers.values())
+
+    @property
+    def pid(self) -> int | None:
+        """The controller's pid, or None if it does not run."""
+        return self.controller.pid
+
+    @property
+    def pids(self) -> list[int]:
+        """The pids of all nodes that run, the controller's first."""
+        return [node.pid for node in self._nodes if node.pid is not None]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether any node runs."""
+        return any(node.is_running for node in self._nodes)
+
+    def start(self) -> None:
+        """Start what does not run, and wait until all take records and every replica is in sync.
+
+        Raises:
+            BrokerUnavailableError: There is no Java, or Kafka's jars cannot be had.
+            DevstackError: It did not start; the message ends with the tail of a log.
+        """
+        try:
+            if not self.is_running:
+                self._settle_ports()
+            self._start_links()
+            for node in self._nodes:  # the controller first: the brokers' storage is formatted after its
+                if not node.is_running:
+                    node.launch()
+            for node in self._nodes:
+                node.wait_until_ready()
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        """End all nodes; does nothing if none runs."""
+        for broker in self.brokers.values():
+            broker.ask_to_stop()
+        for broker in self.brokers.values():
+            broker.stop(patience=8)
+        self.controller.stop(patience=5)
+        self._close()
+
+    def kill(self) -> None:
+        """End all nodes with SIGKILL."""
+        for node in self._nodes:
+            node.kill()
+        self._close()
+
+    def restart(self) -> None:
+        """Shut all down and start them again on the same ports and data."""
+        self.stop()
+        self.start()
+
+    def proxied(self, number: int) -> ProxyGroup:
+        """Proxies before all brokers' listeners PROXIED1 or PROXIED2; their `bootstrap` keeps clients behind them.
+
+        Args:
+            number: 1 or 2; each can have one group at a time.
+        """
+        return ProxyGroup({broker.number: broker.frame_proxied(number) for broker in self.brokers.values()})
+
+    # -- who does what
+
+    def leader_of(self, topic: str, partition: int) -> int:
+        """The broker that leads a partition.
+
+        Raises:
+            DevstackError: None does, or nobody says.
+        """
+        found: list[int] = []
+
+        def look() -> bool:
+            found[:] = [number for number in [self._described(topic)[partition].leader] if number >= 0]
+            return bool(found)
+
+        if not wait_until(_quietly(look), timeout=_SECONDS_TO_MOVE, interval=0.1):
+            raise DevstackError(f"{topic}[{partition}] has no leader")
+        return found[0]
+
+    def coordinator_of(self, transactional_id: str) -> int:
+        """The broker that coordinates the transactions of a transactional.id."""
+        return self.leader_of(TRANSACTION_STATE, self.coordinating_partition(transactional_id))
+
+    def coordinating_partition(self, transactional_id: str) -> int:
+        """Which partition of the state of transactions a transactional.id belongs to."""
+        found: list[int] = []
+
+        def look() -> bool:
+            try:
+                found[:] = [_java_hash(transactional_id) % len(self._described(TRANSACTION_STATE))]
+            except KafkaException:  # the topic comes into being when first asked for
+                self._ask(_find_coordinator_request(transactional_id))
+            return bool(found)
+
+        if not wait_until(look, timeout=_SECONDS_TO_MOVE, interval=0.1):
+            raise DevstackError(f"the cluster has no {TRANSACTION_STATE}")
+        return found[0]
+
+    def move_leader(self, topic: str, partition: int, to: int) -> None:
+        """Let another broker lead a partition, by making it the preferred one.
+
+        Raises:
+            DevstackError: It does not lead within 20 seconds; it is not in sync, say.
+        """
+        replicas = [to, *(number for number in self._described(topic)[partition].replicas if number != to)]
+        self._ask(_reassign_request(topic, partition, replicas))
+
+        def moved() -> bool:
+            if self._described(topic)[partition].leader == to:
+                return True
+            self._ask(_elect_request(topic, partition))
+            return False
+
+        if not wait_until(_quietly(moved), timeout=_SECONDS_TO_MOVE, interval=0.2):
+            raise DevstackError(f"broker {to} does not become the leader of {topic}[{partition}]")
+
+    def move_coordinator(self, transactional_id: str, to: int) -> None:
+        """Let another broker coordinate the transactions of a transactional.id (and of those beside it)."""
+        self.move_leader(TRANSACTION_STATE, self.coordinating_partition(transactional_id), to)
+
+    def wait_until_in_sync(self, timeout: float = 60) -> bool:
+        """Wait until every partition has a leader and all its replicas; False if that takes longer."""
+
+        def in_sync() -> bool:
+            topics = self._admin.list_topics(timeout=5).topics.values()
+            partitions = [partition for topic in topics for partition in topic.partitions.values()]
+            return all(
+                partition.leader >= 0 and len(partition.isrs) == len(partition.replicas) for partition in partitions
+            )
+
+        return wait_until(_quietly(in_sync), timeout=timeout, interval=0.2)
+
+    def isolate(self, number: int) -> None:
+        """Cut a broker off from the controller alone: it believes to lead what others have taken over."""
+        self._link(number).cut()
+
+    def rejoin(self, number: int) -> None:
+        """End `isolate`."""
+        link = self._link(number)
+        link.reset()  # what was held back is old
+        link.restore()
+        link.resume()
+
+    @property
+    def _nodes(self) -> list[KafkaNode]:
+        return [self.controller, *self.brokers.values()]
+
+    def _settle_ports(self) -> None:
+        """Keep the ports of an earlier start, or draw all of them at once, so that no two nodes get the same."""
+        nodes = self._nodes
+        if all(node.has_free_ports for node in nodes):
+            return
+        wanted = [(node, name) for node in nodes for name in (*node.listening, *node.advertised)]
+        drawn = dict(zip(wanted, free_ports(len(wanted)), strict=True))
+        for node in nodes:
+            node.take_ports({name: port for (owner, name), port in drawn.items() if owner is node})
+
+    def _start_links(self) -> None:
+        if not self._has_links or self._links:
+            return
+        target = self.controller.ports["controller"]
+        for broker in self.brokers.values():
+            link = TcpProxy(LOCALHOST, target, broker.ports["link"])
+            self._links[broker.number] = self._open_links.enter_context(link)
+
+    def _close(self) -> None:
+        self._admin_client = None  # ports may be others after the next start
+        self._open_links.close()
+        self._links.clear()
+
+    def _link(self, number: int) -> TcpProxy:
+        if number not in self._links:
+            raise DevstackError("brokers can be isolated only in a cluster made with links")
+        return self._links[number]
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + _SECONDS_TO_START
+        if not wait_until(_quietly(self._all_are_known), timeout=_SECONDS_TO_START, interval=0.2):
+            raise DevstackError(f"Kafka: the brokers do not find each other; logs in {self._directory}")
+        BrokerProbe(self.bootstrap).round_trip()
+        if not self.wait_until_in_sync(deadline - time.monotonic()):
+            raise DevstackError(f"Kafka: replicas do not get in sync; logs in {self._directory}")
+
+    def _all_are_known(self) -> bool:
+        return set(self._admin.list_topics(timeout=5).brokers) >= set(self.brokers)
+
+    def _described(self, topic: str) -> dict[int, Any]:
+        """Partitions of a topic, as the cluster knows them now."""
+        known = self._admin.list_topics(topic, timeout=5).topics[topic]
+        if known.error is not None:
+            raise KafkaException(known.error)
+        partitions: dict[int, Any] = known.partitions
+        return partitions
+
+    @property
+    def _admin(self) -> AdminClient:
+        if self._admin_client is None:
+            quick: dict[str, Any] = {"reconnect.backoff.max.ms": 500, "socket.timeout.ms": 5000}
+            quiet: dict[str, Any] = {"logger": silent_logger(), "log_level": 0}
+            self._admin_client = AdminClient({"bootstrap.servers": self.bootstrap, **quiet, **quick})
+        return self._admin_client
+
+    def _ask(self, request: bytes) -> None:
+        """Send a request to whichever broker takes it; what comes of it is seen elsewhere."""
+        failures: list[str] = []
+        for broker in self.brokers.values():
+            try:
+                with socket.create_connection((LOCALHOST, broker.ports["plain"]), timeout=5) as connection:
+                    connection.sendall(struct.pack(">i", len(request)) + request)
+                    if connection.recv(4):
+                        return
+            except OSError as error:
+                failures.append(str(error))
+        raise DevstackError(f"no broker takes a request: {'; '.join(failures)}")
+
+
+def _quietly(look: Callable[[], bool]) -> Callable[[], bool]:
+    """A look that sees nothing while Kafka does not answer."""
+
+    def quiet() -> bool:
+        try:
+            return look()
+        except (KafkaException, KeyError, TimeoutError):
+            return False
+
+    return quiet
+
+
+def _java_hash(text: str) -> int:
+    """What Kafka takes for the hash of a transactional.id: the absolute value of Java's."""
+    value = 0
+    encoded = text.encode("utf-16-be")
+    for unit in struct.unpack(f">{len(encoded) // 2}H", encoded):
+        value = (31 * value + unit) & 0xFFFFFFFF
+    return value if value < 0x80000000 else (0x100000000 - value) % 0x80000000
+
+
+# Requests that confluent-kafka does not have, or cannot send. Both are flexible: compact strings, tagged fields.
+
+
+def _reassign_request(topic: str, partition: int, replicas: list[int]) -> bytes:
+    """AlterPartitionReassignments, version 0, of one partition."""
+    ordered = _varint(len(replicas) + 1) + struct.pack(f">{len(replicas)}i", *replicas)
+    one_partition = b"\2" + struct.pack(">i", partition) + ordered + b"\0"
+    return _header(45, 0) + struct.pack(">i", 10_000) + b"\2" + _compact(topic) + one_partition + b"\0\0"
+
+
+def _elect_request(topic: str, partition: int) -> bytes:
+    """ElectLeaders, version 2, of one partition: its preferred one."""
+    preferred = b"\0"
+    one_topic = _compact(topic) + b"\2" + struct.pack(">i", partition) + b"\0"
+    return _header(43, 2) + preferred + b"\2" + one_topic + struct.pack(">i", 10_000) + b"\0"
+
+
+def _find_coordinator_request(transactional_id: str) -> bytes:
+    """FindCoordinator, version 3, of transactions."""
+    return _header(10, 3) + _compact(transactional_id) + b"\1\0"
+
+
+def _header(api_key: int, version: int) -> bytes:
+    name = b"devstack"
+    return struct.pack(">hhih", api_key, version, 1, len(name)) + name + b"\0"
+
+
+def _compact(text: str) -> bytes:
+    return _varint(len(text.encode()) + 1) + text.encode()
+
+
+def _varint(value: int) -> bytes:
+    written = bytearray()
+    while value > 0x7F:
+        written.append(value & 0x7F | 0x80)
+        value >>= 7
+    written.append(value)
+    return bytes(written)

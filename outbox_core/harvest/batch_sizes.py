@@ -1,0 +1,213 @@
+"""How large the batches of a producer may be, so that every topic in use takes them.
+
+A topic's `max.message.bytes` limits a batch, not a record. librdkafka fills batches up to its `batch.size` (1,000,000
+bytes), whatever the topic, and does not split one that is refused: into a topic that takes 64 KiB each full batch
+fails, and the records of a transaction with it. So the limits of topics are asked for, once and now and then again, and
+`batch.size` follows the smallest of those in use. It is one setting for all topics: below 16 KiB it costs the others
+too much, and records for topics with less find their way through smaller transactions, or alone.
+
+Without the right to ask (DESCRIBE_CONFIGS) a limit is learned: each refused batch halves it.
+
+Belongs to the harvest thread. The answers come in on threads of the admin client, which only wake it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+from outbox_core.kafka import KafkaException
+from outbox_core.ports import StoredRecord
+from outbox_core.record import topic_problem
+
+LimitsAsked = Mapping[str, Future[int | None]]
+"""topic -> its max.message.bytes, once it is known; None if the topic has none to show."""
+
+LARGEST_BATCH_BYTES: Final = 1_000_000
+"""librdkafka's default of `batch.size` and `message.max.bytes`."""
+SMALLEST_BATCH_BYTES: Final = 16 * 2**10
+_PATIENCE_SECONDS = 1.0
+_ASK_AGAIN_SECONDS = 60.0
+_IN_USE_SECONDS = 600.0
+_MOST_TOPICS = 10_000
+_ASKED_AT_ONCE = 500
+_UNLIMITED: Final = 2**62
+_OVERHEAD_BYTES: Final = 68  # of a batch of one record, at least
+
+
+@dataclass(slots=True)
+class _Topic:
+    """A topic in use.
+
+    Attributes:
+        used_at: when records for it were last met.
+        limit: its max.message.bytes, None if that is not known.
+        learned: a batch that it might take: larger ones were refused, or it was its limit before. None if neither.
+        ask_at: when to ask for the limit again.
+    """
+
+    used_at: float
+    limit: int | None = None
+    learned: int | None = None
+    ask_at: float = 0.0
+
+
+def _ask_nobody(_: Collection[str]) -> LimitsAsked:
+    return {}
+
+
+class BatchSizes:
+    """The limits of topics in use.
+
+    Args:
+        ask: asks for the limits of topics, and does not wait for the answers.
+        wake: called when an answer is there.
+        largest: what the producer's settings allow, in bytes.
+        is_compressed: whether the producer compresses: then nobody knows beforehand how large a record will be.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[Collection[str]], LimitsAsked] = _ask_nobody,
+        wake: Callable[[], None] = lambda: None,
+        *,
+        largest: int = LARGEST_BATCH_BYTES,
+        is_compressed: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._wake = wake
+        self._largest = largest
+        self._is_compressed = is_compressed
+        self._clock = clock
+        self._topics: dict[str, _Topic] = {}
+        self._asked: dict[str, Future[int | None]] = {}
+        self._awaited: set[str] = set()  # of those, topics that were never asked for before
+        self._await_until = 0.0
+        self._wary: set[str] = set()
+        self._limit: int | None = None
+        self._look_again_at = 0.0
+
+    def meet(self, topics: Iterable[str]) -> None:
+        """Records for these topics are about to be sent: ask for limits that are not known."""
+        self._take_answers()
+        clock = self._clock()
+        wanted = []
+        for name in topics:
+            topic = self._topics.get(name)
+            if topic is None:
+                topic = self._topics[name] = _Topic(clock)
+            if clock - topic.used_at >= _IN_USE_SECONDS:
+                self._look_again_at = 0.0
+            topic.used_at = clock
+            if clock >= topic.ask_at and name not in self._asked and topic_problem(name) is None:
+                wanted.append(name)
+        if wanted and len(self._asked) < _ASKED_AT_ONCE:
+            self._ask_for(wanted[:_ASKED_AT_ONCE], clock)
+        if len(self._topics) > _MOST_TOPICS:
+            self._forget()
+
+    def _ask_for(self, names: list[str], clock: float) -> None:
+        new = {name for name in names if not self._topics[name].ask_at}
+        for name in names:
+            self._topics[name].ask_at = clock + _ASK_AGAIN_SECONDS
+        asked = self._ask(names)
+        for future in asked.values():
+            future.add_done_callback(lambda _: self._wake())
+        self._asked.update(asked)
+        self._await(new & asked.keys(), clock)
+
+    def _await(self, names: Collection[str], clock: float) -> None:
+        if names:
+            self._awaited.update(names)
+            self._await_until = clock + _PATIENCE_SECONDS
+
+    def _forget(self) -> None:
+        """Keep the half that was used last."""
+        kept = sorted(self._topics.items(), key=lambda item: item[1].used_at)[-(_MOST_TOPICS // 2) :]
+        self._topics = dict(kept)
+        self._wary &= self._topics.keys()
+        self._look_again_at = 0.0
+
+    @property
+    def are_awaited(self) -> bool:
+        """Whether to wait for answers about topics that are new, before anything is sent: a second, at most."""
+        self._take_answers()
+        return bool(self._awaited) and self._clock() < self._await_until
+
+    @property
+    def await_seconds(self) -> float:
+        """How long to wait for them at most."""
+        return max(0.0, self._await_until - self._clock()) if self._awaited else 0.0
+
+    def _take_answers(self) -> None:
+        for name, future in [item for item in self._asked.items() if item[1].done()]:
+            del self._asked[name]
+            self._awaited.discard(name)
+            topic = self._topics.get(name)
+            if topic is None:
+                continue
+            try:
+                limit = future.result()
+            except (KafkaException, TimeoutError):
+                continue  # it is not there, or we may not know
+            if limit is not None:
+                topic.limit, topic.learned = limit, None
+                self._look_again_at = 0.0
+
+    @property
+    def limit(self) -> int | None:
+        """The largest batch that every topic in use takes, in bytes; None if that is no less than the settings say."""
+        self._take_answers()
+        clock = self._clock()
+        if clock >= self._look_again_at:
+            self._look_again_at = clock + _ASK_AGAIN_SECONDS
+            in_use = (topic for topic in self._topics.values() if clock - topic.used_at < _IN_USE_SECONDS)
+            limits = (topic.limit or topic.learned for topic in in_use)
+            smallest = min((limit for limit in limits if limit is not None), default=self._largest)
+            self._limit = max(smallest, min(SMALLEST_BATCH_BYTES, self._largest)) if smallest < self._largest else None
+        return self._limit
+
+    def refused(self, topics: Collection[str]) -> None:
+        """A batch for one of these topics was too large, as far as the broker told."""
+        self._wary.update(name for name in topics if name in self._topics)
+        halved = max(SMALLEST_BATCH_BYTES, (self.limit or self._largest) // 2)
+        for name in topics:
+            topic = self._topics.get(name)
+            if topic is not None and topic.limit is None:
+                topic.learned = min(halved, topic.learned or halved)
+                self._look_again_at = 0.0
+            elif topic is not None:
+                topic.ask_at = 0.0  # it may have changed
+
+    def too_large(self, records: Iterable[StoredRecord]) -> list[StoredRecord]:
+        """Those of the records that their topics cannot take even alone, as far as limits are known.
+
+        Only for topics that have refused something as too large: to look at every record would cost more than that.
+        """
+        if not self._wary or self._is_compressed:
+            return []
+        limits = {name: self._topics[name].limit for name in self._wary if name in self._topics}
+        return [record for record in records if _least_bytes(record) > (limits.get(record[1]) or _UNLIMITED)]
+
+    def ask_anew(self, topics: Collection[str]) -> None:
+        """Ask for these limits, whenever they were last read: somebody may just have raised one, to let a record go."""
+        for name in topics:
+            topic = self._topics[name]
+            topic.limit, topic.learned = None, topic.limit or topic.learned
+        new = [name for name in topics if name not in self._asked]
+        if new:
+            self._ask_for(new, self._clock())
+        self._await(topics, self._clock())
+
+
+def _least_bytes(record: StoredRecord) -> int:
+    """What a record takes in Kafka at least: characters are bytes here, and the harvester's own header is left out."""
+    size = len(record[2] or "") + len(record[3] or "") + _OVERHEAD_BYTES
+    if record[4]:
+        size += sum(map(len, record[4])) + sum(len(value or "") for value in record[5] or ())
+    return size
