@@ -85,11 +85,12 @@ class KafkaExamination:
         if isinstance(found, Finding):
             return [found]
         wrong = [*self._rights(subject, topic, found, {"READ", "WRITE"}), *self._sizes(subject, topic, found, 4096)]
-        if "compact" in self._settings(topic).get("cleanup.policy", ""):
+        policy = self._settings(topic).get("cleanup.policy", "")
+        if "compact" in policy:
             wrong.append(
                 problem(
                     subject,
-                    f"{topic} is compacted, and refuses the leader's messages, which have no key: nobody leads",
+                    f"{topic} has cleanup.policy={policy}, so it refuses the leader's messages, which have no key",
                     f"kafka-configs.sh --alter --topic {topic} --add-config cleanup.policy=delete",
                 )
             )

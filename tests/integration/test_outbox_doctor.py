@@ -398,7 +398,7 @@ def names(database, kafka_bootstrap, monkeypatch, topic_name):
     monkeypatch.setenv("OUTBOX_DELIVERY", "exactly-once")
     monkeypatch.setenv("OUTBOX_LEADER_GROUP_ID", group)
     config = HarvestConfig(data_source=database, leader_group_id=group)
-    identity = f"{database.rpartition('/')[2]}.public.outbox"
+    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
     tracking = config.tracking_names(identity)
     leader_topic = config.leader_names(identity).topic
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
@@ -459,7 +459,7 @@ def test_topics_that_take_nothing(names, run, kafka_bootstrap):
         lambda: "tracking topic" in of(found := run("doctor")[1], "problem") and found, "the settings are in force", 15
     )
     details = "; ".join(found["detail"] for found in findings if found["verdict"] == "problem" and found["remedy"])
-    for told in ("is compacted", "300 bytes only", "min.insync.replicas=2", "4,096 bytes only"):
+    for told in ("cleanup.policy=compact", "300 bytes only", "min.insync.replicas=2", "4,096 bytes only"):
         assert told in details
 
 
