@@ -7,7 +7,9 @@ from datetime import timedelta
 
 import pytest
 
+from outbox_core.config import HarvestConfig
 from outbox_core.election import NeliConfig
+from outbox_core.election.claims import Contest
 from outbox_core.errors import InvalidConfig
 
 KAFKA = {"bootstrap.servers": "localhost:9092"}
@@ -127,3 +129,17 @@ def test_settings_cannot_change_afterwards():
     made = NeliConfig(kafka=kafka, group_id="billing")
     kafka["group.instance.id"] = "x"
     assert "group.instance.id" not in made.consumer_settings()
+
+
+def test_group_that_fits_into_no_message():
+    """The leader's messages name the group, so its name has an end."""
+    assert config(group_id="g" * 1000, topic="t").contest.group == "g" * 1000
+    with pytest.raises(InvalidConfig, match=r"group_id.*1000"):
+        config(group_id="g" * 1001, topic="t")
+
+
+def test_contest_of_a_harvester():
+    """Harvesters of one outbox contend in the group of their settings, for their outbox on their server."""
+    made = NeliConfig.of(HarvestConfig(leader_group_id="g", base_kafka_config=KAFKA), "shop.public.outbox", "73")
+    assert (made.group_id, made.topic) == ("g", "g.neli")
+    assert made.contest == Contest("g", "shop.public.outbox", "73")
