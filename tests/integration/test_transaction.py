@@ -196,7 +196,7 @@ def test_refusals_of_the_client_are_raised(make, make_topic):
 def test_a_backoff_that_is_no_number_is_named():
     """Before a producer is made of it."""
     settings = {"transactional.id": "t", "retry.backoff.ms": "soon"}
-    with pytest.raises(InvalidConfig, match="retry.backoff.ms is 'soon'"):
+    with pytest.raises(InvalidConfig, match=r"retry\.backoff\.ms is 'soon'"):
         TransactionalProducer(settings, timeout_seconds=1.0)
 
 
