@@ -117,6 +117,7 @@ class Harvester:
         self._thread: threading.Thread | None = None
         self._database = Outage("database", _log)
         self._kafka = Outage("delivery to Kafka", _log)
+        self._topic_limits = TopicLimits(config.base_kafka_config)
         self._removal = Outage("removal of published records", _log)
 
     # -- life
@@ -359,9 +360,7 @@ class Harvester:
     def _batch_sizes(self) -> BatchSizes:
         config = self.config
         largest, is_compressed = config.batch_settings
-        return BatchSizes(
-            TopicLimits(config.base_kafka_config).ask, self._wake.set, largest=largest, is_compressed=is_compressed
-        )
+        return BatchSizes(self._topic_limits.ask, self._wake.set, largest=largest, is_compressed=is_compressed)
 
     def _backlog_observer(self) -> BacklogObserver:
         return BacklogObserver(self._make_store(), self, self.config.limits.min_metrics_interval.total_seconds())
@@ -416,6 +415,10 @@ class Harvester:
         """Harvest until the end, then end the parts, each whatever becomes of the others."""
         try:
             with ExitStack() as parts:
+                # Whoever keeps this object keeps no Kafka client by that.
+                parts.callback(self._topic_limits.close)
+                if self._publisher_of_outbox is not None:
+                    parts.callback(self._publisher_of_outbox.close)
                 parts.callback(surroundings.purger.close)
                 parts.callback(surroundings.marker.close)
                 parts.callback(surroundings.elector.stop)
@@ -428,7 +431,6 @@ class Harvester:
             self._failure = self._failure or error
         finally:
             self._stopping.set()
-            self._publisher_of_outbox = None  # and with it the producer's threads, whoever keeps this object
             self._ended.set()
             atexit.unregister(self._stop_with_process)
 

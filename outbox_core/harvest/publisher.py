@@ -298,6 +298,11 @@ class Publisher:
         send_times, self.send_times = self.send_times, Counter()
         return send_times
 
+    def close(self) -> None:
+        """Let go of the producers, and with them of their threads and connections. Nothing can be sent any more."""
+        self._lone_producer = None
+        del self._producer
+
     def drop(self) -> None:
         """Fail at once what is not acknowledged, on the wire or not: the client would send it again by itself."""
         for producer in (self._producer, self._lone_producer):

@@ -169,17 +169,23 @@ def _messages(
         if error is None:
             if place in left:
                 yield message
-            offset += 1  # the next one
-        elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-            _log.error("topic %s: %s; rows for it may be repeated: grant READ on it", place[0], error.str())
-            left = {other for other in left if other[0] != place[0]}
-            continue
-        elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001  confluent's public constant
-            if error.fatal() or not error.retriable():
-                raise KafkaException(error)
-            continue
-        if offset >= ends[place]:
-            left.discard(place)
+            if offset + 1 >= ends[place]:
+                left.discard(place)
+        elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  confluent's public constant
+            if offset >= ends[place]:
+                left.discard(place)
+        else:
+            left = _without_what_failed(left, place[0], error)
+
+
+def _without_what_failed(left: set[Place], topic: str, error: KafkaError) -> set[Place]:
+    """What is still to be read after an error: without the topic if it may not be read."""
+    if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+        _log.error("topic %s: %s; rows for it may be repeated: grant READ on it", topic, error.str())
+        return {place for place in left if place[0] != topic}
+    if error.fatal() or not error.retriable():
+        raise KafkaException(error)
+    return left
 
 
 def _id_of(message: Message, id_header: str, prefix: bytes) -> int | None:

@@ -124,6 +124,7 @@ class Term:
             return self._run(producer)
         finally:
             producer.discard()
+            self._culprits.forget()
 
     def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
@@ -273,15 +274,19 @@ class Term:
         took = now() - began
         self._culprits.published(took)
         if isinstance(outcome, Ended):
-            self._culprits.blame_topics(outcome.cause, records)
-            if not self._leadership.over():
-                self._suspicion.ended(records, outcome.reason)
+            self._blame(outcome, records)
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
         elif records:
             self._succeed(records, took)
         return None
+
+    def _blame(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
+        """The term ended in the middle of a transaction of these records: that may be what they are to blame for."""
+        self._culprits.blame_topics(ended.cause, records)
+        if not self._leadership.over():
+            self._suspicion.ended(records, ended.reason)
 
     def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
         """Have the next transaction's batches be such as all topics in use take."""
@@ -436,7 +441,7 @@ class Term:
             outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
-                self._culprits.blame_topics(outcome.cause, records)
+                self._blame(outcome, records)
                 return outcome
             self._conclude(outcome, records, failures, now() - began)
         self._culprits.tried(now() - began)

@@ -94,7 +94,7 @@ class MatchesIdsAlone(PostgresStore):
 
     def settle(self, ids, create_times):
         del create_times
-        return self._execute(f"DELETE FROM {self._name.quoted} WHERE id = ANY (%s)", (list(ids),)).rowcount
+        return self._execute(self._format("DELETE FROM {table} WHERE id = ANY (%(ids)s)"), {"ids": list(ids)}).rowcount
 
 
 # -- 4. The manifest is read after init_transactions()

@@ -41,6 +41,10 @@ _LIMITS = {
     "drain_timeout": "10s",
 }
 _KAFKA = {"session.timeout.ms": int(SESSION_SECONDS * 1000), "reconnect.backoff.max.ms": 500}
+# Three brokers acknowledge a heartbeat later than one, on a small machine by a second: too late for a lease of two, of
+# which at-least-once delivery needs 60% to send anything.
+_CLUSTER_LIMITS = {"heartbeat_timeout": "5s", "transaction_timeout": "5s"}
+_CLUSTER_KAFKA = {**_KAFKA, "session.timeout.ms": 6000}
 _LEADER_SECONDS = 40.0
 _SPRING_SECONDS = 12.0
 _CATCH_SECONDS = 15.0
@@ -109,7 +113,8 @@ class ChaosOutbox:
         self._services = services
         self._directory = directory
         self._always_leads = always_leads
-        self._limits = {**_LIMITS, **(limits or {})}
+        for_cluster = _CLUSTER_LIMITS if services.has_cluster else {}
+        self._limits = {**_LIMITS, **for_cluster, **(limits or {})}
         self._databases = services.database_proxies()
         self._crew = Crew()
         for proxy in self._databases:
@@ -211,7 +216,7 @@ class ChaosOutbox:
             journal=str(self._directory / f"{name}.jsonl"),
             delivery=self.delivery,
             always_leads=self._always_leads if always_leads is None else always_leads,
-            kafka=_KAFKA,
+            kafka=_CLUSTER_KAFKA if self._services.has_cluster else _KAFKA,
             limits=self._limits,
             breach=self._breach,
         )

@@ -22,6 +22,7 @@ from tests.chaos.services import SIDES, Services
 
 PARTITIONS = 3
 _RECOVERY_SECONDS = 30.0
+_BEGIN_SECONDS = 150.0  # eight processes start, on a busy machine
 _DRAIN_SECONDS = 120.0
 _PROGRESS_SECONDS = 10.0
 _SYNC_SECONDS = 90.0
@@ -179,7 +180,7 @@ class ChaosRun:
         self.reader.start()
         self.load.start()
         for outbox in self.outboxes:
-            if self.reader.wait_for_delivery(outbox.name, 0.0, 60) is None:
+            if self.reader.wait_for_delivery(outbox.name, 0.0, _BEGIN_SECONDS) is None:
                 raise AssertionError(f"{outbox.name} does not begin to deliver")
         self.reader.measuring.set()
         self._began, self._began_at = time.monotonic(), time.time()

@@ -56,7 +56,7 @@ class Stage(Scene):
 
     def hold_end(self, *, commits):
         """Take the next EndTxn of this kind off its connection."""
-        name = self.config().tracking_names(self.harvesters[0]._identify()).transactional_id
+        name = self.config().tracking_names(self.harvesters[0]._identify()[0]).transactional_id
         self.trap = self.frames.hold(Match(Api.END_TXN, commits=commits, transactional_id=name))
 
     def arrives_late(self, count):

@@ -39,7 +39,7 @@ def test_rival_that_fences_and_dies(scene, services, topic_name, say):
     services.make_topics([topic], 1)
     with scene.running(config={"delivery": "exactly-once"}, elector_factory=None) as harvester:
         _seconds_until_delivered(scene, topic, 1)
-        names = harvester.config.tracking_names(harvester._identify())
+        names = harvester.config.tracking_names(harvester._identify()[0])
         rival = fence(scene.bootstrap, names, [topic], timeout_seconds=60)
         del rival
         seconds = _seconds_until_delivered(scene, topic, 2)

@@ -106,7 +106,7 @@ def _publish(scene, broker, user, topic, delivery):
 def test_harvesters(scene, broker, topic_name, user, delivery):
     """Started again and again a harvester publishes all, dead letters included, with what the tables grant."""
     topic = broker.make_topic(topic_name())
-    identity = scene.harvester()._identify()
+    identity, _ = scene.harvester()._identify()
     _grant_harvester(broker, user, identity, topic, exactly_once=delivery == "exactly-once")
     for _ in range(_RESTARTS):
         _publish(scene, broker, user, topic, delivery)
@@ -120,7 +120,7 @@ def test_harvesters(scene, broker, topic_name, user, delivery):
 def test_topic_that_may_not_be_seen_is_not_absent(scene, broker, topic_name):
     """At least once: without DESCRIBE on the tracking topic nothing is published, and the right is named."""
     topic = broker.make_topic(topic_name())
-    identity = scene.harvester()._identify()
+    identity, _ = scene.harvester()._identify()
     _grant_harvester(broker, "blind", identity, topic, exactly_once=False)
     broker.revoke_everything("blind")
     for kind, name, operations in [
