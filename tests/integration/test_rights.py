@@ -63,8 +63,12 @@ def _grant_harvester(broker, user, identity, topic, *, exactly_once):
     named = {
         "topics it publishes to": [(TOPIC, topic)],
         "leader topic, `<group>.neli`": [(TOPIC, f"{identity}.neli")],
-        "leader group": [(GROUP, identity)],
+        "leader group, `<group>`": [(GROUP, identity)],
         "cluster": [],  # only for brokers before 2.8
+        # These are granted below, by the table of exactly-once delivery.
+        "the tracking topic, if it exists or delivery is exactly once": [],
+        "transactional.id, `kafka-outbox:<database>.<schema>.<table>`, in the same cases": [],
+        "a relay's topic and transactional.ids": [],  # there never was one
         "dead-letter topic, `<database>.<schema>.<table>.dead-letter`": [(TOPIC, f"{identity}.dead-letter")],
         "tracking topic and a relay's, `<database>.<schema>.<table>.manifests`, `....relay-manifests`": [
             (TOPIC, f"{identity}.manifests"),
