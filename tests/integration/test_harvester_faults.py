@@ -151,7 +151,7 @@ def test_fatal_producer_error(scene, make_topic):
 _AUDIT = [
     """CREATE TABLE audit (id bigint, operation text, before uuid, after uuid, actor text)""",
     """CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-         INSERT INTO audit VALUES (OLD.id, TG_OP, OLD.leader_id, CASE TG_OP WHEN 'UPDATE' THEN NEW.leader_id END,
+         INSERT INTO public.audit VALUES (OLD.id, TG_OP, OLD.leader_id, CASE TG_OP WHEN 'UPDATE' THEN NEW.leader_id END,
                                    current_setting('application_name'));
          RETURN NULL; END $$""",
     "CREATE TRIGGER audit AFTER UPDATE OR DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION audit()",
