@@ -268,6 +268,7 @@ class Term:
             self._start_scan()
         self._refuse_too_large(records)
         if not records:
+            self._count_in_flight(0)
             return None
         outcome = self._fill(producer, records) or self._commit(producer, records)
         self._count_in_flight(0)
