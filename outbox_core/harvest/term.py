@@ -11,7 +11,7 @@ from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.culprits import Culprits, too_large_for
 from outbox_core.harvest.floor import Look, Reading
-from outbox_core.harvest.lanes import without
+from outbox_core.harvest.lanes import lane_of, without
 from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.pace import Pace
@@ -262,14 +262,15 @@ class Term:
         self._count_in_flight(len(records))
         began = now()
         is_full = len(records) == self._suspicion.limit or bytes_of(records) >= self._timing.mark_query_bytes
+        self._refuse_too_large(records)  # before the next scan, which brings what is left out again
+        if not records:
+            self._count_in_flight(0)
+            return None
         if is_full:
             # There is more: read it while this batch is published. A batch that was not full is another matter: what
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
-        self._refuse_too_large(records)
-        if not records:
-            return None
         outcome = self._fill(producer, records) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
@@ -302,7 +303,10 @@ class Term:
             self._waiting.pause(batches.await_seconds)
 
     def _refuse_too_large(self, records: list[StoredRecord]) -> None:
-        """Leave out what is known to be too large for its topic, so that it does not cost a transaction."""
+        """Leave out what is known to be too large for its topic, so that it does not cost a transaction.
+
+        It is held once it is the first of its key: a hold keeps back what comes before it, if that is not committed.
+        """
         batches = self._with.batches
         too_large = batches.too_large(records)
         if too_large:
@@ -310,8 +314,11 @@ class Term:
             self._await_limits()
             too_large = batches.too_large(records)
         if too_large:
-            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in too_large])
-            self._leave_out(records, without(records, too_large))
+            kept = without(records, too_large)
+            lanes = {lane_of(record) for record in kept} - {None}
+            first = [record for record in too_large if lane_of(record) not in lanes]
+            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in first])
+            self._leave_out(records, kept)
 
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None

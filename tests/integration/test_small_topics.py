@@ -8,7 +8,7 @@ from tests.harvesting import Scene, by_key, wait_until
 
 pytestmark = pytest.mark.real_broker
 
-ROWS = 10_000
+ROWS = 4_000
 
 
 @pytest.fixture(params=["at-least-once", "exactly-once"])
@@ -32,7 +32,7 @@ def errors(harvester):
 
 
 def fill(scene, topic, rows=ROWS):
-    """Rows of 200 bytes and more: two million bytes for each ten thousand."""
+    """Rows of 200 bytes, about as many as one batch of the default size takes."""
     scene.execute(
         "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value)"
         " SELECT %s, 'k' || n %% 5000, repeat(n::text || ' ', 200 / (length(n::text) + 1))::bytea"
