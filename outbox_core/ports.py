@@ -103,22 +103,12 @@ _ROUNDING_BYTES = 8
 
 def size_of(record: StoredRecord) -> int:
     """What a record takes in memory, in bytes, near enough: topic, key, value and headers."""
-    key, value, names, values = record[2:6]
-    size = len(record[1])
-    if key:
-        size += len(key)
-    if value:
-        size += len(value)
-    return size + _size_of_headers(names or (), values or ()) if names or values else size
-
-
-def _size_of_headers(names: Sequence[str], values: Sequence[bytes | str | None]) -> int:
-    size = 2 * _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * (len(names) + len(values))
-    for texts in (names, values):
-        try:
-            size += sum(map(len, texts))  # type: ignore[arg-type]
-        except TypeError:  # one is NULL
-            size += sum(len(text) for text in texts if text)
+    size = len(record[1]) + len(record[2] or "") + len(record[3] or "")
+    names, values = record[4], record[5]
+    if names or values:
+        for texts in (names or (), values or ()):
+            size += _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * len(texts)
+            size += sum([len(text) for text in texts if text])
     return size
 
 

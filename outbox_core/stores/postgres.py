@@ -141,13 +141,12 @@ CASE WHEN pg_column_compression({array}) IS NULL THEN pg_column_size({array}) EL
 """
 
 _ARRAY_SIZE = f"""
-CASE WHEN coalesce(pg_column_size({{array}}), 0) < 24 THEN 0
-     ELSE {_RAW_ARRAY} + {HEADER_BYTES} * cardinality({{array}}) END
+CASE WHEN pg_column_size({{array}}) >= 24 THEN {_RAW_ARRAY} + {HEADER_BYTES} * cardinality({{array}}) ELSE 0 END
 """
 
 # No more than what a message has of it, so that nothing is withheld that a client would take.
 _ARRAY_CONTENT = f"""
-CASE WHEN coalesce(pg_column_size({{array}}), 0) < 24 THEN 0 ELSE {_RAW_ARRAY} - 32 - 7 * cardinality({{array}}) END
+CASE WHEN pg_column_size({{array}}) >= 24 THEN {_RAW_ARRAY} - 32 - 7 * cardinality({{array}}) ELSE 0 END
 """
 
 _TEXTS = "coalesce(octet_length(kafka_key), 0) + coalesce(octet_length(kafka_value), 0)"

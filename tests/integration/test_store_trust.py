@@ -1,6 +1,7 @@
 """The store among others' objects, rights and settings: what a role with little more than INSERT can do to it."""
 
 import threading
+from types import SimpleNamespace
 from uuid import uuid4
 
 import psycopg
@@ -9,6 +10,8 @@ import pytest
 from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
 from outbox_core.ports import HoldSet, NewHold, Withheld, bytes_of, held_key, size_of
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
+from outbox_core.stores import postgres as store_module
+from outbox_core.stores import sessions
 from outbox_core.stores.notices import CommitNotices, NoNotices
 from outbox_core.stores.postgres import SIZE, PostgresStore
 from tests.harvesting import Scene
@@ -300,8 +303,6 @@ def test_what_cannot_be_sent_is_not_read(scene, limited):
         assert rows[1][2] == held_key("k" * 60_000)
         assert len(rows[5][3]) == 49_996
         assert rows[6][3:6] == (None, ["a"], [b"x"])
-    # What is not read does not fill a batch.
-    assert len(limited.scan(10, (), max_bytes=20_000)) == 6
     limited.hold([NewHold("t", row[2], row[0], "refused", "", dead_letter=True) for row in rows[:2]])
     assert limited.release_gone() == 0
     assert [row[0] for row in limited.scan(2, (), holds=limited.holds())] == [3, 4]
@@ -435,6 +436,35 @@ def test_table_that_is_altered_under_prepared_statements(scene, store):
         store.scan(10, ())
     with pytest.raises(OutboxTableError, match="kafka_topic is integer"):
         store.scan(10, ())
+
+
+class _Lent:
+    """A connection that a pooler serves with the session of another one."""
+
+    def __init__(self, session):
+        self.execute, self.transaction = session.execute, session.transaction
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_pooler_of_transactions_is_refused(scene, store, monkeypatch, lent):
+    """Behind a pooler, told by its made-up process number, a session that serves two connections is a clear error."""
+    store.is_empty()  # connects
+    if lent:
+        session = store._connection
+        monkeypatch.setattr(sessions, "psycopg", SimpleNamespace(connect=lambda *_, **__: _Lent(session)))
+    assert sessions.is_lent_by_transaction(store._connection, scene.database) is lent
+    monkeypatch.setattr(store_module, "_INSPECT", store_module._INSPECT.replace("pg_backend_pid()", "-1"))
+    if lent:
+        with pytest.raises(OutboxTableError, match="pool_mode=transaction"):
+            store.check()
+    else:
+        store.check()
 
 
 # -- holds
