@@ -8,6 +8,7 @@ The environment says where the services are, in the variables that `python -m de
 
 import os
 
+from django.core.management.utils import get_random_secret_key
 from psycopg.conninfo import conninfo_to_dict
 
 _DSN = os.environ.get("SHOP_DATABASE_DSN") or os.environ.get(
@@ -40,8 +41,9 @@ EMAIL_BACKEND = os.environ.get("SHOP_EMAIL_BACKEND", "django.core.mail.backends.
 EMAIL_FILE_PATH = os.environ.get("SHOP_EMAIL_FOLDER")
 DEFAULT_FROM_EMAIL = "shop@example.org"
 
-SECRET_KEY = os.environ.get("SHOP_SECRET_KEY", "an example's, and no secret")
 DEBUG = os.environ.get("SHOP_DEBUG") == "1"
+# Nothing here signs anything that must outlive the process. A key that is published with the code would be none.
+SECRET_KEY = os.environ.get("SHOP_SECRET_KEY") or get_random_secret_key()
 ALLOWED_HOSTS = os.environ.get("SHOP_HOSTS", "localhost,127.0.0.1").split(",")
 ROOT_URLCONF = "example_project.urls"
 MIDDLEWARE = ["django.middleware.common.CommonMiddleware"]

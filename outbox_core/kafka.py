@@ -30,8 +30,9 @@ from confluent_kafka import (
     TopicPartition,
 )
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.admin._acl import AclOperation
+from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
 from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from outbox_core.errors import (
@@ -62,9 +63,12 @@ __all__ = [
     "TopicHidden",
     "TopicKind",
     "TopicLimits",
+    "TopicLook",
     "TopicPartition",
+    "TransactionsRefused",
     "UnreadableHeaders",
     "check_connection",
+    "check_transactional_id",
     "ensure_dead_letter_topic",
     "ensure_leader_topic",
     "ensure_topic",
@@ -82,6 +86,7 @@ __all__ = [
 KafkaConfig = Mapping[str, Any]
 
 _DISCARD_SECONDS = 2.0
+_NO_TRANSACTION_LASTS_MS = 2**31 - 1
 _DISCARD_POLL_SECONDS = 0.01
 _CONNECT_TIMEOUT_SECONDS = 10.0
 _ATTEMPT_SECONDS = 1.0
@@ -201,6 +206,24 @@ def _ignore_client_error(error: KafkaError) -> None:
 
 class TopicHidden(KafkaUnavailable):
     """A topic may not be seen: whether it is there is not known."""
+
+
+class TransactionsRefused(OutboxError):
+    """A transactional.id may not be used."""
+
+
+class TopicLook(NamedTuple):
+    """What a cluster tells of a topic to a client of ours.
+
+    Attributes:
+        partitions: how many there are.
+        replicas: of the partition that has the fewest.
+        allowed: what we may do, `WRITE` for example; None if the brokers do not say.
+    """
+
+    partitions: int
+    replicas: int
+    allowed: frozenset[str] | None
 
 
 class TopicKind(NamedTuple):
@@ -343,6 +366,49 @@ class Inquiry:
         answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
         return {name: str(entry.value) for name, entry in answer.result(self.remaining + _ATTEMPT_SECONDS).items()}
 
+    def look_at(self, topic: str) -> TopicLook | None:
+        """Ask for a topic by name, with what we may do there; None if it is not there, or may not be seen.
+
+        Raises:
+            KafkaUnavailable: if the cluster cannot say.
+        """
+        asked = self.admin.describe_topics(
+            TopicCollection([topic]), include_authorized_operations=True, request_timeout=self.remaining
+        )[topic]
+        try:
+            found = asked.result(self.remaining + _ATTEMPT_SECONDS)
+        except FutureTimeoutError:
+            raise self.unavailable(f"no answer about topic {topic!r}") from None
+        except KafkaException as error:
+            if error.args[0].code() in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED}:
+                return None
+            raise KafkaUnavailable(f"topic {topic!r} cannot be described: {error.args[0].str()}") from None
+        replicas = min((len(partition.replicas) for partition in found.partitions), default=0)
+        return TopicLook(len(found.partitions), replicas, _names(found.authorized_operations))
+
+    def writers(self, topic: str) -> frozenset[str] | None:
+        """Tell which principals ACLs allow to write to a topic; None if ACLs may not be seen, or there are none."""
+        any_one: Any = None  # as librdkafka has it
+        every = AclBindingFilter(
+            *(ResourceType.TOPIC, any_one, ResourcePatternType.ANY, any_one, any_one),
+            *(AclOperation.ANY, AclPermissionType.ANY),
+        )
+        try:
+            found = self.admin.describe_acls(every, request_timeout=self.remaining).result(self.remaining)
+        except (KafkaException, FutureTimeoutError):
+            return None
+        return frozenset(
+            acl.principal
+            for acl in found
+            if acl.permission_type == AclPermissionType.ALLOW
+            and acl.operation in {AclOperation.WRITE, AclOperation.ALL}
+            and (
+                topic.startswith(acl.name)
+                if acl.resource_pattern_type == ResourcePatternType.PREFIXED
+                else acl.name in {topic, "*"}
+            )
+        )
+
     def topic_setting(self, topic: str, name: str) -> str:
         """One of the tracking topic's settings.
 
@@ -362,6 +428,39 @@ class Inquiry:
         return KafkaUnavailable(
             f"cannot reach Kafka at bootstrap.servers={self._servers}: {self._complaints.last or reason}"
         )
+
+
+def _names(operations: Any) -> frozenset[str] | None:
+    """What we may do, by its names; what implies others with these."""
+    if operations is None:
+        return None
+    names = {operation.name for operation in operations}
+    return frozenset(AclOperation.__members__ if "ALL" in names else names)
+
+
+def check_transactional_id(config: KafkaConfig, transactional_id: str, *, timeout_seconds: float) -> None:
+    """See whether a transactional.id may be used, without using it: whoever does is not fenced.
+
+    A coordinator looks at rights first, at the transaction's time-out next, and gives an epoch only then. So it is
+    asked with a time-out of 24 days, which no broker accepts (`transaction.max.timeout.ms`, 15 minutes by default).
+
+    Raises:
+        TransactionsRefused: saying what was refused.
+        KafkaUnavailable: if there was no answer.
+    """
+    settings = {**config, "transactional.id": transactional_id, "transaction.timeout.ms": _NO_TRANSACTION_LASTS_MS}
+    producer = make_producer(settings)
+    try:
+        producer.init_transactions(timeout_seconds)
+    except KafkaException as error:
+        cause: KafkaError = error.args[0]
+        if cause.code() == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+            return
+        if cause.retriable():
+            raise KafkaUnavailable(f"no answer about transactional.id {transactional_id!r}: {cause.str()}") from None
+        raise TransactionsRefused(cause.str()) from None
+    finally:
+        discard(producer)
 
 
 def _takes_requests(cluster: ClusterMetadata) -> bool:

@@ -170,6 +170,7 @@ class HarvestMetrics:
         self._in_flight = 0
         self._holds = 0
         self._dead_letters = 0
+        self._waiting = (0, 0)
         self._leader = False
         self._backlog: Backlog | None = None
         self._floor: FloorGauge | None = None
@@ -199,6 +200,10 @@ class HarvestMetrics:
         if count > self._holds:
             self.activity.finished()
         self._holds = count
+
+    def waiting(self, destinations: int, keys: int) -> None:
+        """So many destinations are waited for, and so many keys, and records without one, wait with them."""
+        self._waiting = (destinations, keys)
 
     def dead_letters(self, count: int) -> None:
         """So many records were published to the dead-letter topic."""
@@ -247,6 +252,8 @@ class HarvestMetrics:
             families.leader.add_metric([name], float(self._leader))
             families.holds.add_metric([name], self._holds)
             families.dead_letters.add_metric([name], self._dead_letters)
+            families.waiting_destinations.add_metric([name], self._waiting[0])
+            families.waiting_keys.add_metric([name], self._waiting[1])
             self._publish_latency.add_to(families.publish_latency, name)
             self._mark_duration.add_to(families.mark_duration, name)
             self._purge_duration.add_to(families.purge_duration, name)
@@ -271,6 +278,12 @@ class _Families:
             "outbox_publish_errors", "Records that Kafka refused or did not acknowledge in time.", labels=by
         )
         self.holds = GaugeMetricFamily("outbox_holds", "Records, keys and topics that are held.", labels=by)
+        self.waiting_destinations = GaugeMetricFamily(
+            "outbox_waiting_destinations", "Topics, partitions and keys that are tried again after a rest.", labels=by
+        )
+        self.waiting_keys = GaugeMetricFamily(
+            "outbox_waiting_keys", "Keys, and records without one, that wait for a destination or a trial.", labels=by
+        )
         self.dead_letters = CounterMetricFamily(
             "outbox_dead_letters", "Records published to the dead-letter topic.", labels=by
         )

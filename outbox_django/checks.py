@@ -11,6 +11,7 @@ table. A missing table is a warning, for `migrate`, which makes it, runs the sam
                                                    W003  a column that only the model needs is missing
                                                    W004  the inbox table is missing
                                                    W005  the table of holds is missing
+                                                   W006  create_time has no default, and stash leaves it out
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ _Apps = Sequence[AppConfig] | None
 _COLUMNS = """
 SELECT attname, format_type(atttypid, NULL) FROM pg_attribute
 WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+"""
+
+_HAS_TIME_DEFAULT = """
+SELECT atthasdef FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attname = 'create_time'
 """
 
 _INBOX_KEY = """
@@ -117,7 +122,7 @@ def _harvester_is_installed() -> bool:
 
 
 def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """E007, E008, W001 to W005: the tables, on each of `databases` where they belong."""
+    """E007, E008, W001 to W006: the tables, on each of `databases` where they belong."""
     del app_configs
     current = _readable_settings()
     if current is None:
@@ -146,7 +151,11 @@ def _check_table(current: OutboxSettings, alias: str) -> list[CheckMessage]:
     missing = [column for column in needed if column not in table.columns]
     if missing:
         return [Error(f"{where} is no outbox: it lacks {', '.join(missing)}.", id="outbox_django.E007")]
-    return [*_check_layout(current, table, where), *_check_sequence(table, where)]
+    return [
+        *_check_layout(current, table, where),
+        *_check_time(current, table, where),
+        *_check_sequence(table, where),
+    ]
 
 
 def _check_inbox(current: OutboxSettings, alias: str) -> list[CheckMessage]:
@@ -205,6 +214,15 @@ def _check_layout(current: OutboxSettings, table: _Table, where: str) -> Iterato
         )
 
 
+def _check_time(current: OutboxSettings, table: _Table, where: str) -> Iterator[CheckMessage]:
+    if current.table_layout.has_time_default and not table.has_time_default:
+        yield CheckWarning(
+            f"create_time of {where} has no default, and stash leaves it to that: each INSERT fails.",
+            hint=f"ALTER TABLE {current.table.quoted} ALTER COLUMN create_time SET DEFAULT now();",
+            id="outbox_django.W006",
+        )
+
+
 def _check_sequence(table: _Table, where: str) -> Iterator[CheckMessage]:
     if table.sequence_cache > 1:
         yield CheckWarning(
@@ -216,9 +234,17 @@ def _check_sequence(table: _Table, where: str) -> Iterator[CheckMessage]:
 
 
 class _Table(NamedTuple):
-    """What the catalog says: type by column (none: no such table), and how many ids a session draws at a time."""
+    """What the catalog says.
+
+    Attributes:
+        columns: type by column; none if there is no such table.
+        has_time_default: whether create_time has a default.
+        sequence: of the ids.
+        sequence_cache: how many of them a session draws at a time.
+    """
 
     columns: dict[str, str]
+    has_time_default: bool = True
     sequence: str = ""
     sequence_cache: int = 1
 
@@ -227,11 +253,13 @@ def _look_at(alias: str, table: str) -> _Table:
     with connections[alias].cursor() as cursor:
         cursor.execute(_COLUMNS, [table])
         columns: dict[str, str] = dict(cursor.fetchall())
-        if "id" not in columns:
+        if not {"id", "create_time"} <= set(columns):
             return _Table(columns)
+        cursor.execute(_HAS_TIME_DEFAULT, [table])
+        (has_time_default,) = cursor.fetchone()
         cursor.execute(_SEQUENCE, [table])
         sequence = cursor.fetchone()
-    return _Table(columns, *sequence) if sequence else _Table(columns)
+    return _Table(columns, has_time_default, *(sequence or ()))
 
 
 def _readable_settings() -> OutboxSettings | None:

@@ -30,7 +30,6 @@ _ABOUT_THE_TOPIC = frozenset(
         KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
         KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
         KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
     }
 )
 
@@ -116,6 +115,8 @@ def _read(consumer: Consumer, topic: str, ends: Mapping[int, int]) -> Iterator[T
         for message in found:
             number, offset = message.partition(), message.offset()
             error = message.error()
+            if error is not None and error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
+                continue  # no group is joined: the client looks for its coordinator all the same, now and then
             if error is not None and error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001  a public constant
                 raise KafkaException(error)
             deadline = time.monotonic() + _PATIENCE_SECONDS

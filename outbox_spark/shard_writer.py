@@ -137,6 +137,9 @@ class ShardWriter:
     def _not_published(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
         transactions = self._transactions
         ledger = ledger_after_fence(transactions, producer, self._over)
+        if producer.must_replace:
+            # Another producer would fence whoever has deposed us since we looked: begin again with that look.
+            raise KafkaUnavailable("the end of a transaction took too long")
         published: set[tuple[int, int]] = set()
         if ledger.manifest is not None:
             published.update(zip(ledger.manifest.ids, ledger.manifest.create_times, strict=True))

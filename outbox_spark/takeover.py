@@ -47,19 +47,32 @@ def settle(transactions: Transactions, store: BatchStore, over: Callable[[], boo
         StoreUnavailable: if the database is away.
     """
     owners = transactions.relay_shards()
-    if topic_exists(transactions.kafka, transactions.tracking_topic):
-        owners.append(transactions)
-    if not owners:
-        return 0
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(owners)), thread_name_prefix="outbox-settle") as threads:
-        ledgers = list(threads.map(lambda owner: _ledger(owner, over), owners))
     count = 0
+    if topic_exists(transactions.kafka, transactions.tracking_topic):
+        count += _settle_harvester(transactions, store, over)
+    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(owners))), thread_name_prefix="outbox-settle") as threads:
+        ledgers = list(threads.map(lambda owner: _ledger(owner, over), owners))
     for owner, ledger in zip(owners, ledgers, strict=True):
         owner.is_of_other_server(ledger, store.server_id())  # raises
         count += _settle(owner, ledger, store, over)
     if count:
         _log.info("purged %d rows that the last term had published", count)
     return count
+
+
+def _settle_harvester(transactions: Transactions, store: BatchStore, over: Callable[[], bool]) -> int:
+    """Settle a harvester's last transaction, and leave a trace: if it is deposed without knowing, it has to see it."""
+    producer = fence(transactions, over)
+    try:
+        ledger, server = ledger_after_fence(transactions, producer, over), store.server_id()
+        transactions.is_of_other_server(ledger, server)  # raises
+        count = _settle(transactions, ledger, store, over)
+        ended = transactions.adopt(producer, server)
+        if ended is not None:
+            raise KafkaUnavailable(f"tracking topic {transactions.tracking_topic}: {ended.reason}")
+        return count
+    finally:
+        producer.discard()
 
 
 def _settle(owner: Transactions, ledger: Ledger, store: BatchStore, over: Callable[[], bool]) -> int:

@@ -365,6 +365,7 @@ def _passes(error: KafkaError) -> bool:
         KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
         KafkaError._TIMED_OUT,  # noqa: SLF001
         KafkaError._RESOLVE,  # noqa: SLF001
+        KafkaError.GROUP_AUTHORIZATION_FAILED,  # no group is joined; the client looks for its coordinator all the same
         KafkaError.LEADER_NOT_AVAILABLE,
         KafkaError.NOT_LEADER_FOR_PARTITION,
     }

@@ -17,7 +17,7 @@ from outbox_core.election import Leadership
 from outbox_core.events import LeaderAcquired, LeaderRefreshed, LeaderRevoked
 from outbox_core.harvest import Harvester
 from outbox_core.holds import Holds
-from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableName, create_hold_sql, create_table_sql
+from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableName, create_hold_sql, create_table_sql, drop_checks_sql
 from outbox_core.stasher import Stasher
 from tests.kafka_reader import read_topic
 
@@ -147,9 +147,10 @@ class Scene:
         table: name of the outbox; made unless `layout` is None.
         layout: "binary", "text" or None.
         holds: whether to make the table of its holds, too.
+        constrained: whether it has its CHECK constraints; without them it is one of an older release.
     """
 
-    def __init__(self, database, bootstrap, *, table="outbox", layout="binary", holds=True):
+    def __init__(self, database, bootstrap, *, table="outbox", layout="binary", holds=True, constrained=True):
         self.database = database
         self.bootstrap = bootstrap
         self.table = TableName.parse(table)
@@ -157,6 +158,8 @@ class Scene:
         self.harvesters = []
         if layout is not None:
             self.execute(create_table_sql(self.table, layout))
+        if layout is not None and not constrained:
+            self.execute(drop_checks_sql(self.table))
         if layout is not None and holds:
             self.execute(create_hold_sql(self.table))
         self.holds = Holds(self.table)
@@ -194,15 +197,6 @@ class Scene:
     def rows(self):
         """All rows by ascending id."""
         return self.execute(f"SELECT * FROM {self.table.quoted} ORDER BY id")
-
-    def drop_checks(self):
-        """Make it a table without CHECK constraints, as an older release or a hand made it."""
-        found = self.execute(
-            "SELECT conname AS name FROM pg_constraint"
-            f" WHERE conrelid = '{self.table.quoted}'::regclass AND contype = 'c' AND conislocal"
-        )
-        for check in found:
-            self.execute(f'ALTER TABLE {self.table.quoted} DROP CONSTRAINT "{check.name}"')
 
     def count(self, condition="true"):
         """Number of rows that fulfil the condition."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 
 from django.conf import settings
 from django.core.mail import EmailMessage
@@ -42,9 +43,15 @@ def send_confirmation(message: Message) -> None:
     EmailMessage(
         subject=f"Your order {order.pk}",
         body="\n".join([f"Dear {order.customer},", "", "we have received your order:", *lines]),
-        to=[f"{order.customer.replace(' ', '.').lower()}@example.org"],
+        to=[_address_of(order.customer)],
         headers={"Message-ID": f"<order-{order.pk}@shop.example.org>"},  # repeats can be recognised
     ).send()
+
+
+def _address_of(customer: str) -> str:
+    """An address in our own domain, whatever the name is: `@`, a comma or a line break would make another one of it."""
+    words = re.findall(r"\w+", customer.lower())
+    return f"{'.'.join(words) or 'customer'}@example.org"
 
 
 def _order_of(message: Message) -> Order:

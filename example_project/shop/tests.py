@@ -73,7 +73,12 @@ class ShopTests(TransactionTestCase):
             with self.subTest(basket=basket):
                 self.assertEqual(self.order(basket).status_code, status)
                 self.assertEqual(self.written(), [0] * 5)
-        self.assertEqual(self.client.post("/orders/", "{", "application/json", headers=_LOCAL).status_code, 400)
+        for body in ("{", "[" * 100_000, "null"):
+            answer = self.client.post("/orders/", body, "application/json", headers=_LOCAL)
+            self.assertEqual(answer.status_code, 400)
+        for customer in ("", "Zoë\0", "Zoë\nBcc: everybody", "\ud800"):
+            self.assertEqual(self.order({self.pen.pk: 1}, customer=customer).status_code, 400)
+        self.assertEqual(self.written(), [0] * 5)
 
     def test_an_order_that_fails_after_its_stash_leaves_nothing(self) -> None:
         """What goes wrong after the stash rolls the records back, together with the order."""
@@ -155,6 +160,17 @@ class ShopTests(TransactionTestCase):
         for payload in (b"{", b"{}", b"[]", b'{"order": 0}'):
             with self.assertRaises(Reject):
                 send_confirmation(Mock(payload=payload))
+
+    def test_an_email_goes_to_our_own_domain(self) -> None:
+        """A customer's name becomes one address there, whatever is in it."""
+        for customer, address in (
+            ("Ada, eve@example.com", "ada.eve.example.com@example.org"),
+            ('"a b"@x', "a.b.x@example.org"),
+            (".", "customer@example.org"),
+        ):
+            number = self.order({self.pen.pk: 1}, customer=customer).json()["order"]
+            send_confirmation(Mock(payload=json.dumps({"order": number}).encode()))
+            self.assertEqual(mail.outbox[-1].to, [address])
 
     def test_the_front_page_shows_products_and_orders(self) -> None:
         """The page lists what there is and what was ordered, escaped."""

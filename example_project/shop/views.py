@@ -71,8 +71,14 @@ def order(request: HttpRequest, order_id: int) -> HttpResponse:
 
 def _read_order(body: bytes) -> tuple[str, dict[int, int]]:
     """Customer and basket; ValueError says what is wrong with them."""
-    match json.loads(body):
+    try:
+        document = json.loads(body)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+    match document:
         case {"customer": str(customer), "basket": dict(basket)} if basket and 0 < len(customer) <= _LONGEST_NAME:
+            if not customer.isprintable():  # a NUL, which no text column holds, or a line break in an e-mail
+                raise ValueError("a name has no control characters")
             return customer, {int(product): _quantity(quantity) for product, quantity in basket.items()}
     raise ValueError('expected {"customer": "a name", "basket": {"product id": quantity, ...}}')
 

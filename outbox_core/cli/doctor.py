@@ -155,7 +155,11 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, str, l
     store, examination = _database(config)
     with closing(store), closing(examination):
         identity = store.check()
-        findings = [*examination.findings(), examination.holds(needed=config.on_poison == "dead-letter")]
+        findings = [
+            *examination.findings(without_marks=config.delivery == "exactly-once"),
+            *map(_obstacle, store.obstacles()),
+            examination.holds(needed=config.on_poison == "dead-letter"),
+        ]
         if config.notify:
             findings.append(_examine_notices(config))
         findings.append(_settled_floor(store.sight()))
@@ -175,6 +179,16 @@ def _examine_notices(config: HarvestConfig) -> Finding:
     return fine("notices", "the trigger is there, and notices come through")
 
 
+def _obstacle(what: str) -> Finding:
+    """Something between the harvester and the rows that it deletes and marks."""
+    is_certain = what.startswith("rule ") or what.endswith("(it has no policy)")
+    return (problem if is_certain else warning)(
+        "obstacle",
+        f"the table has {what}: rows that were published may stay, and would be published again",
+        "exempt the harvester's role from it, or take it from the table",
+    )
+
+
 def _settled_floor(sight: Sight) -> Finding:
     if sight.unusable:
         remedy = "nothing is lost, but while old snapshots are open harvesting gets slower the more is harvested"
@@ -183,21 +197,27 @@ def _settled_floor(sight: Sight) -> Finding:
 
 
 def _examine_kafka(config: HarvestConfig, identity: str | None, server_id: str, topics: list[str]) -> Iterator[Finding]:
-    kafka = _kafka(config)
-    yield kafka.cluster()
-    if identity is None:
-        return
-    group, leader_topic = config.leader_names(identity)
-    yield kafka.leader_topic(leader_topic)
-    members = kafka.leader_group(group)
-    yield members
-    if members.verdict is Verdict.OK:  # else there are none, or they are not ours
-        yield _leader(config, identity, server_id)
-    yield kafka.tracking_topic(config.tracking_names(identity).topic, needed=config.delivery == "exactly-once")
-    if config.on_poison == "dead-letter":
-        yield kafka.dead_letter_topic(config.dead_letter_name(identity))
-    if topics:
-        yield from kafka.topics(topics)
+    with _kafka(config) as kafka:
+        yield kafka.cluster()
+        if identity is None:
+            return
+        group, leader_topic = config.leader_names(identity)
+        tracking = config.tracking_names(identity)
+        is_needed = config.delivery == "exactly-once"
+        yield from kafka.leader_topic(leader_topic)
+        members = kafka.leader_group(group)
+        yield members
+        if members.verdict is Verdict.OK:  # else there are none, or they are not ours
+            yield _leader(config, identity, server_id)
+        # The head names the outbox; ids and times take eight bytes each.
+        manifest_bytes = 2048 + 16 * config.limits.mark_query_records
+        yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
+        yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
+        if config.on_poison == "dead-letter":
+            yield from kafka.dead_letter_topic(config.dead_letter_name(identity))
+        yield kafka.writers([leader_topic, tracking.topic])
+        if topics:
+            yield from kafka.topics(topics)
 
 
 def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:
@@ -230,6 +250,8 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
         topics = [head._asdict() for head in examination.topics_at_head()]
         held = examination.held()
     group, _ = config.leader_names(identity)
+    with _kafka(config) as kafka:
+        harvesters = [contender._asdict() for contender in kafka.contenders(group)]
     return {
         "outbox": identity,
         "pending": backlog.pending,
@@ -238,7 +260,7 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
         "topics": topics,
         "held": held._asdict() if held is not None else None,
         "leader_group": group,
-        "harvesters": [contender._asdict() for contender in _kafka(config).contenders(group)],
+        "harvesters": harvesters,
     }
 
 

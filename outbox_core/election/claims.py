@@ -127,17 +127,17 @@ def decode(value: bytes | None) -> Signal | None:
         fields = json.loads(value)
         match fields:
             case {"type": "claim", "id": str(id_), "name": str(name)}:
-                return Claim(UUID(id_), name, _contest(fields))
+                return Claim(UUID(id_), name[:_LONGEST_NAME], _contest(fields))
             case {"type": "heartbeat", "claim": int(claim), "id": str(id_), "sequence": int(number), "name": str(name)}:
-                return Heartbeat(claim, UUID(id_), number, name, _contest(fields))
+                return Heartbeat(claim, UUID(id_), number, name[:_LONGEST_NAME], _contest(fields))
     except (ValueError, RecursionError):
         return None
     return None
 
 
 def _contest(fields: dict[str, Any]) -> Contest:
-    """Return what a message says of it. Raises ValueError if that is no text."""
+    """Return what a message says of it. Raises ValueError if that is no text, or too long for any log."""
     said = [fields.get(name, "") for name in ("group", "outbox", "server")]
-    if not all(isinstance(value, str) for value in said):
+    if not all(isinstance(value, str) and len(value) <= LONGEST_GROUP for value in said):
         raise ValueError
     return Contest(*said)

@@ -147,6 +147,8 @@ class AtLeastOnce:
         except BaseException:
             self._publisher.settle()  # whoever leads next must not meet our sends
             raise
+        finally:
+            self._bad.forget()
 
     def _harvest(self) -> None:
         while True:

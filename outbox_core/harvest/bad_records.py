@@ -34,6 +34,7 @@ from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.surroundings import Surroundings, Timing
 from outbox_core.harvest.trials import TOO_LARGE, sizes_of
 from outbox_core.harvest.verdicts import Verdict, verdict_on
+from outbox_core.harvest.waits import Waits
 from outbox_core.harvest.withdrawals import Who, Withdrawals, who_is
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, LaneKey, NewHold, OutboxStore, StoredRecord
@@ -129,6 +130,7 @@ class BadRecords:
             most_probes=max(1, timing.max_in_flight_records // 4),
             most_probe_bytes=timing.max_in_flight_bytes // 4,
         )
+        self._waits = Waits(surroundings.metrics, self.parking, longest_rest)
         self._outage_fades_after = timing.delivery_timeout + longest_rest
         self._backoff = timing.io_error_backoff
         self._with = surroundings
@@ -226,6 +228,7 @@ class BadRecords:
 
     def take(self) -> list[StoredRecord]:
         """Records to send again now, alone."""
+        self._waits.look()
         if not self.parking.is_unreachable:
             self._with.kafka.faded(self._outage_fades_after)  # what failed is held or gone, or fails of something else
         if not self._suspects and not self.parking:
@@ -233,6 +236,10 @@ class BadRecords:
         suspects = list(self._suspects)
         self._suspects.clear()
         return [*suspects, *self.parking.due()]
+
+    def forget(self) -> None:
+        """The leadership is over: what waits in memory goes back to the table."""
+        self._waits.over()
 
     def put_back(self, records: Iterable[StoredRecord]) -> None:
         """Records of `take` that could not be sent."""

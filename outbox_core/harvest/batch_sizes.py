@@ -115,9 +115,9 @@ class BatchSizes:
         new = {name for name in names if not self._topics[name].ask_at}
         for name in names:
             self._topics[name].ask_at = clock + _ASK_AGAIN_SECONDS
-        asked = self._ask(names)
+        asked, wake = self._ask(names), self._wake
         for future in asked.values():
-            future.add_done_callback(lambda _: self._wake())
+            future.add_done_callback(lambda _: wake())  # not by `self`, which holds the future: a cycle
         self._asked.update(asked)
         self._await(new & asked.keys(), clock)
 

@@ -34,6 +34,7 @@ from outbox_core.harvest.transaction import Aborted
 from outbox_core.harvest.trials import Group, Trials
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.waiting import Waiting
+from outbox_core.harvest.waits import Waits
 from outbox_core.harvest.withdrawals import Who, who_is
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import NO_HOLDS, HoldSet, NewHold, StoredRecord
@@ -75,6 +76,7 @@ class Culprits:
         self._backoff = timing.io_error_backoff
         self._trials = Trials(4 * timing.mark_query_records, timing.mark_query_bytes)
         self._parking = Parking(timing.io_error_backoff / 10, longest_rest_of(timing), now)
+        self._waits = Waits(surroundings.metrics, self._parking, longest_rest_of(timing))
         self._probes: deque[StoredRecord] = deque()
         self._has_probed = False  # the last trial was of a probe
         self._since_scan: set[Who] = set()  # held or parked since the scan under way was sent
@@ -152,6 +154,11 @@ class Culprits:
         """See which probes are due."""
         if self._parking:
             self._probes.extend(self._parking.due())
+        self._waits.look(self._trials.records)
+
+    def forget(self) -> None:
+        """The term is over: what waits in memory is read from the table again."""
+        self._waits.over()
 
     def next_group(self) -> tuple[Group, float | None]:
         """What to try now, and how many seconds to wait for it; None to wait as for any transaction."""

@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 _AT_ONCE = 1_000
 _LONGEST_REST_SECONDS = 5.0
+_MOST_REPLACEMENTS = 3
 _TOO_LATE = Ended("the leadership ended before the last term was settled")
 
 Find = Callable[[Sequence[int]], Sequence[StoredRecord]]
@@ -226,6 +227,37 @@ class Transactions:
             )
         return bool(others)
 
+    def adopt(self, producer: RecordProducer, server: str) -> Ended | None:
+        """Leave a manifest of no rows: what the last one listed is settled, and the outbox is ours from here on."""
+        manifest = Manifest(self.outbox, [], [], server).encode()
+        topic, partition = self.tracking_topic, self.tracking_partition
+        outcome = producer.begin() or producer.send_manifest(topic, manifest, partition) or producer.commit()
+        if isinstance(outcome, Committed):
+            return None
+        return outcome if isinstance(outcome, Ended) else Ended("the tracking topic takes no manifest")
+
+    def replace(self, producer: RecordProducer, last_offset: int, give_up: Callable[[], bool]) -> Ended | None:
+        """Replace a producer whose last EndTxn may have been sent twice, within a term.
+
+        The new one fences whoever has fenced the old one, of which we would never hear: so see that nobody has
+        published in between. Rows that were scanned before are then still ours to publish.
+
+        Args:
+            producer: of the term.
+            last_offset: of the last manifest that the term knows.
+            give_up: asked now and then.
+        """
+        for _ in range(_MOST_REPLACEMENTS):
+            ended = producer.replace()
+            ledger = ended or self.ledger(producer, give_up)
+            if isinstance(ledger, Ended):
+                return ledger
+            if ledger.offset != last_offset or ledger.opening is not None:
+                return Ended("another process has published meanwhile")
+            if not producer.must_replace:  # the barrier's abort was quick
+                return None
+        return Ended("the ends of transactions take too long")
+
     def read_torn(self, opening: Opening, give_up: Callable[[], bool], find: Find) -> Iterator[list[StoredRecord]]:
         """The rows of a torn batch that are in Kafka, some at a time.
 
@@ -265,6 +297,9 @@ class Recovery:
         over: whether the leadership is over.
         timing: limits.
         surroundings: what to work with.
+
+    Attributes:
+        last_offset: of the last manifest in the tracking topic, once that is settled; -1 if there is none.
     """
 
     def __init__(
@@ -275,6 +310,7 @@ class Recovery:
         self._timing = timing
         self._with = surroundings
         self._waiting = Waiting(over, timing, surroundings)
+        self.last_offset = -1
         self._server: str | None = None
         self._is_strict = True  # exactly-once delivery obeys the tracking topic, so that must be ours alone
 
@@ -319,16 +355,14 @@ class Recovery:
             return _TOO_LATE
         if ledger.opening is not None:
             ended = self._settle_torn(transactions, ledger.opening)
-        return ended or (self._adopt(transactions, producer) if has_moved else None)
-
-    def _adopt(self, transactions: Transactions, producer: RecordProducer) -> Ended | None:
-        """Leave a manifest of no rows that names this server: what the last one listed is settled."""
-        manifest = Manifest(transactions.outbox, [], [], self.server_id()).encode()
-        topic, partition = transactions.tracking_topic, transactions.tracking_partition
-        outcome = producer.begin() or producer.send_manifest(topic, manifest, partition) or producer.commit()
-        if isinstance(outcome, Committed):
-            return None
-        return outcome if isinstance(outcome, Ended) else Ended("the tracking topic takes no manifest")
+        offset = ledger.offset
+        # A leader of the other mode leaves a trace: one that was deposed, and replaces its producer, must see it.
+        if ended is None and (has_moved or (not self._is_strict and transactions is self._transactions)):
+            ended = transactions.adopt(producer, self.server_id())
+            offset = producer.manifest_offset
+        if transactions is self._transactions:
+            self.last_offset = offset
+        return ended
 
     def _patience(self, transactions: Transactions) -> Callable[[], bool]:
         """Says when to give up: a transaction of ours is open meanwhile, and ends after its time-out."""

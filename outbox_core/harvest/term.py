@@ -11,7 +11,7 @@ from outbox_core.election.leadership import now
 from outbox_core.events import MeterRead
 from outbox_core.harvest.culprits import Culprits, too_large_for
 from outbox_core.harvest.floor import Look, Reading
-from outbox_core.harvest.lanes import without
+from outbox_core.harvest.lanes import lane_of, without
 from outbox_core.harvest.letters import Letters
 from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.pace import Pace
@@ -110,6 +110,7 @@ class Term:
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
         self._server = ""  # ID of the database server
+        self._last_offset = -1  # of the last manifest
         self._over_since: float | None = None
 
     def run(self) -> Ended | None:
@@ -124,13 +125,14 @@ class Term:
             return self._run(producer)
         finally:
             producer.discard()
+            self._culprits.forget()
 
     def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
-            self._server = recovery.server_id()
+            self._server, self._last_offset = recovery.server_id(), recovery.last_offset
             self._refuse_marks(recovery)
             self._culprits.read_holds()
             self._hold_guilty()
@@ -260,28 +262,33 @@ class Term:
         self._count_in_flight(len(records))
         began = now()
         is_full = len(records) == self._suspicion.limit or bytes_of(records) >= self._timing.mark_query_bytes
+        self._refuse_too_large(records)  # before the next scan, which brings what is left out again
+        if not records:
+            self._count_in_flight(0)
+            return None
         if is_full:
             # There is more: read it while this batch is published. A batch that was not full is another matter: what
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
-        self._refuse_too_large(records)
-        if not records:
-            return None
         outcome = self._fill(producer, records) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
         self._culprits.published(took)
         if isinstance(outcome, Ended):
-            self._culprits.blame_topics(outcome.cause, records)
-            if not self._leadership.over():
-                self._suspicion.ended(records, outcome.reason)
+            self._blame(outcome, records)
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
         elif records:
             self._succeed(records, took)
         return None
+
+    def _blame(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
+        """The term ended in the middle of a transaction of these records: that may be what they are to blame for."""
+        self._culprits.blame_topics(ended.cause, records)
+        if not self._leadership.over():
+            self._suspicion.ended(records, ended.reason)
 
     def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
         """Have the next transaction's batches be such as all topics in use take."""
@@ -296,7 +303,10 @@ class Term:
             self._waiting.pause(batches.await_seconds)
 
     def _refuse_too_large(self, records: list[StoredRecord]) -> None:
-        """Leave out what is known to be too large for its topic, so that it does not cost a transaction."""
+        """Leave out what is known to be too large for its topic, so that it does not cost a transaction.
+
+        It is held once it is the first of its key: a hold keeps back what comes before it, if that is not committed.
+        """
         batches = self._with.batches
         too_large = batches.too_large(records)
         if too_large:
@@ -304,15 +314,18 @@ class Term:
             self._await_limits()
             too_large = batches.too_large(records)
         if too_large:
-            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in too_large])
-            self._leave_out(records, without(records, too_large))
+            kept = without(records, too_large)
+            lanes = {lane_of(record) for record in kept} - {None}
+            first = [record for record in too_large if lane_of(record) not in lanes]
+            self._culprits.refused([Failure(record, too_large_for(record), alone=True) for record in first])
+            self._leave_out(records, kept)
 
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
     ) -> Aborted | Ended | None:
         """Open a transaction and put the records into it; `records` is left with those that are in it."""
         self._fit_batches(producer, records)
-        ended = producer.begin() or self._send_opening(producer, records)
+        ended = self._begin(producer) or self._send_opening(producer, records)
         if ended is not None:
             return ended
         sent = producer.send(records, self._leadership.over, failures)
@@ -325,6 +338,16 @@ class Term:
         if sent is None or not records or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)
         return None
+
+    def _begin(self, producer: RecordProducer) -> Ended | None:
+        """Open a transaction, in an epoch in which no EndTxn can be late (rule 7)."""
+        ended = None
+        if producer.must_replace:
+            give_up_at = now() + self._transactions.timeout
+            ended = self._transactions.replace(
+                producer, self._last_offset, lambda: self._leadership.over() or now() > give_up_at
+            )
+        return ended or producer.begin()
 
     def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         """The tracking partition is in the transaction from its first record on (rule 8)."""
@@ -369,7 +392,10 @@ class Term:
             return refused
         self._transactions.reached(Step.BEFORE_COMMIT)
         self._transactions.reached(Step.COMMIT_SENT)
-        return producer.commit(self._is_late)
+        outcome = producer.commit(self._is_late)
+        if isinstance(outcome, Committed):
+            self._last_offset = producer.manifest_offset
+        return outcome
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records, are_buried=False)
@@ -436,7 +462,7 @@ class Term:
             outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
-                self._culprits.blame_topics(outcome.cause, records)
+                self._blame(outcome, records)
                 return outcome
             self._conclude(outcome, records, failures, now() - began)
         self._culprits.tried(now() - began)
@@ -469,7 +495,7 @@ class Term:
         self._forget_scanned()
 
     def _write_letters(self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure]) -> Outcome:
-        ended = producer.begin() or self._send_opening(producer, records)
+        ended = self._begin(producer) or self._send_opening(producer, records)
         sent = ended or producer.send(records, self._leadership.over, failures)
         if isinstance(sent, Ended):
             return sent

@@ -52,11 +52,13 @@ class Ledger:
         manifest: the last committed one, None if there never was one.
         opening: of a later batch without a manifest, which was torn; None if there is none.
         foreign: what else is there, in words; '' if there is nothing else.
+        offset: of the manifest, -1 if there is none.
     """
 
     manifest: Manifest | None = None
     opening: Opening | None = None
     foreign: str = ""
+    offset: int = -1
 
 
 def opening_key(transactional_id: str) -> str:
@@ -147,6 +149,7 @@ class _Reader:
                 Manifest.decode(last.value() or b"") if last is not None else None,
                 Opening.decode(torn.value() or b"", torn.timestamp()[1]) if torn is not None else None,
                 "" if foreign is None else f"a record with the key {foreign.key()!r} at offset {foreign.offset()}",
+                -1 if last is None else last.offset() or 0,
             )
         except TrackingTopicError as error:
             raise ForeignLedger(f"tracking topic {self._topic!r}: {error}") from None

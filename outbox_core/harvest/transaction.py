@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from outbox_core.errors import InvalidConfig
 from outbox_core.harvest.verdicts import Verdict, is_bystander, verdict_on
 from outbox_core.kafka import KafkaError, KafkaException, Message, TopicPartition, discard, make_producer
 
@@ -36,7 +37,7 @@ _INIT_ATTEMPT_SECONDS = 2.0
 _QUEUE_FULL_POLL_SECONDS = 0.01
 _RETRY_POLL_SECONDS = 0.01
 _SLICE_SECONDS = 0.1
-_PROBE_SECONDS = 0.02
+_PROBE_SECONDS = 0.1
 _OFFSETS_REPEAT_SECONDS = 0.5  # after which librdkafka repeats TxnOffsetCommit: rd_kafka_txn_handle_TxnOffsetCommit
 _LEAST_BACKOFF_MS = 500
 _BACKOFF_MAX_MS = 1000  # librdkafka's default of retry.backoff.max.ms
@@ -141,8 +142,8 @@ class TransactionalProducer:
     """
 
     def __init__(self, settings: Mapping[str, Any], *, timeout_seconds: float) -> None:
-        backoff = max(int(settings.get("retry.backoff.ms", 0)), _LEAST_BACKOFF_MS)
-        longest = max(int(settings.get("retry.backoff.max.ms", _BACKOFF_MAX_MS)), backoff)
+        backoff = max(_milliseconds(settings, "retry.backoff.ms", 0), _LEAST_BACKOFF_MS)
+        longest = max(_milliseconds(settings, "retry.backoff.max.ms", _BACKOFF_MAX_MS), backoff)
         self._transactional_id = str(settings["transactional.id"])
         self._timeout = timeout_seconds
         self._earliest_repeat = _EARLIEST_REPEAT * backoff / 1000
@@ -214,9 +215,13 @@ class TransactionalProducer:
             self._must_replace = True
 
     def begin(self) -> Ended | None:
-        """Open a transaction, with a new producer if a late EndTxn could meet it."""
+        """Open a transaction, with a new producer if a late EndTxn could meet it.
+
+        A new producer fences whoever has fenced the old one. A caller that decides by what it has read, and relies on
+        being fenced when that is out of date, calls `replace` itself when `must_replace`, and reads again.
+        """
         if self._must_replace:
-            ended = self._replace()
+            ended = self.replace()
             if ended is not None:
                 return ended
         self._reports.clear()
@@ -226,7 +231,8 @@ class TransactionalProducer:
             return Ended(error.args[0].str())
         return None
 
-    def _replace(self) -> Ended | None:
+    def replace(self) -> Ended | None:
+        """Go on with a new producer of the same transactional.id, in a new epoch."""
         give_up = self._give_up
         self.discard()
         self._producer = self._make()
@@ -422,6 +428,13 @@ class TransactionalProducer:
         finally:
             if monotonic() - sent_after >= self._earliest_repeat:
                 self._must_replace = True
+
+
+def _milliseconds(settings: Mapping[str, Any], name: str, default: int) -> int:
+    try:
+        return int(settings.get(name, default))
+    except (TypeError, ValueError):
+        raise InvalidConfig(f"Kafka settings: {name} is {settings[name]!r}, expected milliseconds") from None
 
 
 def _may_be_about_records(error: KafkaError) -> bool:

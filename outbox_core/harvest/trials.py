@@ -58,6 +58,11 @@ class Trials:
         return bool(self._groups)
 
     @property
+    def records(self) -> int:
+        """How many records are set aside."""
+        return self._records
+
+    @property
     def lanes(self) -> set[LaneKey]:
         """Keys that no scan may bring."""
         lanes = (lane_of(record) for group in self._groups for record in group)

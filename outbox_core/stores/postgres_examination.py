@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import psycopg
 
+from outbox_core import relay_marks
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.examination import Finding, fine, problem, warning
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, hold_beside
+from outbox_core.schema import CHECKS, COLUMNS, STORAGE_PARAMETERS, TableName, hold_beside, violations_sql
 from outbox_core.stores.sessions import one_line, pin_search_path
 
 _OLDEST_SERVER = 140_000
@@ -77,6 +79,45 @@ FROM {holds} WHERE outbox = (
 )
 """
 
+_CHECKS = """
+SELECT conname, convalidated FROM pg_constraint WHERE conrelid = to_regclass(%s) AND contype = 'c'
+"""
+
+_COLUMNS = """
+SELECT attname, format_type(atttypid, NULL), attnotnull, atthasdef OR attidentity <> '' FROM pg_attribute
+WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+"""
+
+# By grants, not by what a role may do: the remedy has to name who was given the right.
+_INSERTERS = """
+WITH given AS (
+    SELECT acl.grantee, NULL AS attname FROM pg_class AS c, aclexplode(c.relacl) AS acl
+    WHERE c.oid = to_regclass(%(name)s) AND acl.privilege_type = 'INSERT' AND acl.grantee <> c.relowner
+    UNION ALL
+    SELECT acl.grantee, a.attname::text FROM pg_attribute AS a, aclexplode(a.attacl) AS acl
+    WHERE a.attrelid = to_regclass(%(name)s) AND acl.privilege_type = 'INSERT'
+      AND a.attname = ANY (%(columns)s::text[])
+)
+SELECT CASE grantee WHEN 0 THEN 'PUBLIC' ELSE quote_ident(rolname) END, bool_or(attname IS NULL),
+       array_agg(attname) FILTER (WHERE attname IS NOT NULL)
+FROM given LEFT JOIN pg_roles AS r ON r.oid = grantee
+WHERE NOT coalesce(rolsuper, false)
+GROUP BY 1 ORDER BY 1
+"""
+
+_CREATORS = """
+SELECT quote_ident(n.nspname) FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace,
+       aclexplode(n.nspacl) AS acl
+WHERE c.oid = to_regclass(%s) AND acl.grantee = 0 AND acl.privilege_type = 'CREATE'
+"""
+
+_ODD_ROWS = """
+SELECT count(*) FILTER (WHERE NOT ({rules})), min(id) FILTER (WHERE NOT ({rules})),
+       count(*) FILTER (WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'),
+       (SELECT max(id) FROM {table})
+FROM (SELECT * FROM {table} ORDER BY id LIMIT {rows}) AS head
+"""
+
 _HEAD = """
 SELECT kafka_topic, count(*), count(leader_id)
 FROM (SELECT kafka_topic, leader_id FROM {table} ORDER BY id LIMIT {rows}) AS head
@@ -142,9 +183,14 @@ class PostgresExamination:
         """Close the connection."""
         self._connection.close()
 
-    def findings(self) -> list[Finding]:
-        """Everything but the topics."""
-        return [*self._server(), *self._table(), *self._sequence(), *self._snapshots()]
+    def findings(self, *, without_marks: bool = False) -> list[Finding]:
+        """Everything but the topics.
+
+        Args:
+            without_marks: whether delivery is exactly once, which leaves no marks.
+        """
+        odd = [*self._constraints(), *self._writers(), *self._rows(without_marks=without_marks)]
+        return [*self._server(), *self._table(), *self._sequence(), *odd, *self._snapshots()]
 
     def topics_at_head(self) -> list[TopicAtHead]:
         """Topics of the oldest 10,000 records, the most frequent 20."""
@@ -271,6 +317,121 @@ class PostgresExamination:
             return [problem("sequence", f"{name} does not only grow", f"ALTER SEQUENCE {name} INCREMENT BY 1 NO CYCLE")]
         return [fine("sequence", f"{name}, last value {last if last is not None else 'unknown'}")]
 
+    def _constraints(self) -> list[Finding]:
+        """What the table lets in."""
+        table, checks = self._name.quoted, self._checks()
+        there = dict(self._ask(_CHECKS, (table,)))
+        found = []
+        if set(checks) - set(there):
+            layout = "" if self._is_binary() else " --layout text"
+            found.append(
+                warning(
+                    "constraints",
+                    f"the table lacks {_listed(set(checks) - set(there))}, so writers may insert rows that no "
+                    "clock and no sequence makes",
+                    f"run what `outbox schema --only checks{layout} --table {self._name}` prints; its lock is short",
+                )
+            )
+        unvalidated = [name for name in checks if there.get(name) is False]
+        if unvalidated:
+            steps = ", ".join(f"VALIDATE CONSTRAINT {name}" for name in unvalidated)
+            found.append(
+                warning(
+                    "constraints",
+                    f"{_listed(unvalidated)}: not validated; rows from before that violate them cannot be marked",
+                    f"ALTER TABLE {table} {steps}",
+                )
+            )
+        _, is_not_null, has_default = self._columns()["create_time"]
+        if not is_not_null:
+            remedy = f"ALTER TABLE {table} ALTER COLUMN create_time SET NOT NULL"
+            found.append(warning("create_time", "may be NULL, so that rows cannot be told apart by it", remedy))
+        if not has_default and self._is_binary():
+            remedy = f"ALTER TABLE {table} ALTER COLUMN create_time SET DEFAULT now()"
+            found.append(warning("create_time", "has no DEFAULT, to which the adapters leave it", remedy))
+        return found or [fine("constraints", "odd ids, times, partitions and headers are kept out")]
+
+    def _writers(self) -> list[Finding]:
+        """Who may write what only the database and the harvester should; and who may create functions beside it."""
+        columns = self._columns()
+        kept = ["id", "leader_id", *(["create_time"] if columns["create_time"][2] else [])]
+        granted = ", ".join(column for column in COLUMNS if column in columns and column not in kept)
+        found = []
+        for role, has_all, named in self._ask(_INSERTERS, {"name": self._name.quoted, "columns": kept}):
+            what = "all columns" if has_all else _listed(named)
+            again = f"; GRANT INSERT ({granted}) ON {self._name.quoted} TO {role}"
+            found.append(
+                warning(
+                    "writers",
+                    f"{role} may insert {what}, {' and '.join(kept)} included, with which a row can be put at the "
+                    "table's head, or look as if it was being published",
+                    f"REVOKE INSERT ON {self._name.quoted} FROM {role}{'' if role == 'PUBLIC' else again}",
+                )
+            )
+        for (schema,) in self._ask(_CREATORS, (self._name.quoted,)):
+            found.append(
+                warning(
+                    "schema",
+                    f"everybody may create functions in {schema}, which others may then run unawares",
+                    f"REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC",
+                )
+            )
+        return found
+
+    def _rows(self, *, without_marks: bool) -> list[Finding]:
+        """Rows that no writer of ours makes, among the oldest."""
+        rules = " AND ".join(f"({rule})" for rule in self._checks().values())
+        statement = _ODD_ROWS.format(
+            table=self._name.quoted,
+            rules=rules,
+            rows=_HEAD_ROWS,
+            first_of_relays=relay_marks.FIRST,
+            last_of_relays=relay_marks.LAST,
+        )
+        ((odd, first, marked, last_id),) = self._ask(statement)
+        found = []
+        if odd:
+            found.append(
+                warning(
+                    "rows",
+                    f"{odd:,} of the oldest {_HEAD_ROWS:,} have ids, times, partitions or headers that no writer of "
+                    f"ours makes, the first with id {first}",
+                    violations_sql(self._name, self._checks()).rstrip(";\n"),
+                )
+            )
+        if marked and without_marks:
+            found.append(
+                warning(
+                    "rows",
+                    f"{marked:,} of the oldest {_HEAD_ROWS:,} carry a mark, of an at-least-once leader that did not "
+                    "stop in good order or of their writer: they are held when exactly-once delivery begins",
+                    "`outbox hold list` shows them then; --accept-marked publishes them, perhaps again",
+                )
+            )
+        drawn = next((last for *_, last in self._ask(_SEQUENCE, (self._name.quoted,))), None)
+        if last_id is not None and drawn is not None and last_id > drawn:
+            found.append(
+                warning(
+                    "rows",
+                    f"there is an id {last_id}, and the sequence has come to {drawn} only: the INSERT that draws it "
+                    "fails",
+                    "have it published, or delete it, before the sequence comes to it",
+                )
+            )
+        return found
+
+    def _checks(self) -> dict[str, str]:
+        """The constraints that the table should have."""
+        has_partition = "kafka_partition" in self._columns()
+        return {name: rule for name, rule in CHECKS.items() if has_partition or "kafka_partition" not in rule}
+
+    def _is_binary(self) -> bool:
+        return bool(self._columns()["kafka_value"][0] == "bytea")
+
+    def _columns(self) -> dict[str, tuple[str, bool, bool]]:
+        """Type, whether it is NOT NULL, and whether it has a default, by column."""
+        return {name: tuple(rest) for name, *rest in self._ask(_COLUMNS, (self._name.quoted,))}
+
     def _snapshots(self) -> list[Finding]:
         return [
             warning(
@@ -296,3 +457,7 @@ class PostgresExamination:
             return self._connection.execute(statement, parameters).fetchall()
         except psycopg.Error as error:
             raise StoreUnavailable(f"the database refused to answer: {one_line(error)}") from None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -212,6 +212,8 @@ class TrustsCommit(TimesOutOnce):
 class TrustsItsEpoch(RecordProducer):
     """The producer goes on in its epoch although a late EndTxn may be on its way."""
 
+    must_replace = False
+
     def begin(self):
         self._must_replace = False
         return super().begin()

@@ -4,7 +4,7 @@ import pytest
 
 from outbox_core.errors import OutboxTableError
 from outbox_core.record import OutboxRecord
-from outbox_core.schema import add_checks_sql, drop_checks_sql, validate_checks_sql
+from outbox_core.schema import add_checks_sql, validate_checks_sql
 from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
 
 BAD = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys) VALUES (%s, 'bad', 'x', '{a}')"
@@ -13,8 +13,7 @@ BAD = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_key
 @pytest.fixture
 def scene(database, kafka_bootstrap):
     """A fresh outbox as it was made before there were constraints."""
-    scene = Scene(database, kafka_bootstrap)
-    scene.execute(drop_checks_sql(scene.table))
+    scene = Scene(database, kafka_bootstrap, constrained=False)
     yield scene
     scene.close()
 

@@ -197,6 +197,12 @@ def test_a_missing_table_is_a_warning_where_stash_writes(settings):
         ),
         (create_table_sql(TableName("mine")), {"LAYOUT": "text"}, "E007", "has the binary layout"),
         (
+            create_table_sql(TableName("mine")) + "ALTER TABLE mine ALTER COLUMN create_time DROP DEFAULT",
+            {},
+            "W006",
+            "create_time",
+        ),
+        (
             create_table_sql(TableName("mine")) + "ALTER TABLE mine ALTER COLUMN id SET CACHE 20",
             {},
             "W002",

@@ -8,6 +8,7 @@ import pytest
 from devstack.frame_proxy import Api, Match
 from outbox_core import OutboxRecord
 from outbox_core.errors import MarkedRowsFound, TrackingTopicError
+from outbox_core.harvest import recovery
 from outbox_core.harvest.manifest import Manifest
 from outbox_core.harvest.recovery import Step
 from outbox_core.kafka import NewTopic, make_admin, make_producer
@@ -343,3 +344,45 @@ def test_stop_does_not_wait_for_kafka_for_long(scene, kafka, make_topic):
         assert trap.wait_until_answered(10) or trap.is_lost or trap.wait_until_delivered(1)
     scene.drain(config=EXACTLY_ONCE, limits=QUICK)
     assert_once_and_in_order(scene.read(topic), 10)
+
+
+def test_new_producer_of_a_term_sees_who_published_meanwhile(scene, make_topic, monkeypatch):
+    """A leader that was paused after a slow commit replaces its producer: that must not hide that it was deposed."""
+    topic = make_topic(1)
+    scene.fill(topic, 20, keys=3)
+    commit, rivals = recovery.RecordProducer.commit, []
+
+    def paused_after_commit(producer, *arguments):
+        """The first commit took too long; then a rival publishes the rest, before we go on with what we have read."""
+        outcome = commit(producer, *arguments)
+        if not rivals:
+            rivals.append("now")
+            producer._must_replace = True
+            scene.drain(config=EXACTLY_ONCE, limits=QUICK, name="rival")
+        return outcome
+
+    monkeypatch.setattr(recovery.RecordProducer, "commit", paused_after_commit)
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK | {"mark_query_records": 10})
+    assert rivals
+    assert_once_and_in_order(scene.read(topic), 20)
+
+
+def test_producer_is_replaced_within_a_term(scene, make_topic, monkeypatch):
+    """After a slow commit, with nobody else about, the term goes on with another producer."""
+    topic = make_topic(1)
+    scene.fill(topic, 50, keys=3)
+    commit, terms = recovery.RecordProducer.commit, []
+
+    def slow(producer, *arguments):
+        outcome = commit(producer, *arguments)
+        producer._must_replace = True
+        return outcome
+
+    monkeypatch.setattr(recovery.RecordProducer, "commit", slow)
+    scene.drain(
+        config=EXACTLY_ONCE,
+        limits=QUICK | {"mark_query_records": 10},
+        reached=lambda step: terms.append(step) if step is Step.AFTER_INIT else None,
+    )
+    assert len(terms) == 1
+    assert_once_and_in_order(scene.read(topic), 50)

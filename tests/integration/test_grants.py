@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from django.core.management import call_command
 from django.db import connections, transaction
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
@@ -22,6 +22,7 @@ from outbox_core.schema import TEXT_LAYOUT, TableLayout, TableName, create_inbox
 from outbox_core.stasher import Stasher
 from tests.harvesting import Scene
 from tests.integration.django_fixtures import django_db_modify_db_settings
+from tests.services import as_role
 
 __all__ = ["django_db_modify_db_settings"]
 
@@ -64,7 +65,7 @@ def roles(scene, topic_name, layout):
     command = [sys.executable, "-m", "outbox_core", "schema", "--layout", layout, "--grants", *names]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     scene.execute(printed)
-    yield [make_conninfo(scene.database, user=name) for name in names]
+    yield [as_role(scene.database, name) for name in names]
     for name in names:
         scene.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"')
 
@@ -171,7 +172,7 @@ def test_one_role_may_be_both(scene, topic_name):
     scene.execute(f'CREATE ROLE "{role}" LOGIN')
     command = [sys.executable, "-m", "outbox_core", "schema", "--grants", role, role]
     scene.execute(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    dsn = make_conninfo(scene.database, user=role)
+    dsn = as_role(scene.database, role)
     try:
         with psycopg.connect(dsn) as connection:
             Stasher().stash(connection, OutboxRecord("orders", "k"))

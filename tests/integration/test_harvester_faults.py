@@ -12,6 +12,7 @@ from outbox_core.election import now
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import LeaderRevoked, MeterRead
 from outbox_core.record import OutboxRecord
+from outbox_core.schema import drop_checks_sql
 from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import (
     GENEROUS_SECONDS,
@@ -87,6 +88,7 @@ def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
 def test_row_that_is_no_message_does_not_end_the_harvester(scene, make_topic):
     """Rows that nobody checked (impossible topics, partitions, headers) are failures, not the end of it all."""
     topic = make_topic()
+    scene.execute(drop_checks_sql(scene.table))
     scene.stash(OutboxRecord(topic, "a", b"1", partition=1_000_000))
     scene.execute(
         "INSERT INTO outbox (kafka_topic, kafka_key, kafka_partition) VALUES ('not a topic!', 'a', NULL),"
@@ -149,7 +151,7 @@ def test_fatal_producer_error(scene, make_topic):
 _AUDIT = [
     """CREATE TABLE audit (id bigint, operation text, before uuid, after uuid, actor text)""",
     """CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
-         INSERT INTO audit VALUES (OLD.id, TG_OP, OLD.leader_id, CASE TG_OP WHEN 'UPDATE' THEN NEW.leader_id END,
+         INSERT INTO public.audit VALUES (OLD.id, TG_OP, OLD.leader_id, CASE TG_OP WHEN 'UPDATE' THEN NEW.leader_id END,
                                    current_setting('application_name'));
          RETURN NULL; END $$""",
     "CREATE TRIGGER audit AFTER UPDATE OR DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION audit()",

@@ -4,9 +4,10 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import Producer
 
 from outbox_core.harvest import harvester as harvester_module
+from outbox_core.harvest.recovery import Step
 from outbox_core.metrics import Activity, HarvestMetrics
 from outbox_core.record import OutboxRecord
 from tests.harvesting import AlwaysLeader, Scene, wait_until
@@ -23,53 +24,33 @@ def scene(database, kafka_bootstrap, monkeypatch):
     scene.close()
 
 
-class _Rival:
-    """Takes a transactional.id again and again, so that whoever has it can commit nothing."""
-
-    def __init__(self, bootstrap, transactional_id):
-        self._settings = {"bootstrap.servers": bootstrap, "transactional.id": transactional_id}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self):
-        self._thread.start()
-
-    def __exit__(self, *_):
-        self._over.set()
-        self._thread.join()
-
-    def _run(self):
-        while not self._over.wait(0.05):
-            try:
-                Producer(self._settings).init_transactions(5)
-            except KafkaException:
-                continue
-
-
 @pytest.mark.real_broker
 def test_terms_that_commit_nothing_are_no_good(scene, make_topic):
     """Exactly once: however many terms begin well, health fails while none commits, and is back with the first."""
     topic = make_topic()
+    config = {"delivery": "exactly-once"}
+    identity = scene.drain(config=config).metrics.outbox_name
+    transactional_id = scene.config(**config).tracking_names(identity).transactional_id
+    rival_settings = {"bootstrap.servers": scene.bootstrap, "transactional.id": transactional_id}
     scene.fill(topic, 10)
-    config = scene.config(delivery="exactly-once")
-    identity = scene.drain(config={"delivery": "exactly-once"}).metrics.outbox_name
-    rival = _Rival(scene.bootstrap, config.tracking_names(identity).transactional_id)
-    with scene.running(config={"delivery": "exactly-once"}) as harvester:
-        wait_until(lambda: harvester.leader_id, "it leads")
-        with rival:
-            feeding = threading.Event()
+    is_fenced = threading.Event()
+    is_fenced.set()
+    fences = []
 
-            def feed():
-                while not feeding.wait(0.1):
-                    scene.fill(topic, 1)
+    def fence(step):
+        if step is Step.BEFORE_COMMIT and is_fenced.is_set():
+            fences.append(step)
+            with Producer(rival_settings) as rival:
+                rival.init_transactions(30)
 
-            feeder = threading.Thread(target=feed)
-            feeder.start()
-            wait_until(lambda: not harvester.health().ok, "it is not well", timeout=30)
-            assert harvester.health().leader
-            assert "for" in harvester.health().detail
-            feeding.set()
-            feeder.join()
+    with scene.running(config=config, reached=fence) as harvester:
+        wait_until(lambda: not harvester.health().ok, "it is not well", timeout=30)
+        assert harvester.health().leader
+        count = len(fences)
+        wait_until(lambda: harvester.health().ok or len(fences) > count + 1, "terms begin and end")
+        assert not harvester.health().ok
+        assert scene.count() == 10
+        is_fenced.clear()
         wait_until(lambda: scene.count() == 0 and harvester.health().ok, "it is well again")
 
 

@@ -7,6 +7,7 @@ from psycopg import sql
 
 from outbox_core import OutboxRecord
 from outbox_core.harvest.manifest import Manifest
+from outbox_core.harvest.topics import RowTopics
 from tests.harvesting import Scene, by_key, wait_until
 from tests.hostile_rows import OutboxNames, hostile_rows, insert
 
@@ -63,14 +64,12 @@ def is_alive(harvester):
     return not harvester._ended.is_set()
 
 
-def assert_others_arrive(scene, topic, harvester, name):
+def assert_others_arrive(scene, topic, harvester, name, *, within=OTHERS_ARRIVE_WITHIN_SECONDS):
     """A record of another key, on the same topic, is out of the table soon."""
     key = f"honest-{name}"
     scene.stash(OutboxRecord(topic, key, "1"), OutboxRecord(topic, key, "2"))
     left = sql.SQL("kafka_key = {}").format(sql.Literal(key)).as_string(None)
-    wait_until(
-        lambda: not scene.count(left) or not is_alive(harvester), f"{name}: others arrive", OTHERS_ARRIVE_WITHIN_SECONDS
-    )
+    wait_until(lambda: not scene.count(left) or not is_alive(harvester), f"{name}: others arrive", within)
     assert is_alive(harvester), f"{name}: the harvester has ended: {harvester._failure!r}"
     return key
 
@@ -153,3 +152,21 @@ def test_forged_manifests_delete_nothing(scene, make_topic, mode):
             wait_until(lambda: len(scene.held()) == 3, "both are held")
     assert scene.count("kafka_topic = 'victims'") == 1
     assert all(hold.error.startswith("kafka_topic") for hold in scene.held() if hold.record_id)
+
+
+def test_row_that_breaks_its_producer_stops_nobody(scene, make_topic, monkeypatch):
+    """Should a row get through that ends term after term, others flow past it; it is neither lost nor silent (C2)."""
+    monkeypatch.setattr(RowTopics, "check", lambda topics, record: topics.known.add(record[1]))
+    topic = make_topic()
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) VALUES ('__consumer_offsets', 'k', 'x')")
+    with scene.running(config={"delivery": "exactly-once"}, limits=QUICK) as harvester:
+        for number in range(5):
+            assert_others_arrive(scene, topic, harvester, f"number-{number}", within=30)
+        wait_until(lambda: scene.held() or waiting(harvester), "it is held, or shown to wait")
+        assert scene.count() == 1
+
+
+def waiting(harvester):
+    """How many destinations its gauge says it waits for."""
+    name = harvester.metrics.outbox_name
+    return harvester.metrics.registry.get_sample_value("outbox_waiting_destinations", {"outbox": name})

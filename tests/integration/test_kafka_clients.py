@@ -11,7 +11,7 @@ from tests.resources import held, reference_counts_only, settles
 
 @pytest.fixture
 def settings(kafka_bootstrap):
-    """Librdkafka settings of the shared broker."""
+    """Settings of clients of the shared broker."""
     return {"bootstrap.servers": kafka_bootstrap}
 
 

@@ -5,17 +5,39 @@ from io import StringIO
 
 import psycopg
 import pytest
-from confluent_kafka.admin import AdminClient, NewTopic
+from confluent_kafka import Consumer, Producer
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewTopic,
+    ResourcePatternType,
+    ResourceType,
+)
 from django.core.management import call_command
 
 from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.harvest import Harvester
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_hold_sql, create_table_sql, notify_sql
+from outbox_core.schema import (
+    STORAGE_PARAMETERS,
+    TableName,
+    add_checks_sql,
+    create_hold_sql,
+    create_table_sql,
+    drop_checks_sql,
+    notify_sql,
+)
 from outbox_core.stores import postgres_examination
 from tests.harvesting import wait_until
 from tests.integration.django_fixtures import django_db_modify_db_settings
+from tests.kafka_reader import read_topic
 from tests.services import as_role
 
 __all__ = ["django_db_modify_db_settings"]
@@ -251,3 +273,215 @@ def test_notify_without_its_trigger(run, connection, monkeypatch):
     assert "outbox schema --table outbox --notify" in of(run("doctor")[1], "warning")["notices"]["detail"]
     connection.execute(notify_sql(TableName("outbox")))
     assert "notices" in of(run("doctor")[1], "ok")
+
+
+def test_remedy_for_missing_constraints_works(connection, run):
+    """A table from before gets the constraints by what the finding says, then has them validated by the next one."""
+    connection.execute(drop_checks_sql(TableName("outbox")))
+    connection.execute("INSERT INTO outbox (kafka_topic, kafka_partition) VALUES ('t', -5)")
+    found = of(run("doctor")[1], "warning")
+    assert "outbox_partition_in_range" in found["constraints"]["detail"]
+    assert "kafka_partition >= 0" in found["rows"]["remedy"]
+    assert connection.execute(found["rows"]["remedy"]).fetchall()
+    assert "outbox schema --only checks --table public.outbox`" in found["constraints"]["remedy"]
+    connection.execute(add_checks_sql(TableName("outbox")))
+    found = of(run("doctor")[1], "warning")
+    assert "not validated" in found["constraints"]["detail"]
+    connection.execute("DELETE FROM outbox")
+    connection.execute(found["constraints"]["remedy"])
+    findings = run("doctor")[1]
+    assert not {"constraints", "rows"} & set(of(findings, "warning"))
+    assert "constraints" in of(findings, "ok")
+
+
+def test_writers_with_rights_beyond_their_columns(connection, run, topic_name):
+    """A role that may insert ids, times and marks is named, with the grant that it needs instead; it works."""
+    role = topic_name("writer")
+    connection.execute(f'CREATE ROLE "{role}"; GRANT INSERT ON outbox TO "{role}"')
+    try:
+        found = of(run("doctor")[1], "warning")["writers"]
+        assert role in found["detail"]
+        assert "id and leader_id and create_time" in found["detail"]
+        connection.execute(found["remedy"])
+        assert "writers" not in of(run("doctor")[1], "warning")
+        connection.execute(f"SET ROLE \"{role}\"; INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', 'k')")
+        connection.execute("RESET ROLE")
+        connection.execute(f'GRANT INSERT (leader_id) ON outbox TO "{role}"')
+        assert "may insert leader_id," in of(run("doctor")[1], "warning")["writers"]["detail"]
+    finally:
+        connection.execute(f'RESET ROLE; DROP OWNED BY "{role}"; DROP ROLE "{role}"')
+
+
+def test_everybody_may_create_in_the_schema(connection, run):
+    """As in PostgreSQL 14 and upgraded clusters: the statement that ends it works."""
+    connection.execute("GRANT CREATE ON SCHEMA public TO PUBLIC")
+    connection.execute(of(run("doctor")[1], "warning")["schema"]["remedy"])
+    assert "schema" not in of(run("doctor")[1], "warning")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("ALTER TABLE outbox ALTER create_time DROP NOT NULL", "create_time", "may be NULL"),
+        ("ALTER TABLE outbox ALTER create_time DROP DEFAULT", "create_time", "has no DEFAULT"),
+        ("INSERT INTO outbox (id, kafka_topic) VALUES (4000, 't'); SELECT nextval('outbox_id_seq')", "rows", "id 4000"),
+        ("INSERT INTO outbox (kafka_topic, leader_id) VALUES ('t', gen_random_uuid())", "rows", "carry a mark"),
+        (
+            """CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+            CREATE TRIGGER soft_delete BEFORE DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION keep()""",
+            "obstacle",
+            "trigger soft_delete",
+        ),
+    ],
+    ids=["null", "no-default", "id-ahead", "mark", "trigger"],
+)
+def test_what_may_go_wrong_in_the_table(connection, run, monkeypatch, case):
+    """Columns, rows and triggers that no route of ours makes are named, each with a remedy."""
+    statements, subject, told = case
+    connection.execute(statements)
+    monkeypatch.setenv("OUTBOX_DELIVERY", "exactly-once")
+    found = of(run("doctor")[1], "warning")[subject]
+    assert told in found["detail"]
+    assert found["remedy"]
+    if found["remedy"].startswith("ALTER"):
+        connection.execute(found["remedy"])
+        assert subject not in of(run("doctor")[1], "warning")
+
+
+def test_row_security_without_a_policy_is_a_problem(database, connection, run, monkeypatch, topic_name):
+    """A role to which row security applies would delete nothing, and publish for ever."""
+    role = topic_name("harvester")
+    connection.execute(f'CREATE ROLE "{role}" LOGIN; GRANT ALL ON outbox, outbox_hold TO "{role}"')
+    connection.execute("ALTER TABLE outbox ENABLE ROW LEVEL SECURITY")
+    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", as_role(database, role))
+    try:
+        code, findings = run("doctor")
+        assert code == 1
+        assert "row level security" in of(findings, "problem")["obstacle"]["detail"]
+    finally:
+        connection.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
+
+
+@pytest.fixture
+def forbid(kafka_bootstrap):
+    """Has everybody forbidden to do something: `forbid(kind, name, operation)`; undone at the end."""
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    made = []
+
+    def forbid(kind, name, *operations, principal="User:*", permission=AclPermissionType.DENY):
+        for operation in operations:
+            acl = AclBinding(kind, name, ResourcePatternType.LITERAL, principal, "*", operation, permission)
+            made.append(acl)
+            admin.create_acls([acl])[acl].result(15)
+
+    yield forbid
+    for acl in made:
+        what = acl.restype, acl.name, acl.resource_pattern_type, acl.principal, acl.host, acl.operation
+        admin.delete_acls([AclBindingFilter(*what, acl.permission_type)])
+
+
+@pytest.fixture
+def names(database, kafka_bootstrap, monkeypatch, topic_name):
+    """Group, leader topic, tracking topic and transactional.id of exactly-once delivery, both topics made."""
+    group = topic_name("group")
+    monkeypatch.setenv("OUTBOX_DELIVERY", "exactly-once")
+    monkeypatch.setenv("OUTBOX_LEADER_GROUP_ID", group)
+    config = HarvestConfig(data_source=database, leader_group_id=group)
+    identity = f"{database.rpartition('/')[2].partition('?')[0]}.public.outbox"
+    tracking = config.tracking_names(identity)
+    leader_topic = config.leader_names(identity).topic
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    for topic, settings in ((leader_topic, {}), (tracking.topic, {"cleanup.policy": "compact"})):
+        admin.create_topics([NewTopic(topic, 1, config=settings)])[topic].result(15)
+    return {"group": group, "leader": leader_topic, "tracking": tracking.topic, "id": tracking.transactional_id}
+
+
+_TOPIC, _GROUP, _ID = ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANSACTIONAL_ID
+
+
+@pytest.mark.real_broker
+def test_rights_of_the_next_start(names, forbid, run):
+    """Each right that the next start needs is missed now, and named with what it is needed on."""
+    assert not of(run("doctor")[1], "problem")
+    missing = [
+        (_TOPIC, "leader", AclOperation.WRITE, "leader topic"),
+        (_TOPIC, "tracking", AclOperation.READ, "tracking topic"),
+        (_GROUP, "group", AclOperation.READ, "leader group"),
+        (_ID, "id", AclOperation.WRITE, "transactional.id"),
+    ]
+    for kind, which, operation, _ in missing:
+        forbid(kind, names[which], operation)
+    problems = wait_until(
+        lambda: len(found := of(run("doctor")[1], "problem")) == len(missing) and found, "the ACLs are in force", 15
+    )
+    for _, which, _, subject in missing:
+        assert names[which] in problems[subject]["detail"] + problems[subject]["remedy"]
+        assert "grant" in problems[subject]["remedy"]
+
+
+@pytest.mark.real_broker
+def test_a_transaction_goes_on_while_the_doctor_looks(names, run, kafka_bootstrap, make_topic):
+    """The transactional.id is tried without an effect: whoever has it open is not fenced, and commits."""
+    topic = make_topic(1)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap, "transactional.id": names["id"]})
+    producer.init_transactions(15)
+    producer.begin_transaction()
+    producer.produce(topic, b"before")
+    producer.flush(10)
+    assert "may be used" in of(run("doctor")[1], "ok")["transactional.id"]["detail"]
+    producer.produce(topic, b"after")
+    producer.commit_transaction(15)
+    assert [message.value for message in read_topic(kafka_bootstrap, topic)] == [b"before", b"after"]
+
+
+@pytest.mark.real_broker
+def test_topics_that_take_nothing(names, run, kafka_bootstrap):
+    """Settings with which a topic refuses what the harvester writes are problems, with what changes them."""
+    refusing = {"cleanup.policy": "compact", "max.message.bytes": "300", "min.insync.replicas": "2"}
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    for which, settings in (("leader", refusing), ("tracking", {"max.message.bytes": "4096"})):
+        resource = ConfigResource(ConfigResource.Type.TOPIC, names[which])
+        for name, value in settings.items():
+            resource.add_incremental_config(ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET))
+        admin.incremental_alter_configs([resource])[resource].result(15)
+    findings = wait_until(
+        lambda: "tracking topic" in of(found := run("doctor")[1], "problem") and found, "the settings are in force", 15
+    )
+    details = "; ".join(found["detail"] for found in findings if found["verdict"] == "problem" and found["remedy"])
+    for told in ("cleanup.policy=compact", "300 bytes only", "min.insync.replicas=2", "4,096 bytes only"):
+        assert told in details
+
+
+@pytest.mark.real_broker
+def test_others_who_may_write_control_topics(names, forbid, run):
+    """Principals whom ACLs let write to the election's topic or to manifests are named."""
+    assert "ACLs" in of(run("doctor")[1], "ok")
+    allow = {"permission": AclPermissionType.ALLOW}
+    forbid(_TOPIC, names["tracking"], AclOperation.ALL, principal="User:harvester", **allow)
+    forbid(_TOPIC, names["tracking"], AclOperation.WRITE, principal="User:shop", **allow)
+    forbid(_TOPIC, names["tracking"], AclOperation.ALL, principal="User:ANONYMOUS", **allow)
+    found = wait_until(lambda: of(run("doctor")[1], "warning").get("ACLs"), "the ACLs have come to the broker", 15)
+    assert "User:shop" in found["detail"]
+    assert names["tracking"] in found["detail"]
+
+
+@pytest.mark.real_broker
+def test_a_group_of_other_programs(names, run, kafka_bootstrap):
+    """Beside goharvest the advice is to stop it first and to wait, and never to name another group."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": kafka_bootstrap,
+            "group.id": names["group"],
+            "partition.assignment.strategy": "range",
+        }
+    )
+    consumer.subscribe([names["leader"]])
+    try:
+        wait_until(lambda: consumer.poll(0.2) is None and consumer.assignment(), "it has joined", 30)
+        found = of(run("doctor")[1], "problem")["leader group"]
+    finally:
+        consumer.close()
+    assert "range" in found["detail"]
+    assert "stop them first" in found["remedy"]
+    assert "three heartbeatTimeouts" in found["remedy"]
+    assert "Never name another leader_group_id" in found["remedy"]

@@ -11,6 +11,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from devstack.frame_proxy import Api, Match
+from outbox_core.errors import InvalidConfig
 from outbox_core.harvest import exactly_once, recovery, term
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, TransactionalProducer
@@ -190,6 +191,13 @@ def test_refusals_of_the_client_are_raised(make, make_topic):
         producer.produce(topic, b"x" * 2_000_000)
     producer.produce(topic, b"1")
     assert isinstance(producer.commit(), Committed)
+
+
+def test_a_backoff_that_is_no_number_is_named():
+    """Before a producer is made of it."""
+    settings = {"transactional.id": "t", "retry.backoff.ms": "soon"}
+    with pytest.raises(InvalidConfig, match=r"retry\.backoff\.ms is 'soon'"):
+        TransactionalProducer(settings, timeout_seconds=1.0)
 
 
 # -- what is left behind

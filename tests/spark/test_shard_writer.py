@@ -37,6 +37,7 @@ class _Producer:
         return Sent(list(records), [])
 
     failure = None
+    must_replace = False
 
     def send_manifest(self, *_, key=None):
         pass

@@ -139,7 +139,6 @@ class Cluster:
         breaks: how many of the next commits break their producer for no such reason.
         breaking: topics that break the producer, of which Kafka does not say why.
         hesitates: how many of the next commits must be aborted for a reason that is about no record.
-        breaking: topics whose records break the producer, whatever for.
         refusing: topics that we may not write to, of which only the delivery reports tell.
         transactions: what was attempted: the topics of each, without the tracking topic.
         published: ids of what was committed, by topic.
@@ -189,6 +188,9 @@ class Producer:
         self._records = list(sent.records)
         return sent
 
+    must_replace = False
+    manifest_offset = 0
+
     @property
     def failure(self):
         return None
@@ -206,15 +208,13 @@ class Producer:
         self._note()
         return Aborted(cause, record_at_fault=cause is not None)
 
-    def commit(self, give_up=lambda: False):  # noqa: PLR0911  one for each thing that Kafka does
+    def commit(self, give_up=lambda: False):
         del give_up
         cluster = self._cluster
         self._note()
         if cluster.breaks:
             cluster.breaks -= 1
             return Ended("broken")
-        if self._in(cluster.breaking):
-            return Ended("broken by a record")
         if cluster.hesitates and self._records:
             cluster.hesitates -= 1
             return Aborted(KafkaError(KafkaError.NOT_COORDINATOR), record_at_fault=False)
@@ -326,6 +326,8 @@ class World:
 
     def settle(self, producer):
         del producer
+
+    last_offset = -1
 
     def server_id(self):
         return "1"

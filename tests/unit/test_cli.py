@@ -20,7 +20,7 @@ from outbox_core.errors import KafkaUnavailable, LeaderTopicError, StoreUnavaila
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead, MeterStats
 from outbox_core.harvest import harvester as harvester_module
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.schema import TableName, create_hold_sql, create_table_sql
+from outbox_core.schema import TableName, add_checks_sql, checks_of, create_hold_sql, create_table_sql
 
 
 class PlayedHarvester:
@@ -95,6 +95,41 @@ def test_schema_takes_table_and_layout(capsys):
     assert capsys.readouterr().out == create_hold_sql(name)
     assert main(["schema", "--only", "outbox"]) == 0
     assert capsys.readouterr().out == create_table_sql(TableName("outbox"))
+
+
+def test_grants_by_column(capsys):
+    """`--grants` prints what each role needs and no more, for the layout; names are quoted."""
+    assert main(["schema", "--table", "billing.outbox", "--grants", "app", 'o"dd']) == 0
+    printed = capsys.readouterr().out
+    assert "GRANT INSERT (kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values," in printed
+    assert 'GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE "billing"."outbox" TO "o""dd";' in printed
+    assert 'SEQUENCE "billing"."outbox_id_seq" TO "o""dd"' in printed
+    assert "create_time" not in printed.partition("GRANT INSERT")[2]
+    assert main(["schema", "--layout", "text", "--grants", "app", "harvester"]) == 0
+    printed = capsys.readouterr().out
+    assert "GRANT INSERT (create_time, kafka_topic" in printed
+    assert "kafka_partition" not in printed
+    assert 'GRANT USAGE ON SEQUENCE "public"."outbox_id_seq" TO "app"' in printed
+
+
+def test_constraints_for_an_older_table(capsys):
+    """`--only checks` prints the statement that adds them, and as comments what is left to do."""
+    assert main(["schema", "--only", "checks", "--layout", "text"]) == 0
+    statements = capsys.readouterr().out
+    commands = [line for line in statements.splitlines() if not line.startswith("--")]
+    assert commands == add_checks_sql(TableName("outbox"), checks_of("text")).splitlines()
+    assert "kafka_partition" not in statements
+    assert "-- ALTER TABLE" in statements
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--grants", "a", "b", "--notify"], ["--grants", "a", "b", "--only", "hold"], ["--inbox", "--grants", "a", "b"]],
+)
+def test_grants_are_printed_alone(arguments, capsys):
+    """What does not belong together is refused in one line."""
+    assert main(["schema", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("outbox: error: --grants:")
 
 
 def test_schema_refuses_what_is_no_table_name(capsys):

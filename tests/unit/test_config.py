@@ -477,6 +477,8 @@ def test_lowered_delivery_timeout_is_said_once(caplog):
         ("linger.ms", -1),
         ("linger.ms", 3000),
         ("queue.buffering.max.messages", "many"),
+        ("partitioner", "random"),
+        ("partitioner", "RANDOM"),
     ],
 )
 @pytest.mark.parametrize("section", ["base_kafka_config", "producer_kafka_config"])
@@ -484,6 +486,25 @@ def test_properties_that_could_lose_records_are_refused(section, name, value):
     """Naming the property."""
     with pytest.raises(InvalidConfig, match=rf"_kafka_config\.{name.replace('.', '[.]')}: must"):
         HarvestConfig(**{section: {name: value}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "batches"),
+    [
+        ({}, (1_000_000, False)),
+        ({"batch.size": 4096, "message.max.bytes": "50000", "compression.codec": "none"}, (4096, False)),
+        ({"message.max.bytes": 2_000_000, "compression.type": "lz4"}, (1_000_000, True)),
+    ],
+)
+def test_what_settings_say_of_batches(settings, batches):
+    """How large they are, and whether they are compressed."""
+    assert HarvestConfig(producer_kafka_config=settings).batch_settings == batches
+
+
+@pytest.mark.parametrize("partitioner", ["consistent_random", "murmur2_random", "consistent", "fnv1a"])
+def test_partitioners_by_key_are_accepted(partitioner):
+    """Those that keep the records of a key together."""
+    HarvestConfig(producer_kafka_config={"partitioner": partitioner})
 
 
 @pytest.mark.parametrize(("name", "value"), [("acks", -1), ("acks", "all"), ("enable.idempotence", "true")])

@@ -134,6 +134,7 @@ def test_contests_agree_as_far_as_they_say():
         b'{"type":"heartbeat","id":"6f0c1f6e-0000-4000-8000-000000000000","sequence":1,"name":""}',
         b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"%s"}' % (b"x" * 33_000),
         b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"","group":5}',
+        b'{"type":"claim","id":"6f0c1f6e-0000-4000-8000-000000000000","name":"","outbox":"%s"}' % (b"x" * 1001),
         encode_look("host", OURS),
     ],
 )

@@ -134,7 +134,7 @@ def test_settings_cannot_change_afterwards():
 def test_group_that_fits_into_no_message():
     """The leader's messages name the group, so its name has an end."""
     assert config(group_id="g" * 1000, topic="t").contest.group == "g" * 1000
-    with pytest.raises(InvalidConfig, match="group_id.*1000"):
+    with pytest.raises(InvalidConfig, match=r"group_id.*1000"):
         config(group_id="g" * 1001, topic="t")
 
 

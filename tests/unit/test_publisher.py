@@ -286,3 +286,20 @@ def test_settle_leaves_nothing_in_flight(publisher, producers):
     assert publisher.in_flight == 0
     assert len(publisher.take_delivered()) == 1
     assert len(publisher.take_failed()) == 2
+
+
+def test_batches_of_another_size_need_another_producer():
+    """A new limit takes effect with a new producer, which is made when nothing is in flight."""
+    made = []
+
+    def make(limit=None):
+        made.append(limit)
+        return _Producer()
+
+    publisher = Publisher(make, make_limited_producer=make, id_header="", outbox_name="box")
+    for limit in (None, 65_536, 65_536, None):
+        publisher.limit_batches(limit)
+        if publisher.is_outdated:
+            publisher.renew()
+        assert not publisher.is_outdated
+    assert made == [None, 65_536, None]

@@ -20,6 +20,7 @@ class Client:
     def __init__(self):
         self.queued = 0
         self.calls = []
+        self.is_open = False
 
     def __len__(self):
         return self.queued
@@ -28,6 +29,9 @@ class Client:
         self.calls.append("init")
 
     def begin_transaction(self):
+        if self.is_open:
+            raise KafkaException(KafkaError(KafkaError._STATE, "a transaction is open"))
+        self.is_open = True
         self.calls.append("begin")
 
     def produce(self, *_, **__):

@@ -53,6 +53,9 @@ class _Message:
             raise SystemError("a name that is not UTF-8")
         return self._headers
 
+    def set_headers(self, headers):
+        self._headers = headers
+
 
 def test_the_id_header_names_outbox_and_row():
     """Ours is the last of its name; another outbox's record is not ours, and neither is nonsense."""

@@ -172,7 +172,7 @@ def test_spark_targets_do_not_show_the_dsn(dsn):
     attempts = [
         lambda: Upsert(target_of({"dsn": dsn, "table": "t"}), ["a"]).write([(1,)]),
         lambda: Upsert(UpsertTarget(dsn, "t", (), "update"), ["a"]).write([(1,)]),
-        lambda: ProjectionStore(dsn, SimpleNamespace(query="q", table="t")),
+        lambda: ProjectionStore(dsn, SimpleNamespace(query="q", table="t", tables=["t"])),
     ]
     for attempt in attempts:
         with pytest.raises(OutboxError) as raised:

@@ -374,3 +374,19 @@ def test_long_trials_are_not_paid_back_for_ever(world):
     subject.published(10.0)
     assert subject.is_trial_due
     world.close()
+
+
+def test_too_large_record_is_held_once_it_is_the_first_of_its_key(monkeypatch):
+    """Its hold would keep back those before it, if their transaction is aborted."""
+    world = World(monkeypatch, on_poison=False)
+    batches = world.surroundings.batches
+    batches.too_large = lambda records: [record for record in records if record[3] == b"huge"]
+    batches.ask_anew = lambda _: None
+    for value in (b"v", b"huge", b"v"):
+        world.table.add("t", key="k", value=value)
+    world.table.add("t", 30)
+    world.cluster.hesitates = 1
+    world.run()
+    assert [hold.record_id for hold in world.table.held] == [2]
+    assert world.table.left() == [2, 3]
+    assert 1 in world.cluster.published["t"]

@@ -1,0 +1,90 @@
+"""Topics that take small batches, and records with an empty key, in both modes."""
+
+import pytest
+
+from outbox_core import OutboxRecord
+from outbox_core.kafka import TopicLimits
+from tests.harvesting import Scene, by_key, wait_until
+
+pytestmark = pytest.mark.real_broker
+
+ROWS = 4_000
+
+
+@pytest.fixture(params=["at-least-once", "exactly-once"])
+def mode(request):
+    """How records are delivered."""
+    return {"delivery": request.param}
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """One outbox."""
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+def errors(harvester):
+    """How many deliveries failed."""
+    name = harvester.metrics.outbox_name
+    return harvester.metrics.registry.get_sample_value("outbox_publish_errors_total", {"outbox": name})
+
+
+def fill(scene, topic, rows=ROWS):
+    """Rows of 200 bytes, about as many as one batch of the default size takes."""
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value)"
+        " SELECT %s, 'k' || n %% 5000, repeat(n::text || ' ', 200 / (length(n::text) + 1))::bytea"
+        " FROM generate_series(1, %s) AS n",
+        [topic, rows],
+    )
+
+
+@pytest.mark.parametrize("limit", [65_536, 20_000])
+def test_batches_fit_a_small_topic(scene, make_topic, mode, limit):
+    """Into a topic with a small max.message.bytes no batch is refused, so that none is searched for a culprit."""
+    topic = make_topic(partitions=1, config={"max.message.bytes": str(limit)})
+    fill(scene, topic)
+    harvester = scene.drain(config=mode)
+    assert errors(harvester) == 0
+    assert sum(map(len, by_key(scene.read(topic)).values())) == ROWS
+
+
+def test_limit_is_learned_without_the_right_to_ask(scene, make_topic, mode, monkeypatch):
+    """Where limits may not be described, a few refused batches tell: nothing is held, nothing waits for a time-out."""
+    monkeypatch.setattr(TopicLimits, "ask", lambda *_: {})
+    topic = make_topic(partitions=1, config={"max.message.bytes": "65536"})
+    fill(scene, topic)
+    harvester = scene.drain(config=mode)
+    assert errors(harvester) > 0, "the test tests nothing"
+    assert not scene.held()
+    for key, values in by_key(scene.read(topic)).items():
+        numbers = [int(value.split()[0]) for value in values]
+        assert numbers == sorted(numbers), key
+
+
+def test_small_topic_beside_a_large_one(scene, make_topic, mode):
+    """Two topics at once, of which one takes little: both flow, in batches that both take."""
+    large, small = make_topic(), make_topic(config={"max.message.bytes": "30000"})
+    fill(scene, large, 2_000)
+    with scene.running(config=mode) as harvester:
+        wait_until(lambda: not scene.count(), "the first are published")
+        fill(scene, small, 2_000)
+        fill(scene, large, 2_000)
+        wait_until(lambda: not scene.count(), "both are published")
+        assert errors(harvester) == 0
+
+
+def test_records_with_an_empty_key_keep_their_order(scene, make_topic, mode):
+    """They are records of one key like any other: all in one partition, in the order of their stashing."""
+    topic = make_topic(partitions=4)
+    for number in range(12):
+        scene.stash(OutboxRecord(topic, "", str(number)), OutboxRecord(topic, f"k{number}", "x"))
+    scene.stash(OutboxRecord(topic, "", "elsewhere", partition=3))
+    scattered = {"sticky.partitioning.linger.ms": 0}  # librdkafka then draws lots for each record without a key
+    scene.drain(config=mode | {"producer_kafka_config": scattered})
+    messages = [message for message in scene.read(topic) if not message.key]
+    assert {message.partition for message in messages if message.value != b"elsewhere"} == {0}
+    assert [message.value for message in messages if message.partition == 0] == [b"%d" % n for n in range(12)]
+    assert [message.partition for message in messages if message.value == b"elsewhere"] == [3]
