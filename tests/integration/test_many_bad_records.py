@@ -154,7 +154,7 @@ def test_unreachable_partition_does_not_slow_the_others(scene, make_topic, size)
 
 
 _JOINED = """
-AND NOT EXISTS (SELECT FROM outbox_hold AS h WHERE h.kafka_topic = outbox.kafka_topic
+AND NOT EXISTS (SELECT FROM public.outbox_hold AS h WHERE h.kafka_topic = outbox.kafka_topic
                 AND (h.kafka_key IS NULL OR h.kafka_key = outbox.kafka_key))
 """
 
