@@ -1,0 +1,62 @@
+"""What queues leave behind in a process that goes on: nothing, although no garbage is collected."""
+
+from datetime import timedelta
+
+import pytest
+
+from outbox_core.kafka import make_producer
+from outbox_queue import QueueService
+from outbox_queue.clients import producer_settings
+from outbox_queue.dead_letters import DeadLetters, record
+from outbox_queue.redelivery import Redeliverer
+from outbox_queue.stats import queue_stats
+from tests.queueing import queue_config
+from tests.resources import held, reference_counts_only, settles, times
+
+pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(1200)]
+
+_FEW = 3  # a leak is two threads and three descriptors at least, each time
+
+
+@pytest.fixture
+def config(kafka_bootstrap, make_topic):
+    """Topics of their own."""
+    return queue_config(kafka_bootstrap, make_topic, close_timeout=timedelta(seconds=20))
+
+
+def _produce(config):
+    with QueueService(config).queue("jobs").producer() as producer:
+        producer.send("a job")
+
+
+def _prepare(config):
+    redeliverer = Redeliverer(config, 0)
+    assert redeliverer.prepare(lambda: False) is None
+    redeliverer.close()
+
+
+def _requeue(config):
+    producer = make_producer(producer_settings(config))
+    key, value, headers = record(
+        b"done", b"p", headers=(), attempts=1, enqueued_at_ms=1, origin=(0, 1), reason="", dead_at_ms=1
+    )
+    producer.produce(config.dead_letters, value, key, headers=headers)
+    assert producer.flush(30) == 0
+    assert len(DeadLetters(config).requeue(lambda letter: letter.queue == "done")) == 1
+
+
+def _look(config):
+    queue_stats(config, "jobs")
+
+
+@pytest.mark.parametrize("use", [_produce, _prepare, _requeue, _look])
+def test_nothing_outlives_its_use(config, use):
+    """Threads and descriptors are as before, however often a producer, redeliverer or command comes and goes."""
+    use(config)
+    with reference_counts_only():
+        before = held()
+        for _ in range(times(_FEW, 100)):
+            use(config)
+        after = settles(before.threads, before.descriptors)
+    assert after.threads <= before.threads
+    assert after.descriptors <= before.descriptors
