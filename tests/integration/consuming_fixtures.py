@@ -89,8 +89,8 @@ def place(database, kafka_bootstrap, make_topic, topic_name):
 def alias(database, django_db_blocker, monkeypatch):
     """An alias of Django for the test's database."""
     server = conninfo_to_dict(database)
-    names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user"}
-    settings = {**connections.settings["default"], **{key: server[name] for key, name in names.items()}}
+    names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user", "PASSWORD": "password"}
+    settings = {**connections.settings["default"], **{key: server.get(name, "") for key, name in names.items()}}
     monkeypatch.setitem(connections.settings, "contract", settings)
     with django_db_blocker.unblock():
         yield "contract"

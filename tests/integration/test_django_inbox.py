@@ -63,8 +63,8 @@ class _Django:
 def alias(inbox_database, django_db_blocker, monkeypatch):
     """An alias of the contract's own database."""
     server = conninfo_to_dict(inbox_database)
-    names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user"}
-    database = {**connections.settings["default"], **{key: server[name] for key, name in names.items()}}
+    names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user", "PASSWORD": "password"}
+    database = {**connections.settings["default"], **{key: server.get(name, "") for key, name in names.items()}}
     monkeypatch.setitem(connections.settings, _ALIAS, database)
     with django_db_blocker.unblock():
         yield _ALIAS

@@ -31,7 +31,8 @@ settings.configure(
     OUTBOX={"TABLE": "billing.outbox", "KAFKA": {"bootstrap.servers": os.environ["TEST_KAFKA"]}},
     USE_TZ=True,
     DATABASES={"default": {"ENGINE": "django.db.backends.postgresql", "NAME": server["dbname"],
-                           "USER": server["user"], "HOST": server["host"], "PORT": server["port"]}},
+                           "USER": server["user"], "PASSWORD": server.get("password", ""),
+                           "HOST": server["host"], "PORT": server["port"]}},
 )
 if sys.argv[1] == "stash":
     import django
@@ -127,7 +128,8 @@ def test_the_role_is_assumed(alias, database):
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute('CREATE ROLE "out box"')
         try:
-            named = {"NAME": server["dbname"], "HOST": server["host"], "PORT": server["port"], "USER": server["user"]}
+            names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user", "PASSWORD": "password"}
+            named = {key: server.get(name, "") for key, name in names.items()}
             source = data_source(alias(**named, OPTIONS={"assume_role": "out box"}))
             with psycopg.connect(source) as harvester:
                 assert harvester.execute("SELECT current_user").fetchone() == ("out box",)

@@ -30,7 +30,7 @@ settings.configure(
     USE_TZ=True,
     DATABASES={
         "default": {"ENGINE": "django.db.backends.postgresql", "NAME": server["dbname"], "USER": server["user"],
-                    "HOST": server["host"], "PORT": server["port"]},
+                    "PASSWORD": server.get("password", ""), "HOST": server["host"], "PORT": server["port"]},
         "lite": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
     },
 )

@@ -59,7 +59,8 @@ class _Adapter:
 
     @contextmanager
     def autocommit(self):
-        with psycopg.connect(self._connection().info.dsn, autocommit=True) as connection:
+        ours = self._connection().info
+        with psycopg.connect(ours.dsn, password=ours.password, autocommit=True) as connection:
             yield _Receiver(connection)
 
 
