@@ -191,14 +191,15 @@ class Consumer:
                 return
             end = time.monotonic() + self._config.close_timeout.total_seconds()
             self.stop()
-            if not self._fetcher.join(end - time.monotonic()):
+            has_read = self._fetcher.join(end - time.monotonic())
+            if not has_read:
                 _log.warning("queue %r: reading does not end; it is left behind", self._queue)
             released = self._handout.release()
             self._give_back_unused(released)
             self._is_closed = True
             self._tending_ends.set()
-            self._tender.join(max(0.0, end - time.monotonic()))
-            undelivered = self._markers.flush(max(0.0, end - time.monotonic())) if not self._tender.is_alive() else -1
+            self._tender.join(max(_LONGEST_TICK_SECONDS, end - time.monotonic()))  # it ends at once, as a rule
+            undelivered = self._let_go(max(0.0, end - time.monotonic()), has_read=has_read)
             self._counters.in_progress(-self._handout.in_progress)
             if undelivered:
                 _log.warning(
@@ -206,6 +207,18 @@ class Consumer:
                     self._queue,
                     undelivered if undelivered > 0 else "some",
                 )
+
+    def _let_go(self, wait: float, *, has_read: bool) -> int:
+        """Deliver the last markers, and let go of the clients; return how many markers are not delivered.
+
+        What a thread that was left behind may still use stays until that has ended, and garbage is collected.
+        """
+        if self._tender.is_alive():
+            return -1
+        if not has_read:
+            return self._markers.flush(wait)
+        self._dead_letters.close()
+        return self._markers.close(wait)
 
     # What messages ask for (`outbox_queue.message.Settler`).
 
@@ -316,13 +329,12 @@ class Consumer:
 
     def _tend(self) -> None:
         tick = min(_LONGEST_TICK_SECONDS, max(_SHORTEST_TICK_SECONDS, self._timeout / 20))
-        while not self._tending_ends.is_set():
+        while not self._tending_ends.wait(tick):
             try:
-                self._markers.tend(tick)
+                self._markers.tend()
                 self._keep_all_alive(time.monotonic())
             except Exception:
                 _log.exception("queue %r: keeping messages alive has failed, and is tried again", self._queue)
-                self._tending_ends.wait(tick)
 
     def _keep_all_alive(self, now: float) -> None:
         for message in self._handout.due(now + self._timeout / 2):

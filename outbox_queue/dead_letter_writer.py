@@ -45,6 +45,12 @@ class DeadLetterWriter:
         self._queue = queue
         self._lock = threading.Lock()
         self._producer: Producer | None = None
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let go of the client: its threads and connections end, those of a letter under way when it is written."""
+        self._is_closed = True
+        self._producer = None
 
     def write(self, message: Message, reason: str, *, attempts: int, now_ms: int, may_be_empty: bool = False) -> None:
         """Write a dead letter, and wait until Kafka has it.
@@ -88,6 +94,8 @@ class DeadLetterWriter:
                 errors.append(error)
 
         producer = self._ready()
+        if self._is_closed:
+            self._producer = None  # we may have kept it after `close` has let go
         try:
             producer.produce(self._config.dead_letters, value, key, headers=list(headers), on_delivery=report)
         except (KafkaException, BufferError) as error:
@@ -101,11 +109,13 @@ class DeadLetterWriter:
         return errors[0]
 
     def _ready(self) -> Producer:
-        if self._producer is None:
+        producer = self._producer  # `close` does not wait for us
+        if producer is None:
             settings = producer_settings(self._config, linger_ms=0)
             # What the message topic has taken is not refused by the client.
-            self._producer = make_producer({**settings, **PARTITIONER, "message.max.bytes": _LARGEST_RECORD})
-        return self._producer
+            producer = make_producer({**settings, **PARTITIONER, "message.max.bytes": _LARGEST_RECORD})
+            self._producer = producer
+        return producer
 
     def _failed(self, message: Message, reason: str) -> SendFailed:
         return SendFailed(

@@ -141,6 +141,8 @@ class Fetcher:
             self._counters.lag(None)
             self._starts.close()
             self._consumer.close()
+            # They and we refer to each other, and a client's threads end with its last reference.
+            del self._starts, self._consumer
 
     def _step(self) -> None:
         room = self._room(_WAIT_SECONDS)

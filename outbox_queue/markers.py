@@ -21,6 +21,7 @@ from zlib import crc32
 from outbox_core.kafka import KafkaError, KafkaException, Producer, make_producer
 from outbox_queue.clients import producer_settings
 from outbox_queue.config import QueueConfig
+from outbox_queue.errors import QueueClosed
 
 PARTITIONER = {"partitioner": "murmur2_random"}
 """Go's: a marker that is keyed by its queue lands where the Go processes' markers of that queue do."""
@@ -67,7 +68,7 @@ class MarkerKeys:
 
 
 class MarkerWriter:
-    """Writes markers, from any thread; `tend` and `flush` are for one thread at a time.
+    """Writes markers, from any thread; `tend`, `flush` and `close` are for one thread at a time.
 
     Args:
         config: of the queue.
@@ -78,7 +79,7 @@ class MarkerWriter:
         self._topic = config.marker_topic
         self._failed: deque[tuple[MarkerRecord, Wanted | None]] = deque()
         self._is_broken = False
-        self._producer = self._make()
+        self._producer: Producer | None = self._make()
 
     def _make(self) -> Producer:
         return make_producer({**producer_settings(self._config, linger_ms=2), **PARTITIONER})
@@ -89,8 +90,11 @@ class MarkerWriter:
         Args:
             record: the marker.
             wanted: asked before it is handed to the client once more; by default, it is always wanted.
+
+        Raises:
+            QueueClosed: after `close`.
         """
-        producer = self._producer
+        producer = self._open()
         report = self._report if wanted is None else partial(self._report, wanted=wanted)
         try:
             producer.produce(self._topic, record.value, record.key, record.partition, on_delivery=report)
@@ -100,9 +104,9 @@ class MarkerWriter:
         except KafkaException as error:
             self._note(error.args[0], record, wanted)
 
-    def tend(self, seconds: float) -> None:
-        """Hear of failures for so long at most, and hand the client again what failed."""
-        self._producer.poll(seconds)
+    def tend(self) -> None:
+        """Hear of failures, and hand the client again what failed."""
+        self._open().poll(0)
         if self._is_broken:
             self._replace_producer()
         for _ in range(len(self._failed)):
@@ -114,12 +118,27 @@ class MarkerWriter:
         """Wait until everything is delivered; return how many markers are not when the time is over."""
         end = time.monotonic() + seconds
         while True:
-            left = self._producer.flush(max(0.0, min(0.2, end - time.monotonic())))
+            left = self._open().flush(max(0.0, min(0.2, end - time.monotonic())))
             if not left and not self._failed:
                 return 0
             if time.monotonic() >= end:
                 return left + len(self._failed)
-            self.tend(0)
+            self.tend()
+
+    def close(self, seconds: float) -> int:
+        """`flush`, and let go of the client, whoever still refers to the writer: its threads and connections end."""
+        end = time.monotonic() + seconds
+        self.flush(seconds)
+        producer, self._producer = self._open(), None
+        if producer.flush(max(0.0, end - time.monotonic())):  # what other threads have written meanwhile counts as well
+            _take_back(producer)
+        return len(self._failed)
+
+    def _open(self) -> Producer:
+        producer = self._producer
+        if producer is None:
+            raise QueueClosed("the consumer has been closed: the marker is not written, and its message is redelivered")
+        return producer
 
     def _report(self, error: KafkaError | None, message: Any, wanted: Wanted | None = None) -> None:
         """Only failures are reported (`delivery.report.only.error`)."""
@@ -134,7 +153,7 @@ class MarkerWriter:
                 "a marker of %d bytes is given up: %s; its message is redelivered", len(record.value), error.str()
             )
             return
-        if not self._failed:
+        if not self._failed and self._producer is not None:
             _log.warning("markers could not be delivered, and are tried again: %s", error.str())
         self._failed.append((record, wanted))
 
@@ -146,8 +165,13 @@ class MarkerWriter:
 
     def _replace_producer(self) -> None:
         """After a fatal error it delivers nothing any more. What it still has comes back as failed."""
-        broken, self._producer = self._producer, self._make()
+        broken, self._producer = self._open(), self._make()
         self._is_broken = False
         _log.warning("the producer of markers cannot go on, and is replaced")
-        broken.purge()
-        broken.flush(_PURGE_SECONDS)
+        _take_back(broken)
+
+
+def _take_back(producer: Producer) -> None:
+    """Have what is not delivered reported as failed: its reports would be kept for ever otherwise."""
+    producer.purge()
+    producer.flush(_PURGE_SECONDS)

@@ -51,7 +51,8 @@ class RedeliveryTracker:
         """
         if self._thread is not None:
             raise RuntimeError("a tracker is started once; make another")
-        Transaction(transactional_settings(self._config, TRACKER_GROUP))  # told now, not by the first redelivery
+        # What the client does not take is told now, not by the first redelivery.
+        Transaction(transactional_settings(self._config, TRACKER_GROUP)).discard()
         ensure_topics(self._config)
         self._loop = TrackerLoop(self._config, self.metrics, self._stopping.is_set)
         self._thread = threading.Thread(target=self._run, name="outbox-queue-tracker", daemon=True)

@@ -33,6 +33,7 @@ from outbox_core.kafka import (
     KafkaError,
     KafkaException,
     TopicPartition,
+    discard,
     make_consumer,
     make_producer,
 )
@@ -162,13 +163,15 @@ class TrackerLoop:
         self._report_if_due(now)
 
     def end(self) -> None:
-        """Leave the group; partitions are committed as they are revoked."""
+        """Leave the group; partitions are committed as they are revoked. It is of no use afterwards."""
         try:
             self._consumer.close()
         finally:
             self._forget(self._partitions.copy())
-            self._ticks.purge()
+            discard(self._ticks)  # the reports of what it still has would be kept for ever, and all of us with them
             self._metrics.tracking({}, partitions=0, catching_up=0, unreadable=self._unreadable_before)
+            # The consumer and we refer to each other, and a client's threads end with its last reference.
+            del self._ticks, self._consumer
 
     def _consume(self) -> list[Any]:
         busy = self.in_progress > 0 or not self.is_caught_up
@@ -229,7 +232,7 @@ class TrackerLoop:
         value, token = markers.send_tick(now, may_judge=tracked.redeliverer.is_prepared)
 
         def failed(error: KafkaError | None, _: object) -> None:
-            if error is not None:
+            if error is not None and self._partitions.get(markers.number) is tracked:  # else it is not ours any more
                 markers.tick_failed(token)
                 tracked.retry_at = _now() + _RETRY_MS
                 self._time.began(f"partition {markers.number} of the marker topic: {error.str()}")

@@ -11,6 +11,7 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaException, Message,
 
 from example_project.demo.check import Received
 from example_project.demo.children import DemoError
+from outbox_core.kafka import headers_of
 
 _SECONDS_TO_APPEAR = 20
 _SECONDS_TO_FINISH = 20
@@ -120,7 +121,7 @@ class Reception:
 
 
 def _read(message: Message, at: float) -> Received:
-    headers = dict(message.headers() or ())
+    headers = dict(headers_of(message))
     return Received(
         topic=message.topic(),
         key=message.key().decode(),

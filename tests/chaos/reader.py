@@ -12,6 +12,7 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
+from outbox_core.kafka import headers_of
 from tests.chaos.checker import Arrival, Checker
 
 ID_HEADER = "outbox-id"
@@ -169,7 +170,7 @@ def _consumer(bootstrap: str, isolation: str) -> Consumer:
 
 def _arrival(message: Message) -> Arrival:
     key = message.key()
-    row = dict(message.headers() or []).get(ID_HEADER, b"").rpartition(b":")[2]
+    row = dict(headers_of(message)).get(ID_HEADER, b"").rpartition(b":")[2]
     return Arrival(
         topic=message.topic(),
         key=key.decode() if key is not None else None,

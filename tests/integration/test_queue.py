@@ -586,12 +586,15 @@ def test_sending_says_what_was_not_delivered(service, config):
     """`flush` and `close` raise SendFailed with the payloads that Kafka has refused; others are there."""
     producer = service.queue("q").producer()
     producer.send_and_wait(b"fits")
-    admin = AdminClient({"bootstrap.servers": config.bootstrap_servers})
+    client = {"bootstrap.servers": config.bootstrap_servers}
+    admin = AdminClient(client)
     resource = ConfigResource(ConfigResource.Type.TOPIC, config.message_topic)
     resource.add_incremental_config(
         ConfigEntry("max.message.bytes", "2000", incremental_operation=AlterConfigOpType.SET)
     )
     admin.incremental_alter_configs([resource])[resource].result(30)
+    # The brokers hear of it a little later.
+    assert _eventually(lambda: topic_settings(client, config.message_topic)["max.message.bytes"] == "2000")
     producer.send(b"x" * 5000)
     with pytest.raises(SendFailed, match="1 not delivered") as failed:
         producer.flush()
@@ -655,20 +658,21 @@ def test_transactional_starts_are_seen_with_their_offsets_or_not_at_all(service,
 
     queue = service.queue("q", transactional=True)
     send(queue, *(b"%d" % n for n in range(20)))
-    genuine, failures = starts.TransactionalStarts._fill, iter(range(2))
+    genuine, failures = starts.Transaction.send_offsets, iter(range(2))
 
-    def fill(*arguments):
+    def send_offsets(*arguments):
         genuine(*arguments)
         if next(failures, None) is not None:
             raise starts.KafkaException(starts.KafkaError(starts.KafkaError.REQUEST_TIMED_OUT))
 
-    monkeypatch.setattr(starts.TransactionalStarts, "_fill", fill)
+    monkeypatch.setattr(starts.Transaction, "send_offsets", send_offsets)
     with queue.consumer() as consumer:
         payloads = []
         for _ in range(20):
             message = receive(consumer)
             payloads.append(message.payload)
             message.ack()
+    assert next(failures, None) is None
     assert Counter(payloads) == Counter(b"%d" % n for n in range(20))
     kinds = Counter(kind for markers in markers_in(config).values() for _, kind in markers)
     assert kinds == {wire.START: 20, wire.END: 20}

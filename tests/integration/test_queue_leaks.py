@@ -10,7 +10,7 @@ from outbox_queue.clients import producer_settings
 from outbox_queue.dead_letters import DeadLetters, record
 from outbox_queue.redelivery import Redeliverer
 from outbox_queue.stats import queue_stats
-from tests.queueing import queue_config
+from tests.queueing import PATIENCE, queue_config, tracking
 from tests.resources import held, reference_counts_only, settles, times
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(1200)]
@@ -49,9 +49,32 @@ def _look(config):
     queue_stats(config, "jobs")
 
 
-@pytest.mark.parametrize("use", [_produce, _prepare, _requeue, _look])
+def _consume(config, **settings):
+    _produce(config)
+    with QueueService(config).queue("jobs", **settings).consumer() as consumer:
+        consumer.receive(PATIENCE).ack()
+
+
+def _consume_in_transactions(config):
+    _consume(config, transactional=True)
+
+
+def _reject(config):
+    _produce(config)
+    with QueueService(config).queue("jobs").consumer() as consumer:
+        consumer.receive(PATIENCE).reject("no")
+
+
+def _track(config):
+    with tracking(config):
+        pass
+
+
+@pytest.mark.parametrize(
+    "use", [_produce, _consume, _consume_in_transactions, _reject, _track, _prepare, _requeue, _look]
+)
 def test_nothing_outlives_its_use(config, use):
-    """Threads and descriptors are as before, however often a producer, redeliverer or command comes and goes."""
+    """Threads and descriptors are as before, however often a client of a queue, or a command, comes and goes."""
     use(config)
     with reference_counts_only():
         before = held()

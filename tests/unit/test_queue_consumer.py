@@ -42,6 +42,7 @@ class Fetcher:
 
     def __init__(self, *_, start, **__):
         self.start_messages = start
+        self.ends = True
 
     def start(self):
         pass
@@ -50,7 +51,7 @@ class Fetcher:
         pass
 
     def join(self, _seconds):
-        return True
+        return self.ends
 
 
 class Markers:
@@ -58,14 +59,19 @@ class Markers:
 
     def __init__(self, _config):
         self.written = []
+        self.is_closed = False
 
     def write(self, record, wanted=None):
         self.written.append((wire.Marker.FromString(record.value), wanted))
 
-    def tend(self, seconds):
-        time.sleep(seconds)
+    def tend(self):
+        pass
 
     def flush(self, _seconds):
+        return 0
+
+    def close(self, _seconds):
+        self.is_closed = True
         return 0
 
 
@@ -157,6 +163,16 @@ def test_a_keep_alive_is_wanted_until_something_else_was_said(begin):
     assert second()
     message.ack()
     assert not second()
+
+
+@pytest.mark.parametrize("reading_ends", [True, False])
+def test_closing_lets_go_of_what_nobody_uses(begin, reading_ends):
+    """The client of markers is let go of, unless a thread that is left behind may still give back what it starts."""
+    one = begin()
+    one._fetcher.ends = reading_ends
+    one.close()
+    one.close()
+    assert one._markers.is_closed == reading_ends
 
 
 def test_a_bad_reason_leaves_the_message_in_progress(begin):

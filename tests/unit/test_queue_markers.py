@@ -1,12 +1,14 @@
 """Markers that cannot be delivered are tried again, with a Kafka client that fails on demand."""
 
 import time
+import weakref
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox_queue import QueueConfig, markers
+from outbox_queue import QueueClosed, QueueConfig, markers
 from outbox_queue.markers import MarkerKeys, MarkerRecord, MarkerWriter
+from tests.resources import reference_counts_only
 
 END = MarkerRecord(3, b"0-1", b"end")
 CONFIG = QueueConfig(bootstrap_servers="nowhere:1")
@@ -37,27 +39,32 @@ class Client:
         self.delivered = []
         self.reports = []
         self.is_purged = False
+        self.is_stuck = False
 
     def produce(self, _topic, value, key, partition, on_delivery):
         if self.raising:
             raise self.raising.pop(0)
         record = MarkerRecord(partition, key, value)
-        if self.failing:
+        if self.is_stuck:
+            self.reports.append((on_delivery, KafkaError(KafkaError._PURGE_INFLIGHT), record))
+        elif self.failing:
             self.reports.append((on_delivery, self.failing.pop(0), record))
         else:
             self.delivered.append(record)
 
     def poll(self, _seconds):
+        if self.is_stuck:
+            return
         for on_delivery, error, record in self.reports:
             on_delivery(error, Report(record))
         self.reports.clear()
 
     def flush(self, seconds):
         self.poll(seconds)
-        return 0
+        return len(self.reports) if self.is_stuck else 0
 
     def purge(self):
-        self.is_purged = True
+        self.is_purged, self.is_stuck = True, False
 
 
 @pytest.fixture
@@ -78,9 +85,9 @@ def test_a_full_queue_is_waited_for(clients):
     writer = MarkerWriter(CONFIG)
     clients[0].raising = [BufferError(), BufferError()]
     writer.write(END)
-    writer.tend(0)
+    writer.tend()
     assert clients[0].delivered == []
-    writer.tend(0)
+    writer.tend()
     assert clients[0].delivered == [END]
 
 
@@ -114,10 +121,10 @@ def test_an_undelivered_marker_is_given_up_once_it_is_not_wanted(clients):
     wanted = [False, True]
     clients[0].failing = [KafkaError(KafkaError._MSG_TIMED_OUT)] * 2
     writer.write(END, lambda: wanted[-1])
-    writer.tend(0)
+    writer.tend()
     assert len(clients[0].reports) == 1  # it is under way again
     wanted.pop()
-    writer.tend(0)
+    writer.tend()
     assert writer.flush(30) == 0
     assert clients[0].delivered == []
 
@@ -129,7 +136,7 @@ def test_a_client_that_cannot_go_on_is_replaced(clients):
     writer.write(END)
     clients[0].raising = [KafkaException(KafkaError(KafkaError._FATAL, "fenced", fatal=True))]
     writer.write(END._replace(value=b"other"))
-    writer.tend(0)
+    writer.tend()
     assert clients[0].is_purged
     assert {record.value for record in clients[1].delivered} == {b"end", b"other"}
 
@@ -142,6 +149,32 @@ def test_flushing_ends_in_time(clients):
     began = time.monotonic()
     assert writer.flush(0.1) == 1
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("is_delivered", [True, False])
+def test_closing_lets_go_of_the_client(clients, is_delivered):
+    """A writer that somebody still refers to keeps no client; what was not delivered is counted."""
+    writer = MarkerWriter(CONFIG)
+    clients[0].failing = [] if is_delivered else [KafkaError(KafkaError._MSG_TIMED_OUT)] * 1_000_000
+    client = weakref.ref(clients[0])
+    writer.write(END)
+    clients.clear()
+    with reference_counts_only():
+        assert writer.close(0.1) == (0 if is_delivered else 1)
+        assert client() is None
+    with pytest.raises(QueueClosed, match="is redelivered"):
+        writer.write(END)
+
+
+def test_closing_takes_back_what_is_under_way(clients, caplog):
+    """Reports that never come would be kept with all they refer to; nobody says that a marker is tried again."""
+    writer = MarkerWriter(CONFIG)
+    client = clients[0]
+    client.is_stuck = True
+    writer.write(END)
+    assert writer.close(0.01) == 1
+    assert client.is_purged
+    assert "tried again" not in caplog.text
 
 
 def test_keys_of_markers():

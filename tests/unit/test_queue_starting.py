@@ -1,6 +1,7 @@
 """From records to messages and start markers, and what cannot be started: with a Kafka client of our own."""
 
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from outbox_queue.message import Message
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.starting import Starter
 from outbox_queue.starts import NotStarted
+from tests.resources import reference_counts_only
 
 CONFIG = QueueConfig(bootstrap_servers="nowhere:1", max_message_bytes=1000, max_delay=timedelta(hours=1))
 
@@ -124,6 +126,22 @@ def test_any_other_error_leaves_the_batch_to_be_started_again(make, at_once):
         make(client).prepare(None, [Record(b"x" * 5000)])
     assert error.value.cause.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED
     assert client.delivered == []
+
+
+def test_a_letter_after_closing_leaves_no_client(monkeypatch):
+    """Closing does not wait for a letter of another thread: that is written, and its client let go of."""
+    made = []
+    monkeypatch.setattr(dead_letter_writer, "make_producer", lambda _: made.append(Client()) or made[-1])
+    message = Message(None, "q", b"x", (0, 0), headers.NOTHING, enqueued_at_ms=0, max_attempts=None)
+    writer = DeadLetterWriter(CONFIG, b"q")
+    writer.write(message, "no", attempts=1, now_ms=0)
+    writer.close()
+    writer.write(message, "no", attempts=1, now_ms=0)
+    assert [len(client.delivered) for client in made] == [1, 1]
+    clients = [weakref.ref(client) for client in made]
+    with reference_counts_only():
+        made.clear()
+        assert [client() for client in clients] == [None, None]
 
 
 def test_a_rejected_message_keeps_its_payload_or_is_not_set_aside(monkeypatch):

@@ -23,10 +23,30 @@ class Consumer:
     def pause(self, _):
         pass
 
+    def close(self):
+        pass
+
     def commit(self, offsets, asynchronous):
         self.commits.append(([(one.partition, one.offset) for one in offsets], asynchronous))
         if self.raising is not None:
             raise self.raising
+
+
+class Ticks:
+    """A producer whose records stay under way until they are taken back."""
+
+    def __init__(self):
+        self.reports = []
+
+    def __len__(self):
+        return len(self.reports)
+
+    def produce(self, *_, on_delivery):
+        self.reports.append(on_delivery)
+
+    def purge(self):
+        while self.reports:
+            self.reports.pop()(KafkaError(KafkaError._PURGE_INFLIGHT), None)
 
 
 @pytest.fixture
@@ -73,3 +93,13 @@ def test_an_old_failure_does_not_undo_a_later_commit(consumer, loop):
     loop._note_commit(KafkaError(KafkaError.REBALANCE_IN_PROGRESS), old)
     loop._commit_if_due(20_000.0)
     assert len(consumer.commits) == 1
+
+
+def test_a_tick_under_way_at_the_end_is_taken_back(loop, caplog):
+    """Its report refers to all that was tracked, and would be kept for ever; it is no outage, either."""
+    loop._ticks = ticks = Ticks()
+    assert loop._send_tick(loop._partitions[0], 0.0)
+    assert len(ticks) == 1
+    loop.end()
+    assert len(ticks) == 0
+    assert "retrying" not in caplog.text
