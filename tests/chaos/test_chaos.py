@@ -47,7 +47,7 @@ def test_requests_that_arrive_late(make_run, say, delivery):
 def test_three_brokers(make_run, three_brokers, say, delivery):
     """Leaders and coordinators that move or are cut off alone, killed and isolated brokers, a min ISR that is lost."""
     name = f"three{delivery[0]}"
-    with make_run(name, three_brokers, delivery=delivery, outboxes=3, records_per_second=900, deck="brokers") as chaos:
+    with make_run(name, three_brokers, delivery=delivery, outboxes=3, records_per_second=300, deck="brokers") as chaos:
         report = chaos.run(_LONGEST_SECONDS, one_of_each=True)
     say(report.summary())
     _assert_clean(report)

@@ -123,7 +123,7 @@ from psycopg.conninfo import conninfo_to_dict
 given = conninfo_to_dict(sys.argv[1])
 target = sys.argv[2:]
 settings.DATABASES["default"].update(
-    NAME=given["dbname"], USER=given["user"], HOST=given["host"], PORT=given["port"], PASSWORD=""
+    NAME=given["dbname"], USER=given["user"], HOST=given["host"], PORT=given["port"], PASSWORD=given.get("password", "")
 )
 django.setup()
 call_command("migrate", "outbox_django", *target, verbosity=0)
