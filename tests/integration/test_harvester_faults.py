@@ -68,7 +68,11 @@ def test_too_large_record_does_not_stop_other_keys(scene, make_topic):
                 attempts.append(now())
             super().produce(topic, value, *rest, **options)
 
-    harvester = scene.harvester(limits=QUICK, producer_factory=lambda: Watching(harvester.config.producer_settings()))
+    harvester = scene.harvester(
+        limits=QUICK,
+        config={"producer_kafka_config": {"message.max.bytes": 2_000_000}},  # what the client refuses is not even read
+        producer_factory=lambda: Watching(harvester.config.producer_settings()),
+    )
     harvester.start()
     assert len(scene.read(topic, count=500)) == 500
     wait_until(lambda: scene.count() == 2, "all other rows are gone")
