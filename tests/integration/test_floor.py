@@ -130,7 +130,9 @@ class _AnyIncarnationWillDo(WatchedStore):
         valid = statement.find("SELECT CASE\n                WHEN pg_relation_filenode")
         if valid >= 0:
             end = statement.index("END)", valid)
-            statement = f"{statement[:valid]}SELECT coalesce(%(floor)s::bigint, {NO_FLOOR.id}){statement[end + 3 :]}"
+            statement = (
+                f"{statement[:valid]}SELECT coalesce(%(floor)s::bigint + 1, {NO_FLOOR.id}){statement[end + 3 :]}"
+            )
         return super()._execute(statement, parameters)
 
 
@@ -204,8 +206,8 @@ def test_dead_rows_are_not_waded_through(scene, mode):
             if not records:
                 break
         statement, parameters = {
-            "mark": (store._mark, {"leader_id": me, "limit": 5_000, "max_bytes": NO_LIMIT}),
-            "scan": (store._scan, {"ids": "{}", "limit": 5_000, "max_bytes": NO_LIMIT}),
+            "mark": (store._mark, {"leader_id": me, "limit": 5_000, "max_bytes": NO_LIMIT, "max_message": NO_LIMIT}),
+            "scan": (store._scan, {"ids": "{}", "limit": 5_000, "max_bytes": NO_LIMIT, "max_message": NO_LIMIT}),
         }[mode]
         assert floor.floor.id == 20_000
         assert _buffers(store, statement, parameters | store._above(floor.floor)) < 50
