@@ -239,7 +239,7 @@ class KafkaCluster:
 
     @property
     def is_running(self) -> bool:
-        """Whether any node runs."""
+        """Tell whether any node runs."""
         return any(node.is_running for node in self._nodes)
 
     def start(self) -> None:
@@ -314,7 +314,7 @@ class KafkaCluster:
         return self.leader_of(TRANSACTION_STATE, self.coordinating_partition(transactional_id))
 
     def coordinating_partition(self, transactional_id: str) -> int:
-        """Which partition of the state of transactions a transactional.id belongs to."""
+        """Return the partition of the transaction state to which a transactional.id belongs."""
         found: list[int] = []
 
         def look() -> bool:
@@ -459,7 +459,7 @@ def _quietly(look: Callable[[], bool]) -> Callable[[], bool]:
 
 
 def _java_hash(text: str) -> int:
-    """What Kafka takes for the hash of a transactional.id: the absolute value of Java's."""
+    """Hash a transactional.id as Kafka does: the absolute value of Java's hash."""
     value = 0
     encoded = text.encode("utf-16-be")
     for unit in struct.unpack(f">{len(encoded) // 2}H", encoded):

@@ -86,7 +86,7 @@ class Request:
 
     @cached_property
     def client_id(self) -> str | None:
-        """What the client calls itself."""
+        """The client.id that the request carries."""
         return _string(self.frame, _LENGTH.size + _HEADER.size)[0]
 
     @property
@@ -99,7 +99,7 @@ class Request:
 
     @property
     def commits(self) -> bool | None:
-        """Whether an EndTxn commits (True) or aborts (False); None for other requests."""
+        """Tell an EndTxn that commits (True) from one that aborts (False); None for other requests."""
         if self.api_key != Api.END_TXN:
             return None
         return bool(_PRODUCER.unpack_from(self.frame, self._first_string[1])[2])
@@ -115,7 +115,7 @@ class Request:
 
     @property
     def is_flexible(self) -> bool:
-        """Whether its version has compact strings and tagged fields."""
+        """Tell whether its version has compact strings and tagged fields."""
         return self.version >= _FIRST_FLEXIBLE.get(self.api_key, 1 << 15)
 
     @cached_property
@@ -132,7 +132,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Match:
-    """Which requests a rule is about.
+    """Requests that a rule is about.
 
     Attributes:
         api: The API key.
@@ -149,7 +149,7 @@ class Match:
     nth: int = 1
 
     def __call__(self, request: Request) -> bool:
-        """Whether the request is one of these; which of them is counted elsewhere."""
+        """Tell whether the request is one of these; which of them is counted elsewhere."""
         return (
             request.api_key == self.api
             and (self.commits is None or request.commits is self.commits)
@@ -159,7 +159,7 @@ class Match:
 
 
 class Event(Enum):
-    """What became of a request on which a rule acted, in the order in which it happens."""
+    """States of a request on which a rule acted, in the order in which they follow."""
 
     HELD = "held"
     DELAYED = "delayed"
@@ -203,7 +203,7 @@ class Trap:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the request cannot arrive any more: the broker or the proxy closed its connection."""
+        """Tell whether the request cannot arrive any more: the broker or the proxy closed its connection."""
         return Event.LOST in self._happened
 
     @property
@@ -323,7 +323,7 @@ class FrameProxy(TcpProxy):
 
     @property
     def log(self) -> list[LogEntry]:
-        """What rules did so far."""
+        """Return the actions of the rules so far."""
         return list(self._log)
 
     def seen(self, api: Api) -> int:
@@ -364,10 +364,6 @@ class FrameProxy(TcpProxy):
         self._do(self._remove(trap))
         return trap.request is None
 
-    def forget_all(self) -> None:
-        """Take away all rules; requests that are held stay so."""
-        self._do(self._remove(None))
-
     def _catch(self, match: Match, act: _Act) -> Trap:
         trap = Trap(match, self._loop)
         self._do(self._add(_Rule(match, act, trap)))
@@ -376,8 +372,8 @@ class FrameProxy(TcpProxy):
     async def _add(self, rule: _Rule) -> None:
         self._rules.append(rule)
 
-    async def _remove(self, trap: Trap | None) -> None:
-        self._rules = [rule for rule in self._rules if trap is not None and rule.trap is not trap]
+    async def _remove(self, trap: Trap) -> None:
+        self._rules = [rule for rule in self._rules if rule.trap is not trap]
 
     async def _stop(self) -> None:
         await super()._stop()
