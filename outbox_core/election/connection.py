@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import GroupRefused, InvalidConfig, LeaderTopicError, OutboxError
-from outbox_core.kafka import Consumer, KafkaError, KafkaException
+from outbox_core.kafka import KafkaError, KafkaException, Producer
 
 if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
@@ -59,12 +59,16 @@ class Connection:
             self.complaint = reason
             logger.warning("%s: leader election is hindered: %s; trying on", self._name, reason)
 
-    def look(self, consumer: Consumer, *, in_doubt: bool) -> None:
-        """See now and then whether the cluster answers, if it is lost or nothing has been heard for a while."""
+    def look(self, producer: Producer, *, in_doubt: bool) -> None:
+        """See now and then whether the cluster answers, if it is lost or nothing has been heard for a while.
+
+        The producer asks, as a broker answers what comes on a consumer's connection only after the fetch under way,
+        which may wait for longer than a probe.
+        """
         if not (self._is_lost or in_doubt) or now() < self._probe_at:
             return
         try:
-            consumer.list_topics(self._topic, timeout=self._probe_seconds)
+            producer.list_topics(self._topic, timeout=self._probe_seconds)
         except KafkaException as error:
             self.complaint = self.complaint or error.args[0].str()
         else:

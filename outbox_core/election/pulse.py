@@ -120,7 +120,7 @@ class Pulse:
             self._on_error(error)
         else:
             self._read(message)
-        self._vigil.look(self._consumer)
+        self._vigil.look(self._producer)
 
     def close(self) -> None:
         """Hand leadership over, if held, and leave the group."""

@@ -17,7 +17,7 @@ from outbox_core.errors import GroupRefused
 
 if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
-    from outbox_core.kafka import Consumer, KafkaError
+    from outbox_core.kafka import KafkaError, Producer
 
 logger = logging.getLogger("outbox_core.election")
 
@@ -98,9 +98,9 @@ class Vigil:
             self._has_warned = True
             logger.warning("%s cannot lead %s: %s; trying on", self._config.name, self._config.group_id, reason)
 
-    def look(self, consumer: Consumer) -> None:
+    def look(self, producer: Producer) -> None:
         """Ask Kafka now and then while nothing is heard, so that `trouble` names the right cause."""
-        self._connection.look(consumer, in_doubt=now() - self._heard_at > self._lease / 2)
+        self._connection.look(producer, in_doubt=now() - self._heard_at > self._lease / 2)
 
     def ends_tenure(self) -> None:
         """Forget what was refused: another member writes from now on."""

@@ -16,7 +16,7 @@ CREATE TABLE audit (
 );
 CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
-    INSERT INTO audit (action, row_id, old_leader, new_leader)
+    INSERT INTO public.audit (action, row_id, old_leader, new_leader)
     VALUES (TG_OP, OLD.id, OLD.leader_id, CASE TG_OP WHEN 'UPDATE' THEN NEW.leader_id END);
     RETURN NULL;
 END $$;
