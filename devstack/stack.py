@@ -77,8 +77,8 @@ class DevStack:
         with self._lock():
             had_postgres = self.postgres.is_running
             try:
-                self.start_postgres()
-                self.start_kafka()
+                self._start_postgres()
+                self._start_kafka()
             except BaseException:
                 if not had_postgres:
                     self.postgres.stop()
@@ -86,19 +86,13 @@ class DevStack:
 
     def start_postgres(self) -> None:
         """Start Postgres alone."""
-        if not self.postgres.is_running:
-            self._report("starting Postgres")
-        self.postgres.start()
+        with self._lock():
+            self._start_postgres()
 
     def start_kafka(self) -> None:
         """Choose a broker and start it alone."""
-        broker = self._running_broker()
-        if broker is not None and not self._is_wanted(broker):
-            raise DevstackError(f"in {self.directory} runs the {broker.description}; stop it first")
-        self._kafka = broker or self._choose_broker()
-        if broker is None:
-            self._report("starting Kafka")
-        self._kafka.start()
+        with self._lock():
+            self._start_kafka()
 
     def real_broker_problem(self) -> str | None:
         """Why the real broker cannot be had, or None if it can; downloads Kafka's jars the first time."""
@@ -134,6 +128,20 @@ class DevStack:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _start_postgres(self) -> None:
+        if not self.postgres.is_running:
+            self._report("starting Postgres")
+        self.postgres.start()
+
+    def _start_kafka(self) -> None:
+        broker = self._running_broker()
+        if broker is not None and not self._is_wanted(broker):
+            raise DevstackError(f"in {self.directory} runs the {broker.description}; stop it first")
+        self._kafka = broker or self._choose_broker()
+        if broker is None:
+            self._report("starting Kafka")
+        self._kafka.start()
 
     def _running_broker(self) -> Broker | None:
         brokers: tuple[Broker, ...] = (self._real, self._cluster, self._mock)

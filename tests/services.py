@@ -1,6 +1,7 @@
 """Fixtures for a real Postgres and a Kafka broker, as a pytest plugin.
 
-Services start when the first test asks for them and stop at the end of the session, also on Ctrl-C or SIGTERM. With
+Services start when the first test asks for them and stop at the end of the session, also on Ctrl-C or SIGTERM. Tests
+that run side by side (pytest-xdist) share them; the process that hands out the tests stops them. With
 `OUTBOX_DEVSTACK_DIR` naming a stack that `python -m devstack up` started, that one is used and left running.
 
 A test marked `real_broker` fails in CI (environment variable CI) when no real broker can be had, and is skipped with
@@ -37,12 +38,39 @@ _PROBLEM = pytest.StashKey[str | None]()
 _SHARED = pytest.StashKey[DevStack]()
 _CHOICES = pytest.StashKey[list[str]]()
 _EMBEDDED_PARTITIONS = 4
+_STACK_DIRECTORY = "stack_directory"
 
 
 def pytest_configure(config):
     """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     config.stash[_CHOICES] = []
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Give each of the processes that run tests side by side the one stack, which the first that needs it starts."""
+    node.workerinput[_STACK_DIRECTORY] = str(_shared_stack(node.config).directory)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Keep which broker a process of tests ran on."""
+    node.config.stash[_CHOICES].extend(getattr(node, "workeroutput", {}).get("brokers", []))
+
+
+def pytest_sessionfinish(session):
+    """Tell the process that handed out the tests which broker they ran on."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["brokers"] = session.config.stash[_CHOICES]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Escape lone surrogates in captured output: a report passes between processes as UTF-8."""
+    report = yield
+    report.sections = [(name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 def pytest_collection_finish(session):
@@ -73,7 +101,7 @@ def pytest_terminal_summary(terminalreporter, config):
 def pytest_unconfigure(config):
     """Stop the shared stack, unless it was running before us."""
     shared = config.stash.get(_SHARED, None)
-    if shared is not None and not os.environ.get("OUTBOX_DEVSTACK_DIR"):
+    if shared is not None and _is_ours_to_stop(config):
         shared.stop()
 
 
@@ -217,11 +245,17 @@ def _make_embedded_topic(bootstrap, topic, partitions, config):
 def _shared_stack(config) -> DevStack:
     stack = config.stash.get(_SHARED, None)
     if stack is None:
-        directory = os.environ.get("OUTBOX_DEVSTACK_DIR")
-        stack = config.stash[_SHARED] = DevStack(directory or None, report=_reporter(config))
-        if directory and not stack.is_running:
-            pytest.exit(f"OUTBOX_DEVSTACK_DIR={directory}: nothing runs there; python -m devstack up --dir {directory}")
+        given = os.environ.get("OUTBOX_DEVSTACK_DIR")
+        directory = given or getattr(config, "workerinput", {}).get(_STACK_DIRECTORY)
+        stack = config.stash[_SHARED] = DevStack(directory, report=_reporter(config))
+        if given and not stack.is_running:
+            pytest.exit(f"OUTBOX_DEVSTACK_DIR={given}: nothing runs there; python -m devstack up --dir {given}")
     return stack
+
+
+def _is_ours_to_stop(config):
+    """Whether the shared stack ends with this process."""
+    return not os.environ.get("OUTBOX_DEVSTACK_DIR") and not hasattr(config, "workerinput")
 
 
 def _reporter(config):
