@@ -340,7 +340,7 @@ class Term:
         return None
 
     def _begin(self, producer: RecordProducer) -> Ended | None:
-        """Open a transaction, in an epoch in which no EndTxn can be late (rule 7)."""
+        """Open a transaction, in an epoch in which no EndTxn can be late (R13 of docs/explanation-exactly-once.md)."""
         ended = None
         if producer.must_replace:
             give_up_at = now() + self._transactions.timeout
@@ -350,7 +350,7 @@ class Term:
         return ended or producer.begin()
 
     def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
-        """The tracking partition is in the transaction from its first record on (rule 8)."""
+        """Put the tracking partition into the transaction with its first record (R14)."""
         transactions = self._transactions
         opening = Opening.of(transactions.outbox, self._server, records)
         key = opening_key(transactions.transactional_id)
