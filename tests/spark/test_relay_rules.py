@@ -12,7 +12,7 @@ from confluent_kafka import Producer
 from outbox_core.config import LeaderNames
 from outbox_core.errors import InvalidRecord, MarkedRowsFound
 from outbox_core.harvest.recovery import Transactions
-from outbox_core.kafka import ensure_leader_topic, ensure_tracking_topic, make_consumer
+from outbox_core.kafka import TopicLimits, ensure_leader_topic, ensure_tracking_topic, make_consumer
 from outbox_core.ports import NewHold
 from outbox_core.record import OutboxRecord
 from outbox_core.relay_marks import RelayMark
@@ -167,6 +167,21 @@ def test_a_relay_takes_over_from_a_dead_harvester(scene, make_topic):
     scene.relay()
     assert scene.sent == 70
     assert_each_once_in_order(scene, topic, 100)
+
+
+@pytest.mark.parametrize("may_ask", [True, False])
+def test_batches_of_a_shard_fit_a_small_topic(scene, make_topic, monkeypatch, may_ask):
+    """A topic that takes 64 KiB a batch takes a shard of more, whether or not its limit may be described."""
+    if not may_ask:
+        monkeypatch.setattr(TopicLimits, "ask", lambda *_: {})
+    topic = make_topic(partitions=1, config={"max.message.bytes": "65536"})
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value)"
+        " SELECT %s, 'k' || n %% 9, lpad(n::text, 200, '0')::bytea FROM generate_series(1, 1500) AS n",
+        [topic],
+    )
+    scene.relay(limit=1_500)
+    assert_each_once_in_order(scene, topic, 1_500)
 
 
 def test_marks_of_an_at_least_once_harvester_are_refused(scene, make_topic):
