@@ -16,6 +16,7 @@ from outbox_core.kafka import TopicLimits, ensure_leader_topic, ensure_tracking_
 from outbox_core.ports import NewHold
 from outbox_core.record import OutboxRecord
 from outbox_core.relay_marks import RelayMark
+from outbox_core.schema import add_checks_sql, drop_checks_sql
 from outbox_spark import takeover
 from outbox_spark.batch_store import BatchStore
 from outbox_spark.claims import highest_claim
@@ -182,6 +183,23 @@ def test_batches_of_a_shard_fit_a_small_topic(scene, make_topic, monkeypatch, ma
     )
     scene.relay(limit=1_500)
     assert_each_once_in_order(scene, topic, 1_500)
+
+
+def test_rows_from_before_the_constraints_are_left_out(scene, make_topic):
+    """Rows that violate a constraint that is newer than they are held; a relay publishes the others."""
+    topic = make_topic()
+    scene.execute(drop_checks_sql(scene.table))
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys, leader_id) VALUES ('t', 'x', '{a}', NULL),"
+        " ('t', 'x', '{a}', %s)",
+        [RelayMark(1, 1).leader_id],
+    )
+    scene.fill(topic, 20, keys=3)
+    scene.execute(add_checks_sql(scene.table))
+    scene.relay()  # finds them, and holds them
+    scene.relay()
+    assert [hold.record_id for hold in scene.held()] == [1, 2]
+    assert sorted(map(identity_of, scene.read(topic))) == list(range(3, 23))
 
 
 def test_marks_of_an_at_least_once_harvester_are_refused(scene, make_topic):
