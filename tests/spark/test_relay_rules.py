@@ -192,7 +192,7 @@ def test_rows_from_before_the_constraints_are_left_out(scene, make_topic):
     scene.execute(
         "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys, leader_id) VALUES ('t', 'x', '{a}', NULL),"
         " ('t', 'x', '{a}', %s)",
-        [RelayMark(1, 1).leader_id],
+        [RelayMark(scene.claim(), 1).leader_id],
     )
     scene.fill(topic, 20, keys=3)
     scene.execute(add_checks_sql(scene.table))
