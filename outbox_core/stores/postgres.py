@@ -97,6 +97,11 @@ RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, 0,
           CASE WHEN {is_large} THEN {content} END, (SELECT selected FROM head)
 """
 
+# What a mark would begin with. One that has updated nothing returns no row, and so not how many it selected.
+_IS_SELECTED = """
+SELECT EXISTS (SELECT FROM {table} WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion})
+"""
+
 # Exact for every time that a clock shows. The others, which only somebody who writes them by hand can draw, are all 0:
 # infinite ones, those that a 64-bit number cannot hold, and none.
 MICROSECONDS = """
@@ -463,6 +468,9 @@ _LARGEST_INTEGER = 2**63 - 1
 MARKED = "marked"
 """The reason of the holds of records that an at-least-once leader may have sent."""
 
+_SLOW_SECONDS = 1.0
+_SKIPPED_SECONDS = 3.0
+_LOOK_FOR_SKIPPED_EVERY_SECONDS = 10.0  # while marks return nothing: that costs as much as a mark of nothing
 _VIOLATIONS_AT_ONCE = 1_000
 _VIOLATES = "the row is older than the CHECK constraint, which now keeps it from being marked; correct it, or skip it"
 
@@ -531,6 +539,9 @@ class PostgresStore:
         self._session = object()
         self._sequence: _Sequence | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
+        self._is_selected = self._is_selected_excluding = ""
+        self._skipped_since: float | None = None
+        self._look_for_skipped_at = 0.0
         self._reading_timeout = statement_timeout
         self._hold_name = self._hold_table = hold_beside(self._name)
         self._outbox = ""  # <schema>.<table>, as holds know it
@@ -585,7 +596,8 @@ class PostgresStore:
             )
         for obstacle in self.obstacles():
             _log.warning(
-                "table %s has %s: it may keep published records from being removed, and publishing stops if it does",
+                "table %s has %s: records that it hides from this role are not published, and publishing stops if it "
+                "keeps others from being marked or removed",
                 self._name,
                 obstacle,
             )
@@ -618,23 +630,56 @@ class PostgresStore:
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor, but for what is held and the given lanes and ids; return them."""
+        """Mark the earliest rows above the floor, but for what is held and the given lanes and ids; return them.
+
+        Raises:
+            StoreUnavailable: also if some cannot be marked, whatever is tried.
+        """
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
         parameters |= {"max_message": self._max_message_bytes, **self._above(floor)}
-        statement = self._mark
+        statement, is_selected = self._mark, self._is_selected
         if excluding or resting or holds:
-            statement = self._mark_excluding
+            statement, is_selected = self._mark_excluding, self._is_selected_excluding
             parameters |= {**_excluded(excluding), "ids": _multirange(resting), **self._held_parameters.of(holds)}
+        began = time.monotonic()
         try:
             rows = self._read(statement, parameters)
         except OutboxTableError as error:
             self._cannot_mark(error)
+        # Behind many dead rows a second look would take as long as the first.
+        if rows or time.monotonic() - began < _SLOW_SECONDS:
+            self._see_skipped(rows, is_selected, parameters)
         if not rows:
             return MarkedBatch(0, ())
         rows.sort(key=_id_of)
         return MarkedBatch(rows[0][_SELECTED], self._without_large_values(rows))
+
+    def _see_skipped(self, rows: list[tuple[Any, ...]], is_selected: str, parameters: dict[str, Any]) -> None:
+        """See whether marks select rows that they do not get, and that not because another leader is at work.
+
+        Raises:
+            StoreUnavailable: if that has been so for some seconds, and there is something to be blamed for it.
+        """
+        at = time.monotonic()
+        if rows:
+            skips = rows[0][_SELECTED] != len(rows)
+        elif self._skipped_since is None and at < self._look_for_skipped_at:
+            return
+        else:
+            self._look_for_skipped_at = at + _LOOK_FOR_SKIPPED_EVERY_SECONDS
+            skips = bool(self._query(is_selected, parameters)[0][0])  # or they have come since
+        if not skips:
+            self._skipped_since = None
+            return
+        self._skipped_since = self._skipped_since or at
+        if at - self._skipped_since >= _SKIPPED_SECONDS and (obstacles := self.obstacles()):
+            raise StoreUnavailable(
+                f"rows of {self._name} can be read and cannot be marked: {', '.join(obstacles)}. Nothing is published "
+                f'until role "{self._role}" can mark every row that it can see',
+                in_doubt=True,
+            )
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
@@ -996,7 +1041,10 @@ class PostgresStore:
         # The content is added up only where the size, which is known by then, says that it may be too much.
         of_mark = parts | _unless_large(f"(SELECT may_be_large FROM head) AND {large}")
         self._mark = self._format(_MARK, exclusion="", **of_mark)
-        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **of_mark)
+        excluding = f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}"
+        self._mark_excluding = self._format(_MARK, exclusion=excluding, **of_mark)
+        self._is_selected = self._format(_IS_SELECTED, exclusion="", above=parts["above"])
+        self._is_selected_excluding = self._format(_IS_SELECTED, exclusion=excluding, above=parts["above"])
         parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
         of_scan = parts | _unless_large(f"size > %(max_message)s AND {large}")
         self._scan = self._format(_SCAN, exclusion="", **of_scan)

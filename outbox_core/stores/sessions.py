@@ -37,6 +37,13 @@ SELECT set_config('synchronous_commit', 'on', false),
        set_config('idle_in_transaction_session_timeout', '0', false),
        CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', false) END,
+       -- A client that was frozen or cut off while rows were sent to it keeps them locked: the server waits for it with
+       -- the transaction open, for which no statement_timeout counts. So the server's side of a connection gives up as
+       -- soon as ours does. (Over a Unix socket these have no effect.)
+       set_config('tcp_user_timeout', %(unread)s, false),
+       set_config('tcp_keepalives_idle', '5', false),
+       set_config('tcp_keepalives_interval', '2', false),
+       set_config('tcp_keepalives_count', '3', false),
        -- The head of the table is found through its primary key, always. Statistics of a table that is empty one
        -- minute and holds a million rows the next would have the planner sort the whole table instead.
        set_config('enable_seqscan', 'off', false),
@@ -57,6 +64,7 @@ _CONNECTION_DEFAULTS = {
     "tcp_user_timeout": "10000",
 }
 
+_UNREAD_SECONDS = 10.0  # as the client's tcp_user_timeout
 _PROBE_SETTING = "kafka_outbox.session"
 _TRIES = 3
 _CONSTRAINT_VIOLATIONS = "23"  # class of SQLSTATE
@@ -114,7 +122,8 @@ def connect_to_primary(
         raise StoreUnavailable(f"cannot connect to the database of data_source: {one_line(error)}") from None
     try:
         tables = pin_search_path(connection, *names)
-        row = connection.execute(_SESSION, {"statement_timeout": milliseconds(statement_timeout)}).fetchone()
+        timeouts = {"statement_timeout": milliseconds(statement_timeout), "unread": milliseconds(_UNREAD_SECONDS)}
+        row = connection.execute(_SESSION, timeouts).fetchone()
     except psycopg.Error as error:
         connection.close()
         raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from None
