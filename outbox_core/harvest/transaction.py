@@ -19,6 +19,12 @@ transaction of that epoch. So no transaction begins in an epoch in which an EndT
   epoch, and brokers refuse what carries the old one.
 
 The same holds for offsets: a late copy of TxnOffsetCommit would replace those of a later transaction.
+
+**So may Produce.** A record whose connection was lost waits to be sent again; an abort purges it, and librdkafka gives its
+sequence number to the next record of the partition (`rd_kafka_toppar_purge_queues`, "ADVBASE"). If the first copy has
+reached the broker, or still does, the broker takes one of the two for a repeat of the other: the aborted one is seen, or
+the next one is lost, and both are acknowledged. So an abort of a transaction whose records are not all acknowledged
+replaces the producer, too.
 """
 
 from __future__ import annotations
@@ -156,7 +162,6 @@ class TransactionalProducer:
         self._batch_bytes: int | None = None
         self._give_up: GiveUp = never
         self._must_replace = False
-        self._has_failed = False
         self._producer: Any = self._make()
 
     @property
@@ -236,7 +241,6 @@ class TransactionalProducer:
         give_up = self._give_up
         self.discard()
         self._producer = self._make()
-        self._has_failed = False
         ended = self.init(give_up)
         self._must_replace = ended is not None
         return ended
@@ -382,6 +386,7 @@ class TransactionalProducer:
             give_up: asked while the answer is out; the abort is then left to the next producer.
         """
         if not self._is_torn(cause):
+            self._must_replace = self._must_replace or cause is not None or not self._is_all_acknowledged()
             try:
                 self._end(self._producer.abort_transaction, give_up)
                 self._producer.poll(0)  # what is still to be reported
@@ -392,14 +397,15 @@ class TransactionalProducer:
         refusal = self._reports.refusal
         if refusal is not None:
             return Ended(f"the manifest was refused: {refusal.str()}", refusal)
-        failed_before, self._has_failed = self._has_failed, False
         if cause is None:
             return Aborted(None, record_at_fault=False)
-        if failed_before and cause.code() == KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER:
-            # The aftermath of the last transaction, which left a gap in its sequence numbers: no news.
-            return Aborted(None, record_at_fault=False)
-        self._has_failed = True
         return Aborted(cause, record_at_fault=_may_be_about_records(cause))
+
+    def _is_all_acknowledged(self) -> bool:
+        """Whether all records of the open transaction are in Kafka: none was purged, or is going to be."""
+        with suppress(KafkaException):  # a broken producer: the probe says so
+            self._producer.poll(0)
+        return not len(self._producer) and self._reports.error is None and not self._has_transaction_failed()
 
     def _is_torn(self, cause: KafkaError | None) -> bool:
         return self._reports.is_torn or (cause is not None and is_torn(cause))
