@@ -20,11 +20,11 @@ transaction of that epoch. So no transaction begins in an epoch in which an EndT
 
 The same holds for offsets: a late copy of TxnOffsetCommit would replace those of a later transaction.
 
-**So may Produce.** A record whose connection was lost waits to be sent again; an abort purges it, and librdkafka gives its
-sequence number to the next record of the partition (`rd_kafka_toppar_purge_queues`, "ADVBASE"). If the first copy has
-reached the broker, or still does, the broker takes one of the two for a repeat of the other: the aborted one is seen, or
-the next one is lost, and both are acknowledged. So an abort of a transaction whose records are not all acknowledged
-replaces the producer, too.
+**So may Produce.** A record whose connection was lost waits to be sent again; an abort purges it, and librdkafka gives
+its sequence number to the partition's next record (`rd_kafka_toppar_purge_queues`, "ADVBASE"). If the first copy has
+reached the broker, or still does, that takes one of the two for a repeat of the other: the aborted one is seen, or the
+next one is lost, and both are acknowledged. So an abort of records that are not all acknowledged replaces the producer,
+too.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ class TransactionalProducer:
             None when that is done; `Ended` if it failed or was given up.
         """
         self._give_up = give_up
+        why = ""
         while not give_up():
             try:
                 self._producer.init_transactions(_INIT_ATTEMPT_SECONDS)
@@ -196,9 +197,10 @@ class TransactionalProducer:
                 cause: KafkaError = error.args[0]
                 if not cause.retriable():
                     return Ended(cause.str(), error=cause)
+                why = f": {cause.str()}"
             else:
                 return None
-        return Ended("init_transactions was given up")
+        return Ended(f"init_transactions was given up{why}")
 
     def discard(self) -> None:
         """Let go of the producer: its threads and connections end. May be called again."""
@@ -236,9 +238,13 @@ class TransactionalProducer:
             return Ended(error.args[0].str())
         return None
 
-    def replace(self) -> Ended | None:
-        """Go on with a new producer of the same transactional.id, in a new epoch."""
-        give_up = self._give_up
+    def replace(self, give_up: GiveUp | None = None) -> Ended | None:
+        """Go on with a new producer of the same transactional.id, in a new epoch.
+
+        Args:
+            give_up: asked now and then; that of `init`, unless told.
+        """
+        give_up = give_up or self._give_up
         self.discard()
         self._producer = self._make()
         ended = self.init(give_up)

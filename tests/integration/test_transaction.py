@@ -110,6 +110,7 @@ def test_offsets_that_may_have_been_sent_twice_bump_the_epoch(kafka, make, make_
 
 _TXN_OFFSET_COMMIT = 28
 
+
 @pytest.mark.parametrize("arrives", ["before the abort", "in the next transaction"])
 def test_a_produce_whose_answer_was_lost_is_not_taken_for_a_later_one(kafka, make, make_topic, topic_name, arrives):
     """An aborted record that lost its connection gives its sequence number to nobody, and is never seen."""
