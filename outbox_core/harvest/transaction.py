@@ -424,11 +424,14 @@ class TransactionalProducer:
         """
         sent_after = monotonic()
         give_up_at = sent_after + self._timeout
+        has_arrived = False
         try:
             while True:
                 with suppress(KafkaException):  # a broken producer says so once more below
                     self._producer.poll(0)  # reports that were not served yet count as outstanding
-                if len(self._producer):
+                # Once is enough: what is outstanding after that is an error event, and no record.
+                has_arrived = has_arrived or not len(self._producer)
+                if not has_arrived:
                     sent_after = monotonic()
                 try:
                     return call(max(0.0, min(_SLICE_SECONDS, give_up_at - monotonic())))
