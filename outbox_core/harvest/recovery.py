@@ -414,7 +414,7 @@ class Recovery:
 
     def _settle_torn(self, transactions: Transactions, opening: Opening) -> Ended | None:
         try:
-            for rows in transactions.read_torn(opening, self._patience(transactions), self._find):
+            for rows in transactions.read_torn(opening, self._over, self._find):
                 if not self._delete([row[0] for row in rows], [row[7] for row in rows]):
                     return _TOO_LATE
         except ManifestNotRead as error:

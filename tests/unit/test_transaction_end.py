@@ -63,7 +63,8 @@ def client(monkeypatch):
     return _Client(monkeypatch)
 
 
-def test_a_coordinator_that_does_not_answer_ends_the_term(client):
+@pytest.mark.usefixtures("client")
+def test_a_coordinator_that_does_not_answer_ends_the_term():
     """With what Kafka said last: nobody hears of a call that is made again and again."""
     transactions = SimpleNamespace(timeout=0.05, relay_shards=list)
     recovery = Recovery(transactions, lambda: False, None, None)
