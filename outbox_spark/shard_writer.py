@@ -1,6 +1,6 @@
 """One shard of one batch into Kafka, once, without Spark.
 
-    fence -> who leads? -> last manifest -> begin -> opening -> records -> acknowledged -> manifest -> commit
+    fence -> who leads? -> begin -> last manifest -> opening -> records -> acknowledged -> manifest -> commit
 
 A task may be tried again, its predecessor may still run, its driver may have died, the commit's answer may have been
 lost, the batch may be replayed from a checkpoint or without one. All of that comes down to one question: is this shard
@@ -132,10 +132,14 @@ class ShardWriter:
         try:
             self._reached("fenced")
             self._look_who_leads()
-            missing = self._not_published(producer, records)
+            ledger = ledger_after_fence(self._transactions, producer, self._over, stays_open=True)
+            torn = self._torn(producer, ledger.opening, records)
+            missing = _without(records, ledger.manifest, torn)
             if missing:
                 self._publish(producer, missing, records)
                 self._reached("committed")
+            else:
+                producer.abort()
             return ShardWritten(len(missing), len(records) - len(missing))
         finally:
             producer.discard()
@@ -152,33 +156,36 @@ class ShardWriter:
         if claim > self._term:
             raise Deposed(f"claim {claim} on {self._leader.topic} is higher than ours, {self._term}: another one leads")
 
-    def _not_published(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
-        transactions = self._transactions
-        ledger = ledger_after_fence(transactions, producer, self._over)
+    def _torn(
+        self, producer: RecordProducer, opening: Opening | None, records: Sequence[StoredRecord]
+    ) -> list[StoredRecord]:
+        """Those of the records that a torn transaction has published; there hardly ever is one."""
+        if opening is None:
+            return []
+        by_id = {record[0]: record for record in records}
+        self._must_go_on(producer.abort())  # to read topics may take longer than a transaction may
         if producer.must_replace:
             # Another producer would fence whoever has deposed us since we looked: begin again with that look.
             raise KafkaUnavailable("the end of a transaction took too long")
-        published: set[tuple[int, int]] = set()
-        if ledger.manifest is not None:
-            published.update(zip(ledger.manifest.ids, ledger.manifest.create_times, strict=True))
-        if ledger.opening is not None:
-            by_id = {record[0]: record for record in records}
-            try:
-                for rows in transactions.read_torn(
-                    ledger.opening, self._over, lambda ids: [by_id[number] for number in ids if number in by_id]
-                ):
-                    published.update((row[0], row[7]) for row in rows)
-            except ManifestNotRead as error:
-                raise KafkaUnavailable(str(error)) from None
-        return [record for record in records if (record[0], record[7]) not in published]
+        try:
+            chunks = self._transactions.read_torn(
+                opening, self._over, lambda ids: [by_id[number] for number in ids if number in by_id]
+            )
+            torn = [row for rows in chunks for row in rows]
+        except ManifestNotRead as error:
+            raise KafkaUnavailable(str(error)) from None
+        self._must_go_on(producer.begin())
+        return torn
+
+    def _must_go_on(self, outcome: Outcome | None) -> None:
+        if isinstance(outcome, Ended):
+            raise KafkaUnavailable(outcome.reason)
 
     def _publish(
         self, producer: RecordProducer, missing: Sequence[StoredRecord], records: Sequence[StoredRecord]
     ) -> None:
-        """One transaction: the records, and a manifest of the whole shard."""
-        ended = producer.begin() or self._send_opening(producer, records)
-        if ended is not None:
-            raise KafkaUnavailable(ended.reason)
+        """Into the open transaction: the records, and a manifest of the whole shard."""
+        self._must_go_on(self._send_opening(producer, records))
         failures: list[Failure] | None = [] if self._wants_reports else None
         sent = producer.send(missing, self._over, failures)
         if isinstance(sent, Ended):
@@ -190,8 +197,7 @@ class ShardWriter:
             raise _refusal([sent.refused[0].record], sent.refused[0].error)
         self._reached("sent")
         outcome = self._commit(producer, records)
-        if isinstance(outcome, Ended):
-            raise KafkaUnavailable(outcome.reason)
+        self._must_go_on(outcome)
         if isinstance(outcome, Aborted):
             raise self._reason_of(outcome, missing, failures or [])
 
@@ -234,6 +240,16 @@ class ShardWriter:
         transactions = self._transactions
         manifest = Manifest(transactions.outbox, [record[0] for record in records], [record[7] for record in records])
         return producer.send_manifest(transactions.tracking_topic, manifest.encode(), transactions.tracking_partition)
+
+
+def _without(
+    records: Sequence[StoredRecord], manifest: Manifest | None, torn: Sequence[StoredRecord]
+) -> list[StoredRecord]:
+    """The records that were not published."""
+    published = {(row[0], row[7]) for row in torn}
+    if manifest is not None:
+        published.update(zip(manifest.ids, manifest.create_times, strict=True))
+    return [record for record in records if (record[0], record[7]) not in published]
 
 
 def _refusal(among: Sequence[StoredRecord], error: KafkaError) -> InvalidRecord | KafkaUnavailable:

@@ -49,27 +49,28 @@ def settle(transactions: Transactions, store: BatchStore, over: Callable[[], boo
     owners = transactions.relay_shards()
     count = 0
     if topic_exists(transactions.kafka, transactions.tracking_topic):
-        count += _settle_harvester(transactions, store, over)
+        count += _settle_and_adopt(transactions, store, over)
     with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(owners))), thread_name_prefix="outbox-settle") as threads:
         ledgers = list(threads.map(lambda owner: _ledger(owner, over), owners))
     for owner, ledger in zip(owners, ledgers, strict=True):
         owner.is_of_other_server(ledger, store.server_id())  # raises
-        count += _settle(owner, ledger, store, over)
+        # A torn batch is read back once: its topics grow from then on.
+        count += _settle_and_adopt(owner, store, over) if ledger.opening else _settle(owner, ledger, store, over)
     if count:
         _log.info("purged %d rows that the last term had published", count)
     return count
 
 
-def _settle_harvester(transactions: Transactions, store: BatchStore, over: Callable[[], bool]) -> int:
-    """Settle a harvester's last transaction, and leave a trace: if it is deposed without knowing, it has to see it."""
+def _settle_and_adopt(transactions: Transactions, store: BatchStore, over: Callable[[], bool]) -> int:
+    """Settle a last transaction, and leave a trace: a harvester that is deposed without knowing it has to see it."""
     producer = fence(transactions, over)
     try:
         ledger, server = ledger_after_fence(transactions, producer, over), store.server_id()
         transactions.is_of_other_server(ledger, server)  # raises
         count = _settle(transactions, ledger, store, over)
-        ended = transactions.adopt(producer, server)
-        if ended is not None:
-            raise KafkaUnavailable(f"tracking topic {transactions.tracking_topic}: {ended.reason}")
+        adopted = transactions.adopt(producer, server, ledger, over)
+        if isinstance(adopted, Ended):
+            raise KafkaUnavailable(f"tracking topic {transactions.tracking_topic}: {adopted.reason}")
         return count
     finally:
         producer.discard()
@@ -120,9 +121,16 @@ def fence(transactions: Transactions, over: Callable[[], bool]) -> RecordProduce
     return producer
 
 
-def ledger_after_fence(transactions: Transactions, producer: RecordProducer, over: Callable[[], bool]) -> Ledger:
-    """What the last transactions were. Raises KafkaUnavailable, TrackingTopicError."""
-    ledger = transactions.ledger(producer, over)
+def ledger_after_fence(
+    transactions: Transactions, producer: RecordProducer, over: Callable[[], bool], *, stays_open: bool = False
+) -> Ledger:
+    """What the last transactions were; the one in which that was found out may stay open.
+
+    Raises:
+        KafkaUnavailable: if that cannot be found out.
+        TrackingTopicError: if the tracking topic holds something else.
+    """
+    ledger = (transactions.open if stays_open else transactions.ledger)(producer, over)
     if isinstance(ledger, Ended):
         raise KafkaUnavailable(f"tracking topic {transactions.tracking_topic}: {ledger.reason}")
     transactions.refuse_foreign(ledger)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 _MARGIN_MS = 60_000
 _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.1
+_QUIET_SECONDS = 20.0  # longer than most transactions of others last
 _CHUNK = 500
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 _MISSING = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_PARTITION, KafkaError._UNKNOWN_TOPIC)  # noqa: SLF001
@@ -158,12 +160,7 @@ def _messages(
     left = {(place.topic, place.partition) for place in starts}
     if left:
         consumer.assign(starts)
-    while left:
-        if give_up():
-            raise ManifestNotRead("a torn batch was not read back in time")
-        message = consumer.poll(_POLL_SECONDS)
-        if message is None:
-            continue
+    for message in _answers(consumer, left, give_up):
         place, offset = (message.topic() or "", message.partition() or 0), message.offset() or 0
         error = message.error()
         if error is None:
@@ -175,7 +172,33 @@ def _messages(
             if offset >= ends[place]:
                 left.discard(place)
         else:
-            left = _without_what_failed(left, place[0], error)
+            left &= _without_what_failed(left, place[0], error)
+
+
+def _answers(consumer: Consumer, left: set[Place], give_up: Callable[[], bool]) -> Iterator[Message]:
+    """What the consumer says, for as long as there is something left to be read.
+
+    However much that is: what would be given up today would be more tomorrow. But records have to come.
+    """
+    heard_at = time.monotonic()
+    while left:
+        if give_up():
+            raise ManifestNotRead("a torn batch was not read back in time")
+        message = consumer.poll(_POLL_SECONDS)
+        if message is not None:
+            is_record = message.error() is None
+            yield message
+            heard_at = time.monotonic() if is_record else heard_at  # not before: the rows are deleted meanwhile
+        elif time.monotonic() - heard_at > _QUIET_SECONDS:
+            raise _nothing_comes(min(left))
+
+
+def _nothing_comes(place: Place) -> ManifestNotRead:
+    topic, partition = place
+    return ManifestNotRead(
+        f"a torn batch cannot be read back: topic {topic}, partition {partition} is not read to its end; if a "
+        "transaction of another producer stays open there, have it aborted (kafka-transactions.sh)"
+    )
 
 
 def _without_what_failed(left: set[Place], topic: str, error: KafkaError) -> set[Place]:

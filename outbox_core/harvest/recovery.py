@@ -42,7 +42,6 @@ T = TypeVar("T")
 
 _AT_ONCE = 1_000
 _LONGEST_REST_SECONDS = 5.0
-_MOST_REPLACEMENTS = 3
 _TOO_LATE = Ended("the leadership ended before the last term was settled")
 
 Find = Callable[[Sequence[int]], Sequence[StoredRecord]]
@@ -170,10 +169,21 @@ class Transactions:
     def ledger(self, producer: RecordProducer, give_up: Callable[[], bool]) -> Ledger | Ended:
         """Read what the last transactions were; only valid after the producer's `init`, before its first transaction.
 
+        Args:
+            producer: of the next transactions.
+            give_up: asked now and then.
+
         Raises:
-            ForeignLedger: if what is there is not ours to obey.
-            TrackingTopicError: if the tracking topic may not be written or read.
+            TrackingTopicError: if the topic cannot be used, or belongs to another outbox.
         """
+        ledger = self.open(producer, give_up)
+        if isinstance(ledger, Ended):
+            return ledger
+        aborted = producer.abort(give_up=give_up)
+        return aborted if isinstance(aborted, Ended) else ledger
+
+    def open(self, producer: RecordProducer, give_up: Callable[[], bool]) -> Ledger | Ended:
+        """The same, and the transaction that the barrier is in stays open, for records and a manifest."""
         topic, partition, transactional_id = self.tracking_topic, self.tracking_partition, self.transactional_id
         barrier = write_barrier(producer, topic, partition, transactional_id, give_up)
         if isinstance(barrier, Ended):
@@ -186,8 +196,31 @@ class Transactions:
             )
         except ManifestNotRead as error:
             return Ended(f"cannot read the tracking topic: {error}")
-        aborted = producer.abort(give_up=give_up)
-        return aborted if isinstance(aborted, Ended) else self._checked(ledger)
+        return self._checked(ledger)
+
+    def begin(self, producer: RecordProducer, known: Ledger, give_up: Callable[[], bool]) -> Ended | None:
+        """Open a transaction, in an epoch in which no request can be late (R13 of docs/explanation-exactly-once.md).
+
+        That may take a new producer, which fences whoever has fenced the old one, and we would never hear of that one.
+        So see that nobody has published in between: then what was decided before still holds. All that is in the new
+        producer's first transaction: with an end of its own it might have to be replaced in its turn, and so on.
+
+        Args:
+            producer: of the term.
+            known: what the tracking topic said last.
+            give_up: asked now and then.
+
+        Raises:
+            TrackingTopicError: if the topic cannot be used, or belongs to another outbox.
+        """
+        if not producer.must_replace:
+            return producer.begin()
+        ledger = producer.replace(give_up) or self.open(producer, give_up)
+        if isinstance(ledger, Ended):
+            return ledger
+        if (ledger.offset, ledger.opening) != (known.offset, known.opening):
+            return Ended("another process has published meanwhile")
+        return None
 
     def _checked(self, ledger: Ledger) -> Ledger:
         for found in (ledger.manifest, ledger.opening):
@@ -233,36 +266,30 @@ class Transactions:
             )
         return bool(others)
 
-    def adopt(self, producer: RecordProducer, server: str) -> Ended | None:
-        """Leave a manifest of no rows: what the last one listed is settled, and the outbox is ours from here on."""
-        manifest = Manifest(self.outbox, [], [], server).encode()
-        topic, partition = self.tracking_topic, self.tracking_partition
-        outcome = producer.begin() or producer.send_manifest(topic, manifest, partition) or producer.commit()
-        if isinstance(outcome, Committed):
-            return None
-        return outcome if isinstance(outcome, Ended) else Ended("the tracking topic takes no manifest")
-
-    def replace(self, producer: RecordProducer, last_offset: int, give_up: Callable[[], bool]) -> Ended | None:
-        """Replace a producer whose last EndTxn may have been sent twice, within a term.
-
-        The new one fences whoever has fenced the old one, of which we would never hear: so see that nobody has
-        published in between. Rows that were scanned before are then still ours to publish.
+    def adopt(
+        self, producer: RecordProducer, server: str, known: Ledger, give_up: Callable[[], bool]
+    ) -> Ledger | Ended:
+        """Leave a manifest of no rows: what the last one listed is settled, and the outbox is ours from here on.
 
         Args:
-            producer: of the term.
-            last_offset: of the last manifest that the term knows.
+            producer: of the next transactions.
+            server: ID of the database server, '' if it is not known.
+            known: what was settled.
             give_up: asked now and then.
+
+        Returns:
+            What the tracking topic says from then on.
         """
-        for _ in range(_MOST_REPLACEMENTS):
-            ended = producer.replace()
-            ledger = ended or self.ledger(producer, give_up)
-            if isinstance(ledger, Ended):
-                return ledger
-            if ledger.offset != last_offset or ledger.opening is not None:
-                return Ended("another process has published meanwhile")
-            if not producer.must_replace:  # the barrier's abort was quick
-                return None
-        return Ended("the ends of transactions take too long")
+        manifest = Manifest(self.outbox, [], [], server).encode()
+        topic, partition = self.tracking_topic, self.tracking_partition
+        outcome = (
+            self.begin(producer, known, give_up)
+            or producer.send_manifest(topic, manifest, partition)
+            or producer.commit(give_up)
+        )
+        if isinstance(outcome, Committed):
+            return Ledger(offset=producer.manifest_offset)
+        return outcome if isinstance(outcome, Ended) else Ended("the tracking topic takes no manifest")
 
     def read_torn(self, opening: Opening, give_up: Callable[[], bool], find: Find) -> Iterator[list[StoredRecord]]:
         """The rows of a torn batch that are in Kafka, some at a time.
@@ -305,7 +332,7 @@ class Recovery:
         surroundings: what to work with.
 
     Attributes:
-        last_offset: of the last manifest in the tracking topic, once that is settled; -1 if there is none.
+        ledger: what the tracking topic says, once that is settled.
     """
 
     def __init__(
@@ -316,7 +343,7 @@ class Recovery:
         self._timing = timing
         self._with = surroundings
         self._waiting = Waiting(over, timing, surroundings)
-        self.last_offset = -1
+        self.ledger = Ledger()
         self._server: str | None = None
         self._is_strict = True  # exactly-once delivery obeys the tracking topic, so that must be ours alone
 
@@ -344,7 +371,7 @@ class Recovery:
         return None
 
     def _settle(self, transactions: Transactions, producer: RecordProducer) -> Ended | None:
-        ended = producer.init(self._over)
+        ended = producer.init(self._patience(transactions))
         if ended is not None:
             return ended
         transactions.reached(Step.AFTER_INIT)
@@ -359,16 +386,26 @@ class Recovery:
         manifest = ledger.manifest
         if manifest is not None and not self._delete(manifest.ids, manifest.create_times):
             return _TOO_LATE
-        if ledger.opening is not None:
-            ended = self._settle_torn(transactions, ledger.opening)
-        offset = ledger.offset
-        # A leader of the other mode leaves a trace: one that was deposed, and replaces its producer, must see it.
-        if ended is None and (has_moved or (not self._is_strict and transactions is self._transactions)):
-            ended = transactions.adopt(producer, self.server_id())
-            offset = producer.manifest_offset
+        ended = None if ledger.opening is None else self._settle_torn(transactions, ledger.opening)
+        known = ended or self._leave_trace(transactions, producer, ledger, has_moved=has_moved)
+        if isinstance(known, Ended):
+            return known
         if transactions is self._transactions:
-            self.last_offset = offset
-        return ended
+            self.ledger = known
+        return None
+
+    def _leave_trace(
+        self, transactions: Transactions, producer: RecordProducer, settled: Ledger, *, has_moved: bool
+    ) -> Ledger | Ended:
+        """Say in the tracking topic that what was found there is settled, where the next manifest would come too late.
+
+        One that leads in the other mode leaves none; a leader that was deposed, and replaces its producer, must see it.
+        And a torn batch is not to be read back again by every term, from topics that grow.
+        """
+        is_other_mode = transactions is self._transactions and not self._is_strict
+        if not has_moved and settled.opening is None and not is_other_mode:
+            return settled
+        return transactions.adopt(producer, self.server_id(), settled, self._patience(transactions))
 
     def _patience(self, transactions: Transactions) -> Callable[[], bool]:
         """Says when to give up: a transaction of ours is open meanwhile, and ends after its time-out."""
@@ -383,7 +420,7 @@ class Recovery:
 
     def _settle_torn(self, transactions: Transactions, opening: Opening) -> Ended | None:
         try:
-            for rows in transactions.read_torn(opening, self._patience(transactions), self._find):
+            for rows in transactions.read_torn(opening, self._over, self._find):
                 if not self._delete([row[0] for row in rows], [row[7] for row in rows]):
                     return _TOO_LATE
         except ManifestNotRead as error:

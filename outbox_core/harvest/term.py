@@ -21,7 +21,7 @@ from outbox_core.harvest.recovery import Recovery, Step, Transactions
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.suspicion import Suspicion
-from outbox_core.harvest.tracking import opening_key
+from outbox_core.harvest.tracking import Ledger, opening_key
 from outbox_core.harvest.transaction import Aborted, Committed, Ended, Outcome
 from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import KafkaError
@@ -110,7 +110,7 @@ class Term:
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
         self._server = ""  # ID of the database server
-        self._last_offset = -1  # of the last manifest
+        self._ledger = Ledger()  # what the tracking topic says
         self._over_since: float | None = None
 
     def run(self) -> Ended | None:
@@ -132,7 +132,7 @@ class Term:
         recovery = Recovery(self._transactions, over, self._timing, self._with)
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
-            self._server, self._last_offset = recovery.server_id(), recovery.last_offset
+            self._server, self._ledger = recovery.server_id(), recovery.ledger
             self._refuse_marks(recovery)
             self._culprits.read_holds()
             self._hold_guilty()
@@ -351,14 +351,9 @@ class Term:
         return None
 
     def _begin(self, producer: RecordProducer) -> Ended | None:
-        """Open a transaction, in an epoch in which no EndTxn can be late (R13 of docs/explanation-exactly-once.md)."""
-        ended = None
-        if producer.must_replace:
-            give_up_at = now() + self._transactions.timeout
-            ended = self._transactions.replace(
-                producer, self._last_offset, lambda: self._leadership.over() or now() > give_up_at
-            )
-        return ended or producer.begin()
+        """Open a transaction, in an epoch in which no request can be late (R13 of docs/explanation-exactly-once.md)."""
+        give_up_at = now() + self._transactions.timeout
+        return self._transactions.begin(producer, self._ledger, lambda: self._leadership.over() or now() > give_up_at)
 
     def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         """Put the tracking partition into the transaction with its first record (R14)."""
@@ -405,7 +400,7 @@ class Term:
         self._transactions.reached(Step.COMMIT_SENT)
         outcome = producer.commit(self._is_late)
         if isinstance(outcome, Committed):
-            self._last_offset = producer.manifest_offset
+            self._ledger = Ledger(offset=producer.manifest_offset)
         return outcome
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:

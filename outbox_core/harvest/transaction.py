@@ -22,6 +22,12 @@ This alone prevents losses and repeats (R13 of docs/explanation-exactly-once.md)
 by its opening (R14), alone prevents losses, and not all repeats.
 
 The same holds for offsets: a late copy of TxnOffsetCommit would replace those of a later transaction.
+
+**So may Produce.** A record whose connection was lost waits to be sent again; an abort purges it, and librdkafka gives
+its sequence number to the partition's next record (`rd_kafka_toppar_purge_queues`, "ADVBASE"). If the first copy has
+reached the broker, or still does, that takes one of the two for a repeat of the other: the aborted one is seen, or the
+next one is lost, and both are acknowledged. So an abort of records that are not all acknowledged replaces the producer,
+too.
 """
 
 from __future__ import annotations
@@ -159,7 +165,6 @@ class TransactionalProducer:
         self._batch_bytes: int | None = None
         self._give_up: GiveUp = never
         self._must_replace = False
-        self._has_failed = False
         self._producer: Any = self._make()
 
     @property
@@ -187,6 +192,7 @@ class TransactionalProducer:
             None when that is done; `Ended` if it failed or was given up.
         """
         self._give_up = give_up
+        why = ""
         while not give_up():
             try:
                 self._producer.init_transactions(_INIT_ATTEMPT_SECONDS)
@@ -194,9 +200,10 @@ class TransactionalProducer:
                 cause: KafkaError = error.args[0]
                 if not cause.retriable():
                     return Ended(cause.str(), error=cause)
+                why = f": {cause.str()}"
             else:
                 return None
-        return Ended("init_transactions was given up")
+        return Ended(f"init_transactions was given up{why}")
 
     def discard(self) -> None:
         """Let go of the producer: its threads and connections end. May be called again."""
@@ -234,12 +241,15 @@ class TransactionalProducer:
             return Ended(error.args[0].str())
         return None
 
-    def replace(self) -> Ended | None:
-        """Go on with a new producer of the same transactional.id, in a new epoch."""
-        give_up = self._give_up
+    def replace(self, give_up: GiveUp | None = None) -> Ended | None:
+        """Go on with a new producer of the same transactional.id, in a new epoch.
+
+        Args:
+            give_up: asked now and then; that of `init`, unless told.
+        """
+        give_up = give_up or self._give_up
         self.discard()
         self._producer = self._make()
-        self._has_failed = False
         ended = self.init(give_up)
         self._must_replace = ended is not None
         return ended
@@ -385,6 +395,7 @@ class TransactionalProducer:
             give_up: asked while the answer is out; the abort is then left to the next producer.
         """
         if not self._is_torn(cause):
+            self._must_replace = self._must_replace or cause is not None or not self._is_all_acknowledged()
             try:
                 self._end(self._producer.abort_transaction, give_up)
                 self._producer.poll(0)  # what is still to be reported
@@ -395,14 +406,15 @@ class TransactionalProducer:
         refusal = self._reports.refusal
         if refusal is not None:
             return Ended(f"the manifest was refused: {refusal.str()}", refusal)
-        failed_before, self._has_failed = self._has_failed, False
         if cause is None:
             return Aborted(None, record_at_fault=False)
-        if failed_before and cause.code() == KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER:
-            # The aftermath of the last transaction, which left a gap in its sequence numbers: no news.
-            return Aborted(None, record_at_fault=False)
-        self._has_failed = True
         return Aborted(cause, record_at_fault=_may_be_about_records(cause))
+
+    def _is_all_acknowledged(self) -> bool:
+        """Whether all records of the open transaction are in Kafka: none was purged, or is going to be."""
+        with suppress(KafkaException):  # a broken producer: the probe says so
+            self._producer.poll(0)
+        return not len(self._producer) and self._reports.error is None and not self._has_transaction_failed()
 
     def _is_torn(self, cause: KafkaError | None) -> bool:
         return self._reports.is_torn or (cause is not None and is_torn(cause))
@@ -415,11 +427,14 @@ class TransactionalProducer:
         """
         sent_after = monotonic()
         give_up_at = sent_after + self._timeout
+        has_arrived = False
         try:
             while True:
                 with suppress(KafkaException):  # a broken producer says so once more below
                     self._producer.poll(0)  # reports that were not served yet count as outstanding
-                if len(self._producer):
+                # Once is enough: what is outstanding after that is an error event, and no record.
+                has_arrived = has_arrived or not len(self._producer)
+                if not has_arrived:
                     sent_after = monotonic()
                 try:
                     return call(max(0.0, min(_SLICE_SECONDS, give_up_at - monotonic())))

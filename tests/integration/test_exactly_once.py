@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +10,10 @@ from devstack.frame_proxy import Api, Match
 from outbox_core import OutboxRecord
 from outbox_core.errors import MarkedRowsFound, TrackingTopicError
 from outbox_core.harvest import recovery
-from outbox_core.harvest.manifest import Manifest
-from outbox_core.harvest.recovery import Step
+from outbox_core.harvest.manifest import Manifest, Opening
+from outbox_core.harvest.recovery import Step, Transactions
+from outbox_core.harvest.tracking import Ledger, opening_key
+from outbox_core.harvest.transaction import Committed, Ended
 from outbox_core.kafka import NewTopic, make_admin, make_producer
 from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import Scene, by_key, identity_of, wait_until
@@ -386,3 +389,68 @@ def test_producer_is_replaced_within_a_term(scene, make_topic, monkeypatch):
     )
     assert len(terms) == 1
     assert_once_and_in_order(scene.read(topic), 50)
+
+
+# -- a cluster that is slow, and leaders that were deposed without knowing it
+
+
+def test_slow_ends_of_all_transactions_do_not_stop_an_outbox(scene, make_topic, monkeypatch):
+    """Where every commit and abort takes long enough for a repeat, each producer still publishes its transaction."""
+    topic = make_topic(1)
+    scene.fill(topic, 30, keys=3)
+    end = recovery.RecordProducer._end
+
+    def slow(producer, *arguments):
+        try:
+            end(producer, *arguments)
+        finally:
+            producer._must_replace = True
+
+    monkeypatch.setattr(recovery.RecordProducer, "_end", slow)
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK | {"mark_query_records": 10})
+    assert_once_and_in_order(scene.read(topic), 30)
+
+
+@pytest.fixture
+def transactions(scene):
+    """The outbox's transactions; its tracking topic is there."""
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK)
+    config = scene.config(**EXACTLY_ONCE)
+    made, factory = [], Transactions.new_producer
+
+    def begin(transactions):
+        made.append(factory(transactions))
+        assert made[-1].init() is None
+        ledger = transactions.ledger(made[-1], lambda: False)
+        assert isinstance(ledger, Ledger), ledger
+        return made[-1], ledger
+
+    yield SimpleNamespace(own=Transactions.of(config, scene.harvesters[0]._identify()[0]), begin=begin)
+    for producer in made:
+        producer.discard()
+
+
+def test_an_empty_manifest_hides_nobodys(transactions):
+    """A leader that was paused in its recovery, after a slow end, does not cover up what its successor published."""
+    own = transactions.own
+    paused, known = transactions.begin(own)
+    paused._must_replace = True
+    successor, _ = transactions.begin(own)
+    assert successor.begin() is None
+    assert successor.send_manifest(own.tracking_topic, Manifest(own.outbox, [7], [7]).encode()) is None
+    assert isinstance(successor.commit(), Committed)
+    assert isinstance(own.adopt(paused, "", known, lambda: False), Ended)
+    assert list(transactions.begin(own)[1].manifest.ids) == [7]
+
+
+def test_a_torn_batch_is_read_back_once(scene, transactions, make_topic):
+    """When it is settled a manifest says so: the next term need not read its topics, which grow, from then on."""
+    own = transactions.own
+    producer, _ = transactions.begin(own)
+    assert producer.begin() is None
+    opening = Opening(own.outbox, 1, 9, (make_topic(1),))
+    assert producer.send_manifest(own.tracking_topic, opening.encode(), key=opening_key(own.transactional_id)) is None
+    assert isinstance(producer.commit(), Committed)
+    assert transactions.begin(own)[1].opening is not None
+    scene.drain(config=EXACTLY_ONCE, limits=QUICK)
+    assert transactions.begin(own)[1].opening is None

@@ -111,6 +111,33 @@ def test_offsets_that_may_have_been_sent_twice_bump_the_epoch(kafka, make, make_
 _TXN_OFFSET_COMMIT = 28
 
 
+@pytest.mark.parametrize("arrives", ["before the abort", "in the next transaction"])
+def test_a_produce_whose_answer_was_lost_is_not_taken_for_a_later_one(kafka, make, make_topic, topic_name, arrives):
+    """An aborted record that lost its connection gives its sequence number to nobody, and is never seen."""
+    topic, name = make_topic(1), topic_name("tx")
+    with kafka.frame_proxied(2) as frames:
+        # As in a cluster with another broker: the lost connection is not that of the coordinator.
+        producer = make(bootstrap=frames.bootstrap, name=name, **{"metadata.recovery.strategy": "none"})
+        first = frames.hold(Match(Api.PRODUCE, transactional_id=name))
+        producer.begin()
+        producer.produce(topic, b"aborted")
+        assert first.wait_until_held(10)
+        if arrives == "before the abort":
+            first.deliver()
+            assert first.wait_until_answered(10)
+        assert isinstance(producer.abort(), Aborted)
+        second = frames.hold(Match(Api.PRODUCE, transactional_id=name), reset=False)
+        assert producer.begin() is None
+        producer.produce(topic, b"later")
+        assert second.wait_until_held(10)
+        first.deliver()
+        assert first.wait_until_answered(10)
+        second.deliver()
+        assert producer.all_arrive(10)
+        assert isinstance(producer.commit(), Committed)
+    assert _values(kafka.bootstrap, topic) == [b"later"]
+
+
 def test_a_transaction_that_has_failed_is_known_at_once(make, make_topic):
     """A batch that the broker refuses is reported in milliseconds, not when deliveries time out."""
     topic, other, producer = make_topic(1, config={"max.message.bytes": "10000"}), make_topic(4), make()

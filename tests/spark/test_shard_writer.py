@@ -94,7 +94,7 @@ def _aborted(code):
 def write(monkeypatch):
     """A function that writes three records by a producer whose commits end so."""
     monkeypatch.setattr(shard_writer, "highest_claim", lambda *_: 0)
-    monkeypatch.setattr(shard_writer, "ledger_after_fence", lambda *_: Ledger())
+    monkeypatch.setattr(shard_writer, "ledger_after_fence", lambda *_, **__: Ledger())
     monkeypatch.setattr(shard_writer, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(shard_writer, "TopicLimits", _Limits)
 

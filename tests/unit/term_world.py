@@ -21,6 +21,7 @@ from outbox_core.harvest.record_producer import Sent
 from outbox_core.harvest.send_window import SendWindow
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
+from outbox_core.harvest.tracking import Ledger
 from outbox_core.harvest.transaction import Aborted, Committed, Ended
 from outbox_core.kafka import KafkaError
 from outbox_core.metrics import HarvestMetrics
@@ -301,6 +302,7 @@ class World:
         )
         transactions = SimpleNamespace(
             new_producer=lambda: Producer(self.cluster),
+            begin=lambda producer, *_: producer.begin(),
             tracking_topic=TRACKING,
             outbox="d.s.t",
             transactional_id="d.s.t",
@@ -329,7 +331,7 @@ class World:
     def settle(self, producer):
         del producer
 
-    last_offset = -1
+    ledger = Ledger()
 
     def server_id(self):
         return "1"

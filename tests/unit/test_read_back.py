@@ -1,10 +1,13 @@
 """Which rows of a torn batch are in Kafka: by id, key and value."""
 
+import pytest
+from confluent_kafka import TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox_core.harvest import read_back
 from outbox_core.harvest.read_back import Seen, published_rows
+from outbox_core.harvest.tracking import ManifestNotRead
 
 
 def row(identity, key="k", value=b"v"):
@@ -70,3 +73,50 @@ def test_the_id_header_names_outbox_and_row():
     assert id_of(("outbox-id", None)) is None
     assert id_of() is None
     assert read_back._id_of(_Message(SystemError), "outbox-id", b"d.s.t:") is None
+
+
+class _Record:
+    """A record of the topic `t`."""
+
+    def __init__(self, offset):
+        self.offset = lambda: offset
+
+    def topic(self):
+        return "t"
+
+    def partition(self):
+        return 0
+
+    def error(self):
+        return None
+
+
+class _SlowConsumer:
+    """A client that is given a record every ten seconds of a virtual clock, and after the last one nothing."""
+
+    def __init__(self, monkeypatch, records):
+        self._records = [_Record(offset) for offset in range(records)]
+        self._time = 0.0
+        monkeypatch.setattr(read_back.time, "monotonic", lambda: self._time)
+
+    def assign(self, _):
+        pass
+
+    def poll(self, _):
+        self._time += 1
+        return self._records.pop(0) if self._time % 10 == 0 and self._records else None
+
+
+def test_topics_are_read_back_however_long_they_are(monkeypatch):
+    """A term that gave up would find more to read in the next one, and never end."""
+    consumer, place = _SlowConsumer(monkeypatch, 500), TopicPartition("t", 0, 0)
+    messages = read_back._messages(consumer, [place], {("t", 0): 500}, lambda: False)
+    assert len(list(messages)) == 500
+
+
+def test_a_partition_that_is_not_read_to_its_end_is_named(monkeypatch):
+    """An open transaction of somebody else's hides the rest: who waits for it must be told."""
+    consumer, place = _SlowConsumer(monkeypatch, 3), TopicPartition("t", 0, 0)
+    messages = read_back._messages(consumer, [place], {("t", 0): 4}, lambda: False)
+    with pytest.raises(ManifestNotRead, match="topic t, partition 0"):
+        list(messages)
