@@ -305,7 +305,10 @@ class OutboxStore(Protocol):
         """
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
-        """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
+        """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many.
+
+        A row that a constraint keeps from being changed is held, and keeps its mark.
+        """
 
     def scan(
         self,
@@ -356,13 +359,16 @@ class OutboxStore(Protocol):
         """The rows that carry any harvester's mark; a relay's (`outbox_core.relay_marks`) do not count."""
 
     def hold_marked(self, limit: int) -> int:
-        """Hold some of the rows that carry a harvester's mark, and clear their marks; return how many they were."""
+        """Hold some of the rows that carry a harvester's mark, and clear their marks; return how many they were.
+
+        A mark that a constraint keeps stays; its row is counted until it is held.
+        """
 
     def release_marked(self) -> int:
         """Let go of what `hold_marked` held; return how many records."""
 
     def clear_marks(self) -> int:
-        """Clear all marks, whosever they are; return how many."""
+        """Clear all marks, whosever they are, but for those that a constraint keeps; return how many."""
 
     def is_empty(self) -> bool:
         """Whether no row is visible."""
