@@ -142,6 +142,12 @@ class Transactions:
             tracking_partition=shard,
         )
 
+    def fitting(self, max_batch_bytes: int | None) -> Transactions:
+        """The same with batches of so many bytes at most; None for what the settings say."""
+        if max_batch_bytes is None:
+            return self
+        return replace(self, producer={**self.producer, "batch.size": max_batch_bytes})
+
     def relay_shards(self) -> list[Transactions]:
         """All shards that a relay of this outbox may ever have had; none if there never was one.
 

@@ -67,6 +67,7 @@ _CONNECTION_DEFAULTS = {
 _UNREAD_SECONDS = 10.0  # as the client's tcp_user_timeout
 _PROBE_SETTING = "kafka_outbox.session"
 _TRIES = 3
+_CONSTRAINT_VIOLATIONS = "23"  # class of SQLSTATE
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -161,5 +162,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def one_line(error: psycopg.Error) -> str:
-    """A driver's message without line breaks."""
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    """A driver's message without line breaks, and without what PostgreSQL shows of a row that violates a constraint."""
+    is_of_row = (error.sqlstate or "").startswith(_CONSTRAINT_VIOLATIONS)
+    text = (is_of_row and error.diag.message_primary) or str(error)
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())
