@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format test test-chaos test-queues chaos demo demo-pipeline clean
 .PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic
 
 help:  ## Show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## Make .venv with the packages, all extras and the development tools
 
@@ -30,8 +30,9 @@ format: $(STAMP)  ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker
-	$(BIN)/pytest
+test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker, JOBS=3 at a time
+	$(BIN)/pytest -n $(or $(JOBS),3) --dist loadgroup -m "not alone"
+	$(BIN)/pytest -m alone
 
 test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
 	$(BIN)/pytest tests/chaos
@@ -83,11 +84,14 @@ bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
 bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
 	$(BIN)/python -m benchmarks.held_snapshot
 
+bench-small-topic: $(STAMP)  ## Measure exactly once into a topic of 64 KiB a batch beside one of 1 MiB
+	$(BIN)/python -m benchmarks.small_topic
+
 bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the rest
 	$(BIN)/python -m benchmarks.holds
 
 bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
-bench-all: bench-queue bench-tracker bench-pipelines bench-relay
+bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.stage import VALUE_BYTES, Services, fill, fresh_topic, harvest, machine, services
+from outbox_core.harvest.batch_sizes import LARGEST_BATCH_BYTES
 from outbox_core.kafka import make_producer
 from outbox_core.stores.postgres import PostgresStore
 
@@ -62,9 +63,12 @@ def scan_and_delete(dsn: str, rows: int) -> float:
     return rows / (time.perf_counter() - began)
 
 
-def produce_in_transactions(bootstrap: str, topic: str, rows: int, keys: int) -> float:
+def produce_in_transactions(
+    bootstrap: str, topic: str, rows: int, keys: int, batch_bytes: int = LARGEST_BATCH_BYTES
+) -> float:
     """Records/s of a bare transactional producer with id header."""
-    producer = make_producer({"bootstrap.servers": bootstrap, **_PRODUCER, "transactional.id": topic})
+    settings = {**_PRODUCER, "transactional.id": topic, "batch.size": batch_bytes}
+    producer = make_producer({"bootstrap.servers": bootstrap, **settings})
     value = b"x" * VALUE_BYTES
     producer.list_topics(topic)
     producer.init_transactions(30)

@@ -171,6 +171,7 @@ class HarvestMetrics:
         self._holds = 0
         self._dead_letters = 0
         self._waiting = (0, 0)
+        self._send_wait = 0.0
         self._leader = False
         self._backlog: Backlog | None = None
         self._floor: FloorGauge | None = None
@@ -204,6 +205,10 @@ class HarvestMetrics:
     def waiting(self, destinations: int, keys: int) -> None:
         """So many destinations are waited for, and so many keys, and records without one, wait with them."""
         self._waiting = (destinations, keys)
+
+    def send_wait(self, seconds: float) -> None:
+        """Records have waited so long for a lease with enough left to send them; 0.0 if none waits."""
+        self._send_wait = seconds
 
     def dead_letters(self, count: int) -> None:
         """So many records were published to the dead-letter topic."""
@@ -254,6 +259,7 @@ class HarvestMetrics:
             families.dead_letters.add_metric([name], self._dead_letters)
             families.waiting_destinations.add_metric([name], self._waiting[0])
             families.waiting_keys.add_metric([name], self._waiting[1])
+            families.send_wait.add_metric([name], self._send_wait)
             self._publish_latency.add_to(families.publish_latency, name)
             self._mark_duration.add_to(families.mark_duration, name)
             self._purge_duration.add_to(families.purge_duration, name)
@@ -283,6 +289,11 @@ class _Families:
         )
         self.waiting_keys = GaugeMetricFamily(
             "outbox_waiting_keys", "Keys, and records without one, that wait for a destination or a trial.", labels=by
+        )
+        self.send_wait = GaugeMetricFamily(
+            "outbox_send_wait_seconds",
+            "For how long nothing could be sent, as heartbeats come back too late.",
+            labels=by,
         )
         self.dead_letters = CounterMetricFamily(
             "outbox_dead_letters", "Records published to the dead-letter topic.", labels=by

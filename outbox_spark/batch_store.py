@@ -51,9 +51,9 @@ WHERE leader_id BETWEEN %(first)s AND %(last)s
 GROUP BY leader_id
 """
 
-_ADOPT = "UPDATE {table} SET leader_id = %(new)s WHERE leader_id = %(old)s"
+_ADOPT = "UPDATE {table} SET leader_id = %(new)s WHERE leader_id = %(old)s AND {fulfilled}"
 
-_RELEASE = "UPDATE {table} SET leader_id = NULL WHERE leader_id BETWEEN %(first)s AND %(last)s"
+_RELEASE = "UPDATE {table} SET leader_id = NULL WHERE leader_id BETWEEN %(first)s AND %(last)s AND {fulfilled}"
 
 _PURGE_BATCH = """
 DELETE FROM {table} WHERE id BETWEEN %(first_id)s AND %(last_id)s AND leader_id = %(mark)s
@@ -136,6 +136,7 @@ class BatchStore(PostgresStore):
 
         Raises:
             StoreUnavailable: if the database is away. With `in_doubt` the batch may have been marked all the same.
+            RowsHeld: if a constraint keeps some rows from being marked: they are held now, and none is marked.
         """
         parameters = {
             "mark": mark.leader_id,
@@ -152,7 +153,10 @@ class BatchStore(PostgresStore):
             parts = {"locator": "id", "locators": "id", "locator_type": "bigint"}
         statement = self._format(_MARK_BATCH, size=SIZE, held=HELD if holds else "", **parts)
         while True:
-            selected, rows, first, last = self._query(statement, parameters)[0]
+            try:
+                selected, rows, first, last = self._query(statement, parameters)[0]
+            except OutboxTableError as error:
+                self._cannot_mark(error)
             if rows == selected:
                 return Batch(mark, rows, first, last) if rows else None
             # Somebody else is marking the same rows. What was skipped would come too late for its key.
@@ -166,7 +170,9 @@ class BatchStore(PostgresStore):
         """Give the batches of all other terms to this one, under the numbers they have; return how many rows.
 
         A number that this term has already, or that two terms had, goes to the latest; the other rows are set free.
+        A mark that a constraint keeps from being changed stays; the next batch finds its row, and holds it.
         """
+        fulfilled = self._new_rules().fulfilled
         count = 0
         found = sorted(self._batches(FIRST, LAST), key=lambda batch: batch.mark, reverse=True)
         taken = {batch.mark.batch for batch in found if batch.mark.term == term}
@@ -178,12 +184,13 @@ class BatchStore(PostgresStore):
                 continue
             taken.add(batch.mark.batch)
             marks = {"old": batch.mark.leader_id, "new": RelayMark(term, batch.mark.batch).leader_id}
-            count += self._execute(self._format(_ADOPT), marks).rowcount
+            count += self._execute(self._format(_ADOPT, fulfilled=fulfilled), marks).rowcount
         return count
 
     def release(self, first: UUID = FIRST, last: UUID = LAST) -> int:
-        """Clear relays' marks in a range; return how many."""
-        return self._execute(self._format(_RELEASE), {"first": first, "last": last}).rowcount
+        """Clear relays' marks in a range, but for those that a constraint keeps; return how many."""
+        statement = self._format(_RELEASE, fulfilled=self._new_rules().fulfilled)
+        return self._execute(statement, {"first": first, "last": last}).rowcount
 
     def purge_batch(self, batch: Batch) -> int:
         """Delete what is left of a batch; return how many rows."""

@@ -10,6 +10,9 @@ the same transaction. Rows that it lists are not sent again.
 The last manifest is enough because a batch is handed out only when the purge of the one before is committed
 (`outbox_stream.py`). Whether we may write at all the leader topic tells (`claims.py`): it is read once, after fencing,
 up to a message that we write there ourselves; whoever leads later fences us.
+
+Batches fit the topics (`batch_sizes.py`). Limits are asked for before the producer is made: one made later, to change
+its batches, would fence whoever has deposed us since we looked.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from outbox_core.config import LeaderNames
+from outbox_core.config.kafka_settings import batch_settings
 from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError
+from outbox_core.harvest.batch_sizes import BatchSizes
 from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.record_producer import RecordProducer
@@ -28,7 +34,7 @@ from outbox_core.harvest.recovery import Transactions
 from outbox_core.harvest.tracking import ManifestNotRead, opening_key
 from outbox_core.harvest.transaction import Aborted, Ended, Outcome
 from outbox_core.harvest.verdicts import Verdict, verdict_on
-from outbox_core.kafka import KafkaError
+from outbox_core.kafka import KafkaError, TopicLimits
 from outbox_core.ports import StoredRecord
 from outbox_spark.claims import highest_claim
 from outbox_spark.takeover import fence, ledger_after_fence
@@ -40,6 +46,7 @@ MOST_ROWS = 50_000
 
 _PATIENCE_SECONDS = 90.0
 _PAUSE_SECONDS = 0.5
+_LOOK_SECONDS = 0.01
 
 _REFUSALS = (Verdict.RECORD, Verdict.FORBIDDEN, Verdict.AWAY)
 """What does not pass by itself: the record, our rights, or a topic that librdkafka has waited for in vain."""
@@ -88,6 +95,9 @@ class ShardWriter:
         self._reached = reached
         self._give_up_at = time.monotonic() + patience
         self._wants_reports = False  # of deliveries; they cost more than all the rest
+        self._limits = TopicLimits(transactions.kafka)
+        largest, is_compressed = batch_settings(transactions.producer)
+        self._batches = BatchSizes(self._limits.ask, largest=largest, is_compressed=is_compressed)
 
     def write(self, records: Sequence[StoredRecord]) -> ShardWritten:
         """Publish records, those that have not been.
@@ -104,20 +114,21 @@ class ShardWriter:
             raise InvalidRecord(f"a shard of {len(records)} rows is too large; set maxRecordsPerBatch to {MOST_ROWS}")
         if not records:
             return ShardWritten(0, 0)
-        while True:
-            try:
-                return self._try(records)
-            except KafkaUnavailable as error:
-                if time.monotonic() > self._give_up_at:
-                    raise
-                _log.warning("trying again: %s", error)
-                time.sleep(_PAUSE_SECONDS)
+        with closing(self._limits):
+            while True:
+                try:
+                    return self._try(records)
+                except KafkaUnavailable as error:
+                    if time.monotonic() > self._give_up_at:
+                        raise
+                    _log.warning("trying again: %s", error)
+                    time.sleep(_PAUSE_SECONDS)
 
     def _over(self) -> bool:
         return time.monotonic() > self._give_up_at
 
     def _try(self, records: Sequence[StoredRecord]) -> ShardWritten:
-        producer = fence(self._transactions, self._over)
+        producer = fence(self._transactions.fitting(self._largest_batch(records)), self._over)
         try:
             self._reached("fenced")
             self._look_who_leads()
@@ -132,6 +143,13 @@ class ShardWriter:
             return ShardWritten(len(missing), len(records) - len(missing))
         finally:
             producer.discard()
+
+    def _largest_batch(self, records: Sequence[StoredRecord]) -> int | None:
+        """How many bytes the records' topics take at once; None if that is no less than the settings say."""
+        self._batches.meet({record[1] for record in records})
+        while self._batches.are_awaited and not self._over():
+            time.sleep(_LOOK_SECONDS)
+        return self._batches.limit
 
     def _look_who_leads(self) -> None:
         claim = highest_claim(self._transactions.kafka, self._leader, self._term)
@@ -198,7 +216,16 @@ class ShardWriter:
     def _reason_of(
         self, outcome: Aborted, missing: Sequence[StoredRecord], failures: Sequence[Failure]
     ) -> InvalidRecord | KafkaUnavailable:
-        """A refusal is the end of it; an outage, or what nobody can tell, is tried again, with delivery reports."""
+        """A refusal is the end of it; an outage, or what nobody can tell, is tried again, with delivery reports.
+
+        So is a batch that was too large, as long as smaller ones can be tried: the limit of its topic is not known.
+        """
+        errors = [failure.error for failure in failures] + ([outcome.error] if outcome.error is not None else [])
+        if any(error.code() == KafkaError.MSG_SIZE_TOO_LARGE for error in errors):
+            before = self._batches.limit
+            self._batches.refused({record[1] for record in missing})
+            if self._batches.limit != before:
+                return KafkaUnavailable(f"a batch was too large for its topic, now {self._batches.limit} bytes at most")
         refused = [failure for failure in failures if failure.verdict in _REFUSALS]
         if refused:
             return _refusal([failure.record for failure in refused], refused[0].error)

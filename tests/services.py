@@ -73,6 +73,14 @@ def pytest_runtest_makereport():
     return report
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Keep the tests of a file in one process when they run side by side, and all of Spark's, which share a session."""
+    for item in items:
+        folder, name = item.path.parent.name, item.path.name
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "spark" else f"{folder}/{name}"))
+
+
 def pytest_collection_finish(session):
     """Fetch Kafka's jars before the first test, whose timeout a first download would exceed."""
     config = session.config

@@ -184,7 +184,8 @@ def _obstacle(what: str) -> Finding:
     is_certain = what.startswith("rule ") or what.endswith("(it has no policy)")
     return (problem if is_certain else warning)(
         "obstacle",
-        f"the table has {what}: rows that were published may stay, and would be published again",
+        f"the table has {what}: rows that it hides are not published; if it keeps rows from being marked or deleted, "
+        "publishing stops",
         "exempt the harvester's role from it, or take it from the table",
     )
 

@@ -34,6 +34,7 @@ _WITHOUT_EFFECT = {
 """goharvest's limits that have nothing to limit here; docs/configuration.md gives the reasons."""
 
 _MOST_ROWS_OF_A_MANIFEST = 50_000  # 16 bytes each, of the 1 MB that brokers take by default
+_SHORTEST_DELIVERY_TIMEOUT = timedelta(milliseconds=100)
 _DEFAULT_SERVERS = {"bootstrap.servers": "localhost:9092"}
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
 _INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_state")
@@ -278,6 +279,11 @@ class HarvestConfig(Settings):
         longest = kafka_settings.longest_delivery_timeout(self.limits.heartbeat_timeout)
         wanted = kafka_settings.wanted_delivery_timeout(self.base_kafka_config, self.producer_kafka_config)
         return longest if wanted is None else min(wanted, longest)
+
+    @property
+    def shortest_delivery_timeout(self) -> timedelta:
+        """How short that may be made for a while: records must have time to leave the producer, and to arrive."""
+        return max(_SHORTEST_DELIVERY_TIMEOUT, 2 * kafka_settings.linger(self._merged))
 
     @property
     def max_message_bytes(self) -> int:

@@ -15,7 +15,8 @@ statements run elsewhere, on the two threads that own a store each.
   row would otherwise be published a second time after its followers.
 - **Send.** At most one record of a key is under way (`lanes`). The lease is looked at immediately before each send,
   and must have at least `delivery_timeout` left: the producer gives up on a record before the lease it was sent under
-  can end, so a successor never meets the sends of its predecessor.
+  can end, so a successor never meets the sends of its predecessor. Leases that never have that much left are seen to in
+  `send_window`.
 - **Purge.** Acknowledged rows are deleted where they still carry our leader ID. Fewer than asked means that another
   leader has marked them since: no lane moves, and everything is marked again.
 - **Reset.** A failed delivery concerns its own key, its partition or its topic (`bad_records`): the rows of these lose
@@ -50,8 +51,9 @@ from outbox_core.harvest.burials import Burials
 from outbox_core.harvest.floor import Look, Reading
 from outbox_core.harvest.lanes import Lanes
 from outbox_core.harvest.pace import Pace
-from outbox_core.harvest.publisher import Failure, Publisher
+from outbox_core.harvest.publisher import Failure, ProducerLimits, Publisher
 from outbox_core.harvest.recovery import Recovery, Transactions
+from outbox_core.harvest.send_window import LOOK_EVERY_SECONDS
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
 from outbox_core.kafka import KafkaError
@@ -149,6 +151,7 @@ class AtLeastOnce:
             raise
         finally:
             self._bad.forget()
+            self._with.send_window.leadership_ends()
 
     def _harvest(self) -> None:
         while True:
@@ -297,15 +300,11 @@ class AtLeastOnce:
 
     def _send(self) -> bool:
         """Send a chunk of what may be sent. False if more of it can be sent at once."""
-        if not self._batches_fit():
+        if not self._producer_fits():
             return True
         batch = self._lanes.take(_SEND_CHUNK)
         elector = self._with.elector
-        leadership = elector.leadership
-        # Read once: a lease is only ever extended, and the lease of a later leadership does not count.
-        closes_at = 0.0
-        if leadership is not None and leadership.leader_id == self._leadership_id:
-            closes_at = leadership.deadline - self._timing.delivery_timeout
+        closes_at = self._closes_at(records_wait=bool(batch) or self._bad.has_due or self._burials.has_ready)
         send = self._publisher.send
         sent_at = now()
         if not self._send_alone(closes_at):
@@ -317,17 +316,40 @@ class AtLeastOnce:
                 return True
         return not self._lanes.has_ready
 
-    def _batches_fit(self) -> bool:
-        """Whether the producer builds batches that all topics take; else it is replaced once nothing is in flight."""
+    def _closes_at(self, *, records_wait: bool) -> float:
+        """Until when records may be sent under the present lease, 0.0 for not at all.
+
+        To be asked once for a chunk: a lease is only ever extended, and the lease of a later leadership does not count.
+        """
+        leadership, window = self._with.elector.leadership, self._with.send_window
+        if leadership is None or leadership.leader_id != self._leadership_id:
+            return 0.0
+        timeout = window.timeout  # that of the producer; a look may change what the next one is made for
+        window.look(leadership.deadline - now(), records_wait=records_wait)
+        return leadership.deadline - timeout
+
+    def _producer_fits(self) -> bool:
+        """Whether the producer builds batches that all topics take, and gives records up in time.
+
+        Else it is replaced once nothing is in flight.
+        """
         batches, publisher = self._with.batches, self._publisher
         if batches.are_awaited:
             return False
-        publisher.limit_batches(batches.limit)
+        publisher.limit(self._limits())
         if not publisher.is_outdated:
             return True
         if not publisher.in_flight:
             publisher.renew()
         return not publisher.is_outdated
+
+    def _limits(self) -> ProducerLimits:
+        """In what the producer is to differ from its settings."""
+        batch_bytes, timeout = self._with.batches.limit, self._with.send_window.timeout
+        limits = {} if batch_bytes is None else {"batch.size": batch_bytes}
+        if timeout != self._timing.delivery_timeout:
+            limits["delivery.timeout.ms"] = max(1, int(timeout * 1000))
+        return limits
 
     def _send_alone(self, closes_at: float) -> bool:
         """Send what must be judged by itself. False if nothing more can be sent now."""
@@ -475,11 +497,15 @@ class AtLeastOnce:
         if self._settling is None and (self._to_purge or self._to_reset):
             due = min(due, self._settle_not_before - time)
         if not self._remark:
-            due = min(due, max(_TICK_SECONDS, self._bad.due_in()), self._burials.due_in())
+            # What is due cannot be sent before there is room in the lease: that comes with a heartbeat.
+            soonest = LOOK_EVERY_SECONDS if self._with.send_window.is_waited_for else _TICK_SECONDS
+            due = min(due, max(soonest, self._bad.due_in()), self._burials.due_in())
             if self._with.batches.are_awaited:
                 due = min(due, self._with.batches.await_seconds)
             if self._marking is None and (self._bad.holds or self._lanes.held):
                 due = min(due, max(self._bad.book.due_in(), self._read_holds_not_before - time))
+            if self._with.send_window.is_waited_for:
+                due = min(due, LOOK_EVERY_SECONDS)
         return max(0.0, due)
 
     def _wait(self, seconds: float) -> None:

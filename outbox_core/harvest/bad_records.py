@@ -226,6 +226,11 @@ class BadRecords:
             due = min(due, self._write_not_before - now())
         return 0.0 if self._suspects else max(0.0, due)
 
+    @property
+    def has_due(self) -> bool:
+        """Whether something is to be sent again now."""
+        return bool(self._suspects) or self.parking.has_due_probe
+
     def take(self) -> list[StoredRecord]:
         """Records to send again now, alone."""
         self._waits.look()

@@ -66,6 +66,11 @@ class Burials:
         return bool(self._fetching or self._ready or self._sent or self._arrived or self._refused or self._burying)
 
     @property
+    def has_ready(self) -> bool:
+        """Whether any are to be sent now."""
+        return bool(self._ready)
+
+    @property
     def is_burying(self) -> bool:
         """Whether rows are being deleted, or are about to be."""
         return bool(self._arrived or self._refused or self._burying)

@@ -40,6 +40,7 @@ from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.pace import News
 from outbox_core.harvest.publisher import Publisher
 from outbox_core.harvest.recovery import Step, Transactions
+from outbox_core.harvest.send_window import SendWindow
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.watch import Watch
@@ -146,6 +147,7 @@ class Harvester:
         if self._dead_letters_of_outbox.on_poison:
             self._check_dead_letters()
         self._publisher_of_outbox = self._publisher(identity)
+        self._send_window = self._make_send_window()
         self._listening = self._make_listening() if self.config.notify else None
         with ExitStack() as undo:
             surroundings = self._surroundings(self._elector, undo)
@@ -232,7 +234,7 @@ class Harvester:
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
                 return outage.describe()
         if leads:
-            return self.metrics.activity.trouble(
+            return self._send_window.trouble(_UNHEALTHY_AFTER_SECONDS) or self.metrics.activity.trouble(
                 _UNHEALTHY_AFTER_SECONDS, look_interval=self.config.limits.mark_backoff.total_seconds()
             )
         return self._elector.trouble
@@ -299,17 +301,20 @@ class Harvester:
         """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
         if self.config.delivery == "exactly-once":
             return None
-        settings = self.config.producer_settings()
+        config, make = self.config, self._make_producer
         return Publisher(
-            self._make_producer or (lambda: make_producer(settings)),
-            lambda: make_producer(self.config.lone_producer_settings()),
-            lambda limit: (
-                self._make_producer() if self._make_producer else make_producer(settings | {"batch.size": limit})
-            ),
+            lambda limits: make() if make else make_producer({**config.producer_settings(), **limits}),
+            lambda limits: make_producer({**config.lone_producer_settings(), **limits}),
             id_header=self.config.id_header,
             outbox_name=self.config.outbox_name or identity,
             topics=self._transactions_of_outbox.topics,
         )
+
+    def _make_send_window(self) -> SendWindow:
+        config = self.config
+        # A producer of the user's own making has the delivery timeout that it has.
+        shortest = None if self._make_producer else config.shortest_delivery_timeout.total_seconds()
+        return SendWindow(config.delivery_timeout.total_seconds(), self.metrics, shortest=shortest)
 
     def _dead_letters(self, identity: str) -> DeadLetters:
         topic, kafka = self.config.dead_letter_name(identity), self.config.base_kafka_config
@@ -353,6 +358,7 @@ class Harvester:
             news=self._news,
             database=self._database,
             kafka=self._kafka,
+            send_window=self._send_window,
             batches=self._batch_sizes(),
             removal=self._removal,
         )

@@ -159,6 +159,14 @@ class Parking:
         return frozenset(topic for topic, part in self._places if part is None)
 
     @property
+    def has_due_probe(self) -> bool:
+        """Whether a probe is to be sent now."""
+        time = self._clock() if self._probes else 0.0
+        return any(
+            closed.until <= time and not closed.is_sent and closed.probe is not None for closed in self._places.values()
+        )
+
+    @property
     def next_due(self) -> float | None:
         """When the next probe is to be sent or the next place opens by itself."""
         return min((closed.until for closed in self._places.values() if not closed.is_sent), default=None)

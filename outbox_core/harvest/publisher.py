@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +24,9 @@ _ANY_PARTITION: Final = -1
 _PARTITION_OF_EMPTY_KEY: Final = 0
 _SETTLE_POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 10.0
+
+ProducerLimits = Mapping[str, int]
+"""Settings of librdkafka in which a producer differs for now from those it was configured with."""
 
 ID_HEADER = "outbox-id"
 ORIGIN_HEADER = "outbox-original-topic"
@@ -136,10 +139,9 @@ class Publisher:
     second producer, made when it is first needed, whose batches have one record each.
 
     Args:
-        make_producer: makes a producer; called at once, and again after a fatal error.
+        make_producer: makes a producer within limits, which are settings of librdkafka; called at once, and again after
+            a fatal error or for other limits.
         make_lone_producer: makes a producer whose batches have one record; by default the same as the other.
-        make_limited_producer: makes a producer whose batches have so many bytes at most; by default they are as large
-            as those of the others.
         id_header: name of the header that carries the record's identity; '' for none.
         outbox_name: identity of the outbox, written before the record's id.
         topics: tells which topics rows may name; by default those that no outbox may have rows for are refused.
@@ -154,9 +156,8 @@ class Publisher:
 
     def __init__(
         self,
-        make_producer: Callable[[], Producer],
-        make_lone_producer: Callable[[], Producer] | None = None,
-        make_limited_producer: Callable[[int], Producer] | None = None,
+        make_producer: Callable[[ProducerLimits], Producer],
+        make_lone_producer: Callable[[ProducerLimits], Producer] | None = None,
         *,
         id_header: str,
         outbox_name: str,
@@ -164,10 +165,9 @@ class Publisher:
     ) -> None:
         self._make_producer = make_producer
         self._make_lone_producer = make_lone_producer or make_producer
-        self._make_limited_producer = make_limited_producer or (lambda _: make_producer())
-        self._batch_bytes: int | None = None
-        self._made_for: int | None = None
-        self._producer = make_producer()
+        self._limits: ProducerLimits = {}
+        self._made_for: ProducerLimits = {}
+        self._producer = make_producer({})
         self._lone_producer: Producer | None = None
         self._alone_in_flight = 0
         self._topics = topics or RowTopics()
@@ -190,7 +190,7 @@ class Publisher:
     def send_alone(self, record: StoredRecord, sent_at: float) -> bool:
         """The same, in a batch of its own: if it fails, no other record is to blame."""
         if self._lone_producer is None:
-            self._lone_producer = self._make_lone_producer()
+            self._lone_producer = self._make_lone_producer(self._made_for)
         before = self.in_flight
         taken = self._hand_over(self._lone_producer, record, partial(self._report_alone, record, sent_at))
         self._alone_in_flight += self.in_flight - before
@@ -309,23 +309,23 @@ class Publisher:
             if producer is not None:
                 producer.purge(in_queue=True, in_flight=True, blocking=False)
 
-    def limit_batches(self, max_bytes: int | None) -> None:
-        """Set the largest batch, None for what the settings say. Takes effect with `renew`."""
-        self._batch_bytes = max_bytes
+    def limit(self, limits: ProducerLimits) -> None:
+        """Set the limits of producers. Takes effect with `renew`."""
+        self._limits = limits
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the producer builds batches of another size than it should: send nothing more, and `renew` it."""
-        return self._batch_bytes != self._made_for
+        """Whether the producer has other limits than it should: send nothing more, and `renew` it."""
+        return self._limits != self._made_for
 
     def renew_if_broken(self) -> None:
         """After a fatal error the producer accepts nothing more; make a new one. Only with nothing in flight."""
         if self._fatal:
-            self._lone_producer = None
             self._fatal = False
             self.renew()
 
     def renew(self) -> None:
         """Make a new producer. Only with nothing in flight."""
-        limit = self._made_for = self._batch_bytes
-        self._producer = self._make_producer() if limit is None else self._make_limited_producer(limit)
+        self._made_for = self._limits
+        self._lone_producer = None  # made again when it is needed
+        self._producer = self._make_producer(self._made_for)

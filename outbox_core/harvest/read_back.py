@@ -1,7 +1,7 @@
 """Which rows of a torn batch are in Kafka? Reads its topics back and compares.
 
-A transaction is torn when something ended it in the middle, for which rule 7 (`outbox_core.harvest.transaction`) leaves
-no way that we know of. Its opening is committed, its manifest is not. What was produced before the end is in Kafka, the
+A transaction is torn when something ended it in the middle, for which `outbox_core.harvest.transaction` leaves no way
+that we know of. Its opening is committed, its manifest is not. What was produced before the end is in Kafka, the
 rest is not, and no belief about it is safe: taken for published, rows would be lost; taken for not published, repeated.
 
 So recovery reads what the batch's topics hold from a little before the opening's time, as a read_committed client, and

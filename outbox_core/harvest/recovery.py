@@ -141,6 +141,12 @@ class Transactions:
             tracking_partition=shard,
         )
 
+    def fitting(self, max_batch_bytes: int | None) -> Transactions:
+        """The same with batches of so many bytes at most; None for what the settings say."""
+        if max_batch_bytes is None:
+            return self
+        return replace(self, producer={**self.producer, "batch.size": max_batch_bytes})
+
     def relay_shards(self) -> list[Transactions]:
         """All shards that a relay of this outbox may ever have had; none if there never was one.
 
@@ -193,7 +199,7 @@ class Transactions:
         return self._checked(ledger)
 
     def begin(self, producer: RecordProducer, known: Ledger, give_up: Callable[[], bool]) -> Ended | None:
-        """Open a transaction, in an epoch in which no request can be late (rule 7).
+        """Open a transaction, in an epoch in which no request can be late (R13 of docs/explanation-exactly-once.md).
 
         That may take a new producer, which fences whoever has fenced the old one, and we would never hear of that one.
         So see that nobody has published in between: then what was decided before still holds. All that is in the new

@@ -14,6 +14,7 @@ from outbox_core.harvest.floor import SettledFloor
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.pace import News
+from outbox_core.harvest.send_window import SendWindow
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.ports import LeaderElector
@@ -77,6 +78,7 @@ class Surroundings:
         kafka: says once when deliveries fail and succeed again.
         batches: how large the producer's batches may be.
         removal: says once when published rows cannot be removed, and when they can again.
+        send_window: says when leases are too short to send anything.
     """
 
     elector: LeaderElector
@@ -90,6 +92,7 @@ class Surroundings:
     news: News
     database: Outage
     kafka: Outage
+    send_window: SendWindow
     batches: BatchSizes = field(default_factory=BatchSizes)
     removal: Outage = field(default_factory=lambda: Outage("removal of published records", _log))
 

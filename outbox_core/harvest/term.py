@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from operator import itemgetter
 from typing import Final, NamedTuple, Protocol
@@ -271,7 +271,7 @@ class Term:
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
-        outcome = self._fill(producer, records) or self._commit(producer, records)
+        outcome = self._fill(producer, records, self._culprits.refused) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
         self._culprits.published(took)
@@ -321,9 +321,20 @@ class Term:
             self._leave_out(records, kept)
 
     def _fill(
-        self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure] | None = None
+        self,
+        producer: RecordProducer,
+        records: list[StoredRecord],
+        tell_refused: Callable[[Sequence[Failure]], None],
+        failures: list[Failure] | None = None,
     ) -> Aborted | Ended | None:
-        """Open a transaction and put the records into it; `records` is left with those that are in it."""
+        """Open a transaction and put the records into it.
+
+        Args:
+            producer: of the term.
+            records: is left with those that are in the transaction.
+            tell_refused: called with those that the client refused: alone, by nature; the transaction goes on.
+            failures: where to note what delivery reports say; without it there are none.
+        """
         self._fit_batches(producer, records)
         ended = self._begin(producer) or self._send_opening(producer, records)
         if ended is not None:
@@ -333,19 +344,19 @@ class Term:
             return sent
         self._transactions.reached(Step.AFTER_PRODUCE)
         if sent is not None and sent.refused:
-            self._culprits.refused(sent.refused)  # alone, by nature; the transaction goes on without them
+            tell_refused(sent.refused)
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)
         return None
 
     def _begin(self, producer: RecordProducer) -> Ended | None:
-        """Open a transaction, in an epoch in which no request can be late (rule 7)."""
+        """Open a transaction, in an epoch in which no request can be late (R13 of docs/explanation-exactly-once.md)."""
         give_up_at = now() + self._transactions.timeout
         return self._transactions.begin(producer, self._ledger, lambda: self._leadership.over() or now() > give_up_at)
 
     def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
-        """The tracking partition is in the transaction from its first record on (rule 8)."""
+        """Put the tracking partition into the transaction with its first record (R14)."""
         transactions = self._transactions
         opening = Opening.of(transactions.outbox, self._server, records)
         key = opening_key(transactions.transactional_id)
@@ -453,7 +464,7 @@ class Term:
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []
-            unfinished = self._fill(producer, records, failures)
+            unfinished = self._fill(producer, records, self._culprits.refused, failures)
             outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
             self._count_in_flight(0)
             if isinstance(outcome, Ended):
@@ -489,24 +500,13 @@ class Term:
             self._culprits.judge(outcome, records, failures)
         self._forget_scanned()
 
-    def _write_letters(self, producer: RecordProducer, records: list[StoredRecord], failures: list[Failure]) -> Outcome:
-        ended = self._begin(producer) or self._send_opening(producer, records)
-        sent = ended or producer.send(records, self._leadership.over, failures)
-        if isinstance(sent, Ended):
-            return sent
-        if sent is not None:
-            failures += sent.refused
-            self._leave_out(records, sent.records)
-        if sent is None or not records or not self._leadership.leads():
-            return producer.abort(give_up=self._is_late)
-        return self._commit_in_time(producer, records, failures, self._letters.patience)
-
     def _bury(self, producer: RecordProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         """A transaction of dead letters."""
         records: list[StoredRecord] = list(letters)
         failures: list[Failure] = []
         self._in_flight.update(record[_ID] for record in records)
-        outcome = self._write_letters(producer, records, failures)
+        unfinished = self._fill(producer, records, failures.extend, failures)
+        outcome = unfinished or self._commit_in_time(producer, records, failures, self._letters.patience)
         if isinstance(outcome, Committed):
             self._publication_is_committed(records, are_buried=True)
             self._with.metrics.dead_letters(len(records))

@@ -18,6 +18,9 @@ transaction of that epoch. So no transaction begins in an epoch in which an EndT
 - if that took long enough for a repeat, the next `begin` replaces the producer first: `init_transactions()` bumps the
   epoch, and brokers refuse what carries the old one.
 
+This alone prevents losses and repeats (R13 of docs/explanation-exactly-once.md). That a torn transaction is recognised,
+by its opening (R14), alone prevents losses, and not all repeats.
+
 The same holds for offsets: a late copy of TxnOffsetCommit would replace those of a later transaction.
 
 **So may Produce.** A record whose connection was lost waits to be sent again; an abort purges it, and librdkafka gives

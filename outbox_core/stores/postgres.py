@@ -97,6 +97,11 @@ RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, 0,
           CASE WHEN {is_large} THEN {content} END, (SELECT selected FROM head)
 """
 
+# What a mark would begin with. One that has updated nothing returns no row, and so not how many it selected.
+_IS_SELECTED = """
+SELECT EXISTS (SELECT FROM {table} WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion})
+"""
+
 # Exact for every time that a clock shows. The others, which only somebody who writes them by hand can draw, are all 0:
 # infinite ones, those that a 64-bit number cannot hold, and none.
 MICROSECONDS = """
@@ -181,10 +186,13 @@ _IS_MARKED = """
 SELECT EXISTS (SELECT FROM {table} WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}')
 """
 
-# The first ones. Their keys are as holds have them: they may be of any length.
+# The first ones. Their keys are as holds have them: they may be of any length. A mark that a constraint keeps from
+# being cleared stays, and its row is found until it is held.
 _FIND_MARKED = """
-SELECT id, {topic}, {held_key} FROM {table}
-WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' ORDER BY id LIMIT %(limit)s
+SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} AS stored
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
+  AND ({fulfilled} OR NOT EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}))
+ORDER BY id LIMIT %(limit)s
 """
 
 # Constraints that hold for every new version of a row, a mark's included, but were not there before these rows.
@@ -193,18 +201,21 @@ SELECT quote_ident(conname), pg_get_expr(conbin, conrelid) FROM pg_constraint
 WHERE conrelid = to_regclass(%(name)s) AND contype = 'c' AND NOT convalidated
 """
 
+# Those that are held already come last: there may be more than are found at once.
 _FIND_VIOLATIONS = """
-SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} WHERE NOT ({rules}) ORDER BY id LIMIT {limit}
+SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} AS stored WHERE NOT {fulfilled}
+ORDER BY EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}), id LIMIT {limit}
 """
 
 _CLEAR_MARKS_OF = """
 UPDATE {table} SET leader_id = NULL
 WHERE id = ANY (%(ids)s::bigint[]) AND leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
+  AND {fulfilled}
 """
 
 _RELEASE_MARKED = "DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s"
 
-_CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL"
+_CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL AND {fulfilled}"
 
 # The floor holds for one incarnation of table and sequence, and while the sequence is not set back. Both are looked at
 # by the statement that uses it, which by then has the table's lock: TRUNCATE ... RESTART IDENTITY, say, comes before
@@ -379,6 +390,8 @@ _PURGE = "DELETE FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id =
 
 _RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
+_RESET_FULFILLING = f"{_RESET} AND {{fulfilled}}"
+
 # A DELETE may succeed and delete nothing. Asked only when it deleted less than it was to.
 _UNSETTLED = """
 SELECT count(*), min(stored.id) FROM {table} AS stored
@@ -455,6 +468,9 @@ _LARGEST_INTEGER = 2**63 - 1
 MARKED = "marked"
 """The reason of the holds of records that an at-least-once leader may have sent."""
 
+_SLOW_SECONDS = 1.0
+_SKIPPED_SECONDS = 3.0
+_LOOK_FOR_SKIPPED_EVERY_SECONDS = 10.0  # while marks return nothing: that costs as much as a mark of nothing
 _VIOLATIONS_AT_ONCE = 1_000
 _VIOLATES = "the row is older than the CHECK constraint, which now keeps it from being marked; correct it, or skip it"
 
@@ -472,6 +488,18 @@ class _Place(NamedTuple):
     session: object
     table_file: int | None
     sequence_file: int | None
+
+
+class _NewRules(NamedTuple):
+    """What CHECK constraints that are NOT VALID say of a row, as SQL.
+
+    Attributes:
+        broken: the names of those that it violates, each NULL if it does not.
+        fulfilled: whether it violates none, so that it can be changed.
+    """
+
+    broken: str
+    fulfilled: str
 
 
 class _Sequence(NamedTuple):
@@ -511,6 +539,9 @@ class PostgresStore:
         self._session = object()
         self._sequence: _Sequence | None = None
         self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
+        self._is_selected = self._is_selected_excluding = ""
+        self._skipped_since: float | None = None
+        self._look_for_skipped_at = 0.0
         self._reading_timeout = statement_timeout
         self._hold_name = self._hold_table = hold_beside(self._name)
         self._outbox = ""  # <schema>.<table>, as holds know it
@@ -565,7 +596,8 @@ class PostgresStore:
             )
         for obstacle in self.obstacles():
             _log.warning(
-                "table %s has %s: it may keep published records from being removed, and publishing stops if it does",
+                "table %s has %s: records that it hides from this role are not published, and publishing stops if it "
+                "keeps others from being marked or removed",
                 self._name,
                 obstacle,
             )
@@ -598,25 +630,56 @@ class PostgresStore:
         max_bytes: int = NO_LIMIT,
         holds: HoldSet = NO_HOLDS,
     ) -> MarkedBatch:
-        """Mark the earliest rows above the floor, but for what is held and the given lanes and ids; return them."""
+        """Mark the earliest rows above the floor, but for what is held and the given lanes and ids; return them.
+
+        Raises:
+            StoreUnavailable: also if some cannot be marked, whatever is tried.
+        """
         if not self._mark:
             self.check()
         parameters: dict[str, Any] = {"leader_id": leader_id, "limit": limit, "max_bytes": max_bytes}
         parameters |= {"max_message": self._max_message_bytes, **self._above(floor)}
-        statement = self._mark
+        statement, is_selected = self._mark, self._is_selected
         if excluding or resting or holds:
-            statement = self._mark_excluding
+            statement, is_selected = self._mark_excluding, self._is_selected_excluding
             parameters |= {**_excluded(excluding), "ids": _multirange(resting), **self._held_parameters.of(holds)}
+        began = time.monotonic()
         try:
             rows = self._read(statement, parameters)
         except OutboxTableError as error:
-            if isinstance(error.__cause__, psycopg.errors.CheckViolation):
-                self._hold_violations(error)
-            raise
+            self._cannot_mark(error)
+        # Behind many dead rows a second look would take as long as the first.
+        if rows or time.monotonic() - began < _SLOW_SECONDS:
+            self._see_skipped(rows, is_selected, parameters)
         if not rows:
             return MarkedBatch(0, ())
         rows.sort(key=_id_of)
         return MarkedBatch(rows[0][_SELECTED], self._without_large_values(rows))
+
+    def _see_skipped(self, rows: list[tuple[Any, ...]], is_selected: str, parameters: dict[str, Any]) -> None:
+        """See whether marks select rows that they do not get, and that not because another leader is at work.
+
+        Raises:
+            StoreUnavailable: if that has been so for some seconds, and there is something to be blamed for it.
+        """
+        at = time.monotonic()
+        if rows:
+            skips = rows[0][_SELECTED] != len(rows)
+        elif self._skipped_since is None and at < self._look_for_skipped_at:
+            return
+        else:
+            self._look_for_skipped_at = at + _LOOK_FOR_SKIPPED_EVERY_SECONDS
+            skips = bool(self._query(is_selected, parameters)[0][0])  # or they have come since
+        if not skips:
+            self._skipped_since = None
+            return
+        self._skipped_since = self._skipped_since or at
+        if at - self._skipped_since >= _SKIPPED_SECONDS and (obstacles := self.obstacles()):
+            raise StoreUnavailable(
+                f"rows of {self._name} can be read and cannot be marked: {', '.join(obstacles)}. Nothing is published "
+                f'until role "{self._role}" can mark every row that it can see',
+                in_doubt=True,
+            )
 
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that are still marked by `leader_id`; return how many."""
@@ -626,8 +689,16 @@ class PostgresStore:
         return purged
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
-        """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many."""
-        return self._change(_RESET, leader_id, ids)
+        """Clear the mark on the rows of these ids that are still marked by `leader_id`; return how many.
+
+        A row that a constraint keeps from being changed is held, and keeps its mark.
+        """
+        try:
+            return self._change(_RESET, leader_id, ids)
+        except OutboxTableError as error:
+            if not self._hold_violations(error):
+                raise
+        return self._change(_RESET_FULFILLING, leader_id, ids, fulfilled=self._new_rules().fulfilled)
 
     def scan(
         self,
@@ -773,15 +844,14 @@ class PostgresStore:
     def hold_marked(self, limit: int) -> int:
         """Hold some of the rows that carry a harvester's mark, and clear their marks; return how many they were."""
         with self._without_timeout():
-            statement = self._format(_FIND_MARKED, topic=_TOPIC, held_key=_HELD_KEY, **_RELAYS)
-            found = self._query(statement, {"limit": limit})
+            rules = self._new_rules()
+            parts = {"topic": _TOPIC, "held_key": _HELD_KEY, "is_of_record": _IS_OF_RECORD, **rules._asdict()}
+            statement = self._format(_FIND_MARKED, **parts, **_RELAYS)
+            found = self._query(statement, {"limit": limit, "outbox": self._known_as()})
             if found:
-                holds = [
-                    NewHold(topic, _as_held(key), identity, MARKED, _MARKED_ERROR) for identity, topic, key in found
-                ]
-                self.hold(holds)
-                ids = _array([identity for identity, _, _ in found])
-                self._execute(self._format(_CLEAR_MARKS_OF, **_RELAYS), {"ids": ids})
+                self.hold([_hold_of_marked(*row) for row in found])
+                ids = _array([identity for identity, *_ in found])
+                self._execute(self._format(_CLEAR_MARKS_OF, fulfilled=rules.fulfilled, **_RELAYS), {"ids": ids})
         return len(found)
 
     def release_marked(self) -> int:
@@ -792,13 +862,40 @@ class PostgresStore:
         with self._rights_may_come():
             return self._execute(self._format(_RELEASE_MARKED), parameters).rowcount
 
-    def _hold_violations(self, error: OutboxTableError) -> None:
-        """Hold rows that cannot be marked, as they violate a CHECK constraint that the table got after them.
+    def _cannot_mark(self, error: OutboxTableError) -> NoReturn:
+        """A mark failed: if rows violate new constraints hold them, so that a mark that leaves them out succeeds.
 
         Raises:
-            RowsHeld: if some are held now, so that a mark that leaves them out succeeds.
+            RowsHeld: if they are held now.
+            OutboxTableError: if it was something else, or nothing can be held here.
+        """
+        number = self._hold_violations(error)
+        if not number:
+            raise error
+        raise RowsHeld(
+            f"{number} row(s) of {self._name} violate CHECK constraints that the table got after them, and are held"
+        ) from error
+
+    def _new_rules(self) -> _NewRules:
+        """The CHECK constraints that rows from before may violate, as SQL."""
+        rules = self._query(_NEW_CONSTRAINTS, {"name": self._table.quoted})
+        escaped = [(name.replace("%", "%%"), rule.replace("%", "%%")) for name, rule in rules]
+        return _NewRules(
+            broken=", ".join(f"CASE WHEN NOT ({rule}) THEN {_literal(name)} END" for name, rule in escaped) or "NULL",
+            fulfilled="((" + ") AND (".join([rule for _, rule in escaped] or ["true"]) + ") IS NOT FALSE)",
+        )
+
+    def _hold_violations(self, error: OutboxTableError) -> int:
+        """Hold rows that cannot be changed, as they violate a CHECK constraint that the table got after them.
+
+        Returns:
+            How many are held, some of them perhaps before; 0 if the error is about something else.
+
+        Raises:
             OutboxTableError: if nothing can be held here.
         """
+        if not isinstance(error.__cause__, psycopg.errors.CheckViolation):
+            return 0
         may_hold = self.holds()
         if may_hold is None or not may_hold.may_change:
             raise OutboxTableError(
@@ -806,23 +903,13 @@ class PostgresStore:
                 f"or correct them, or let them be held: make {self._hold_name}, with all rights on it"
             ) from error
         with self._without_timeout():
-            rules = self._query(_NEW_CONSTRAINTS, {"name": self._table.quoted})
-            escaped = [(name.replace("%", "%%"), rule.replace("%", "%%")) for name, rule in rules]
-            statement = self._format(
-                _FIND_VIOLATIONS,
-                topic=_TOPIC,
-                held_key=_HELD_KEY,
-                broken=", ".join(f"CASE WHEN NOT ({rule}) THEN {_literal(name)} END" for name, rule in escaped),
-                rules=" AND ".join(f"({rule})" for _, rule in escaped) or "true",
-                limit=_VIOLATIONS_AT_ONCE,
-            )
-            found = self._query(statement)
-        if not found:
-            return
-        self.hold([NewHold(topic, key, row, f"violates {broken}", _VIOLATES) for row, topic, key, broken in found])
-        raise RowsHeld(
-            f"{len(found)} row(s) of {self._name} violate CHECK constraints that the table got after them, and are held"
-        ) from error
+            parts = {"topic": _TOPIC, "held_key": _HELD_KEY, "is_of_record": _IS_OF_RECORD}
+            parts |= self._new_rules()._asdict()
+            statement = self._format(_FIND_VIOLATIONS, limit=_VIOLATIONS_AT_ONCE, **parts)
+            found = self._query(statement, {"outbox": self._known_as()})
+        if found:
+            self.hold([NewHold(topic, key, row, f"violates {broken}", _VIOLATES) for row, topic, key, broken in found])
+        return len(found)
 
     def obstacles(self) -> list[str]:
         """What may keep this role from marking and deleting rows that it can read: policies, triggers, rules."""
@@ -830,9 +917,10 @@ class PostgresStore:
         return [what for (what,) in self._query(_OBSTACLES, {"name": self._table.quoted})]
 
     def clear_marks(self) -> int:
-        """Clear all marks, whosever they are; return how many."""
+        """Clear all marks, whosever they are, but for those that a constraint keeps; return how many."""
         with self._without_timeout():
-            return self._execute(self._format(_CLEAR_MARKS), ()).rowcount
+            statement = self._format(_CLEAR_MARKS, fulfilled=self._new_rules().fulfilled)
+            return self._execute(statement, ()).rowcount
 
     def is_empty(self) -> bool:
         """Whether no row is visible."""
@@ -953,7 +1041,10 @@ class PostgresStore:
         # The content is added up only where the size, which is known by then, says that it may be too much.
         of_mark = parts | _unless_large(f"(SELECT may_be_large FROM head) AND {large}")
         self._mark = self._format(_MARK, exclusion="", **of_mark)
-        self._mark_excluding = self._format(_MARK, exclusion=f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}", **of_mark)
+        excluding = f"{_EXCLUSION} AND {_OTHER_IDS} {HELD}"
+        self._mark_excluding = self._format(_MARK, exclusion=excluding, **of_mark)
+        self._is_selected = self._format(_IS_SELECTED, exclusion="", above=parts["above"])
+        self._is_selected_excluding = self._format(_IS_SELECTED, exclusion=excluding, above=parts["above"])
         parts |= {"microseconds": MICROSECONDS, "other_ids": _OTHER_IDS}
         of_scan = parts | _unless_large(f"size > %(max_message)s AND {large}")
         self._scan = self._format(_SCAN, exclusion="", **of_scan)
@@ -1028,8 +1119,8 @@ class PostgresStore:
             )
         return "" if ascends else f"the sequence of {self._name}.id descends or cycles"
 
-    def _change(self, statement: str, leader_id: UUID, ids: Sequence[int]) -> int:
-        return self._execute(self._format(statement), {"leader_id": leader_id, "ids": _array(ids)}).rowcount
+    def _change(self, statement: str, leader_id: UUID, ids: Sequence[int], **parts: object) -> int:
+        return self._execute(self._format(statement, **parts), {"leader_id": leader_id, "ids": _array(ids)}).rowcount
 
     def _query(self, statement: str, parameters: Any = ()) -> list[tuple[Any, ...]]:
         return self._execute(statement, parameters).fetchall()
@@ -1147,6 +1238,11 @@ def _unless_large(is_large: str) -> dict[str, str]:
 
 def _as_held(key: str | None) -> HeldKey | None:
     return None if key is None else HeldKey(key)
+
+
+def _hold_of_marked(identity: int, topic: str, key: str | None, broken: str) -> NewHold:
+    kept = f". The mark stays, as the row violates {broken}, which is newer than the row" if broken else ""
+    return NewHold(topic, _as_held(key), identity, MARKED, f"{_MARKED_ERROR}{kept}")
 
 
 def _excluded(lanes: Collection[LaneKey]) -> dict[str, Any]:

@@ -37,6 +37,13 @@ SELECT set_config('synchronous_commit', 'on', false),
        set_config('idle_in_transaction_session_timeout', '0', false),
        CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL
             THEN set_config('transaction_timeout', '0', false) END,
+       -- A client that was frozen or cut off while rows were sent to it keeps them locked: the server waits for it with
+       -- the transaction open, for which no statement_timeout counts. So the server's side of a connection gives up as
+       -- soon as ours does. (Over a Unix socket these have no effect.)
+       set_config('tcp_user_timeout', %(unread)s, false),
+       set_config('tcp_keepalives_idle', '5', false),
+       set_config('tcp_keepalives_interval', '2', false),
+       set_config('tcp_keepalives_count', '3', false),
        -- The head of the table is found through its primary key, always. Statistics of a table that is empty one
        -- minute and holds a million rows the next would have the planner sort the whole table instead.
        set_config('enable_seqscan', 'off', false),
@@ -57,8 +64,10 @@ _CONNECTION_DEFAULTS = {
     "tcp_user_timeout": "10000",
 }
 
+_UNREAD_SECONDS = 10.0  # as the client's tcp_user_timeout
 _PROBE_SETTING = "kafka_outbox.session"
 _TRIES = 3
+_CONSTRAINT_VIOLATIONS = "23"  # class of SQLSTATE
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -113,7 +122,8 @@ def connect_to_primary(
         raise StoreUnavailable(f"cannot connect to the database of data_source: {one_line(error)}") from None
     try:
         tables = pin_search_path(connection, *names)
-        row = connection.execute(_SESSION, {"statement_timeout": milliseconds(statement_timeout)}).fetchone()
+        timeouts = {"statement_timeout": milliseconds(statement_timeout), "unread": milliseconds(_UNREAD_SECONDS)}
+        row = connection.execute(_SESSION, timeouts).fetchone()
     except psycopg.Error as error:
         connection.close()
         raise StoreUnavailable(f"the database refused the session's settings: {one_line(error)}") from None
@@ -152,5 +162,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def one_line(error: psycopg.Error) -> str:
-    """A driver's message without line breaks."""
-    return "; ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    """A driver's message without line breaks, and without what PostgreSQL shows of a row that violates a constraint."""
+    is_of_row = (error.sqlstate or "").startswith(_CONSTRAINT_VIOLATIONS)
+    text = (is_of_row and error.diag.message_primary) or str(error)
+    return "; ".join(line.strip() for line in text.splitlines() if line.strip())

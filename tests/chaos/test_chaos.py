@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.real_broker, pytest.mark.timeout(900)]
 
 _LONGEST_SECONDS = 300  # on a busy machine; else it takes about one minute
 _TWO_LEADERS_SECONDS = 15

@@ -2,8 +2,9 @@
 
 A proxy takes an EndTxn off its connection and resets the client, which repeats it on another and goes on. The first
 copy is delivered in the middle of the next transaction. Each scene is played by the product, by versions with one of
-the two rules broken that defend against it, which must lose nothing either, and by one without both, which must fail:
-that is what 592f1f3 did.
+the two rules broken that defend against it, and by one without both, which must fail: that is what 592f1f3 did. With
+one rule broken nothing is lost, and in these scenes nothing repeated either; where the late copy comes before the
+opening is written the opening rule alone would repeat (docs/explanation-exactly-once.md).
 """
 
 import pytest

@@ -45,7 +45,10 @@ BREACHES = {
     "rule-8": [_NO_OPENING],
     "rules-7-and-8": [_NO_NEW_EPOCH, _NO_OPENING],
 }
-"""Rules of the design's section 6 that a run can switch off: (module, name there, class of `tests.chaos.breaches`)."""
+"""Rules that a run can switch off: (module, name there, class of `tests.chaos.breaches`).
+
+Rule 7 is R13 of docs/explanation-exactly-once.md, rule 8 is R14 with the order of R1.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

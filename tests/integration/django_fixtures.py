@@ -5,8 +5,8 @@ from psycopg.conninfo import conninfo_to_dict
 
 
 @pytest.fixture(scope="session")
-def django_db_modify_db_settings(postgres):
-    """Fill in the server, in the very dicts that Django's connections hold."""
+def django_db_modify_db_settings(django_db_modify_db_settings_parallel_suffix, postgres):  # noqa: ARG001
+    """Fill in the server, in the very dicts that Django's connections hold; each process of tests has its databases."""
     from django.db import connections
 
     given = conninfo_to_dict(postgres.dsn)

@@ -287,9 +287,9 @@ def test_pause_and_resume_a_topic_and_a_key(scene, make_topic, mode):
 def test_pause_while_records_flow(scene, make_topic, mode):
     """A topic that is paused under load stops within a second or so: what is in memory goes back to the table."""
     topic = make_topic()
-    scene.fill(topic, 20_000, keys=3)
+    scene.fill(topic, 8_000, keys=3)
     with scene.running(config=mode, limits=QUICK | {"mark_query_records": 50}):
-        wait_until(lambda: scene.count() < 19_000, "it runs")
+        wait_until(lambda: scene.count() < 7_500, "it runs")
         scene.hold("add", topic)
         seen = []
 

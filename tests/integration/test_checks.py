@@ -1,12 +1,16 @@
 """Harvesting a table that got its CHECK constraints when it had rows already, some of which violate them."""
 
+from uuid import uuid4
+
 import pytest
 
-from outbox_core.errors import OutboxTableError
+from outbox_core.errors import OutboxTableError, RowsHeld
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import add_checks_sql, validate_checks_sql
+from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
 
+LEAST, EXACTLY = {"delivery": "at-least-once"}, {"delivery": "exactly-once"}
 BAD = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys) VALUES (%s, 'bad', 'x', '{a}')"
 
 
@@ -39,6 +43,65 @@ def test_rows_from_before_the_constraints(scene, make_topic, delivery):
     assert [message.value for message in scene.read(topic)].count(b"behind") == 1
 
 
+@pytest.mark.real_broker
+@pytest.mark.parametrize(
+    "settings", [LEAST, EXACTLY, EXACTLY | {"accept_marked": True}], ids=["least", "exactly", "accept"]
+)
+def test_marked_rows_from_before_the_constraints(scene, make_topic, settings):
+    """A row that also carries a mark, which nobody can clear, is held with its constraint; others arrive."""
+    topic = make_topic(1)
+    scene.stash(OutboxRecord(topic, "a", "1"))
+    scene.execute(BAD, [topic])
+    scene.stash(OutboxRecord(topic, "bad", "behind"), OutboxRecord(topic, "b", "2"))
+    scene.execute("UPDATE outbox SET leader_id = gen_random_uuid() WHERE id <= 2")
+    scene.execute(add_checks_sql(scene.table))
+    with scene.running(config=settings) as harvester:
+        wait_until(lambda: not scene.count("kafka_key = 'b'") or harvester._ended.is_set(), "others arrive")
+        held = wait_until(scene.held, "the bad row is held")
+    assert {hold.record_id for hold in held} <= {1, 2}
+    (bad,) = (hold for hold in held if hold.record_id == 2)
+    assert "header" in f"{bad.reason} {bad.error}"
+    scene.hold("skip", records=[2])
+    scene.hold("release_records")
+    scene.execute(validate_checks_sql(scene.table))
+    scene.drain(config=settings)
+    assert sorted(message.value for message in scene.read(topic)) == [b"1", b"2", b"behind"]
+
+
+def test_more_violations_than_are_held_at_once(scene):
+    """However many rows violate a constraint, they are held, some at a time, and then a mark succeeds."""
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys) SELECT 't', 'x', '{a}'"
+        " FROM generate_series(1, 1001)"
+    )
+    scene.stash(OutboxRecord("t", "a", "v"))
+    scene.execute(add_checks_sql(scene.table))
+    store, me = PostgresStore(scene.database), uuid4()
+    store.check()
+    for _ in range(2):
+        with pytest.raises(RowsHeld):
+            store.mark(me, 10, holds=store.holds())
+    assert [record[0] for record in store.mark(me, 10, holds=store.holds()).records] == [1002]
+    store.close()
+
+
+def test_marks_that_a_constraint_keeps(scene):
+    """Marks are cleared where they can be; a row of which a constraint keeps the mark is held, and no other."""
+    store, me = PostgresStore(scene.database), uuid4()
+    scene.execute(BAD, ["t"])
+    scene.stash(*(OutboxRecord("t", key, "v") for key in "ab"))
+    store.check()
+    assert store.mark(me, 10).selected == 3
+    scene.execute(add_checks_sql(scene.table))
+    assert store.reset(me, [1, 2]) == 1
+    (held,) = scene.held()
+    assert (held.record_id, held.reason) == (1, "violates outbox_headers_in_pairs")
+    assert store.clear_marks() == 1
+    assert [row.id for row in scene.rows() if row.leader_id is not None] == [1]
+    assert store.purge(me, [1]) == 1
+    store.close()
+
+
 def test_rows_from_before_the_constraints_without_holds(scene, make_topic):
     """Where nothing can be held, the harvester ends with the constraint's name and the way out."""
     topic = make_topic()
@@ -47,5 +110,6 @@ def test_rows_from_before_the_constraints_without_holds(scene, make_topic):
     scene.execute(add_checks_sql(scene.table))
     harvester = scene.harvester()
     harvester.start()
-    with pytest.raises(OutboxTableError, match=r"outbox_headers_in_pairs.*outbox_hold"):
+    with pytest.raises(OutboxTableError, match=r"outbox_headers_in_pairs.*outbox_hold") as ending:
         harvester.join(GENEROUS_SECONDS)
+    assert "Failing row" not in str(ending.value), "a row's value is no business of the log"

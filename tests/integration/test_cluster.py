@@ -10,7 +10,7 @@ from devstack.frame_proxy import Api, Match
 from devstack.processes import wait_until
 from tests.kafka_reader import read_topic
 
-pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.alone, pytest.mark.real_broker, pytest.mark.timeout(300)]
 
 _QUICK = {"reconnect.backoff.max.ms": 500, "log_level": 0}
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
 import psycopg
@@ -11,8 +12,9 @@ from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.ports import NO_LIMIT, Floor, HoldSet
 from outbox_core.schema import TableName, create_table_sql
 from outbox_core.stores import postgres as store_module
+from outbox_core.stores import sessions as sessions_module
 from outbox_core.stores.postgres import PostgresStore
-from tests.harvesting import Scene
+from tests.harvesting import Scene, wait_until
 
 
 @pytest.fixture
@@ -202,3 +204,25 @@ def test_errors_hide_the_password(database):
         PostgresStore(dsn).check()
     assert "hunter2" not in f"{raised.value!r} {raised.value.__cause__!r}"
     assert "data_source" in str(raised.value)
+
+
+def test_client_that_reads_nothing_does_not_keep_rows_locked(scene, store, monkeypatch):
+    """A leader that is frozen while its mark's rows come in loses its session; its successor's mark need not wait."""
+    monkeypatch.setattr(sessions_module, "_UNREAD_SECONDS", 1.0)
+    scene.execute(
+        "INSERT INTO outbox (create_time, kafka_topic, kafka_value, kafka_header_keys, kafka_header_values) "
+        "SELECT now(), 't', repeat('x', 1000000)::bytea, '{}', '{}' FROM generate_series(1, 40)"
+    )
+    frozen = PostgresStore(scene.database)
+    frozen.check()
+    connection = frozen._connection.pgconn
+    connection.send_query_params(b"UPDATE public.outbox SET leader_id = gen_random_uuid() RETURNING kafka_value", [])
+    connection.flush()
+    locked = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'ClientWrite'"
+    wait_until(lambda: scene.execute(locked)[0].count, "its mark fills the socket", timeout=20)
+    with ThreadPoolExecutor() as pool:
+        mark = pool.submit(store.mark, uuid4(), 10)
+        try:
+            assert mark.result(15).selected == 10
+        finally:
+            frozen.close()

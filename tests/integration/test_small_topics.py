@@ -3,6 +3,7 @@
 import pytest
 
 from outbox_core import OutboxRecord
+from outbox_core.harvest.recovery import Step
 from outbox_core.kafka import TopicLimits
 from tests.harvesting import Scene, by_key, wait_until
 
@@ -74,6 +75,21 @@ def test_small_topic_beside_a_large_one(scene, make_topic, mode):
         fill(scene, large, 2_000)
         wait_until(lambda: not scene.count(), "both are published")
         assert errors(harvester) == 0
+
+
+def test_dead_letters_fit_a_small_dead_letter_topic(scene, make_topic):
+    """Exactly once: dead letters go in batches that their topic takes, in one transaction, and not one by one."""
+    topic, letters = make_topic(), make_topic(partitions=1, config={"max.message.bytes": "65536"})
+    ids = range(1, 41)
+    scene.stash(*(OutboxRecord(topic, f"k{number}", b"x" * 4_000) for number in ids))
+    for number in ids:
+        scene.hold("add_record", number)
+    scene.hold("dead_letter", records=ids)
+    steps = []
+    scene.drain(config={"delivery": "exactly-once", "dead_letter_topic": letters}, reached=steps.append)
+    assert steps.count(Step.COMMITTED) == 1
+    assert len(scene.read(letters)) == len(ids)
+    assert not scene.held()
 
 
 def test_records_with_an_empty_key_keep_their_order(scene, make_topic, mode):

@@ -108,7 +108,7 @@ def test_a_task_that_fails_before_its_commit_is_tried_again(spark, settings, dat
         connection.execute("CREATE SEQUENCE attempts")
         connection.execute(
             "CREATE FUNCTION fail_twice() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
-            "IF nextval('attempts') <= 2 THEN RAISE 'not yet'; END IF; RETURN NEW; END $$"
+            "IF nextval('public.attempts') <= 2 THEN RAISE 'not yet'; END IF; RETURN NEW; END $$"
         )
         connection.execute("CREATE TRIGGER fail BEFORE INSERT ON lines FOR EACH ROW EXECUTE FUNCTION fail_twice()")
     produce(kafka_bootstrap, chosen.topics[0], range(10, 30))

@@ -13,10 +13,11 @@ from outbox_core.config import LeaderNames
 from outbox_core.errors import InvalidRecord, MarkedRowsFound
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
-from outbox_core.kafka import ensure_leader_topic, ensure_tracking_topic, make_consumer
+from outbox_core.kafka import TopicLimits, ensure_leader_topic, ensure_tracking_topic, make_consumer
 from outbox_core.ports import NewHold
 from outbox_core.record import OutboxRecord
 from outbox_core.relay_marks import RelayMark
+from outbox_core.schema import add_checks_sql, drop_checks_sql
 from outbox_spark import takeover
 from outbox_spark.batch_store import BatchStore
 from outbox_spark.claims import highest_claim
@@ -169,6 +170,38 @@ def test_a_relay_takes_over_from_a_dead_harvester(scene, make_topic):
     scene.relay()
     assert scene.sent == 70
     assert_each_once_in_order(scene, topic, 100)
+
+
+@pytest.mark.parametrize("may_ask", [True, False])
+def test_batches_of_a_shard_fit_a_small_topic(scene, make_topic, monkeypatch, may_ask):
+    """A topic that takes 64 KiB a batch takes a shard of more, whether or not its limit may be described."""
+    if not may_ask:
+        monkeypatch.setattr(TopicLimits, "ask", lambda *_: {})
+    topic = make_topic(partitions=1, config={"max.message.bytes": "65536"})
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value)"
+        " SELECT %s, 'k' || n %% 9, lpad(n::text, 200, '0')::bytea FROM generate_series(1, 1500) AS n",
+        [topic],
+    )
+    scene.relay(limit=1_500)
+    assert_each_once_in_order(scene, topic, 1_500)
+
+
+def test_rows_from_before_the_constraints_are_left_out(scene, make_topic):
+    """Rows that violate a constraint that is newer than they are held; a relay publishes the others."""
+    topic = make_topic()
+    scene.execute(drop_checks_sql(scene.table))
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys, leader_id) VALUES ('t', 'x', '{a}', NULL),"
+        " ('t', 'x', '{a}', %s)",
+        [RelayMark(scene.claim(), 1).leader_id],
+    )
+    scene.fill(topic, 20, keys=3)
+    scene.execute(add_checks_sql(scene.table))
+    scene.relay()  # finds them, and holds them
+    scene.relay()
+    assert [hold.record_id for hold in scene.held()] == [1, 2]
+    assert sorted(map(identity_of, scene.read(topic))) == list(range(3, 23))
 
 
 def test_marks_of_an_at_least_once_harvester_are_refused(scene, make_topic):

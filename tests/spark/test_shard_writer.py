@@ -1,5 +1,7 @@
 """What a shard's writer makes of Kafka's errors, without services: an outage is borne, a bad record is named."""
 
+from concurrent.futures import Future
+
 import pytest
 from confluent_kafka import KafkaError
 
@@ -18,6 +20,35 @@ class _Transactions:
     """The names that a writer asks for."""
 
     kafka, outbox, tracking_topic, tracking_partition, transactional_id, timeout = {}, "d.s.t", "tracking", 0, "t", 15.0
+
+    def __init__(self):
+        self.producer = {}
+        self.fitted = []
+
+    def fitting(self, max_batch_bytes):
+        self.fitted.append(max_batch_bytes)
+        return self
+
+
+class _Limits:
+    """Says how large batches may be.
+
+    Attributes:
+        limit: of every topic; None if it may not be described.
+    """
+
+    limit = 1_048_588
+
+    def __init__(self, _):
+        pass
+
+    def ask(self, topics):
+        answer = Future()
+        answer.set_result(self.limit)
+        return dict.fromkeys(topics, answer)
+
+    def close(self):
+        pass
 
 
 class _Producer:
@@ -65,12 +96,15 @@ def write(monkeypatch):
     monkeypatch.setattr(shard_writer, "highest_claim", lambda *_: 0)
     monkeypatch.setattr(shard_writer, "ledger_after_fence", lambda *_, **__: Ledger())
     monkeypatch.setattr(shard_writer, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(shard_writer, "TopicLimits", _Limits)
 
     def run(*outcomes, reports=(), patience=30.0):
         producer = _Producer(list(outcomes), reports)
         monkeypatch.setattr(shard_writer, "fence", lambda *_: producer)
-        writer = ShardWriter(_Transactions(), "leader", 1, patience=patience)
+        writer = ShardWriter(run.transactions, "leader", 1, patience=patience)
         return writer.write(_ROWS).sent, producer
+
+    run.transactions = _Transactions()
 
     return run
 
@@ -97,3 +131,23 @@ def test_a_bad_record_is_named(write):
     reports = [Failure(_ROWS[1], KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))]
     with pytest.raises(InvalidRecord, match="record 8 for topic 'orders'"):
         write(*inconsistent, reports=reports)
+
+
+def test_batches_are_as_large_as_the_topic_takes(write, monkeypatch):
+    """A small limit is that of the producer; one above the client's own changes nothing."""
+    write(Committed())
+    monkeypatch.setattr(_Limits, "limit", 65_536)
+    write(Committed())
+    assert write.transactions.fitted == [None, 65_536]
+
+
+def test_a_limit_that_is_not_known_is_found(write, monkeypatch):
+    """Refused batches are halved; a record is only to blame when the smallest batch was refused."""
+    monkeypatch.setattr(_Limits, "limit", None)
+    too_large = _aborted(KafkaError.MSG_SIZE_TOO_LARGE)
+    sent, _ = write(too_large, too_large, Committed())
+    assert sent == 3
+    assert write.transactions.fitted == [None, 500_000, 250_000]
+    with pytest.raises(InvalidRecord, match="one of records 7 to 9"):
+        write(*[too_large] * 7)
+    assert write.transactions.fitted[-1] == 16_384

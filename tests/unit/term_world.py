@@ -18,6 +18,7 @@ from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.pace import News
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.record_producer import Sent
+from outbox_core.harvest.send_window import SendWindow
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.tracking import Ledger
@@ -291,6 +292,7 @@ class World:
             news=News(wake),
             database=database,
             kafka=kafka,
+            send_window=SendWindow(3.0, metrics),
         )
         self.dead_letters = DeadLetters(
             topic=LETTERS,

@@ -62,7 +62,7 @@ def producers():
 def publisher(producers):
     """A publisher of the outbox `box`."""
 
-    def make():
+    def make(_):
         producers.append(_Producer())
         return producers[-1]
 
@@ -82,7 +82,7 @@ def test_what_is_sent(publisher, producers):
 def test_no_id_header():
     """Without a name there is no id header."""
     producer = _Producer()
-    publisher = Publisher(lambda: producer, id_header="", outbox_name="box")
+    publisher = Publisher(lambda _: producer, id_header="", outbox_name="box")
     publisher.send(_record(), 0.0)
     assert producer.calls[0][4] == []
 
@@ -173,7 +173,7 @@ def test_own_topics_are_for_the_outbox_alone():
     """A row cannot name a topic that its outbox is run through; a dead letter goes to the dead-letter topic."""
     producer = _Producer()
     topics = RowTopics(("elections", "manifests"), dead_letters="letters")
-    publisher = Publisher(lambda: producer, id_header="", outbox_name="box", topics=topics)
+    publisher = Publisher(lambda _: producer, id_header="", outbox_name="box", topics=topics)
     letter = dead_letter(_record(1), "letters", "boo")
     for record in (letter, _record(2, topic="letters"), _record(3, topic="elections"), _record(4, topic="manifests")):
         publisher.send(record, 0.0)
@@ -214,7 +214,7 @@ def test_forged_ids_are_left_out(publisher, producers):
     publisher.send(_record(7, **headers), 0.0)
     assert producers[0].calls[0][4] == [("a", b"1"), ("outbox-id", "b\u00f6x:7".encode())]
     producer = _Producer()
-    renamed = Publisher(lambda: producer, id_header="x-id", outbox_name="box")
+    renamed = Publisher(lambda _: producer, id_header="x-id", outbox_name="box")
     renamed.send(_record(7, header_keys=["outbox-id", "x-id"], header_values=[b"box:1", b"box:2"]), 0.0)
     assert producer.calls[0][4] == [("x-id", b"box:7")]
 
@@ -288,18 +288,23 @@ def test_settle_leaves_nothing_in_flight(publisher, producers):
     assert len(publisher.take_failed()) == 2
 
 
-def test_batches_of_another_size_need_another_producer():
-    """A new limit takes effect with a new producer, which is made when nothing is in flight."""
-    made = []
+def test_other_limits_need_another_producer():
+    """New limits take effect with a new producer, made when nothing is in flight; with the next lone one, too."""
+    made, alone = [], []
 
-    def make(limit=None):
-        made.append(limit)
-        return _Producer()
+    def maker(told):
+        def make(limits):
+            told.append(limits)
+            return _Producer()
 
-    publisher = Publisher(make, make_limited_producer=make, id_header="", outbox_name="box")
-    for limit in (None, 65_536, 65_536, None):
-        publisher.limit_batches(limit)
+        return make
+
+    publisher = Publisher(maker(made), maker(alone), id_header="", outbox_name="box")
+    for limits in ({}, {"batch.size": 65_536}, {"batch.size": 65_536}, {"delivery.timeout.ms": 750}, {}):
+        publisher.limit(limits)
         if publisher.is_outdated:
             publisher.renew()
         assert not publisher.is_outdated
-    assert made == [None, 65_536, None]
+        publisher.send_alone(_record(), 0.0)
+    assert made == [{}, {"batch.size": 65_536}, {"delivery.timeout.ms": 750}, {}]
+    assert alone == made

@@ -1,0 +1,85 @@
+"""A leader whose heartbeats come back late: its lease goes on, and little of it is ever left."""
+
+import logging
+
+import pytest
+
+from outbox_core.election import Leadership, now
+from outbox_core.metrics import HarvestMetrics
+from tests.harvesting import AlwaysLeader, Scene, wait_until
+
+DELIVERY_SECONDS = 3.0  # by default, of a lease of 5
+
+
+class LateHeartbeats(AlwaysLeader):
+    """Leads all the time, with so many seconds left of its lease whenever it is looked at."""
+
+    left_seconds = float("inf")
+
+    @property
+    def leadership(self):
+        lease = self._lease
+        return None if lease is None else Leadership(lease.leader_id, lease.term, now() + self.left_seconds)
+
+    @leadership.setter
+    def leadership(self, lease):
+        self._lease = lease
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """A fresh outbox."""
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Waits for a lease are told of at once."""
+    monkeypatch.setattr("outbox_core.harvest.harvester._UNHEALTHY_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("outbox_core.harvest.send_window._TELL_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr("outbox_core.harvest.send_window._SHORTEN_AFTER_SECONDS", 0.2)
+    monkeypatch.setattr("outbox_core.harvest.send_window._CALM_SECONDS", 0.2)
+
+
+@pytest.mark.usefixtures("quick")
+def test_lease_too_short_to_send_is_told(scene, make_topic, caplog):
+    """Nothing is sent that could outlast the lease; log, health and gauge say so, and when it is over."""
+    caplog.set_level(logging.WARNING)
+    topic = make_topic()
+    metrics = HarvestMetrics(outbox_name="o")
+    waited = lambda: metrics.registry.get_sample_value("outbox_send_wait_seconds", {"outbox": "o"})  # noqa: E731
+    with scene.running(elector_factory=LateHeartbeats, metrics=metrics) as harvester:
+        wait_until(lambda: harvester.is_leader and harvester.health().ok, "it leads")
+        harvester.elector.left_seconds = 0.3
+        scene.fill(topic, 5)
+        wait_until(lambda: not harvester.health().ok, "health tells of it", timeout=10)
+        assert "heartbeats come back so late that" in harvester.health().detail
+        assert "delivery.timeout.ms needs 3 s" in caplog.text
+        assert waited() > 0
+        assert scene.count() == 5
+        harvester.elector.left_seconds = float("inf")
+        wait_until(lambda: scene.count() == 0 and harvester.health().ok, "it sends again", timeout=10)
+        wait_until(lambda: waited() == 0, "the wait is over")
+    assert "records are sent after" in caplog.text
+    assert len(scene.read(topic)) == 5
+
+
+@pytest.mark.usefixtures("quick")
+def test_shorter_delivery_timeout_fits_a_short_lease(scene, make_topic, caplog):
+    """A lease that never has room for the delivery timeout has it for half of one; later the whole one is back."""
+    caplog.set_level(logging.INFO)
+    topic = make_topic()
+    with scene.running(elector_factory=LateHeartbeats) as harvester:
+        wait_until(lambda: harvester.is_leader, "it leads")
+        window = harvester._send_window
+        harvester.elector.left_seconds = 0.75 * DELIVERY_SECONDS
+        scene.fill(topic, 5)
+        wait_until(lambda: scene.count() == 0, "it publishes", timeout=10)
+        assert window.timeout == DELIVERY_SECONDS / 2
+        harvester.elector.left_seconds = float("inf")
+        wait_until(lambda: window.timeout == DELIVERY_SECONDS, "the whole time-out is back", timeout=10)
+        scene.fill(topic, 5)
+        wait_until(lambda: scene.count() == 0, "it publishes", timeout=10)
+    assert len(scene.read(topic)) == 10

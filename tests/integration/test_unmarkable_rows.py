@@ -1,0 +1,73 @@
+"""Rows that the harvester can read and not mark, for want of a right or for a policy or trigger: it says so."""
+
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from outbox_core.errors import OutboxTableError
+from tests.harvesting import Scene, wait_until
+
+_SECURE = "ALTER TABLE outbox ENABLE ROW LEVEL SECURITY; CREATE POLICY readers ON outbox FOR SELECT USING (true);"
+_DELETERS = "CREATE POLICY deleters ON outbox FOR DELETE USING (true);"
+OBSTACLES = {
+    "no policy to update": f"{_SECURE} {_DELETERS}",
+    "a policy that hides some": f"{_SECURE} {_DELETERS} CREATE POLICY markers ON outbox FOR UPDATE USING (id <> 2)",
+    "a trigger that skips some": (
+        "CREATE FUNCTION skip() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN IF OLD.id = 2 THEN RETURN NULL; END IF; RETURN NEW; END';"
+        "CREATE TRIGGER skips BEFORE UPDATE ON outbox FOR EACH ROW EXECUTE FUNCTION skip()"
+    ),
+}
+END_OF_OBSTACLES = "ALTER TABLE outbox DISABLE ROW LEVEL SECURITY; DROP FUNCTION IF EXISTS skip CASCADE"
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap, monkeypatch):
+    """A fresh outbox, whose harvesters call themselves unwell after a second instead of thirty."""
+    monkeypatch.setattr("outbox_core.harvest.harvester._UNHEALTHY_AFTER_SECONDS", 1.0)
+    monkeypatch.setattr("outbox_core.stores.postgres._SKIPPED_SECONDS", 0.5)
+    monkeypatch.setattr("outbox_core.stores.postgres._LOOK_FOR_SKIPPED_EVERY_SECONDS", 0.5)
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+@pytest.fixture
+def as_role(scene):
+    """Settings of a harvester whose role has the harvester's rights, by name; the role is in `role`."""
+    name = f"harvests-{uuid4()}"
+    scene.execute(f'CREATE ROLE "{name}" LOGIN')
+    scene.execute(f'GRANT SELECT, UPDATE, DELETE ON outbox, outbox_hold TO "{name}"')
+    scene.execute(f'GRANT INSERT ON outbox_hold TO "{name}"')
+    yield {"role": name, "config": {"data_source": psycopg.conninfo.make_conninfo(scene.database, user=name)}}
+    scene.close()
+    scene.execute(f'DROP OWNED BY "{name}"; DROP ROLE "{name}"')
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_rows_that_cannot_be_marked_are_told(scene, as_role, make_topic, obstacle, caplog):
+    """An outbox of which no row, or not each, can be marked does not look empty or idle: log and health name why."""
+    topic = make_topic()
+    named = "trigger skips" if "trigger" in obstacle else "row level security (policies: deleters"
+    with scene.running(config=as_role["config"]) as harvester:
+        scene.execute(OBSTACLES[obstacle])
+        scene.fill(topic, 5)
+        wait_until(lambda: named in harvester.health().detail, "health tells of it", timeout=20)
+        assert caplog.text.count("cannot be marked") == 1
+        assert "back after" not in caplog.text
+        scene.execute(END_OF_OBSTACLES)
+        wait_until(lambda: scene.count() == 0 and harvester.health().ok, "it goes on by itself", timeout=20)
+    assert len(scene.read(topic)) == 5
+
+
+def test_right_to_mark_is_withdrawn(scene, as_role, make_topic):
+    """The harvester ends, and says which right is missing."""
+    harvester = scene.harvester(config=as_role["config"])
+    harvester.start()
+    scene.execute(f'REVOKE UPDATE ON outbox FROM "{as_role["role"]}"')
+    scene.fill(make_topic(), 5)
+    with pytest.raises(OutboxTableError, match="missing rights on outbox"):
+        harvester.join(20)
+    assert "missing rights on outbox" in harvester.health().detail
+    assert scene.count("leader_id IS NOT NULL") == 0
