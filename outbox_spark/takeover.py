@@ -49,20 +49,19 @@ def settle(transactions: Transactions, store: BatchStore, over: Callable[[], boo
     owners = transactions.relay_shards()
     count = 0
     if topic_exists(transactions.kafka, transactions.tracking_topic):
-        count += _settle_and_adopt(transactions, store, over)
+        count += _settle_harvester(transactions, store, over)
     with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(owners))), thread_name_prefix="outbox-settle") as threads:
         ledgers = list(threads.map(lambda owner: _ledger(owner, over), owners))
     for owner, ledger in zip(owners, ledgers, strict=True):
         owner.is_of_other_server(ledger, store.server_id())  # raises
-        # A torn batch is read back once: its topics grow from then on.
-        count += _settle_and_adopt(owner, store, over) if ledger.opening else _settle(owner, ledger, store, over)
+        count += _settle(owner, ledger, store, over)
     if count:
         _log.info("purged %d rows that the last term had published", count)
     return count
 
 
-def _settle_and_adopt(transactions: Transactions, store: BatchStore, over: Callable[[], bool]) -> int:
-    """Settle a last transaction, and leave a trace: a harvester that is deposed without knowing it has to see it."""
+def _settle_harvester(transactions: Transactions, store: BatchStore, over: Callable[[], bool]) -> int:
+    """Settle a harvester's last transaction, and leave a trace: if it is deposed without knowing, it has to see it."""
     producer = fence(transactions, over)
     try:
         ledger, server = ledger_after_fence(transactions, producer, over), store.server_id()

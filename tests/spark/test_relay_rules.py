@@ -11,6 +11,7 @@ from confluent_kafka import Producer
 
 from outbox_core.config import LeaderNames
 from outbox_core.errors import InvalidRecord, MarkedRowsFound
+from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.kafka import TopicLimits, ensure_leader_topic, ensure_tracking_topic, make_consumer
 from outbox_core.ports import NewHold
@@ -72,6 +73,7 @@ class RelayScene(Scene):
         return [tuple(-1 if n == 6 and value is None else value for n, value in enumerate(row)) for row in rows]
 
     def writer(self, number, term, **options):
+        options.setdefault("patience", 15.0)
         return ShardWriter(self.transactions.of_shard(number), self.leader, term, **options)
 
     def publish(self, shard, rows):
@@ -257,6 +259,23 @@ def test_a_task_that_was_fenced_in_its_transaction_publishes_nothing(scene, make
         if rows[shard.number]:
             with pytest.raises(Deposed):
                 scene.writer(shard.number, term, reached=take_over).write(rows[shard.number])
+    assert_each_once_in_order(scene, topic, 20)
+
+
+def test_slow_ends_of_all_transactions_do_not_stop_a_relay(scene, make_topic, monkeypatch):
+    """Where every commit and abort takes long enough for a repeat, each task still publishes its transaction."""
+    topic = make_topic()
+    scene.fill(topic, 20, keys=7)
+    end = RecordProducer._end
+
+    def slow(producer, *arguments):
+        try:
+            end(producer, *arguments)
+        finally:
+            producer._must_replace = True
+
+    monkeypatch.setattr(RecordProducer, "_end", slow)
+    scene.relay()
     assert_each_once_in_order(scene, topic, 20)
 
 
