@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 from hypothesis import given, settings
@@ -30,7 +31,8 @@ class HarvestingModel(RuleBasedStateMachine):
     def set_up(self, capacity, rows):
         self.capacity = capacity
         self.lanes = Lanes(capacity)
-        self.table = [record(identity, key) for identity, key in enumerate(rows)]
+        self.ids = itertools.count()  # none comes back, even to an empty table: the order is judged by them
+        self.table = [record(next(self.ids), key) for key in rows]
         self.marked = set()
         self.sent, self.acknowledged = [], []
         self.remark = False
@@ -38,7 +40,7 @@ class HarvestingModel(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS))
     def commit_a_row(self, key):
-        self.table.append(record(max([row[0] for row in self.table], default=0) + 1000, key))
+        self.table.append(record(next(self.ids), key))
 
     @precondition(lambda self: not self.remark)
     @rule(limit=st.integers(1, 8))
@@ -82,7 +84,7 @@ class HarvestingModel(RuleBasedStateMachine):
     def purge(self, count):
         rows, self.acknowledged = self.acknowledged[:count], self.acknowledged[count:]
         self.table = [row for row in self.table if row not in rows]
-        self.marked.difference_update(row[0] for row in rows)  # ids may come back
+        self.marked.difference_update(row[0] for row in rows)
         self.lanes.purged(rows)
 
     @precondition(lambda self: self.remark and not self.sent and not self.acknowledged)
