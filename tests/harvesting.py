@@ -298,7 +298,7 @@ def assert_only_adjacent_repeats(messages, count):
     assert {identity for identities in of_key.values() for identity in identities} == set(range(1, count + 1))
 
 
-def harvest_threads():
-    """Names of the threads of this process that belong to a harvester or its elector."""
-    names = [thread.name for thread in threading.enumerate() if thread.is_alive()]
+def harvest_threads(*, besides=()):
+    """Names of the threads of this process that belong to a harvester or its elector, besides these."""
+    names = [thread.name for thread in threading.enumerate() if thread.is_alive() and thread not in besides]
     return sorted(name for name in names if name.startswith(("outbox-", "neli-")))

@@ -39,7 +39,6 @@ _SHARED = pytest.StashKey[DevStack]()
 _CHOICES = pytest.StashKey[list[str]]()
 _EMBEDDED_PARTITIONS = 4
 _STACK_DIRECTORY = "stack_directory"
-_ONE_AT_A_TIME = {"acceptance", "spark"}
 
 
 def pytest_configure(config):
@@ -76,13 +75,10 @@ def pytest_runtest_makereport():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Keep the tests of a file in one process when they run side by side.
-
-    Those of Spark share a session, and those of a fleet of harvesters would take all the machine, several at a time.
-    """
+    """Keep the tests of a file in one process when they run side by side, and all of Spark's, which share a session."""
     for item in items:
         folder, name = item.path.parent.name, item.path.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder in _ONE_AT_A_TIME else f"{folder}/{name}"))
+        item.add_marker(pytest.mark.xdist_group(folder if folder == "spark" else f"{folder}/{name}"))
 
 
 def pytest_collection_finish(session):

@@ -10,7 +10,7 @@ import pytest
 
 from outbox_core.election import now
 
-pytestmark = pytest.mark.real_broker
+pytestmark = [pytest.mark.alone, pytest.mark.real_broker]
 
 _KILLS = int(os.environ.get("OUTBOX_TEST_FAULT_ROUNDS", "20"))
 _OUTBOXES = 5

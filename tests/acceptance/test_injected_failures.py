@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-pytestmark = pytest.mark.real_broker
+pytestmark = [pytest.mark.alone, pytest.mark.real_broker]
 
 _LOAD_SECONDS = 5.0
 

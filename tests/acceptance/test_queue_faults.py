@@ -65,6 +65,7 @@ def wait_until_finished(config, queue):
 
 
 @pytest.mark.real_broker
+@pytest.mark.alone
 @pytest.mark.timeout(QUIET_SECONDS * 3 + 120)
 @pytest.mark.parametrize("transactional", [False, True] if MESSAGES > 50_000 else [False])
 def test_killed_consumers_and_trackers(settings, tmp_path, topic_name, say, *, transactional):

@@ -16,7 +16,7 @@ from outbox_queue.topic_reader import read_to_end
 from outbox_queue.tracker import RedeliveryTracker
 from tests.queueing import PATIENCE, Markers, ended_ids, eventually, messages_in, queue_config, tracking
 
-pytestmark = pytest.mark.real_broker
+pytestmark = [pytest.mark.alone, pytest.mark.real_broker]
 IN_PROGRESS = 10_000
 AFTER_MS = 8_000
 IN_TIME_MS = 2_000

@@ -10,7 +10,7 @@ from devstack.processes import wait_until
 from devstack.proxy import TcpProxy
 from outbox_core.election import now
 
-pytestmark = pytest.mark.real_broker
+pytestmark = [pytest.mark.alone, pytest.mark.real_broker]
 
 
 def _wait_for_progress(site):

@@ -5,7 +5,7 @@ import time
 import psycopg
 import pytest
 
-pytestmark = pytest.mark.real_broker
+pytestmark = [pytest.mark.alone, pytest.mark.real_broker]
 
 _LOAD_SECONDS = 6.0
 
