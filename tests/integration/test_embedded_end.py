@@ -91,7 +91,6 @@ def test_first_error_counts(scene):
 
 def test_harvesters_that_end_leave_no_thread(scene):
     """Starting and ending harvesters, also from other threads than the main one, leaves no thread behind."""
-
     before = threading.enumerate()  # other tests' may just be ending
 
     def start_and_stop():
