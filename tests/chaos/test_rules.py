@@ -187,9 +187,12 @@ def test_purge_is_committed_before_the_next_commit(stage, monkeypatch, version, 
     assert stage.findings() <= REPEATED
 
 
-@pytest.mark.parametrize(("version", "found"), [(tracking._Reader, set()), (breaches.ReadsToStableOffset, REPEATED)])
-def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch, topic_name, version, found):
-    """Another transaction that is open there hides the manifest: its end must be awaited, not taken for the topic's."""
+@pytest.mark.parametrize("version", [tracking._Reader, breaches.ReadsToStableOffset])
+def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch, topic_name, caplog, version):
+    """Another transaction that is open there hides the manifest: its end must be awaited, not taken for the topic's.
+
+    A reader that does not wait takes the batch for torn. What it reads back then keeps the rows from being repeated.
+    """
     names = {"tracking_topic": topic_name("tracking")}
     config = _EXACTLY_ONCE | names
     stranger = make_producer({"bootstrap.servers": stage.bootstrap, "transactional.id": topic_name("stranger")})
@@ -214,8 +217,8 @@ def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch
     leaving.start()
     stage.drain(config=config, limits=_LIMITS)
     leaving.join()
-    assert bool(stage.findings()) == bool(found)
-    assert stage.findings() <= REPEATED
+    assert ("was committed in part" in caplog.text) == (version is breaches.ReadsToStableOffset)
+    assert not stage.findings()
 
 
 @pytest.mark.parametrize(
