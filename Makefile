@@ -31,7 +31,7 @@ format: $(STAMP)  ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 
 test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker, JOBS=4 at a time
-	$(BIN)/pytest -n $(or $(JOBS),4) --dist loadgroup -m "not alone"
+	$(BIN)/pytest -n $(or $(JOBS),4) -m "not alone"
 	$(BIN)/pytest -m alone
 
 test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient, NewTopic
+from xdist.scheduler import LoadScopeScheduling
 
 from devstack.cluster import KafkaCluster
 from devstack.stack import DevStack
@@ -73,12 +74,16 @@ def pytest_runtest_makereport():
     return report
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
     """Keep the tests of a file in one process when they run side by side, and all of Spark's, which share a session."""
-    for item in items:
-        folder, name = item.path.parent.name, item.path.name
-        item.add_marker(pytest.mark.xdist_group(folder if folder == "spark" else f"{folder}/{name}"))
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            path = nodeid.partition("::")[0]
+            return "tests/spark" if path.startswith("tests/spark/") else path
+
+    return Scheduler(config, log)
 
 
 def pytest_collection_finish(session):
