@@ -387,7 +387,7 @@ def test_standby_drains_what_is_not_held(scene):
 def test_demoted_leader_is_healthy(scene):
     """Whether Kafka can be reached is the leader's business: who has handed over does not call it away for ever."""
     with scene.running() as harvester:
-        wait_until(lambda: harvester.leader_id, "it harvests")
+        wait_until(lambda: harvester._term, "it harvests")
         harvester._kafka.began("timed out")
         harvester._kafka._began_at -= 60
         assert not harvester.health().ok
