@@ -10,10 +10,10 @@ after anything that leaves the outcome of a transaction unknown:
 3. Batches, one transaction each; the stages of neighbouring batches overlap:
 
        scan n+1    ~~~~~~~~~
-       transaction n     begin ---- records ---- manifest -----| commit ---------|
+       transaction n     begin --- opening, records ----| manifest, commit ------|
        purge n-1           ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~|                 |~~~ purge n
 
-Four rules make it exactly once (docs/explanation-exactly-once.md argues them crash by crash):
+Six rules make it exactly once (docs/explanation-exactly-once.md has all of them, and argues them crash by crash):
 
 - **The purge of batch n is committed before the commit of batch n+1 is sent.** So the last manifest alone lists every
   row that can be in Kafka and still in the table.
@@ -22,6 +22,10 @@ Four rules make it exactly once (docs/explanation-exactly-once.md argues them cr
 - **Every abort and every end of a term throws away what was scanned and not published**, and waits for the stages
   under way, before anything is scanned again. Ids that await their purge stay excluded.
 - **A delete matches (id, create_time)**, since ids come back.
+- **No transaction begins in an epoch in which a request may be late** (`transaction`): it would end, or be part of, a
+  transaction that it was not sent for.
+- **A transaction begins with its opening, and its manifest waits until all records are acknowledged.** So one that was
+  ended in the middle is noticed, and read back from its topics (`read_back`).
 
 Kafka does the fencing; the election only decides who tries. A fence therefore ends the term, not the leadership: a
 transaction that was open for too long is fenced with no rival in sight. The next term begins once a heartbeat of our
