@@ -27,14 +27,6 @@ def mode(request):
     return {"delivery": request.param}
 
 
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """One outbox with its holds."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
-
-
 def texts(messages, key):
     """The values of one key, in order, without adjacent repeats."""
     values = by_key(messages).get(key.encode(), [])

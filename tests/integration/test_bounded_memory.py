@@ -6,7 +6,7 @@ import pytest
 
 from outbox_core.ports import bytes_of
 from outbox_core.stores.postgres import PostgresStore
-from tests.harvesting import Scene, by_key
+from tests.harvesting import by_key
 
 MODES = ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)]
 _ROWS, _KEYS, _VALUE_BYTES = 60, 7, 50_000
@@ -51,14 +51,6 @@ class Weighing(PostgresStore):
         settled = super().settle(ids, create_times)
         self.unload(ids)
         return settled
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox of the binary layout."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 @pytest.mark.parametrize("delivery", MODES)

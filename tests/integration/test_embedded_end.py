@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.harvesting import AlwaysLeader, Scene, harvest_threads, wait_until
+from tests.harvesting import AlwaysLeader, harvest_threads, wait_until
 
 _PROGRAM = """
 import sys, threading, time
@@ -31,14 +31,6 @@ if ending == "raises":
 if ending == "joined":
     threading.Thread(target=harvester.join, daemon=True).start()
 """
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 @pytest.mark.real_broker

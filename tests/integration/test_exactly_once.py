@@ -28,14 +28,6 @@ class Crash(BaseException):
     """Ends the harvest thread where it stands, as far as an exception can."""
 
 
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """One outbox with a name of its own, so that its tracking topic is fresh too."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
-
-
 def crash_at(step, *, after=1):
     """A hook that crashes the harvester the `after`-th time it reaches the step."""
     times = {step: after}

@@ -38,14 +38,6 @@ VALUES (NOW(), $1, $2, $3, $4, $5)
 """
 
 
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox of the binary layout."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
-
-
 class _Undo(Exception):
     """Rolls a transaction or a savepoint back."""
 

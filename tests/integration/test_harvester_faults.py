@@ -18,21 +18,12 @@ from outbox_core.stores.postgres import PostgresStore
 from tests.harvesting import (
     GENEROUS_SECONDS,
     FaultyProducer,
-    Scene,
     assert_only_adjacent_repeats,
     by_key,
     wait_until,
 )
 
 QUICK = {"io_error_backoff": "20ms"}
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox of the binary layout."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 def test_delivery_errors(scene, make_topic):

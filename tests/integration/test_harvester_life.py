@@ -32,14 +32,6 @@ from tests.harvesting import (
 QUICK = {"io_error_backoff": "20ms"}
 
 
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox of the binary layout."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
-
-
 class _Lingering(FaultyProducer):
     """Keeps every record in flight for a while, whatever the harvester pushes."""
 

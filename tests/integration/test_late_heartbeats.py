@@ -6,7 +6,7 @@ import pytest
 
 from outbox_core.election import Leadership, now
 from outbox_core.metrics import HarvestMetrics
-from tests.harvesting import AlwaysLeader, Scene, wait_until
+from tests.harvesting import AlwaysLeader, wait_until
 
 DELIVERY_SECONDS = 3.0  # by default, of a lease of 5
 
@@ -24,14 +24,6 @@ class LateHeartbeats(AlwaysLeader):
     @leadership.setter
     def leadership(self, lease):
         self._lease = lease
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 @pytest.fixture

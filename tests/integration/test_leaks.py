@@ -10,21 +10,13 @@ from confluent_kafka import Producer
 
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.schema import notify_sql
-from tests.harvesting import Scene, wait_until
+from tests.harvesting import wait_until
 from tests.resources import held, reference_counts_only, settles, times
 
 _TIMES = times(6, 200)
 _SLACK = 3  # a connection may be under way at the moment of the look
 _MEMORY_MIB = 32
 MODES = ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)]
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 def assert_flat(repeat):

@@ -15,7 +15,7 @@ from outbox_core.harvest.publisher import Failure
 from outbox_core.kafka import TopicLimits
 from outbox_core.ports import Floor
 from outbox_core.stores.postgres import HELD, PostgresStore
-from tests.harvesting import Scene, by_key, wait_until
+from tests.harvesting import by_key, wait_until
 
 pytestmark = pytest.mark.real_broker
 
@@ -27,14 +27,6 @@ QUICK = {"io_error_backoff": "50ms"}
 def mode(request):
     """How records are delivered."""
     return {"delivery": request.param}
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """One outbox with its holds."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 def assert_in_order(messages, count):

@@ -5,7 +5,7 @@ import pytest
 from outbox_core import OutboxRecord
 from outbox_core.harvest.recovery import Step
 from outbox_core.kafka import TopicLimits
-from tests.harvesting import Scene, by_key, wait_until
+from tests.harvesting import by_key, wait_until
 
 pytestmark = pytest.mark.real_broker
 
@@ -16,14 +16,6 @@ ROWS = 4_000
 def mode(request):
     """How records are delivered."""
     return {"delivery": request.param}
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """One outbox."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
 
 
 def errors(harvester):

@@ -31,14 +31,6 @@ SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LI
 
 
 @pytest.fixture
-def scene(database, kafka_bootstrap):
-    """A fresh outbox of the binary layout."""
-    scene = Scene(database, kafka_bootstrap)
-    yield scene
-    scene.close()
-
-
-@pytest.fixture
 def told_only(monkeypatch):
     """From its second pause on a harvester waits for an hour, unless somebody tells it of a commit."""
     monkeypatch.setattr(pace, "_GROWTH", 1e9)
