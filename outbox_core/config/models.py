@@ -282,7 +282,7 @@ class HarvestConfig(Settings):
 
     @property
     def shortest_delivery_timeout(self) -> timedelta:
-        """How short that may be made for a while: records must have time to leave the producer, and to arrive."""
+        """The shortest that may become for a while: records must have time to leave the producer, and to arrive."""
         return max(_SHORTEST_DELIVERY_TIMEOUT, 2 * kafka_settings.linger(self._merged))
 
     @property

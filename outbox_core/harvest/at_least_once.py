@@ -317,7 +317,7 @@ class AtLeastOnce:
         return not self._lanes.has_ready
 
     def _closes_at(self, *, records_wait: bool) -> float:
-        """Until when records may be sent under the present lease, 0.0 for not at all.
+        """Return until when records may be sent under the present lease, 0.0 for not at all.
 
         To be asked once for a chunk: a lease is only ever extended, and the lease of a later leadership does not count.
         """
@@ -329,7 +329,7 @@ class AtLeastOnce:
         return leadership.deadline - timeout
 
     def _producer_fits(self) -> bool:
-        """Whether the producer builds batches that all topics take, and gives records up in time.
+        """Return if the producer builds batches that all topics take, and gives records up in time.
 
         Else it is replaced once nothing is in flight.
         """
@@ -344,7 +344,7 @@ class AtLeastOnce:
         return not publisher.is_outdated
 
     def _limits(self) -> ProducerLimits:
-        """In what the producer is to differ from its settings."""
+        """Return in what the producer is to differ from its settings."""
         batch_bytes, timeout = self._with.batches.limit, self._with.send_window.timeout
         limits = {} if batch_bytes is None else {"batch.size": batch_bytes}
         if timeout != self._timing.delivery_timeout:

@@ -228,7 +228,7 @@ class BadRecords:
 
     @property
     def has_due(self) -> bool:
-        """Whether something is to be sent again now."""
+        """True if something must be sent again now."""
         return bool(self._suspects) or self.parking.has_due_probe
 
     def take(self) -> list[StoredRecord]:

@@ -67,7 +67,7 @@ class Burials:
 
     @property
     def has_ready(self) -> bool:
-        """Whether any are to be sent now."""
+        """True if dead letters wait to be sent."""
         return bool(self._ready)
 
     @property

@@ -160,7 +160,7 @@ class Parking:
 
     @property
     def has_due_probe(self) -> bool:
-        """Whether a probe is to be sent now."""
+        """True if a probe is due."""
         time = self._clock() if self._probes else 0.0
         return any(
             closed.until <= time and not closed.is_sent and closed.probe is not None for closed in self._places.values()

@@ -315,7 +315,7 @@ class Publisher:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the producer has other limits than it should: send nothing more, and `renew` it."""
+        """True if the producer has other limits than it should: send nothing more, and `renew` it."""
         return self._limits != self._made_for
 
     def renew_if_broken(self) -> None:

@@ -176,7 +176,7 @@ def _messages(
 
 
 def _answers(consumer: Consumer, left: set[Place], give_up: Callable[[], bool]) -> Iterator[Message]:
-    """What the consumer says, for as long as there is something left to be read.
+    """Yield what the consumer says, for as long as there is something left to be read.
 
     However much that is: what would be given up today would be more tomorrow. But records have to come.
     """

@@ -176,14 +176,18 @@ class Transactions:
         Raises:
             TrackingTopicError: if the topic cannot be used, or belongs to another outbox.
         """
-        ledger = self.open(producer, give_up)
+        ledger = self._read_behind_barrier(producer, give_up)
         if isinstance(ledger, Ended):
             return ledger
-        aborted = producer.abort(give_up=give_up)
-        return aborted if isinstance(aborted, Ended) else ledger
+        aborted = producer.abort(give_up=give_up)  # first of all: readers of the topic wait for it
+        return aborted if isinstance(aborted, Ended) else self._checked(ledger)
 
     def open(self, producer: RecordProducer, give_up: Callable[[], bool]) -> Ledger | Ended:
-        """The same, and the transaction that the barrier is in stays open, for records and a manifest."""
+        """Do the same, and leave the transaction that the barrier is in open, for records and a manifest."""
+        ledger = self._read_behind_barrier(producer, give_up)
+        return ledger if isinstance(ledger, Ended) else self._checked(ledger)
+
+    def _read_behind_barrier(self, producer: RecordProducer, give_up: Callable[[], bool]) -> Ledger | Ended:
         topic, partition, transactional_id = self.tracking_topic, self.tracking_partition, self.transactional_id
         barrier = write_barrier(producer, topic, partition, transactional_id, give_up)
         if isinstance(barrier, Ended):
@@ -191,12 +195,9 @@ class Transactions:
                 raise TrackingTopicError(f"tracking topic {topic!r}: {barrier.cause.str()}; grant WRITE on it")
             return barrier
         try:
-            ledger = read_ledger(
-                self.kafka, self.group, topic, partition, transactional_id, end=barrier, give_up=give_up
-            )
+            return read_ledger(self.kafka, self.group, topic, partition, transactional_id, end=barrier, give_up=give_up)
         except ManifestNotRead as error:
             return Ended(f"cannot read the tracking topic: {error}")
-        return self._checked(ledger)
 
     def begin(self, producer: RecordProducer, known: Ledger, give_up: Callable[[], bool]) -> Ended | None:
         """Open a transaction, in an epoch in which no request can be late (R13 of docs/explanation-exactly-once.md).

@@ -1,4 +1,4 @@
-"""Whether a lease has room for a send: a record must be delivered or given up before the lease it was sent under ends.
+"""Room in a lease for a send: a record must be delivered or given up before the lease it was sent under ends.
 
 The producer gives up a record after its delivery timeout, so nothing is sent once less than that is left of the lease.
 A lease counts from the *sending* of the heartbeat that renewed it. With heartbeats that come back late (a starved
@@ -26,7 +26,7 @@ from outbox_core.metrics import HarvestMetrics
 _log = logging.getLogger(__name__)
 
 LOOK_EVERY_SECONDS = 0.05
-"""How often to look while records wait: heartbeats come a few times a second, and each may bring room."""
+"""Pause between looks while records wait: heartbeats come a few times a second, and each may bring room."""
 
 _SHORTEN_AFTER_SECONDS = 2.0
 _TELL_AFTER_SECONDS = 5.0
@@ -38,7 +38,7 @@ _SPARE = 3 / 4  # of the most that was left: what is left falls, and rises with 
 
 
 class SendWindow:
-    """How long the delivery timeout may be under the leases there are, and since when nothing could be sent.
+    """The delivery timeout that the present leases have room for, and since when nothing could be sent.
 
     Args:
         longest: the configured delivery timeout, in seconds.
@@ -62,11 +62,11 @@ class SendWindow:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether records wait for a lease with more left."""
+        """True while records wait for a lease with more left."""
         return self._waits_since is not None
 
     def trouble(self, limit_seconds: float) -> str | None:
-        """What keeps records from being sent, if it has for longer than a limit."""
+        """Return what keeps records from being sent, if it has for longer than a limit."""
         since = self._waits_since
         if since is None or self._waited_at - since <= limit_seconds:
             return None
