@@ -76,14 +76,21 @@ def pytest_runtest_makereport():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep the tests of a file in one process when they run side by side, and all of Spark's, which share a session."""
+    """Keep the tests of a file in one process when they run side by side, and a folder's of Spark, which share a session."""
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path = nodeid.partition("::")[0]
-            return "tests/spark" if path.startswith("tests/spark/") else path
+            folder = path.rpartition("/")[0]
+            return folder if folder.startswith("tests/spark/") else path
 
+    config.option.loadscopereorder = False  # the order of `pytest_collection_modifyitems` is the better one
     return Scheduler(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with Spark's tests, the longest, so that no process is left alone with them at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/spark/"))
 
 
 def pytest_collection_finish(session):

@@ -214,10 +214,14 @@ def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch
         crashed.join(GENEROUS_SECONDS)
     monkeypatch.setattr(tracking, "_Reader", version)
     is_misled = version is breaches.ReadsToStableOffset
-    leaving = threading.Timer(15 if is_misled else 1.5, stranger.abort_transaction)  # who waits, waits for that
-    leaving.start()
-    stage.drain(config=config, limits=_LIMITS)
-    leaving.join()
+    if is_misled:
+        stage.drain(config=config, limits=_LIMITS)
+        stranger.abort_transaction(30)
+    else:  # it waits for the stranger
+        leaving = threading.Timer(1.5, stranger.abort_transaction)
+        leaving.start()
+        stage.drain(config=config, limits=_LIMITS)
+        leaving.join()
     assert ("was committed in part" in caplog.text) == is_misled
     assert not stage.findings()
 

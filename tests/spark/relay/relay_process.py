@@ -1,4 +1,4 @@
-"""A relay as a process: `python -m tests.spark.relay_process SETTINGS`, the settings being JSON."""
+"""A relay as a process: `python -m tests.spark.relay.relay_process SETTINGS`, the settings being JSON."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ import threading
 from outbox_core.config import HarvestConfig
 from outbox_spark.pipelines.relay import RelayConfig, run_relay
 from outbox_spark.session import start_session
-from tests.spark.faulty_sinks import DIE_AT, GROUP, DyingSink
+from tests.spark.relay.faulty_sinks import DIE_AT, GROUP, DyingSink
 
 
 def main():

@@ -12,7 +12,7 @@ from outbox_core.errors import StoreUnavailable
 from outbox_core.relay_marks import RelayMark
 from outbox_spark.batch_store import Batch
 from outbox_spark.outbox_stream import BEGINNING, NotLeading, OutboxStream, StreamSettings
-from tests.spark.engine import STEPS, Checkpoint, Engine, Killed
+from tests.spark.relay.engine import STEPS, Checkpoint, Engine, Killed
 
 
 @dataclass

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from outbox_spark.folder import FileTaken
 from outbox_spark.ledger import LEDGER, STAGING, Ledger, LedgerError, TableFile
-from tests.spark.local_folder import LocalFolder
+from tests.spark.pipelines.local_folder import LocalFolder
 
 
 class _Killed(Exception):

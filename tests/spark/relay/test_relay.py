@@ -16,7 +16,7 @@ from outbox_spark.kafka_sink import KafkaSink
 from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, run_relay
 from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, identity_of, wait_until
 from tests.kafka_reader import read_topic
-from tests.spark.faulty_sinks import DIE_AT, FailingSink, flag_of
+from tests.spark.relay.faulty_sinks import DIE_AT, FailingSink, flag_of
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(600)]
 
@@ -40,7 +40,7 @@ class RelayProcess:
         }
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.spark.relay_process", json.dumps(settings)],
+                [sys.executable, "-m", "tests.spark.relay.relay_process", json.dumps(settings)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, DIE_AT: die_at},

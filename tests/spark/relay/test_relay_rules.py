@@ -25,7 +25,7 @@ from outbox_spark.leadership import GivenTerm
 from outbox_spark.outbox_stream import BEGINNING, OutboxStream, StreamSettings
 from outbox_spark.shard_writer import Deposed, ShardWriter
 from tests.harvesting import Scene, by_key, identity_of
-from tests.spark.engine import STEPS, Checkpoint, Engine, Killed
+from tests.spark.relay.engine import STEPS, Checkpoint, Engine, Killed
 
 pytestmark = pytest.mark.real_broker
 
