@@ -22,7 +22,16 @@ from devstack.broker import BrokerProbe, silent_logger
 from devstack.errors import DevstackError
 from devstack.frame_proxy import FrameProxy
 from devstack.jars import KAFKA_VERSION, Report
-from devstack.kafka import ADVERTISED_PORTS, BROKER_PORTS, META, BrokerNode, KafkaNode, endpoints, random_id
+from devstack.kafka import (
+    ADVERTISED_PORTS,
+    BROKER_PORTS,
+    META,
+    SMALL_JAVA,
+    BrokerNode,
+    KafkaNode,
+    endpoints,
+    random_id,
+)
 from devstack.ports import LOCALHOST, free_ports, is_free
 from devstack.processes import wait_until
 from devstack.proxy import TcpProxy
@@ -40,7 +49,6 @@ _SETTINGS = {
     "auto.leader.rebalance.enable": "false",  # leaders stay where a test has moved them
     "controlled.shutdown.enable": "true",
 }
-_SMALL_JAVA = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")  # four of them start at once
 _SECONDS_TO_START = 120
 _SECONDS_TO_MOVE = 20
 TRANSACTION_STATE = "__transaction_state"
@@ -202,7 +210,7 @@ class KafkaCluster:
         self.controller = ControllerNode(
             self._directory / "controller",
             heap="160m",
-            java_options=_SMALL_JAVA,
+            java_options=SMALL_JAVA,
             **shared,
         )
         self.brokers = {
@@ -212,7 +220,7 @@ class KafkaCluster:
                 self.controller,
                 is_linked=links,
                 heap=heap,
-                java_options=_SMALL_JAVA,
+                java_options=SMALL_JAVA,
                 **shared,
             )
             for number in _BROKERS

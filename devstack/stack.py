@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
@@ -33,6 +33,7 @@ class DevStack:
             the jars can be had and `OUTBOX_DEVSTACK_EMBEDDED=1` is not set, else the embedded one.
         brokers: 1, or 3 for a cluster with replication factor 3, which is always of real brokers; None for as many as
             run, else 1.
+        java_options: More options for the Java of a single real broker, for example `devstack.kafka.SMALL_JAVA`.
         report: Told what takes long, and which broker was chosen and why.
     """
 
@@ -42,6 +43,7 @@ class DevStack:
         embedded: bool | None = None,
         *,
         brokers: Literal[1, 3] | None = None,
+        java_options: Sequence[str] = (),
         report: Report = lambda _: None,
     ) -> None:
         self._temporary = directory is None
@@ -49,7 +51,7 @@ class DevStack:
         self._embedded = embedded
         self._report = report
         self.postgres = Postgres(self.directory / "postgres")
-        self._real = KafkaBroker(self.directory / "kafka", report=report)
+        self._real = KafkaBroker(self.directory / "kafka", java_options=java_options, report=report)
         self._cluster = KafkaCluster(self.directory / "cluster", report=report)
         self._mock = EmbeddedBroker(self.directory / "embedded")
         self._brokers = brokers

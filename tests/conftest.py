@@ -14,6 +14,9 @@ pytest.register_assert_rewrite("tests.contract")
 
 pytest_plugins = ["tests.services"]
 
+# Spark sessions live for seconds here: the second compiler takes more time than it saves, half of all in measurements.
+os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
+
 settings.register_profile("patient", deadline=None)  # how long an example takes says more about the machine
 settings.load_profile("patient")
 

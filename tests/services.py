@@ -23,6 +23,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from xdist.scheduler import LoadScopeScheduling
 
 from devstack.cluster import KafkaCluster
+from devstack.kafka import SMALL_JAVA
 from devstack.stack import DevStack
 
 _NEED_KAFKA = {"kafka", "private_stack", "own_stack", "cluster"}
@@ -76,7 +77,7 @@ def pytest_runtest_makereport():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep the tests of a file in one process when they run side by side, and a folder's of Spark, which share a session."""
+    """Keep a file in one process when tests run side by side, and a folder of Spark's, whose files share a session."""
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid):
@@ -89,8 +90,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with Spark's tests, the longest, so that no process is left alone with them at the end."""
-    items.sort(key=lambda item: not item.nodeid.startswith("tests/spark/"))
+    """Begin with the two longest: Spark's folders, each of which one process runs."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/spark/relay/", "tests/spark/pipelines/")))
 
 
 def pytest_collection_finish(session):
@@ -159,7 +160,7 @@ def database(postgres):
 
 @pytest.fixture(scope="module")
 def _module_stack(pytestconfig):
-    with_both = DevStack(report=_reporter(pytestconfig))
+    with_both = DevStack(java_options=SMALL_JAVA, report=_reporter(pytestconfig))
     yield with_both
     with_both.stop()
 
@@ -186,7 +187,7 @@ def own_stack(pytestconfig):
     made = []
 
     def make(*, embedded: bool | None = None, directory: Path | None = None) -> DevStack:
-        stack = DevStack(directory, embedded, report=_reporter(pytestconfig))
+        stack = DevStack(directory, embedded, java_options=SMALL_JAVA, report=_reporter(pytestconfig))
         made.append(stack)
         stack.start()
         return stack
@@ -267,7 +268,7 @@ def _shared_stack(config) -> DevStack:
     if stack is None:
         given = os.environ.get("OUTBOX_DEVSTACK_DIR")
         directory = given or getattr(config, "workerinput", {}).get(_STACK_DIRECTORY)
-        stack = config.stash[_SHARED] = DevStack(directory, report=_reporter(config))
+        stack = config.stash[_SHARED] = DevStack(directory, java_options=SMALL_JAVA, report=_reporter(config))
         if given and not stack.is_running:
             pytest.exit(f"OUTBOX_DEVSTACK_DIR={given}: nothing runs there; python -m devstack up --dir {given}")
     return stack

@@ -16,6 +16,7 @@ from outbox_core.stores.postgres import PostgresStore
 from tests.chaos import breaches
 from tests.chaos.checker import Arrival, Checker
 from tests.harvesting import GENEROUS_SECONDS, Scene, identity_of, wait_until
+from tests.kafka_reader import read_topic
 
 pytestmark = pytest.mark.real_broker
 
@@ -201,6 +202,8 @@ def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch
     def intrude(step):
         """Open the stranger's transaction just before the manifest, and die once that is committed."""
         if step is Step.AFTER_PRODUCE:
+            # The barrier and the opening come first, else the stranger would hide the opening too.
+            read_topic(stage.bootstrap, names["tracking_topic"], count=2, isolation="read_uncommitted")
             stranger.begin_transaction()
             stranger.produce(names["tracking_topic"], b"not a manifest", "stranger", 0)
             stranger.flush(30)

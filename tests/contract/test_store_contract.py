@@ -176,7 +176,7 @@ def test_statement_that_needs_more_time_gets_it(scene, caplog):
                 call()
             took.append(time.monotonic() - began)
         other.rollback()
-    assert [round(seconds / 0.3) for seconds in took] == [1, 2, 4]
+    assert all(seconds >= 0.3 * 2**attempt for attempt, seconds in enumerate(took)), took
     assert ids(hasty.mark(OURS, 10)) == [1]
     assert sum("takes longer than statementTimeout" in record.message for record in caplog.records) == 1
     with psycopg.connect(scene.database) as other:
