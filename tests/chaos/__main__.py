@@ -22,6 +22,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the schedule; a new one by default")
     parser.add_argument("--outboxes", type=int, default=_OUTBOXES)
     parser.add_argument("--rate", type=float, default=2000.0, help="records per second, of all outboxes together")
+    parser.add_argument("--keys", type=int, default=25, help="number of keys on each topic")
     parser.add_argument("--least-faults", type=int, default=0, help="go on until so many faults were done")
     parser.add_argument("--late-requests", type=int, default=0, help="go on until so many have arrived late")
     parser.add_argument("--least-records", type=int, default=0, help="go on until so many have been delivered")
@@ -48,6 +49,7 @@ def main() -> int:
             seed=seed,
             outboxes=options.outboxes,
             records_per_second=options.rate,
+            keys=options.keys,
             directory=directory,
             leading=leading,
             limits={"mark_query_records": 25} if options.two_leaders else None,  # many small transactions

@@ -41,6 +41,7 @@ class ChaosRun:
         seed: of the schedule.
         outboxes: how many, in parallel.
         records_per_second: wanted of the load, of all outboxes together.
+        keys: number of keys on each topic; at least once, one record of each is under way at a time.
         directory: for journals, logs and the report; a temporary one by default.
         leading: "elected"; "always" for harvesters that all believe to lead; "mixed" for one such outbox among others.
         limits: limits of the harvesters that differ from the suite's.
@@ -59,6 +60,7 @@ class ChaosRun:
         seed: int,
         outboxes: int,
         records_per_second: float,
+        keys: int = 25,
         directory: Path | None = None,
         leading: str = "elected",
         limits: dict[str, Any] | None = None,
@@ -78,6 +80,7 @@ class ChaosRun:
         self._is_hostile = hostile
         self._hostile: list[HostileWriter] = []
         self._rate = records_per_second / outboxes
+        self._keys = keys
         self._number = outboxes
         self._always_lead = [leading == "always" or (leading == "mixed" and not number) for number in range(outboxes)]
         self._limits = limits
@@ -102,7 +105,7 @@ class ChaosRun:
                     dsn=self.services.postgres.dsn,
                     table=outbox.name,
                     topics=outbox.topics,
-                    keys=25,
+                    keys=self._keys,
                     records_per_second=self._rate,
                 )
                 for outbox in self.outboxes
