@@ -122,6 +122,30 @@ def test_harvesters(scene, broker, topic_name, user, delivery):
         assert len(scene.read(topic)) == 3 * _RESTARTS + 3
 
 
+@pytest.mark.parametrize(("user", "delivery"), [("least", "at-least-once"), ("exactly", "exactly-once")])
+def test_topic_without_any_right_is_held(scene, broker, topic_name, user, delivery):
+    """A topic that may not even be seen is refused by the client itself: it is held all the same, and others flow."""
+    topic, hidden = broker.make_topic(topic_name()), broker.make_topic(topic_name())
+    identity, _ = scene.harvester()._identify()
+    _grant_harvester(broker, user, identity, topic, exactly_once=delivery == "exactly-once")
+    # How soon the client asks again whether it may see a topic: librdkafka's default is five minutes.
+    kafka = {**broker.settings(user), "topic.metadata.refresh.interval.ms": 1000}
+
+    def released():
+        scene.hold("release", topic=hidden)
+        return not scene.count()
+
+    with scene.running(config={"base_kafka_config": kafka, "delivery": delivery}):
+        for to in (hidden, topic):
+            scene.stash(*(OutboxRecord(to, f"k{number % 2}", b"x") for number in range(4)))
+        wait_until(lambda: scene.count() == 4, "the other topic is published")
+        (hold,) = wait_until(scene.held, "the topic is held")
+        assert (hold.topic, hold.key, hold.record_id, hold.reason) == (hidden, None, None, "not authorized")
+        broker.grant(user, TOPIC, hidden, "WRITE")
+        wait_until(released, "the topic goes on")
+    assert len(scene.read(hidden)) == 4
+
+
 def test_topic_that_may_not_be_seen_is_not_absent(scene, broker, topic_name):
     """At least once: without DESCRIBE on the tracking topic nothing is published, and the right is named."""
     topic = broker.make_topic(topic_name())
