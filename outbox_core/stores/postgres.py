@@ -574,7 +574,7 @@ class PostgresStore:
             )
         kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
         connection = self._connected()
-        if pid != connection.info.backend_pid and is_lent_by_transaction(connection, self._data_source):
+        if pid != connection.info.backend_pid and self._is_lent_by_transaction(connection):
             raise OutboxTableError(
                 "data_source leads to a pooler that lends its connections for one transaction at a time (PgBouncer's "
                 "pool_mode=transaction): the harvester's settings would come to other applications and be lost to it. "
@@ -605,6 +605,12 @@ class PostgresStore:
         self._outbox = f"{schema}.{table}"
         self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
+
+    def _is_lent_by_transaction(self, connection: Connection) -> bool:
+        try:
+            return is_lent_by_transaction(connection, self._data_source)
+        except psycopg.Error as error:  # it takes a second connection, which a pool of sessions may not have to give
+            self._raise(error)
 
     def server_id(self) -> str:
         """Return the server's system identifier, '' where it may not be read (some hosted databases).
