@@ -21,6 +21,7 @@ from tests.resources import times
 pytestmark = pytest.mark.real_broker
 
 _RESTARTS = times(3, 10)
+_SHARDS = 2
 _USERS = ["least", "exactly", "blind", "producer", "consumer", "tracker", "looker", "undertaker"]
 
 
@@ -59,7 +60,7 @@ def _as(scene, role):
     return url._replace(netloc=url.netloc.replace(url.username or "postgres", scene.roles[role], 1)).geturl()
 
 
-def _grant_harvester(broker, user, identity, topic, *, exactly_once):
+def _grant_harvester(broker, user, identity, topic, *, exactly_once, relay=False):
     """Grant what the tables say for one outbox; `CREATE too` included, as nobody makes the topics."""
     named = {
         "topics it publishes to": [(TOPIC, topic)],
@@ -69,7 +70,13 @@ def _grant_harvester(broker, user, identity, topic, *, exactly_once):
         # These are granted below, by the table of exactly-once delivery.
         "the tracking topic, if it exists or delivery is exactly once": [],
         "transactional.id, `kafka-outbox:<database>.<schema>.<table>`, in the same cases": [],
-        "a relay's topic and transactional.ids": [],  # there never was one
+        "a relay's topic, if there ever was a [relay on Spark](spark-relay.md#what-it-needs-in-kafka)": [
+            (TOPIC, f"{identity}.relay-manifests")
+        ]
+        * relay,
+        "its transactional.ids, `kafka-outbox:<database>.<schema>.<table>:shard-<n>` (a prefix rule is enough)": [
+            (TRANSACTIONAL_ID, f"kafka-outbox:{identity}:shard-{shard}") for shard in range(_SHARDS * relay)
+        ],
         "dead-letter topic, `<database>.<schema>.<table>.dead-letter`": [(TOPIC, f"{identity}.dead-letter")],
         "tracking topic and a relay's, `<database>.<schema>.<table>.manifests`, `....relay-manifests`": [
             (TOPIC, f"{identity}.manifests"),
@@ -120,6 +127,18 @@ def test_harvesters(scene, broker, topic_name, user, delivery):
     if delivery == "exactly-once":
         _publish(scene, broker, user, topic, "at-least-once")  # the same rights are needed for that
         assert len(scene.read(topic)) == 3 * _RESTARTS + 3
+
+
+@pytest.mark.parametrize(("user", "delivery"), [("least", "at-least-once"), ("exactly", "exactly-once")])
+def test_harvesters_after_a_relay(scene, broker, topic_name, user, delivery):
+    """Where there was a relay once, the tables' rights on what it has left are enough as well."""
+    topic = broker.make_topic(topic_name())
+    identity, _ = scene.harvester()._identify()
+    broker.make_topic(f"{identity}.relay-manifests", partitions=_SHARDS, **{"cleanup.policy": "compact"})
+    _grant_harvester(broker, user, identity, topic, exactly_once=delivery == "exactly-once", relay=True)
+    for _ in range(2):
+        _publish(scene, broker, user, topic, delivery)
+    assert len(scene.read(topic)) == 6
 
 
 @pytest.mark.parametrize(("user", "delivery"), [("least", "at-least-once"), ("exactly", "exactly-once")])
