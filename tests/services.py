@@ -76,7 +76,7 @@ def pytest_runtest_makereport():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep the tests of a file in one process when they run side by side, and a folder's of Spark, which share a session."""
+    """Keep a file's tests in one process when they run side by side, and a folder's of Spark: they share a session."""
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid):
