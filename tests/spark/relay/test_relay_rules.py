@@ -472,3 +472,13 @@ def test_a_purge_that_deletes_nothing_is_noticed(scene):
     assert store.purge_batch(batch) == 3
     assert store.purge_batch(batch) == 0
     store.close()
+
+
+def test_marks_that_a_writer_made_up_do_not_stop_a_relay(scene, make_topic):
+    """Rows that look as if they were in the last batch of all are published like others, and others after them."""
+    topic, most = make_topic(), 2**48 - 1
+    scene.fill(topic, 6)
+    for identity, term in ((2, most), (4, 0)):
+        scene.execute("UPDATE outbox SET leader_id = %s WHERE id = %s", [RelayMark(term, most).leader_id, identity])
+    scene.relay()
+    assert_each_once_in_order(scene, topic, 6)
