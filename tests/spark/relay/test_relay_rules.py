@@ -4,13 +4,14 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
 from confluent_kafka import Producer
 
 from outbox_core.config import LeaderNames
-from outbox_core.errors import InvalidRecord, MarkedRowsFound, RowsRemain
+from outbox_core.errors import InvalidRecord, MarkedRowsFound, RowsRemain, TrackingTopicError
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.kafka import TopicLimits, ensure_leader_topic, ensure_tracking_topic, make_consumer
@@ -482,3 +483,21 @@ def test_marks_that_a_writer_made_up_do_not_stop_a_relay(scene, make_topic):
         scene.execute("UPDATE outbox SET leader_id = %s WHERE id = %s", [RelayMark(term, most).leader_id, identity])
     scene.relay()
     assert_each_once_in_order(scene, topic, 6)
+
+
+def test_what_another_server_published_is_not_obeyed(scene, make_topic):
+    """Two servers may have outboxes of one name: manifests of shards name theirs, and one move is accepted once."""
+    topic = make_topic()
+    scene.fill(topic, 6)
+    term = scene.claim()
+    stream = scene.stream(term)
+    for shard in stream.shards(BEGINNING, stream.latest(BEGINNING, 40)):
+        scene.writer(shard.number, term, server_id="another").write(scene.read_shard(shard))
+    stream.stop()
+    store = BatchStore(scene.database)
+    with pytest.raises(TrackingTopicError, match="database server with the system identifier another"):
+        takeover.settle(scene.transactions, store, lambda: False)
+    assert scene.count() == 6
+    assert takeover.settle(replace(scene.transactions, accept_moved=True), store, lambda: False) == 6
+    assert takeover.settle(scene.transactions, store, lambda: False) == 0
+    store.close()
