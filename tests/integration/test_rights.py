@@ -5,14 +5,20 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from outbox_core.election import Neli, NeliConfig
 from outbox_core.events import LeaderAcquired
-from outbox_core.kafka import TopicHidden, topic_exists
+from outbox_core.harvest.recovery import Transactions
+from outbox_core.kafka import TopicHidden, ensure_tracking_topic, topic_exists
 from outbox_core.record import OutboxRecord
+from outbox_core.relay_marks import RelayMark
 from outbox_queue import QueueService
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters import DeadLetters
 from outbox_queue.stats import queue_stats, waiting_messages
 from outbox_queue.tracker import RedeliveryTracker
+from outbox_spark import takeover
+from outbox_spark.batch_store import BatchStore, Shard
+from outbox_spark.shard_writer import ShardWriter
 from outbox_spark.topics import OffsetRange, RangeReader
 from tests.acl_world import DOCS, GROUP, TOPIC, TRANSACTIONAL_ID, Broker, table_of
 from tests.harvesting import Scene, wait_until
@@ -22,7 +28,7 @@ pytestmark = pytest.mark.real_broker
 
 _RESTARTS = times(3, 10)
 _SHARDS = 2
-_USERS = ["least", "exactly", "blind", "producer", "consumer", "tracker", "looker", "undertaker"]
+_USERS = ["least", "exactly", "blind", "relay", "producer", "consumer", "tracker", "looker", "undertaker"]
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +169,44 @@ def test_topic_without_any_right_is_held(scene, broker, topic_name, user, delive
         broker.grant(user, TOPIC, hidden, "WRITE")
         wait_until(released, "the topic goes on")
     assert len(scene.read(hidden)) == 4
+
+
+def test_relay(scene, broker, topic_name):
+    """What a relay's driver and its tasks do takes no more than its table says, twice, also behind a harvester."""
+    topic = broker.make_topic(topic_name())
+    config = scene.config(base_kafka_config=broker.settings("relay"), delivery="exactly-once")
+    store = BatchStore(_as(scene, "outbox_harvester"))
+    identity = store.check()
+    named = {
+        "transactional.ids": [(TRANSACTIONAL_ID, f"kafka-outbox:{identity}:shard-{shard}") for shard in range(_SHARDS)],
+        "topic of the manifests, compacted, one partition for each shard": [(TOPIC, f"{identity}.relay-manifests")],
+        "topics it publishes to": [(TOPIC, topic)],
+        "leader topic": [(TOPIC, f"{identity}.neli")],
+        "leader group": [(GROUP, identity)],
+        "tracking topic of harvesters": [(TOPIC, f"{identity}.manifests")],
+        "transactional.id of harvesters": [(TRANSACTIONAL_ID, f"kafka-outbox:{identity}")],
+    }
+    for resource, (_, operations) in table_of("spark-relay.md", "## What it needs in Kafka").items():
+        for kind, name in named[resource]:
+            broker.grant("relay", kind, name, operations)
+    transactions = Transactions.of(config, identity)
+    for restart in range(2):
+        scene.fill(topic, 10)
+        ensure_tracking_topic(transactions.kafka, transactions.relay_topic, width=_SHARDS)
+        with Neli(NeliConfig.of(config, identity, store.server_id())) as elector:
+            wait_until(lambda elector=elector: elector.is_leader, "it leads")
+            takeover.settle(transactions, store, lambda: False)
+            term = elector.leadership.term
+            batch = store.mark_batch(RelayMark(term, 1), 100)
+            for number in range(_SHARDS):
+                found = [row for rows in store.read(Shard(number, _SHARDS, batch)) for row in rows]
+                rows = [(*row[:6], -1, row[7]) for row in found]  # as Spark hands them on
+                ShardWriter(transactions.of_shard(number), config.leader_names(identity), term).write(rows)
+            takeover.settle(transactions, store, lambda: False)
+        assert len(scene.read(topic)) == 10 * (1 + restart)
+        if not restart:  # the second time there was a harvester
+            broker.make_topic(f"{identity}.manifests", 1, **{"cleanup.policy": "compact"})
+    store.close()
 
 
 def test_topic_that_may_not_be_seen_is_not_absent(scene, broker, topic_name):
