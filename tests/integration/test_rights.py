@@ -18,6 +18,8 @@ from outbox_queue.stats import queue_stats, waiting_messages
 from outbox_queue.tracker import RedeliveryTracker
 from outbox_spark import takeover
 from outbox_spark.batch_store import BatchStore, Shard
+from outbox_spark.config import ReplaySettings
+from outbox_spark.pipelines.replay import _Shard
 from outbox_spark.shard_writer import ShardWriter
 from outbox_spark.topics import OffsetRange, RangeReader
 from tests.acl_world import DOCS, GROUP, TOPIC, TRANSACTIONAL_ID, Broker, table_of
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.real_broker
 
 _RESTARTS = times(3, 10)
 _SHARDS = 2
-_USERS = ["least", "exactly", "blind", "relay", "producer", "consumer", "tracker", "looker", "undertaker"]
+_USERS = ["least", "exactly", "blind", "relay", "replay", "producer", "consumer", "tracker", "looker", "undertaker"]
 
 
 @pytest.fixture(scope="module")
@@ -241,6 +243,23 @@ def test_pipelines_read_topics(scene, broker, topic_name):
     broker.grant("looker", TOPIC, topic, "READ")
     reader = RangeReader(broker.settings("looker"), OffsetRange(topic, 0, 0, 500))
     assert sum(len(messages) for messages in reader) == 500
+
+
+def test_replays(broker, topic_name, tmp_path):
+    """A replay publishes, and goes on where it was, with the rights that its page names."""
+    target, name = broker.make_topic(topic_name(), partitions=1), topic_name("replay")
+    text = " ".join((DOCS / "spark-archive.md").read_text().split())
+    rights = re.search(r"Rights: (.*?) on the target topics, (.*?) on these groups, (.*?) on transactional.ids", text)
+    own = f"outbox-replay.{name}.orders.0"
+    for (kind, where), operations in zip(
+        [(TOPIC, target), (GROUP, own), (TRANSACTIONAL_ID, own)], rights.groups(), strict=True
+    ):
+        broker.grant("replay", kind, where, operations)
+    settings = ReplaySettings(archive=str(tmp_path), name=name, transaction_records=2)
+    rows = [{"offset": n, "target": target, "key": b"k", "value": b"v", "headers": []} for n in range(6)]
+    for number, published in ((3, 3), (6, 3), (6, 0)):
+        shard = _Shard(broker.settings("replay"), settings, "orders", 0)
+        assert shard.publish(iter(rows[:number]))[1] == published
 
 
 _QUEUE = "jobs"
