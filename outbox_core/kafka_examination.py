@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
 from outbox_core.errors import KafkaUnavailable
-from outbox_core.examination import Finding, fine, problem, warning
+from outbox_core.examination import Finding, Verdict, fine, problem, warning
 from outbox_core.kafka import (
     Inquiry,
     KafkaConfig,
@@ -148,6 +148,14 @@ class KafkaExamination:
                 )
             ]
         return [fine("transactional.id", f"{transactional_id} may be used")]
+
+    def relay_topic(self, topic: str) -> list[Finding]:
+        """The manifests of a relay on Spark: every leader settles them first; nothing to say if there never was one."""
+        subject = "relay's topic"
+        found = self._look(subject, topic)
+        if isinstance(found, Finding):
+            return [found] if found.verdict is Verdict.PROBLEM else []
+        return self._rights(subject, topic, found, {"READ", "WRITE"}) or [fine(subject, topic)]
 
     def dead_letter_topic(self, topic: str) -> list[Finding]:
         """The topic that bad records go to."""

@@ -20,7 +20,7 @@ import psycopg
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.ports import NO_HOLDS, StoredRecord
 from outbox_core.relay_marks import FIRST, LAST, RelayMark, term_bounds
-from outbox_core.stores.postgres import HELD, MICROSECONDS, SIZE, PostgresStore
+from outbox_core.stores.postgres import HELD, MICROSECONDS, SIZE, TOPIC, PostgresStore
 
 # A row that moved while it was being marked is left out: `selected` tells (see outbox_core.stores.postgres).
 _MARK_BATCH = """
@@ -59,17 +59,22 @@ _PURGE_BATCH = """
 DELETE FROM {table} WHERE id BETWEEN %(first_id)s AND %(last_id)s AND leader_id = %(mark)s
 """
 
+_UNPURGED_OF_BATCH = """
+SELECT count(*), min(id) FROM {table} WHERE id BETWEEN %(first_id)s AND %(last_id)s AND leader_id = %(mark)s
+"""
+
 _HIGHEST = "SELECT max(id) FROM {table}"
 
-# Rows of one key are in one shard; rows without a key are spread.
+# Rows of one key are in one shard; rows without a key are spread. Every row is in some shard, whatever its id and
+# topic (a table that was made by hand may have NULL): one in none would be purged with its batch, and lost.
 _READ = """
-SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+SELECT id, {topic}, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
        NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
 FROM {table}
 WHERE {condition} AND (
     CASE WHEN kafka_key IS NULL THEN id %% %(shards)s
-         ELSE (hashtextextended(kafka_topic || '/' || kafka_key, 0) %% %(shards)s + %(shards)s) %% %(shards)s
-    END) = %(shard)s
+         ELSE hashtextextended({topic} || '/' || kafka_key, 0) %% %(shards)s
+    END + %(shards)s) %% %(shards)s = %(shard)s
 ORDER BY id
 """
 
@@ -84,6 +89,7 @@ FROM pg_class AS c WHERE c.oid = to_regclass(%s)
 """
 
 _ROWS_PER_FETCH = 10_000
+_MOST_BATCHES = 2**40
 
 MOST_BYTES = 64 * 2**20
 """No row is added to a batch whose values and headers hold that much: a task has its shard in memory."""
@@ -169,7 +175,8 @@ class BatchStore(PostgresStore):
     def adopt(self, term: int) -> int:
         """Give the batches of all other terms to this one, under the numbers they have; return how many rows.
 
-        A number that this term has already, or that two terms had, goes to the latest; the other rows are set free.
+        A number that this term has already, or that two terms had, goes to the latest; the other rows are set free. So
+        are those whose number no relay ever comes to: their writer chose it, and there would be none after it.
         A mark that a constraint keeps from being changed stays; the next batch finds its row, and holds it.
         """
         fulfilled = self._new_rules().fulfilled
@@ -177,9 +184,10 @@ class BatchStore(PostgresStore):
         found = sorted(self._batches(FIRST, LAST), key=lambda batch: batch.mark, reverse=True)
         taken = {batch.mark.batch for batch in found if batch.mark.term == term}
         for batch in found:
-            if batch.mark.term == term:
+            is_forged = batch.mark.batch > _MOST_BATCHES
+            if batch.mark.term == term and not is_forged:
                 continue
-            if batch.mark.batch in taken:
+            if is_forged or batch.mark.batch in taken:
                 self.release(batch.mark.leader_id, batch.mark.leader_id)
                 continue
             taken.add(batch.mark.batch)
@@ -193,9 +201,16 @@ class BatchStore(PostgresStore):
         return self._execute(statement, {"first": first, "last": last}).rowcount
 
     def purge_batch(self, batch: Batch) -> int:
-        """Delete what is left of a batch; return how many rows."""
+        """Delete what is left of a batch; return how many rows.
+
+        Raises:
+            RowsRemain: if rows of it are still there: later they would be published again.
+        """
         parameters = {"mark": batch.mark.leader_id, "first_id": batch.first, "last_id": batch.last}
-        return self._execute(self._format(_PURGE_BATCH), parameters).rowcount
+        purged = self._execute(self._format(_PURGE_BATCH), parameters).rowcount
+        if purged < batch.rows:
+            self._see_what_remains(_UNPURGED_OF_BATCH, parameters)
+        return purged
 
     def highest_id(self) -> int:
         """The highest id that is visible, 0 if there is none."""
@@ -210,6 +225,7 @@ class BatchStore(PostgresStore):
         batch = shard.batch
         statement = self._format(
             _READ,
+            topic=TOPIC,
             partition="kafka_partition" if self._layout()[0] else "NULL::integer",
             microseconds=MICROSECONDS,
             condition=_OF_BATCH if batch is not None else "true",

@@ -78,7 +78,9 @@ class ShardsWriter(DataSourceStreamArrowWriter):
         identity = identity_of(self._options, self._config)
         shard = Transactions.of(self._config, identity).of_shard(current_task().partition)
         leader = self._config.leader_names(identity)
-        written = ShardWriter(shard, leader, mark.term, reached=self.reached).write(records)
+        server_id = self._options.optional("server") or ""
+        writer = ShardWriter(shard, leader, mark.term, server_id=server_id, reached=self.reached)
+        written = writer.write(records)
         return RecordsPublished(written.sent, written.found)
 
     def reached(self, step: str) -> None:

@@ -52,6 +52,18 @@ class TableFile:
     staged: str
     size: int
 
+    def __post_init__(self) -> None:
+        """Raise ValueError if it is not below the table's folder."""
+        _check_below(self.path)
+        _check_below(self.staged)
+
+
+def _check_below(path: str) -> None:
+    """Raise ValueError if a path leads out of its folder: who may write the ledger must not name files elsewhere."""
+    first, *_ = parts = path.split("/")
+    if not first or ":" in first or ".." in parts:
+        raise ValueError(f"{path!r} is not below the table's folder")
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -102,6 +114,8 @@ class Entry:
             if document["format"] != _FORMAT:
                 raise LedgerError(f"{where} has format {document['format']}, this version reads {_FORMAT}")
             files = document.get("files")
+            for path in document["removed"]:
+                _check_below(path)
             return cls(
                 number=document["number"],
                 kind=document["kind"],

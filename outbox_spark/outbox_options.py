@@ -31,7 +31,17 @@ _PRODUCER = "producer."
 _ID_HEADER = "idHeader"
 _NO_HEADER = "-"
 
-COMMON_OPTIONS = (*_FIELDS, *_DURATIONS, _ID_HEADER, "acceptMarked", "outbox", "term", "producerKafkaConfig")
+COMMON_OPTIONS = (
+    *_FIELDS,
+    *_DURATIONS,
+    _ID_HEADER,
+    "acceptMarked",
+    "acceptMoved",
+    "outbox",
+    "server",
+    "term",
+    "producerKafkaConfig",
+)
 
 
 def config_of(options: Options) -> HarvestConfig:
@@ -47,13 +57,20 @@ def config_of(options: Options) -> HarvestConfig:
         producer_kafka_config=_json(options, "producerKafkaConfig"),
         id_header="" if header == _NO_HEADER else header,
         accept_marked=options.flag("acceptMarked", default=False),
+        accept_moved=options.flag("acceptMoved", default=False),
         delivery="exactly-once",
         limits=Limits(**limits),
     )
 
 
-def options_of(config: HarvestConfig, identity: str, term: int) -> dict[str, str]:
+def options_of(config: HarvestConfig, identity: str, term: int, server_id: str = "") -> dict[str, str]:
     """The options that stand for settings, for the outbox of this identity in this term of leadership.
+
+    Args:
+        config: the settings.
+        identity: the outbox's.
+        term: number of the claim.
+        server_id: its database server's, '' if unknown.
 
     Raises:
         InvalidConfig: if a Kafka setting is no text or number, so that it cannot be handed to another process.
@@ -68,7 +85,9 @@ def options_of(config: HarvestConfig, identity: str, term: int) -> dict[str, str
         "producerKafkaConfig": json.dumps(config.producer_kafka_config),
         _ID_HEADER: config.id_header or _NO_HEADER,
         "acceptMarked": _text(config.accept_marked),
+        "acceptMoved": _text(config.accept_moved),
         "outbox": identity,
+        "server": server_id,
         "term": str(term),
     }
     return options

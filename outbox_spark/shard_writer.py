@@ -76,6 +76,7 @@ class ShardWriter:
         transactions: the shard's (`Transactions.of_shard`).
         leader: the leader group, and the topic where its claims are.
         term: the number of the claim under which the rows were marked.
+        server_id: of the database server that has the rows, '' if unknown.
         reached: called with the name of each step, for tests: "fenced", "sent", "committed".
         patience: for how many seconds outages of Kafka are borne.
     """
@@ -86,12 +87,14 @@ class ShardWriter:
         leader: LeaderNames,
         term: int,
         *,
+        server_id: str = "",
         reached: Callable[[str], None] = lambda _: None,
         patience: float = _PATIENCE_SECONDS,
     ) -> None:
         self._transactions = transactions
         self._leader = leader
         self._term = term
+        self._server_id = server_id
         self._reached = reached
         self._give_up_at = time.monotonic() + patience
         self._wants_reports = False  # of deliveries; they cost more than all the rest
@@ -203,7 +206,7 @@ class ShardWriter:
 
     def _send_opening(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         transactions = self._transactions
-        opening = Opening.of(transactions.outbox, "", records).encode()
+        opening = Opening.of(transactions.outbox, self._server_id, records).encode()
         key = opening_key(transactions.transactional_id)
         return producer.send_manifest(transactions.tracking_topic, opening, transactions.tracking_partition, key=key)
 
@@ -238,7 +241,8 @@ class ShardWriter:
 
     def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
         transactions = self._transactions
-        manifest = Manifest(transactions.outbox, [record[0] for record in records], [record[7] for record in records])
+        ids, create_times = [record[0] for record in records], [record[7] for record in records]
+        manifest = Manifest(transactions.outbox, ids, create_times, self._server_id)
         return producer.send_manifest(transactions.tracking_topic, manifest.encode(), transactions.tracking_partition)
 
 

@@ -52,9 +52,12 @@ def settle(transactions: Transactions, store: BatchStore, over: Callable[[], boo
         count += _settle_harvester(transactions, store, over)
     with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(owners))), thread_name_prefix="outbox-settle") as threads:
         ledgers = list(threads.map(lambda owner: _ledger(owner, over), owners))
+    server = store.server_id()
     for owner, ledger in zip(owners, ledgers, strict=True):
-        owner.is_of_other_server(ledger, store.server_id())  # raises
+        has_moved = owner.is_of_other_server(ledger, server)  # raises
         count += _settle(owner, ledger, store, over)
+        if has_moved:
+            _adopt(owner, server, over)
     if count:
         _log.info("purged %d rows that the last term had published", count)
     return count
@@ -67,12 +70,27 @@ def _settle_harvester(transactions: Transactions, store: BatchStore, over: Calla
         ledger, server = ledger_after_fence(transactions, producer, over), store.server_id()
         transactions.is_of_other_server(ledger, server)  # raises
         count = _settle(transactions, ledger, store, over)
-        adopted = transactions.adopt(producer, server, ledger, over)
-        if isinstance(adopted, Ended):
-            raise KafkaUnavailable(f"tracking topic {transactions.tracking_topic}: {adopted.reason}")
+        _leave_trace(transactions, producer, server, ledger, over)
         return count
     finally:
         producer.discard()
+
+
+def _adopt(owner: Transactions, server: str, over: Callable[[], bool]) -> None:
+    """Have a shard name this server from now on: it was moved here, and what another one had published is settled."""
+    producer = fence(owner, over)
+    try:
+        _leave_trace(owner, producer, server, ledger_after_fence(owner, producer, over), over)
+    finally:
+        producer.discard()
+
+
+def _leave_trace(
+    owner: Transactions, producer: RecordProducer, server: str, settled: Ledger, over: Callable[[], bool]
+) -> None:
+    adopted = owner.adopt(producer, server, settled, over)
+    if isinstance(adopted, Ended):
+        raise KafkaUnavailable(f"tracking topic {owner.tracking_topic}: {adopted.reason}")
 
 
 def _settle(owner: Transactions, ledger: Ledger, store: BatchStore, over: Callable[[], bool]) -> int:

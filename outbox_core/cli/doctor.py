@@ -214,9 +214,10 @@ def _examine_kafka(config: HarvestConfig, identity: str | None, server_id: str, 
         manifest_bytes = 2048 + 16 * config.limits.mark_query_records
         yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
         yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
+        yield from kafka.relay_topic(tracking.relay_topic)
         if config.on_poison == "dead-letter":
             yield from kafka.dead_letter_topic(config.dead_letter_name(identity))
-        yield kafka.writers([leader_topic, tracking.topic])
+        yield kafka.writers([leader_topic, tracking.topic, tracking.relay_topic])
         if topics:
             yield from kafka.topics(topics)
 

@@ -75,8 +75,9 @@ def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> l
     headers: list[tuple[str, Any]] = []
     if keys or values:
         headers = _own_headers(keys or (), values or ())
-        if keys and (ID_HEADER in keys or id_header in keys):
-            headers = [header for header in headers if header[0] != ID_HEADER and header[0] != id_header]
+        forged = {ID_HEADER, id_header or ID_HEADER}  # an empty name is one that a row may have
+        if not forged.isdisjoint(keys or ()):
+            headers = [header for header in headers if header[0] not in forged]
     if id_header:
         headers.append((id_header, b"%b%d" % (id_prefix, record[0])))
     return headers

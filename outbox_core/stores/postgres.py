@@ -128,7 +128,7 @@ ORDER BY id
 
 # No column of a table of our own making is NULL there, but one that was made by hand may have it: such a record has no
 # legal topic, and is held for that.
-_TOPIC = "coalesce(kafka_topic, '')"
+TOPIC = "coalesce(kafka_topic, '')"
 
 # As `outbox_core.ports.held_key` has it. No character takes more than four bytes; the length of a value that is stored
 # out of line is known without reading it only in bytes.
@@ -283,7 +283,7 @@ WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode 
 # Hot keys and failing ones. A subquery that does not depend on the row is hashed, also in a generic plan; `<> ALL
 # (parameter)` is searched there from its beginning for every row.
 _EXCLUSION = f"""
-AND (kafka_key IS NULL OR ({_TOPIC}, {_HELD_KEY}) NOT IN
+AND (kafka_key IS NULL OR ({TOPIC}, {_HELD_KEY}) NOT IN
      (SELECT * FROM unnest(%(excluded_topics)s::text[], %(excluded_keys)s::text[])))
 """
 
@@ -294,8 +294,8 @@ _OTHER_IDS = "NOT (id::bigint <@ %(ids)s::int8multirange)"
 # would take effect for a statement that was prepared for the hold: one that begins behind the rows it releases.
 HELD = f"""
 AND NOT (id::bigint <@ %(held_ids)s::int8multirange)
-AND {_TOPIC} NOT IN (SELECT unnest(%(held_topics)s::text[]))
-AND (kafka_key IS NULL OR ({_TOPIC}, {_HELD_KEY}) NOT IN
+AND {TOPIC} NOT IN (SELECT unnest(%(held_topics)s::text[]))
+AND (kafka_key IS NULL OR ({TOPIC}, {_HELD_KEY}) NOT IN
      (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
 """
 
@@ -574,7 +574,7 @@ class PostgresStore:
             )
         kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
         connection = self._connected()
-        if pid != connection.info.backend_pid and is_lent_by_transaction(connection, self._data_source):
+        if pid != connection.info.backend_pid and self._is_lent_by_transaction(connection):
             raise OutboxTableError(
                 "data_source leads to a pooler that lends its connections for one transaction at a time (PgBouncer's "
                 "pool_mode=transaction): the harvester's settings would come to other applications and be lost to it. "
@@ -605,6 +605,12 @@ class PostgresStore:
         self._outbox = f"{schema}.{table}"
         self._prepare_reads(columns, by_address=kind == "r" and not has_family)
         return f"{database}.{schema}.{table}"
+
+    def _is_lent_by_transaction(self, connection: Connection) -> bool:
+        try:
+            return is_lent_by_transaction(connection, self._data_source)
+        except psycopg.Error as error:  # it takes a second connection, which a pool of sessions may not have to give
+            self._raise(error)
 
     def server_id(self) -> str:
         """Return the server's system identifier, '' where it may not be read (some hosted databases).
@@ -845,7 +851,7 @@ class PostgresStore:
         """Hold some of the rows that carry a harvester's mark, and clear their marks; return how many they were."""
         with self._without_timeout():
             rules = self._new_rules()
-            parts = {"topic": _TOPIC, "held_key": _HELD_KEY, "is_of_record": _IS_OF_RECORD, **rules._asdict()}
+            parts = {"topic": TOPIC, "held_key": _HELD_KEY, "is_of_record": _IS_OF_RECORD, **rules._asdict()}
             statement = self._format(_FIND_MARKED, **parts, **_RELAYS)
             found = self._query(statement, {"limit": limit, "outbox": self._known_as()})
             if found:
@@ -903,7 +909,7 @@ class PostgresStore:
                 f"or correct them, or let them be held: make {self._hold_name}, with all rights on it"
             ) from error
         with self._without_timeout():
-            parts = {"topic": _TOPIC, "held_key": _HELD_KEY, "is_of_record": _IS_OF_RECORD}
+            parts = {"topic": TOPIC, "held_key": _HELD_KEY, "is_of_record": _IS_OF_RECORD}
             parts |= self._new_rules()._asdict()
             statement = self._format(_FIND_VIOLATIONS, limit=_VIOLATIONS_AT_ONCE, **parts)
             found = self._query(statement, {"outbox": self._known_as()})
@@ -1033,7 +1039,7 @@ class PostgresStore:
             "locators": "id, ctid" if by_address else "id",
             "size": SIZE,
             "content": _CONTENT,
-            "topic": _TOPIC,
+            "topic": TOPIC,
             "partition": "coalesce(kafka_partition, -1)" if "kafka_partition" in columns else "-1",
             "above": _ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
         }

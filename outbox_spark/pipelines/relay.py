@@ -159,7 +159,8 @@ class Relay:
         self._transactions = Transactions.of(self._config.harvest, self._identity)
         check_connection(self._config.harvest.base_kafka_config)
         ensure_tracking_topic(self._transactions.kafka, self._transactions.relay_topic, width=self._config.shards)
-        self._elector = make_elector(self._config.harvest, self._identity, self._store.server_id(), self._on_leadership)
+        self._server_id = self._store.server_id()
+        self._elector = make_elector(self._config.harvest, self._identity, self._server_id, self._on_leadership)
         self._elector.start()
         try:
             while not self._stopping.is_set():
@@ -244,7 +245,7 @@ class Relay:
         return False
 
     def _start(self, term: int, *, once: bool) -> StreamingQuery:
-        options = options_of(self._config.harvest, self._identity, term)
+        options = options_of(self._config.harvest, self._identity, term, self._server_id)
         rows = (
             self._spark.readStream.format("outbox")
             .options(**options, shards=self._config.shards, maxRecordsPerBatch=self._config.batch_records)

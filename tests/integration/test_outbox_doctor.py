@@ -393,7 +393,13 @@ def names(database, kafka_bootstrap, monkeypatch, topic_name):
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
     for topic, settings in ((leader_topic, {}), (tracking.topic, {"cleanup.policy": "compact"})):
         admin.create_topics([NewTopic(topic, 1, config=settings)])[topic].result(15)
-    return {"group": group, "leader": leader_topic, "tracking": tracking.topic, "id": tracking.transactional_id}
+    return {
+        "group": group,
+        "leader": leader_topic,
+        "tracking": tracking.topic,
+        "relay": tracking.relay_topic,
+        "id": tracking.transactional_id,
+    }
 
 
 _TOPIC, _GROUP, _ID = ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANSACTIONAL_ID
@@ -406,6 +412,7 @@ def test_rights_of_the_next_start(names, forbid, run):
     missing = [
         (_TOPIC, "leader", AclOperation.WRITE, "leader topic"),
         (_TOPIC, "tracking", AclOperation.READ, "tracking topic"),
+        (_TOPIC, "relay", AclOperation.DESCRIBE, "relay's topic"),
         (_GROUP, "group", AclOperation.READ, "leader group"),
         (_ID, "id", AclOperation.WRITE, "transactional.id"),
     ]

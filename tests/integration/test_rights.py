@@ -5,14 +5,22 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from outbox_core.election import Neli, NeliConfig
 from outbox_core.events import LeaderAcquired
-from outbox_core.kafka import TopicHidden, topic_exists
+from outbox_core.harvest.recovery import Transactions
+from outbox_core.kafka import TopicHidden, ensure_tracking_topic, topic_exists
 from outbox_core.record import OutboxRecord
+from outbox_core.relay_marks import RelayMark
 from outbox_queue import QueueService
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters import DeadLetters
 from outbox_queue.stats import queue_stats, waiting_messages
 from outbox_queue.tracker import RedeliveryTracker
+from outbox_spark import takeover
+from outbox_spark.batch_store import BatchStore, Shard
+from outbox_spark.config import ReplaySettings
+from outbox_spark.pipelines.replay import _Shard
+from outbox_spark.shard_writer import ShardWriter
 from outbox_spark.topics import OffsetRange, RangeReader
 from tests.acl_world import DOCS, GROUP, TOPIC, TRANSACTIONAL_ID, Broker, table_of
 from tests.harvesting import Scene, wait_until
@@ -21,7 +29,8 @@ from tests.resources import times
 pytestmark = pytest.mark.real_broker
 
 _RESTARTS = times(3, 10)
-_USERS = ["least", "exactly", "blind", "producer", "consumer", "tracker", "looker", "undertaker"]
+_SHARDS = 2
+_USERS = ["least", "exactly", "blind", "relay", "replay", "producer", "consumer", "tracker", "looker", "undertaker"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +68,7 @@ def _as(scene, role):
     return url._replace(netloc=url.netloc.replace(url.username or "postgres", scene.roles[role], 1)).geturl()
 
 
-def _grant_harvester(broker, user, identity, topic, *, exactly_once):
+def _grant_harvester(broker, user, identity, topic, *, exactly_once, relay=False):
     """Grant what the tables say for one outbox; `CREATE too` included, as nobody makes the topics."""
     named = {
         "topics it publishes to": [(TOPIC, topic)],
@@ -69,7 +78,13 @@ def _grant_harvester(broker, user, identity, topic, *, exactly_once):
         # These are granted below, by the table of exactly-once delivery.
         "the tracking topic, if it exists or delivery is exactly once": [],
         "transactional.id, `kafka-outbox:<database>.<schema>.<table>`, in the same cases": [],
-        "a relay's topic and transactional.ids": [],  # there never was one
+        "a relay's topic, if there ever was a [relay on Spark](spark-relay.md#what-it-needs-in-kafka)": [
+            (TOPIC, f"{identity}.relay-manifests")
+        ]
+        * relay,
+        "its transactional.ids, `kafka-outbox:<database>.<schema>.<table>:shard-<n>` (a prefix rule is enough)": [
+            (TRANSACTIONAL_ID, f"kafka-outbox:{identity}:shard-{shard}") for shard in range(_SHARDS * relay)
+        ],
         "dead-letter topic, `<database>.<schema>.<table>.dead-letter`": [(TOPIC, f"{identity}.dead-letter")],
         "tracking topic and a relay's, `<database>.<schema>.<table>.manifests`, `....relay-manifests`": [
             (TOPIC, f"{identity}.manifests"),
@@ -122,6 +137,80 @@ def test_harvesters(scene, broker, topic_name, user, delivery):
         assert len(scene.read(topic)) == 3 * _RESTARTS + 3
 
 
+@pytest.mark.parametrize(("user", "delivery"), [("least", "at-least-once"), ("exactly", "exactly-once")])
+def test_harvesters_after_a_relay(scene, broker, topic_name, user, delivery):
+    """Where there was a relay once, the tables' rights on what it has left are enough as well."""
+    topic = broker.make_topic(topic_name())
+    identity, _ = scene.harvester()._identify()
+    broker.make_topic(f"{identity}.relay-manifests", partitions=_SHARDS, **{"cleanup.policy": "compact"})
+    _grant_harvester(broker, user, identity, topic, exactly_once=delivery == "exactly-once", relay=True)
+    for _ in range(2):
+        _publish(scene, broker, user, topic, delivery)
+    assert len(scene.read(topic)) == 6
+
+
+@pytest.mark.parametrize(("user", "delivery"), [("least", "at-least-once"), ("exactly", "exactly-once")])
+def test_topic_without_any_right_is_held(scene, broker, topic_name, user, delivery):
+    """A topic that may not even be seen is refused by the client itself: it is held all the same, and others flow."""
+    topic, hidden = broker.make_topic(topic_name()), broker.make_topic(topic_name())
+    identity, _ = scene.harvester()._identify()
+    _grant_harvester(broker, user, identity, topic, exactly_once=delivery == "exactly-once")
+    # How soon the client asks again whether it may see a topic: librdkafka's default is five minutes.
+    kafka = {**broker.settings(user), "topic.metadata.refresh.interval.ms": 1000}
+
+    def released():
+        scene.hold("release", topic=hidden)
+        return not scene.count()
+
+    with scene.running(config={"base_kafka_config": kafka, "delivery": delivery}):
+        for to in (hidden, topic):
+            scene.stash(*(OutboxRecord(to, f"k{number % 2}", b"x") for number in range(4)))
+        wait_until(lambda: scene.count() == 4, "the other topic is published")
+        (hold,) = wait_until(scene.held, "the topic is held")
+        assert (hold.topic, hold.key, hold.record_id, hold.reason) == (hidden, None, None, "not authorized")
+        broker.grant(user, TOPIC, hidden, "WRITE")
+        wait_until(released, "the topic goes on")
+    assert len(scene.read(hidden)) == 4
+
+
+def test_relay(scene, broker, topic_name):
+    """What a relay's driver and its tasks do takes no more than its table says, twice, also behind a harvester."""
+    topic = broker.make_topic(topic_name())
+    config = scene.config(base_kafka_config=broker.settings("relay"), delivery="exactly-once")
+    store = BatchStore(_as(scene, "outbox_harvester"))
+    identity = store.check()
+    named = {
+        "transactional.ids": [(TRANSACTIONAL_ID, f"kafka-outbox:{identity}:shard-{shard}") for shard in range(_SHARDS)],
+        "topic of the manifests, compacted, one partition for each shard": [(TOPIC, f"{identity}.relay-manifests")],
+        "topics it publishes to": [(TOPIC, topic)],
+        "leader topic": [(TOPIC, f"{identity}.neli")],
+        "leader group": [(GROUP, identity)],
+        "tracking topic of harvesters": [(TOPIC, f"{identity}.manifests")],
+        "transactional.id of harvesters": [(TRANSACTIONAL_ID, f"kafka-outbox:{identity}")],
+    }
+    for resource, (_, operations) in table_of("spark-relay.md", "## What it needs in Kafka").items():
+        for kind, name in named[resource]:
+            broker.grant("relay", kind, name, operations)
+    transactions = Transactions.of(config, identity)
+    for restart in range(2):
+        scene.fill(topic, 10)
+        ensure_tracking_topic(transactions.kafka, transactions.relay_topic, width=_SHARDS)
+        with Neli(NeliConfig.of(config, identity, store.server_id())) as elector:
+            wait_until(lambda elector=elector: elector.is_leader, "it leads")
+            takeover.settle(transactions, store, lambda: False)
+            term = elector.leadership.term
+            batch = store.mark_batch(RelayMark(term, 1), 100)
+            for number in range(_SHARDS):
+                found = [row for rows in store.read(Shard(number, _SHARDS, batch)) for row in rows]
+                rows = [(*row[:6], -1, row[7]) for row in found]  # as Spark hands them on
+                ShardWriter(transactions.of_shard(number), config.leader_names(identity), term).write(rows)
+            takeover.settle(transactions, store, lambda: False)
+        assert len(scene.read(topic)) == 10 * (1 + restart)
+        if not restart:  # the second time there was a harvester
+            broker.make_topic(f"{identity}.manifests", 1, **{"cleanup.policy": "compact"})
+    store.close()
+
+
 def test_topic_that_may_not_be_seen_is_not_absent(scene, broker, topic_name):
     """At least once: without DESCRIBE on the tracking topic nothing is published, and the right is named."""
     topic = broker.make_topic(topic_name())
@@ -154,6 +243,23 @@ def test_pipelines_read_topics(scene, broker, topic_name):
     broker.grant("looker", TOPIC, topic, "READ")
     reader = RangeReader(broker.settings("looker"), OffsetRange(topic, 0, 0, 500))
     assert sum(len(messages) for messages in reader) == 500
+
+
+def test_replays(broker, topic_name, tmp_path):
+    """A replay publishes, and goes on where it was, with the rights that its page names."""
+    target, name = broker.make_topic(topic_name(), partitions=1), topic_name("replay")
+    text = " ".join((DOCS / "spark-archive.md").read_text().split())
+    rights = re.search(r"Rights: (.*?) on the target topics, (.*?) on these groups, (.*?) on transactional.ids", text)
+    own = f"outbox-replay.{name}.orders.0"
+    for (kind, where), operations in zip(
+        [(TOPIC, target), (GROUP, own), (TRANSACTIONAL_ID, own)], rights.groups(), strict=True
+    ):
+        broker.grant("replay", kind, where, operations)
+    settings = ReplaySettings(archive=str(tmp_path), name=name, transaction_records=2)
+    rows = [{"offset": n, "target": target, "key": b"k", "value": b"v", "headers": []} for n in range(6)]
+    for number, published in ((3, 3), (6, 3), (6, 0)):
+        shard = _Shard(broker.settings("replay"), settings, "orders", 0)
+        assert shard.publish(iter(rows[:number]))[1] == published
 
 
 _QUEUE = "jobs"

@@ -467,6 +467,19 @@ def test_pooler_of_transactions_is_refused(scene, store, monkeypatch, lent):
         store.check()
 
 
+def test_pool_without_another_connection_is_an_outage(store, monkeypatch):
+    """Whether a pooler lends by transaction takes a second connection to find out: without one, that is waited for."""
+    store.is_empty()  # connects
+
+    def connect(*_, **__):
+        raise psycopg.OperationalError("no more connections allowed (max_client_conn)")
+
+    monkeypatch.setattr(sessions, "psycopg", SimpleNamespace(connect=connect))
+    monkeypatch.setattr(store_module, "_INSPECT", store_module._INSPECT.replace("pg_backend_pid()", "-1"))
+    with pytest.raises(StoreUnavailable, match="no more connections"):
+        store.check()
+
+
 # -- holds
 
 

@@ -217,6 +217,9 @@ def test_forged_ids_are_left_out(publisher, producers):
     renamed = Publisher(lambda _: producer, id_header="x-id", outbox_name="box")
     renamed.send(_record(7, header_keys=["outbox-id", "x-id"], header_values=[b"box:1", b"box:2"]), 0.0)
     assert producer.calls[0][4] == [("x-id", b"box:7")]
+    without = Publisher(lambda _: producer, id_header="", outbox_name="box")
+    without.send(_record(7, header_keys=["outbox-id", ""], header_values=[b"box:1", b"1"]), 0.0)
+    assert producer.calls[1][4] == [("", b"1")]
 
 
 def test_dead_letter_tells_itself_where_it_comes_from():

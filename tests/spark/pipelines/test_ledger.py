@@ -1,5 +1,7 @@
 """The ledger of a Parquet table, on a local folder, with a crash at every step."""
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -96,6 +98,23 @@ def test_a_missing_entry_is_an_error(tmp_path):
         ledger.commit("append", _stage(tmp_path, number), {"t": {"0": number}})
     (tmp_path / LEDGER / f"{2:020d}.json").unlink()
     with pytest.raises(LedgerError, match="is missing"):
+        Ledger.open(LocalFolder(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["../other/x.parquet", "/etc/passwd", "hdfs://other/x.parquet", ""])
+@pytest.mark.parametrize("field", ["path", "staged", "removed"])
+def test_a_ledger_names_files_of_its_own_folder_alone(tmp_path, field, path):
+    """What it names is read, moved and deleted: a path that leads elsewhere makes it no ledger."""
+    ledger = Ledger.open(LocalFolder(tmp_path))
+    ledger.commit("append", _stage(tmp_path, 1), {"t": {"0": 1}})
+    (file,) = (tmp_path / LEDGER).glob("*.json")
+    entry = json.loads(file.read_text())
+    if field == "removed":
+        entry["removed"] = [path]
+    else:
+        entry["added"][0][field] = path
+    file.write_text(json.dumps(entry))
+    with pytest.raises(LedgerError, match="is not below"):
         Ledger.open(LocalFolder(tmp_path))
 
 

@@ -4,13 +4,14 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from uuid import uuid4
 
 import pytest
 from confluent_kafka import Producer
 
 from outbox_core.config import LeaderNames
-from outbox_core.errors import InvalidRecord, MarkedRowsFound
+from outbox_core.errors import InvalidRecord, MarkedRowsFound, RowsRemain, TrackingTopicError
 from outbox_core.harvest.record_producer import RecordProducer
 from outbox_core.harvest.recovery import Transactions
 from outbox_core.kafka import TopicLimits, ensure_leader_topic, ensure_tracking_topic, make_consumer
@@ -19,7 +20,7 @@ from outbox_core.record import OutboxRecord
 from outbox_core.relay_marks import RelayMark
 from outbox_core.schema import add_checks_sql, drop_checks_sql
 from outbox_spark import takeover
-from outbox_spark.batch_store import BatchStore
+from outbox_spark.batch_store import BatchStore, Shard
 from outbox_spark.claims import highest_claim
 from outbox_spark.leadership import GivenTerm
 from outbox_spark.outbox_stream import BEGINNING, OutboxStream, StreamSettings
@@ -440,4 +441,63 @@ def test_a_batch_leaves_out_what_is_held(scene, make_topic):
     store.hold([NewHold(topic, "bad", 1, "refused", "too large"), NewHold(paused, None, None, "paused", "")])
     taken = store.mark_batch(RelayMark(0, 1), 100)
     assert (taken.rows, taken.first) == (1, 2)
+    store.close()
+
+
+def test_every_row_of_a_batch_is_in_some_shard(scene):
+    """Ids below zero and rows without a topic are read like others: what no task gets is purged, and lost."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL, DROP CONSTRAINT outbox_id_in_range")
+    ids = [-(2**63), -7, -1, 0, 1]
+    for identity in ids:
+        scene.execute("INSERT INTO outbox (id, kafka_topic) VALUES (%s, 't')", [identity])
+    scene.execute("INSERT INTO outbox (id, kafka_topic, kafka_key) VALUES (2, NULL, 'k')")
+    store = BatchStore(scene.database)
+    batch = store.mark_batch(RelayMark(0, 1), 100)
+    read = [row[0] for number in range(3) for rows in store.read(Shard(number, 3, batch)) for row in rows]
+    store.close()
+    assert sorted(read) == [*ids, 2]
+
+
+def test_a_purge_that_deletes_nothing_is_noticed(scene):
+    """What a trigger keeps in the table would be published again: no batch is handed out before it is gone."""
+    scene.fill("t", 3)
+    scene.execute(
+        "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
+        "CREATE TRIGGER keep BEFORE DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION keep()"
+    )
+    store = BatchStore(scene.database)
+    batch = store.mark_batch(RelayMark(0, 1), 100)
+    with pytest.raises(RowsRemain, match=r"3 published rows .* trigger keep"):
+        store.purge_batch(batch)
+    scene.execute("DROP TRIGGER keep ON outbox")
+    assert store.purge_batch(batch) == 3
+    assert store.purge_batch(batch) == 0
+    store.close()
+
+
+def test_marks_that_a_writer_made_up_do_not_stop_a_relay(scene, make_topic):
+    """Rows that look as if they were in the last batch of all are published like others, and others after them."""
+    topic, most = make_topic(), 2**48 - 1
+    scene.fill(topic, 6)
+    for identity, term in ((2, most), (4, 0)):
+        scene.execute("UPDATE outbox SET leader_id = %s WHERE id = %s", [RelayMark(term, most).leader_id, identity])
+    scene.relay()
+    assert_each_once_in_order(scene, topic, 6)
+
+
+def test_what_another_server_published_is_not_obeyed(scene, make_topic):
+    """Two servers may have outboxes of one name: manifests of shards name theirs, and one move is accepted once."""
+    topic = make_topic()
+    scene.fill(topic, 6)
+    term = scene.claim()
+    stream = scene.stream(term)
+    for shard in stream.shards(BEGINNING, stream.latest(BEGINNING, 40)):
+        scene.writer(shard.number, term, server_id="another").write(scene.read_shard(shard))
+    stream.stop()
+    store = BatchStore(scene.database)
+    with pytest.raises(TrackingTopicError, match="database server with the system identifier another"):
+        takeover.settle(scene.transactions, store, lambda: False)
+    assert scene.count() == 6
+    assert takeover.settle(replace(scene.transactions, accept_moved=True), store, lambda: False) == 6
+    assert takeover.settle(scene.transactions, store, lambda: False) == 0
     store.close()
