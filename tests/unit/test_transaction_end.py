@@ -44,6 +44,9 @@ class _Client:
     def poll(self, _):
         return 0
 
+    def produce(self, *_, on_delivery, **__):
+        on_delivery(None, SimpleNamespace(offset=lambda: None))
+
     def init_transactions(self, _):
         self.attempts += 1
         assert self.attempts < 1_000, "it is waited for without end"
@@ -80,3 +83,11 @@ def test_what_comes_in_later_does_not_make_an_end_quicker(client, later):
     client.outstanding = [1, 0, 0, 0, later]  # librdkafka counts events that it has not told yet
     assert isinstance(producer.commit(), Committed)
     assert producer.must_replace
+
+
+@pytest.mark.usefixtures("client")
+def test_an_offset_that_is_not_told_is_not_the_first():
+    """A broker may say of a record that it has it already, and not where: a barrier there would hide every manifest."""
+    producer = TransactionalProducer(_SETTINGS, timeout_seconds=1.0)
+    assert producer.send_manifest("tracking", b"barrier") is None
+    assert producer.manifest_offset == -1
