@@ -73,10 +73,10 @@ def highest_claim(kafka: Mapping[str, Any], leader: LeaderNames, since: int = 0)
 def _write(kafka: Mapping[str, Any], leader: LeaderNames, give_up_at: float) -> int:
     """Write a look; return its offset."""
     producer = make_producer({**kafka, "acks": "all", "linger.ms": 0})
-    outcome: list[tuple[KafkaError | None, int]] = []
+    outcome: list[tuple[KafkaError | None, int | None]] = []
 
     def note(error: KafkaError | None, message: Message) -> None:
-        outcome.append((error, message.offset() or 0))
+        outcome.append((error, message.offset()))
 
     value = encode_look(contest=Contest(leader.group_id))
     producer.produce(leader.topic, value, partition=0, on_delivery=note)
@@ -88,6 +88,8 @@ def _write(kafka: Mapping[str, Any], leader: LeaderNames, give_up_at: float) -> 
     [(error, offset)] = outcome
     if error is not None:
         raise KafkaUnavailable(f"leader topic {leader.topic!r} cannot be written: {error.str()}")
+    if offset is None:
+        raise KafkaUnavailable(f"leader topic {leader.topic!r}: it is not known where a message was written")
     return offset
 
 

@@ -209,5 +209,5 @@ def _least_bytes(record: StoredRecord) -> int:
     """What a record takes in Kafka at least: characters are bytes here, and the harvester's own header is left out."""
     size = len(record[2] or "") + len(record[3] or "") + _OVERHEAD_BYTES
     if record[4]:
-        size += sum(map(len, record[4])) + sum(len(value or "") for value in record[5] or ())
+        size += sum(len(text or "") for texts in (record[4], record[5] or ()) for text in texts)
     return size

@@ -76,6 +76,7 @@ class Culprits:
         self._backoff = timing.io_error_backoff
         self._trials = Trials(4 * timing.mark_query_records, timing.mark_query_bytes)
         self._parking = Parking(timing.io_error_backoff / 10, longest_rest_of(timing), now)
+        self._parking.may_open = 1  # what goes to it fails with its whole transaction
         self._waits = Waits(surroundings.metrics, self._parking, longest_rest_of(timing))
         self._probes: deque[StoredRecord] = deque()
         self._has_probed = False  # the last trial was of a probe
@@ -191,8 +192,15 @@ class Culprits:
         """So much time went into a trial."""
         self._trials.tried(seconds)
 
+    def found(self, *, anything: bool) -> None:
+        """Take note of whether a scan has brought anything."""
+        self.is_idle = not anything
+        if self.is_idle:
+            self._parking.may_open = 1
+
     def succeeded(self, records: Sequence[StoredRecord]) -> None:
         """These records are published."""
+        self._parking.may_open = 1
         for topic, part in self._parking.succeeded(records) if self._parking else ():
             _log.info("records for %s arrive again", topic if part is None else f"{topic}, {part}")
         self._with.kafka.worked(all_of_it=not self._parking.is_unreachable)

@@ -11,7 +11,8 @@ reason that may pass, the place is closed:
 
 Once the probe arrives, the place is open and everything parked there may come again. A place whose probe was given up
 (a remark, a hold) opens by itself after its rest, and whoever fails there next is the probe. So does one that never had
-a probe, because those of other places take all the room that probes may take; its rests double all the same.
+a probe, because those of other places take all the room that probes may take; its rests double all the same. Where each
+of them that is still closed would hold up everybody, only so many may open as the owner says (`may_open`).
 
 Where a key goes is known only once one of its records has failed there, so each key fails once. If a place collects
 `_MOST` of them and nothing at all has arrived in its topic for a while, the topic is closed instead: with the whole
@@ -35,6 +36,7 @@ Place = tuple[str, int | LaneKey | None]
 _MOST = 1_000
 _QUIET_SECONDS = 5.0
 _MOST_RESTED = 10_000
+_ANY_NUMBER = 2**62
 LONGEST_REST_SECONDS = 10.0
 """However long a destination was away, it is tried again so soon after it is back."""
 _FORGOTTEN_AFTER_RESTS = 5  # of the longest
@@ -86,6 +88,9 @@ class Parking:
         clock: a monotonic clock, in seconds.
         most_probes: how many probes there may be.
         most_probe_bytes: how many bytes their values may take together.
+
+    Attributes:
+        may_open: how many places without a probe may still open by themselves.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Parking:
         self._clock = clock
         self._most_probes = most_probes
         self._most_probe_bytes = most_probe_bytes
+        self.may_open = _ANY_NUMBER
         self._places: dict[Place, _Closed] = {}
         self._probes: dict[int, Place] = {}
         self._probe_bytes = 0
@@ -169,7 +175,8 @@ class Parking:
     @property
     def next_due(self) -> float | None:
         """When the next probe is to be sent or the next place opens by itself."""
-        return min((closed.until for closed in self._places.values() if not closed.is_sent), default=None)
+        waiting = (closed for closed in self._places.values() if not closed.is_sent)
+        return min((closed.until for closed in waiting if closed.probe is not None or self.may_open > 0), default=None)
 
     def failed(self, record: StoredRecord, place: Place, *, unreachable: bool = True, why: str = "") -> bool:
         """A record could not be delivered to a place now. Returns whether it stays in memory, as the probe.
@@ -226,7 +233,9 @@ class Parking:
             if time < closed.until or closed.is_sent:
                 continue
             if closed.probe is None:
-                self._open(place)  # whoever fails there next is the probe
+                if self.may_open > 0:
+                    self.may_open -= 1
+                    self._open(place)  # whoever fails there next is the probe
             else:
                 closed.is_sent = True
                 yield closed.probe

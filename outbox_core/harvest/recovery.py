@@ -198,6 +198,9 @@ class Transactions:
             return read_ledger(self.kafka, self.group, topic, partition, transactional_id, end=barrier, give_up=give_up)
         except ManifestNotRead as error:
             return Ended(f"cannot read the tracking topic: {error}")
+        except ForeignLedger:
+            producer.abort(give_up=give_up)  # readers of the topic wait for it
+            raise
 
     def begin(self, producer: RecordProducer, known: Ledger, give_up: Callable[[], bool]) -> Ended | None:
         """Open a transaction, in an epoch in which no request can be late (R13 of docs/explanation-exactly-once.md).

@@ -186,9 +186,9 @@ class Term:
             self._pace.found(more=True)  # a transaction lies between this scan and the next: that is pause enough
             self._in_flight.update(record[_ID] for record in records)
             self._transactions.reached(Step.AFTER_SCAN)
-            self._culprits.is_idle = False
+            self._culprits.found(anything=True)
         else:
-            self._culprits.is_idle = True
+            self._culprits.found(anything=False)
             self._pace.found_nothing(scanned.took)
             if scanned.is_all:
                 self._suspicion.found_nothing()

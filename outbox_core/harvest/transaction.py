@@ -132,7 +132,8 @@ class _Reports:
     def note_own(self, error: KafkaError | None, message: Message) -> None:
         """A record of the protocol itself was delivered or not."""
         if error is None:
-            self.offset = message.offset() or 0
+            offset = message.offset()
+            self.offset = -1 if offset is None else offset  # DUPLICATE_SEQUENCE_NUMBER tells none
             return
         self.note(error)
         if not is_bystander(error):

@@ -186,12 +186,12 @@ _IS_MARKED = """
 SELECT EXISTS (SELECT FROM {table} WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}')
 """
 
-# The first ones. Their keys are as holds have them: they may be of any length. A mark that a constraint keeps from
-# being cleared stays, and its row is found until it is held.
+# The first ones. Their keys are as holds have them: they may be of any length. A mark that a constraint, a policy or a
+# trigger keeps from being cleared stays, and its row is found until it is held.
 _FIND_MARKED = """
 SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} AS stored
 WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
-  AND ({fulfilled} OR NOT EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}))
+  AND NOT EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 ORDER BY id LIMIT %(limit)s
 """
 
@@ -211,6 +211,12 @@ _CLEAR_MARKS_OF = """
 UPDATE {table} SET leader_id = NULL
 WHERE id = ANY (%(ids)s::bigint[]) AND leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
   AND {fulfilled}
+"""
+
+_CLEAR_MARKS_OF_HELD = """
+UPDATE {table} AS stored SET leader_id = NULL
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' AND {fulfilled}
+  AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 """
 
 _RELEASE_MARKED = "DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s"
@@ -858,6 +864,9 @@ class PostgresStore:
                 self.hold([_hold_of_marked(*row) for row in found])
                 ids = _array([identity for identity, *_ in found])
                 self._execute(self._format(_CLEAR_MARKS_OF, fulfilled=rules.fulfilled, **_RELAYS), {"ids": ids})
+            else:  # what was held before for something else
+                statement = self._format(_CLEAR_MARKS_OF_HELD, **parts, **_RELAYS)
+                self._execute(statement, {"outbox": self._known_as()})
         return len(found)
 
     def release_marked(self) -> int:

@@ -61,6 +61,18 @@ def test_rows_that_cannot_be_marked_are_told(scene, as_role, make_topic, obstacl
     assert len(scene.read(topic)) == 5
 
 
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_marks_that_cannot_be_cleared_do_not_stop_exactly_once(scene, as_role, make_topic, obstacle):
+    """Marked rows are held once, whether their marks can be cleared or not; everything else is published."""
+    topic = make_topic()
+    scene.fill(topic, 5)
+    scene.execute("UPDATE outbox SET leader_id = gen_random_uuid() WHERE id IN (2, 3)")
+    scene.execute(OBSTACLES[obstacle])
+    with scene.running(config=as_role["config"] | {"delivery": "exactly-once"}):
+        wait_until(lambda: scene.count() == 2, "what is not marked is published", timeout=20)
+        assert [hold.record_id for hold in scene.held()] == [2, 3]
+
+
 def test_right_to_mark_is_withdrawn(scene, as_role, make_topic):
     """The harvester ends, and says which right is missing."""
     harvester = scene.harvester(config=as_role["config"])

@@ -163,6 +163,16 @@ def test_compression_leaves_it_open(broker):
     assert sizes.too_large([row("small", 10**6)]) == []
 
 
+def test_header_without_a_name_has_a_size(sizes, broker):
+    """Whoever may INSERT can leave a header's name or value NULL: such a row is refused later, and ends nothing."""
+    broker.limits = {"small": 65_536}
+    sizes.meet({"small"})
+    broker.answer()
+    sizes.refused({"small"})
+    odd = StoredRecord(1, "other", None, None, [None, "name"], [None, b"v"], -1, 0)
+    assert sizes.too_large([odd, odd._replace(topic="small", header_values=[b"v" * 70_000])])[0].topic == "small"
+
+
 def test_memory_is_bounded(broker, monkeypatch):
     """Whoever names another topic in each row does not fill the memory, nor the broker with questions."""
     monkeypatch.setattr(batch_sizes, "_MOST_TOPICS", 100)

@@ -121,6 +121,25 @@ def test_place_without_room_for_a_probe_rests_ever_longer():
     assert parking.failed((3, "t", "b", b"3.0", None, None, -1, 0), ("t", 1)), "the room is free again"
 
 
+def test_places_without_probes_open_as_many_as_may():
+    """One after the other, and those that may not open yet are not waited for."""
+    clock = Clock()
+    parking = Parking(1.0, 3.0, clock)
+    parking.may_open = 1
+    for number in range(3):
+        parking.rest(record(number, f"k{number}"))
+    clock.time += 1.5
+    assert list(parking.due()) == []
+    assert parking.lanes == {("t", "k1"), ("t", "k2")}
+    assert parking.next_due is None
+    assert list(parking.due()) == []
+    assert len(parking) == 2
+    parking.may_open = 2
+    assert parking.next_due < clock.time
+    assert list(parking.due()) == []
+    assert not parking
+
+
 def test_rests_are_forgotten():
     """What does not fail again for a few rests begins anew, and does not count as closed meanwhile."""
     clock = Clock()

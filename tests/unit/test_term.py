@@ -1,12 +1,15 @@
 """Terms of exactly-once delivery: when a drain is over, and that nothing keeps ordinary records waiting."""
 
+import time
+from functools import partial
 from itertools import pairwise
 
 import pytest
 
 from outbox_core.errors import TrackingTopicError
-from outbox_core.harvest import exactly_once, holding, letters
+from outbox_core.harvest import culprits, exactly_once, holding, letters
 from outbox_core.harvest.culprits import Culprits
+from outbox_core.harvest.parking import Parking
 from outbox_core.harvest.publisher import Failure
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.transaction import Aborted, Committed, Ended
@@ -14,7 +17,7 @@ from outbox_core.harvest.waiting import Waiting
 from outbox_core.kafka import KafkaError
 from outbox_core.ports import NewHold
 from tests.harvesting import wait_until
-from tests.unit.term_world import LETTERS, POISON, TRACKING, World
+from tests.unit.term_world import LETTERS, POISON, TRACKING, Producer, World
 
 
 def paused(topic, key=None):
@@ -232,6 +235,29 @@ def test_probes_take_turns_with_ordinary_records(world):
     seen = [topics == {"t"} for topics in world.cluster.transactions[before:]]
     during = seen[seen.index(True) : len(seen) - seen[::-1].index(True)]
     assert all(first or second for first, second in pairwise(during)), during
+
+
+def test_destinations_without_a_probe_do_not_stop_the_others(world, monkeypatch):
+    """Whoever may INSERT can name many topics that are not there. Each batch with one of them costs its time-out."""
+    monkeypatch.setattr(culprits, "Parking", partial(Parking, most_probes=2))
+    commit = Producer.commit
+
+    def slow(producer, give_up):
+        outcome = commit(producer, give_up)
+        if isinstance(outcome, Aborted):
+            time.sleep(world.timing.io_error_backoff * 10)  # half of the longest rest
+        return outcome
+
+    monkeypatch.setattr(Producer, "commit", slow)
+    world.cluster.missing = {f"missing{number}" for number in range(100)}
+    for topic in sorted(world.cluster.missing):
+        world.table.add(topic)
+    with world.running():
+        for topic in ("first", "second"):
+            world.table.add(topic, 5)
+            wait_until(lambda topic=topic: len(world.cluster.published.get(topic, ())) == 5, "others are published")
+        missing, world.cluster.missing = world.cluster.missing, set()
+        wait_until(lambda: missing <= world.cluster.published.keys(), "what is there again gets its own")
 
 
 def test_probes_and_groups_take_only_the_time_that_is_left(world):

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox_core.harvest import transaction
-from outbox_core.harvest.recovery import Recovery
-from outbox_core.harvest.transaction import Committed, TransactionalProducer
+from outbox_core.harvest import recovery, transaction
+from outbox_core.harvest.recovery import Recovery, Transactions
+from outbox_core.harvest.tracking import ForeignLedger
+from outbox_core.harvest.transaction import Aborted, Committed, TransactionalProducer
 
 _SETTINGS = {"transactional.id": "t", "transaction.timeout.ms": 1_000}
 
@@ -43,6 +44,9 @@ class _Client:
 
     def poll(self, _):
         return 0
+
+    def produce(self, *_, on_delivery, **__):
+        on_delivery(None, SimpleNamespace(offset=lambda: None))
 
     def init_transactions(self, _):
         self.attempts += 1
@@ -80,3 +84,29 @@ def test_what_comes_in_later_does_not_make_an_end_quicker(client, later):
     client.outstanding = [1, 0, 0, 0, later]  # librdkafka counts events that it has not told yet
     assert isinstance(producer.commit(), Committed)
     assert producer.must_replace
+
+
+@pytest.mark.usefixtures("client")
+def test_an_offset_that_is_not_told_is_not_the_first():
+    """A broker may say of a record that it has it already, and not where: a barrier there would hide every manifest."""
+    producer = TransactionalProducer(_SETTINGS, timeout_seconds=1.0)
+    assert producer.send_manifest("tracking", b"barrier") is None
+    assert producer.manifest_offset == -1
+
+
+def test_a_ledger_that_cannot_be_read_leaves_no_transaction_open(monkeypatch):
+    """At least once goes on without it; whoever shares the topic by mistake would wait for the barrier's time-out."""
+
+    def refuse(*_, **__):
+        raise ForeignLedger("that is no manifest")
+
+    monkeypatch.setattr(recovery, "write_barrier", lambda *_: 5)
+    monkeypatch.setattr(recovery, "read_ledger", refuse)
+    names = dict.fromkeys(("transactional_id", "tracking_topic", "outbox", "outbox_name", "id_header", "group"), "t")
+    transactions = Transactions(kafka={}, producer={}, timeout=1.0, heartbeat_timeout=1.0, accept_marked=False, **names)
+    ends = []
+    producer = SimpleNamespace(abort=lambda **_: ends.append("aborted") or Aborted(None, record_at_fault=False))
+    for read in (transactions.ledger, transactions.open):
+        with pytest.raises(ForeignLedger):
+            read(producer, lambda: False)
+    assert ends == ["aborted"] * 2
