@@ -11,8 +11,9 @@ reason that may pass, the place is closed:
 
 Once the probe arrives, the place is open and everything parked there may come again. A place whose probe was given up
 (a remark, a hold) opens by itself after its rest, and whoever fails there next is the probe. So does one that never had
-a probe, because those of other places take all the room that probes may take; its rests double all the same. Where each
-of them that is still closed would hold up everybody, only so many may open as the owner says (`may_open`).
+a probe, because those of other places take all the room that probes may take; its rests double all the same. Of these
+only a few are open at a time before it is known what became of their records, or they would fill all the room among the
+records in flight; and only so many as the owner says (`may_open`), where each of them holds up everybody.
 
 Where a key goes is known only once one of its records has failed there, so each key fails once. If a place collects
 `_MOST` of them and nothing at all has arrived in its topic for a while, the topic is closed instead: with the whole
@@ -37,6 +38,7 @@ _MOST = 1_000
 _QUIET_SECONDS = 5.0
 _MOST_RESTED = 10_000
 _ANY_NUMBER = 2**62
+_MOST_OPENED = 8
 LONGEST_REST_SECONDS = 10.0
 """However long a destination was away, it is tried again so soon after it is back."""
 _FORGOTTEN_AFTER_RESTS = 5  # of the longest
@@ -115,6 +117,8 @@ class Parking:
         self._rested: dict[Place, _Rested] = {}
         self._look_at_rested_at = 0.0
         self._arrived: dict[str, float] = {}  # of the topics with closed places, when a record last arrived
+        # Places that opened by themselves, until a record fails or arrives there; or none came by then: they are gone.
+        self._opened: dict[Place, float] = {}
 
     def __bool__(self) -> bool:
         """Whether any place is closed."""
@@ -175,8 +179,17 @@ class Parking:
     @property
     def next_due(self) -> float | None:
         """When the next probe is to be sent or the next place opens by itself."""
-        waiting = (closed for closed in self._places.values() if not closed.is_sent)
-        return min((closed.until for closed in waiting if closed.probe is not None or self.may_open > 0), default=None)
+        probes, others = [], []
+        for closed in self._places.values():
+            if not closed.is_sent:
+                (others if closed.probe is None else probes).append(closed.until)
+        soonest = min(probes, default=None)
+        if not others or self.may_open <= 0:
+            return soonest
+        opens = min(others)
+        if len(self._opened) >= _MOST_OPENED:
+            opens = max(opens, min(self._opened.values()))
+        return opens if soonest is None else min(soonest, opens)
 
     def failed(self, record: StoredRecord, place: Place, *, unreachable: bool = True, why: str = "") -> bool:
         """A record could not be delivered to a place now. Returns whether it stays in memory, as the probe.
@@ -193,6 +206,8 @@ class Parking:
             self._places[mine].why = why
             self._rest_again(self._places[mine])
             return True
+        self._opened.pop(place, None)
+        self._opened.pop((place[0], None), None)
         if (place[0], None) in self._places:
             place = (place[0], None)
         closed = self._places.get(place)
@@ -219,6 +234,7 @@ class Parking:
         So a row that is corrected or deleted meanwhile is read anew.
         """
         place = _place_of_its_own(record)
+        self._opened.pop(place, None)
         self.give_up_probe(record)
         closed = self._close(place, unreachable=False, why=why)
         self._remember(place, closed)
@@ -233,12 +249,18 @@ class Parking:
             if time < closed.until or closed.is_sent:
                 continue
             if closed.probe is None:
-                if self.may_open > 0:
+                if self._has_room_to_open(time):
                     self.may_open -= 1
+                    self._opened[place] = time + 2 * self._longest
                     self._open(place)  # whoever fails there next is the probe
             else:
                 closed.is_sent = True
                 yield closed.probe
+
+    def _has_room_to_open(self, time: float) -> bool:
+        if self.may_open > 0 and len(self._opened) >= _MOST_OPENED:
+            self._opened = {place: until for place, until in self._opened.items() if time < until}
+        return self.may_open > 0 and len(self._opened) < _MOST_OPENED
 
     def not_sent(self, record: StoredRecord) -> bool:
         """A record could not be sent after all. Returns whether it is a probe, which stays due."""
@@ -259,6 +281,8 @@ class Parking:
                 self._call_at_once((topic, None), time)
             if self._rested:
                 self._rested.pop(_place_of_its_own(record), None)
+            if self._opened:
+                self._opened = {place: until for place, until in self._opened.items() if place[0] != topic}
             place = self._probes.get(record[0])
             if place is not None:
                 self.give_up_probe(record)

@@ -142,6 +142,18 @@ def test_unreachable_partition_does_not_slow_the_others(scene, make_topic, size)
     assert_in_order(scene.read(stuck), 6_000)
 
 
+def test_many_missing_topics_do_not_starve_the_others(scene, make_topic):
+    """More of them than the limits leave room for: what comes behind them arrives all the same."""
+    limits = QUICK | {"io_error_backoff": "25ms", "mark_query_records": 10, "max_in_flight_records": 40}
+    config = {"producer_kafka_config": {"allow.auto.create.topics": False, "topic.metadata.propagation.max.ms": 1000}}
+    topic = make_topic()
+    scene.execute("INSERT INTO outbox (kafka_topic) SELECT 'missing-' || n FROM generate_series(1, 150) AS n")
+    scene.fill(topic, 5, keys=5)
+    with scene.running(config=config, limits=limits):
+        wait_until(lambda: scene.count(f"kafka_topic = '{topic}'") == 0, "the others are published")
+    assert scene.count() == 150
+
+
 # -- tests of the tests: each rule, when it is broken, makes the scene above it come out wrong
 
 

@@ -140,6 +140,26 @@ def test_places_without_probes_open_as_many_as_may():
     assert not parking
 
 
+def test_few_places_without_probes_open_at_a_time():
+    """The next one opens once a record failed or arrived where one is open, or none came by for two rests."""
+    clock = Clock()
+    parking = Parking(1.0, 3.0, clock, most_probes=0)
+    for n in range(1, 21):
+        parking.failed(record(n, None, topic=f"t{n}"), (f"t{n}", None))
+    clock.time += 1.5
+    assert list(parking.due()) == []
+    assert len(parking) == 12
+    assert parking.next_due == clock.time + 6.0
+    parking.failed(record(1, None, topic="t1"), ("t1", 0))
+    parking.succeeded([record(2, None, topic="t2")])
+    assert parking.next_due < clock.time
+    assert list(parking.due()) == []
+    assert len(parking) == 11
+    clock.time += 6.1
+    assert list(parking.due()) == []
+    assert len(parking) == 3
+
+
 def test_rests_are_forgotten():
     """What does not fail again for a few rests begins anew, and does not count as closed meanwhile."""
     clock = Clock()
