@@ -39,6 +39,7 @@ _QUIET_SECONDS = 5.0
 _MOST_RESTED = 10_000
 _ANY_NUMBER = 2**62
 _MOST_OPENED = 8
+_NEVER = float("inf")
 LONGEST_REST_SECONDS = 10.0
 """However long a destination was away, it is tried again so soon after it is back."""
 _FORGOTTEN_AFTER_RESTS = 5  # of the longest
@@ -179,17 +180,16 @@ class Parking:
     @property
     def next_due(self) -> float | None:
         """When the next probe is to be sent or the next place opens by itself."""
-        probes, others = [], []
-        for closed in self._places.values():
-            if not closed.is_sent:
-                (others if closed.probe is None else probes).append(closed.until)
-        soonest = min(probes, default=None)
-        if not others or self.may_open <= 0:
-            return soonest
-        opens = min(others)
+        soonest = _NEVER if self.may_open <= 0 else 0.0
         if len(self._opened) >= _MOST_OPENED:
-            opens = max(opens, min(self._opened.values()))
-        return opens if soonest is None else min(soonest, opens)
+            soonest = max(soonest, min(self._opened.values()))
+        due = [
+            max(closed.until, soonest) if closed.probe is None else closed.until
+            for closed in self._places.values()
+            if not closed.is_sent
+        ]
+        next_due = min(due, default=_NEVER)
+        return None if next_due == _NEVER else next_due
 
     def failed(self, record: StoredRecord, place: Place, *, unreachable: bool = True, why: str = "") -> bool:
         """A record could not be delivered to a place now. Returns whether it stays in memory, as the probe.
