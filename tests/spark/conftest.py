@@ -1,5 +1,6 @@
-"""One Spark session for all tests of the Spark part."""
+"""One Spark session for all tests of a process."""
 
+import logging
 import os
 
 import pytest
@@ -10,6 +11,7 @@ from outbox_spark.session import start_session
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory):
     """The session, on two threads of this machine."""
+    logging.getLogger("py4j").setLevel(logging.WARNING)  # else it writes into what later tests expect on stderr
     session = start_session(
         "kafka-outbox tests",
         master="local[2]",
