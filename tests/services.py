@@ -46,6 +46,8 @@ _STACK_DIRECTORY = "stack_directory"
 def pytest_configure(config):
     """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A shell starts what is in its background with Ctrl-C ignored, and so would be whatever the tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_CHOICES] = []
 
 

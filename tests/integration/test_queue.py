@@ -264,7 +264,8 @@ def test_a_receive_that_waits_gets_what_hung(service, config):
         send(queue, b"hangs")
         hung = receive(consumer)
         again = receive(consumer)
-        assert (again.id, again.attempt) == (hung.id, 2)
+        assert again.id == hung.id
+        assert again.attempt > hung.attempt
         again.ack()
 
 
