@@ -21,6 +21,7 @@ from concurrent.futures import Future
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import OutboxError, StoreUnavailable
+from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.publisher import Failure, Publisher, dead_letter
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
 from outbox_core.harvest.verdicts import Verdict
@@ -30,6 +31,12 @@ _log = logging.getLogger(__name__)
 
 BATCH = 50  # values may be large
 RETRY_SECONDS = 5.0
+_TELL_AGAIN_SECONDS = 60.0
+
+
+def trouble_with(topic: str) -> Outage:
+    """What is logged of dead letters that wait: the table shows them as held, like any that nobody asks for."""
+    return Outage(f"dead letters for topic {topic}", _log, again_seconds=_TELL_AGAIN_SECONDS)
 
 
 class Burials:
@@ -49,6 +56,7 @@ class Burials:
         self._timing = timing
         self._with = surroundings
         self._publisher = publisher
+        self._trouble = trouble_with(dead_letters.topic)
         self._is_topic_there = False
         self._not_before = 0.0
         self._done: set[int] = set()  # buried, and perhaps still among the requests that were read before
@@ -84,6 +92,8 @@ class Burials:
         """Begin whatever can be begun."""
         self._collect_rows()
         self.finish()
+        if not holds.requests:
+            self._trouble.dismissed()
         if not self.is_busy and holds.requests and now() >= self._not_before:
             self._fetch(holds)
 
@@ -113,6 +123,7 @@ class Burials:
         letters = [record for record in records if self._sent.get(record[0]) is record]
         if not letters:
             return records
+        self._trouble.ended()
         for letter in letters:
             del self._sent[letter[0]]
         self._arrived += letters
@@ -168,8 +179,7 @@ class Burials:
         self._ready.extend(dead_letter(row, topic, self._errors[row[0]]) for row in rows)
 
     def _rest(self, why: str) -> None:
-        if now() >= self._not_before:
-            _log.warning("dead letters wait: topic %s: %s", self._dead_letters.topic, why)
+        self._trouble.began(why)
         self._not_before = now() + RETRY_SECONDS
         self._done.clear()
 
