@@ -111,13 +111,14 @@ class TableName:
     @property
     def quoted(self) -> str:
         """The name as it is written into SQL."""
-        return f"{_quote(self.schema)}.{_quote(self.table)}" if self.schema else _quote(self.table)
+        return f"{quote(self.schema)}.{quote(self.table)}" if self.schema else quote(self.table)
 
     def __str__(self) -> str:
         return f"{self.schema}.{self.table}" if self.schema else self.table
 
 
-def _quote(identifier: str) -> str:
+def quote(identifier: str) -> str:
+    """An identifier as SQL has it, whatever is in it."""
     return '"' + identifier.replace('"', '""') + '"'
 
 
@@ -389,13 +390,13 @@ def _grants(script: str, name: TableName, writer: str, harvester: str, layout: L
     sequence = TableName(_with_suffix(name.table, "_id_seq"), schema).quoted
     names = {
         "kept": "id, create_time or leader_id" if shape.has_time_default else "id or leader_id",
-        "schema": _quote(schema),
+        "schema": quote(schema),
         "table": table.quoted,
         "holds": hold_beside(table).quoted,
         "sequence": sequence,
         "columns": ", ".join(columns),
-        "writer": _quote(writer),
-        "harvester": _quote(harvester),
+        "writer": quote(writer),
+        "harvester": quote(harvester),
     }
     return [statement.format(**names) for statement in script.removesuffix(";\n").split(";\n")]
 
@@ -496,7 +497,7 @@ def drop_notify_sql(name: TableName) -> str:
 def _notify_names(name: TableName) -> dict[str, str]:
     """Trigger and function, named after the table; the function stands in the table's schema."""
     own = _with_suffix(name.table, "_notify")
-    return {"trigger": _quote(own), "function": TableName(own, name.schema).quoted}
+    return {"trigger": quote(own), "function": TableName(own, name.schema).quoted}
 
 
 INBOX_COLUMNS = ("source", "message_id", "accept_time")
@@ -515,7 +516,7 @@ CREATE INDEX {index} ON {table} (accept_time);
 
 def create_inbox_sql(name: TableName) -> str:
     """The PostgreSQL DDL of an inbox table and its index for pruning, two statements, ending in a newline."""
-    return _INBOX_TABLE.format(table=name.quoted, index=_quote(inbox_index(name)))
+    return _INBOX_TABLE.format(table=name.quoted, index=quote(inbox_index(name)))
 
 
 def inbox_index(name: TableName) -> str:

@@ -23,7 +23,7 @@ from typing import Final
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import OutboxError, StoreUnavailable
-from outbox_core.harvest.burials import BATCH, RETRY_SECONDS, trouble_with
+from outbox_core.harvest.burials import BATCH, RETRY_SECONDS, refusal_of, trouble_with
 from outbox_core.harvest.publisher import Failure, dead_letter
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings
@@ -161,11 +161,11 @@ class Letters:
         if error is None or not self._rights.missing_for({self.topic}):
             return False
         self._keep(ids, error)
-        self._wait(error.str())
+        self._wait(f"{error.str()}; {self._with.grant_write}")
         return True
 
     def _keep(self, ids: Sequence[int], error: KafkaError) -> None:
-        why = f"the dead-letter topic refused it: {error.str()}"
+        why = refusal_of(error, self._with.grant_write)
         for identity in ids:
             _log.warning("record %d stays held: %s", identity, why)
         self._waiting.insist(self._with.marker, lambda store: store.keep(ids, why))

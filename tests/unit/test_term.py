@@ -117,6 +117,7 @@ def test_dead_letters_that_may_not_be_written_stay_held(world):
     assert world.table.left() == [1, 2, 3]
     assert set(world.table.kept) == {1, 2, 3}
     assert all("dead-letter topic refused it" in error for error in world.table.kept.values())
+    assert all(error.endswith("; grant WRITE on it to User:relay") for error in world.table.kept.values())
 
 
 def test_dead_letters_that_end_every_term_keep_nobody_waiting(world, monkeypatch):
@@ -353,7 +354,7 @@ def test_commits_that_fail_are_an_outage_until_one_succeeds(hasty):
 def culprits_of(world):
     """Suspects without a term."""
     waiting = Waiting(world.delivery.over, world.timing, world.surroundings)
-    rights = Rights(world.dead_letters, TRACKING)
+    rights = Rights(world.dead_letters, TRACKING, world.surroundings.grant_write)
     return Culprits(world.timing, world.surroundings, waiting, rights, dead_letter=False)
 
 
