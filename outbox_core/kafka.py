@@ -73,14 +73,18 @@ __all__ = [
     "ensure_leader_topic",
     "ensure_topic",
     "ensure_tracking_topic",
+    "explained",
     "forbidden_topics",
+    "grant",
     "headers_of",
     "make_admin",
     "make_consumer",
     "make_producer",
     "partition_count",
+    "principal_of",
     "topic_exists",
     "topic_settings",
+    "why_unreadable",
 ]
 
 KafkaConfig = Mapping[str, Any]
@@ -112,6 +116,17 @@ _TRACKING_TOPIC_SETTINGS = {
     "segment.ms": "3600000",
     "min.cleanable.dirty.ratio": "0.1",
 }
+
+_AUTHORIZATION_FAILED = frozenset(
+    {
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+        KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
+    }
+)
+_SASL_DEFAULT = "GSSAPI"
+_ANONYMOUS = "User:ANONYMOUS"
 
 _NOTICE = 5  # of syslog's levels
 
@@ -204,6 +219,58 @@ def _ignore_client_error(error: KafkaError) -> None:
     _client_log.debug("librdkafka: %s", error)
 
 
+def principal_of(config: KafkaConfig) -> str:
+    """Whom Kafka takes a client for, as far as its settings tell; never a secret.
+
+    What a broker makes of a certificate (`ssl.principal.mapping.rules`) or of a token, only the broker knows: then it
+    is said how the client authenticates.
+
+    Args:
+        config: librdkafka settings.
+    """
+    protocol = str(config.get("security.protocol", "plaintext")).lower()
+    if protocol.startswith("sasl"):
+        mechanism = str(config.get("sasl.mechanisms") or config.get("sasl.mechanism") or _SASL_DEFAULT).upper()
+        if mechanism == "GSSAPI":
+            return f"the Kerberos principal {config.get('sasl.kerberos.principal', 'kafkaclient')}"
+        if mechanism == "OAUTHBEARER":
+            client = config.get("sasl.oauthbearer.client.id")
+            return "the subject of its OAUTHBEARER token" + (f" (client {client})" if client else "")
+        return f"User:{config.get('sasl.username', '')}"
+    if protocol == "ssl":
+        for name in ("ssl.certificate.location", "ssl.keystore.location"):
+            if config.get(name):
+                return f"the subject of the certificate in {config[name]} ({name})"
+        if config.get("ssl.certificate.pem"):
+            return "the subject of the certificate in ssl.certificate.pem"
+    return _ANONYMOUS
+
+
+def grant(rights: str, config: KafkaConfig, on: str = "it") -> str:
+    """What to do about missing rights: which, on what, and for whom.
+
+    Args:
+        rights: such as `READ and WRITE`.
+        config: librdkafka settings of the client that needs them.
+        on: the topic, group or transactional.id.
+    """
+    return f"grant {rights} on {on} to {principal_of(config)}"
+
+
+def explained(error: KafkaError, config: KafkaConfig) -> str:
+    """What an error says, and if a right is missing, whose."""
+    return f"{error.str()}, as {principal_of(config)}" if error.code() in _AUTHORIZATION_FAILED else error.str()
+
+
+def why_unreadable(error: KafkaError, config: KafkaConfig, topic: str, group: str = "") -> str:
+    """What an error of a consumer says, and if a right is missing, what to grant."""
+    if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+        return f"{error.str()}; {grant('READ', config, f'topic {topic!r}')}"
+    if error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED and group:
+        return f"{error.str()}; {grant('READ', config, f'group {group!r}')}"
+    return explained(error, config)
+
+
 class TopicHidden(KafkaUnavailable):
     """A topic may not be seen: whether it is there is not known."""
 
@@ -271,6 +338,7 @@ class Inquiry:
     """
 
     def __init__(self, config: KafkaConfig, timeout_seconds: float) -> None:
+        self.config = config
         self._servers = config.get("bootstrap.servers", "(bootstrap.servers is not set)")
         self._complaints = _Complaints()
         self._deadline = time.monotonic() + timeout_seconds
@@ -333,7 +401,7 @@ class Inquiry:
                     return named
                 error = named
             if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                raise TopicHidden(f"topic {topic!r} may not be seen: {error.str()}; grant DESCRIBE on it")
+                raise TopicHidden(f"topic {topic!r} may not be seen: {error.str()}; {grant('DESCRIBE', self.config)}")
             if self.is_late:
                 raise KafkaUnavailable(f"topic {topic!r} cannot be described: {error.str()}")
             time.sleep(_APPEAR_INTERVAL_SECONDS)
@@ -419,8 +487,9 @@ class Inquiry:
             return self.topic_settings(topic)[name]
         except (KafkaException, FutureTimeoutError) as error:
             reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
+            needed = grant("DESCRIBE_CONFIGS", self.config)
             raise TrackingTopicError(
-                f"cannot read the settings of tracking topic {topic!r}: {reason}; grant DESCRIBE_CONFIGS on it"
+                f"cannot read the settings of tracking topic {topic!r}: {reason}; {needed}"
             ) from None
 
     def unavailable(self, reason: str) -> KafkaUnavailable:
@@ -458,7 +527,7 @@ def check_transactional_id(config: KafkaConfig, transactional_id: str, *, timeou
             return
         if cause.retriable():
             raise KafkaUnavailable(f"no answer about transactional.id {transactional_id!r}: {cause.str()}") from None
-        raise TransactionsRefused(cause.str()) from None
+        raise TransactionsRefused(explained(cause, config)) from None
     finally:
         discard(producer)
 
@@ -713,19 +782,19 @@ def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:
     except KafkaException as error:
         cause: KafkaError = error.args[0]
         if cause.code() not in {KafkaError.TOPIC_ALREADY_EXISTS, KafkaError._UNSUPPORTED_FEATURE}:  # noqa: SLF001
-            raise _cannot_make(kind, topic, cause.str()) from None
+            raise _cannot_make(inquiry, kind, topic, cause.str()) from None
     except FutureTimeoutError:
-        raise _cannot_make(kind, topic, "no answer") from None
+        raise _cannot_make(inquiry, kind, topic, "no answer") from None
 
 
 def _counted(partitions: int) -> str:
     return "one partition" if partitions == 1 else f"{partitions} partitions"
 
 
-def _cannot_make(kind: TopicKind, topic: str, reason: str) -> OutboxError:
+def _cannot_make(inquiry: Inquiry, kind: TopicKind, topic: str, reason: str) -> OutboxError:
     return kind.error(
         f"{kind.name} {topic!r} does not exist and cannot be made: {reason}; "
-        f"create it with {_counted(kind.partitions)}, or grant CREATE on it"
+        f"create it with {_counted(kind.partitions)}, or {grant('CREATE', inquiry.config)}"
     )
 
 
@@ -737,7 +806,8 @@ def _widen(inquiry: Inquiry, kind: TopicKind, topic: str, width: int) -> None:
     except (KafkaException, FutureTimeoutError) as error:
         reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
         raise kind.error(
-            f"{kind.name} {topic!r} cannot be given {width} partitions: {reason}; do it, or grant ALTER on it"
+            f"{kind.name} {topic!r} cannot be given {width} partitions: {reason}; do it, or "
+            f"{grant('ALTER', inquiry.config)}"
         ) from None
     while inquiry.partitions(topic) < width and not inquiry.is_late:
         time.sleep(_APPEAR_INTERVAL_SECONDS)
@@ -755,5 +825,6 @@ def _partitions_once_there(inquiry: Inquiry, kind: TopicKind, topic: str) -> int
             KafkaError.UNKNOWN_TOPIC_OR_PART,
         }
         if not is_new or inquiry.is_late:
-            raise kind.error(f"{kind.name} {topic!r} cannot be used: {reason}; grant DESCRIBE, READ and WRITE")
+            needed = grant("DESCRIBE, READ and WRITE", inquiry.config)
+            raise kind.error(f"{kind.name} {topic!r} cannot be used: {reason}; {needed}")
         time.sleep(_APPEAR_INTERVAL_SECONDS)

@@ -22,6 +22,8 @@ from outbox_core.kafka import (
     TopicLook,
     TransactionsRefused,
     check_transactional_id,
+    grant,
+    principal_of,
 )
 
 _ASSIGNOR = "cooperative-sticky"
@@ -118,7 +120,7 @@ class KafkaExamination:
         found = self._look(subject, topic)
         if isinstance(found, Finding):
             return [found]
-        policy = self._settings(topic).get("cleanup.policy", "unknown: grant DESCRIBE_CONFIGS on the topic")
+        policy = self._settings(topic).get("cleanup.policy", f"unknown: {grant('DESCRIBE_CONFIGS', self._config)}")
         wrong = [
             *self._rights(subject, topic, found, {"READ", "WRITE", "DESCRIBE_CONFIGS"}),
             *self._sizes(subject, topic, found, manifest_bytes),
@@ -144,7 +146,7 @@ class KafkaExamination:
                 problem(
                     "transactional.id",
                     f"{transactional_id} may not be used: {error}",
-                    f"grant WRITE and DESCRIBE on the transactional.id {transactional_id}",
+                    grant("WRITE and DESCRIBE", self._config, f"the transactional.id {transactional_id}"),
                 )
             ]
         return [fine("transactional.id", f"{transactional_id} may be used")]
@@ -176,8 +178,8 @@ class KafkaExamination:
                     warning(
                         "topic",
                         f"records wait for {name}, which does not exist or may not be seen",
-                        "create it, or grant DESCRIBE and WRITE on it; some brokers create it when it is first "
-                        "written to",
+                        f"create it, or {grant('DESCRIBE and WRITE', self._config)}; some brokers create it when it "
+                        "is first written to",
                     )
                 )
                 continue
@@ -193,7 +195,7 @@ class KafkaExamination:
         A message there deposes the leader, or has rows deleted that were never published.
         """
         subject = "ACLs"
-        own = f"User:{self._config.get('sasl.username', '')}"
+        own = principal_of(self._config)
         others = []
         for topic in topics:
             writers = self._inquiry.writers(topic) if self._is_real else None
@@ -228,7 +230,9 @@ class KafkaExamination:
         try:
             described = self._describe(group)
         except KafkaUnavailable as error:
-            return problem(subject, str(error), f"grant READ, which lets it be described too, on the group {group}")
+            return problem(
+                subject, str(error), grant("READ, which lets it be described too,", self._config, f"the group {group}")
+            )
         if described.partition_assignor not in {"", _ASSIGNOR}:
             return problem(
                 subject,
@@ -239,7 +243,7 @@ class KafkaExamination:
             )
         allowed = described.authorized_operations
         if allowed is not None and not {"READ", "ALL"} & {operation.name for operation in allowed}:
-            return problem(subject, f"{group} may not be joined", f"grant READ on the group {group}")
+            return problem(subject, f"{group} may not be joined", grant("READ", self._config, f"the group {group}"))
         contenders = self.contenders(group)
         if not contenders:
             return warning(subject, f"no harvester is in {group}", "start one: `outbox harvest`")
@@ -252,7 +256,7 @@ class KafkaExamination:
         try:
             partitions = self._inquiry.partitions(topic)
         except TopicHidden as error:
-            return problem(subject, str(error), f"grant DESCRIBE, and what else it needs, on {topic}")
+            return problem(subject, str(error), grant("DESCRIBE, and what else it needs,", self._config, topic))
         if partitions == 0:
             return fine(subject, f"{topic} is not there yet; it is made when it is needed")
         look = self._inquiry.look_at(topic) if self._is_real else None
@@ -263,7 +267,8 @@ class KafkaExamination:
         if not missing:
             return []
         listed = ", ".join(missing)
-        return [problem(subject, f"{topic}, on which the right(s) {listed} are missing", f"grant {listed} on {topic}")]
+        detail = f"{topic}, on which {principal_of(self._config)} lacks the right(s) {listed}"
+        return [problem(subject, detail, grant(listed, self._config, topic))]
 
     def _sizes(self, subject: str, topic: str, look: TopicLook, message_bytes: int) -> list[Finding]:
         """What keeps every message out: too small a limit, or more replicas asked for than there are."""

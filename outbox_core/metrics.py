@@ -27,7 +27,7 @@ from outbox_core.errors import InvalidConfig
 from outbox_core.http_server import Answer, HttpServer, Request, text_answer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from prometheus_client import Metric
 
@@ -80,6 +80,9 @@ class Activity:
 
     Args:
         clock: in seconds; it stands still while the machine sleeps, and so do harvesters.
+
+    Attributes:
+        refused: topics that are held for an error, with the error, as they were last read.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,6 +93,7 @@ class Activity:
 
     def begin(self) -> None:
         """A leadership begins: nothing that was done or not done before counts."""
+        self.refused: Mapping[str, str] = {}
         self._looked_at = self._clock()
         self.finished()
 
@@ -113,6 +117,16 @@ class Activity:
     def idle_seconds(self) -> float:
         """Time since the table was read, or records were dealt with."""
         return self._clock() - max(self._looked_at, self._finished_at)
+
+    @property
+    def remark(self) -> str:
+        """Which topic is held for an error although all is well, '' for none; of several the first."""
+        refused = self.refused
+        if not refused:
+            return ""
+        topic = min(refused)
+        more = f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""
+        return f"records for topic {topic}{more} are held: {refused[topic]}"
 
     def trouble(self, limit_seconds: float, *, look_interval: float = 0.0) -> str | None:
         """Return what a leader has not managed to do for longer than a limit, or None.

@@ -147,6 +147,7 @@ class HoldSet:
         lanes: keys of which nothing is published, as `held_key` has them.
         ids: records without a key, or with a long one, that are not published.
         requests: of the held records those that are to go to the dead-letter topic, with what is known of their error.
+        refused: of the topics those that were held for an error, with the error.
         may_change: whether the harvester can hold more, and let go of what it holds; if not, there are no requests.
     """
 
@@ -154,6 +155,7 @@ class HoldSet:
     lanes: frozenset[LaneKey] = frozenset()
     ids: frozenset[int] = frozenset()
     requests: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+    refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     may_change: bool = True
 
     def __bool__(self) -> bool:

@@ -9,8 +9,8 @@ Two layouts are supported. Both have the columns of goharvest's outbox table (se
 The harvester looks at the table to see which one it has; the stash functions ask the adapter's table object.
 
 Whoever may INSERT chooses what is in a row, so two things keep odd rows out: CHECK constraints (`CHECKS`), which our
-routes give the tables they make, and grants by column (`grants_sql`), which leave `id`, `create_time` and `leader_id`
-to the database and the harvester. The harvester survives tables without either.
+routes give the tables they make, and grants by column (`grant_statements`), which leave `id`, `create_time` and
+`leader_id` to the database and the harvester. The harvester survives tables without either.
 
 A hold says what the harvester must not publish (`outbox_core.holds`). The table of an outbox's holds stands beside it.
 
@@ -111,13 +111,14 @@ class TableName:
     @property
     def quoted(self) -> str:
         """The name as it is written into SQL."""
-        return f"{_quote(self.schema)}.{_quote(self.table)}" if self.schema else _quote(self.table)
+        return f"{quote(self.schema)}.{quote(self.table)}" if self.schema else quote(self.table)
 
     def __str__(self) -> str:
         return f"{self.schema}.{self.table}" if self.schema else self.table
 
 
-def _quote(identifier: str) -> str:
+def quote(identifier: str) -> str:
+    """An identifier as SQL has it, whatever is in it."""
     return '"' + identifier.replace('"', '""') + '"'
 
 
@@ -322,13 +323,16 @@ def drop_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
     return f"ALTER TABLE {name.quoted}\n{actions};\n"
 
 
-_GRANTS = """\
+_GRANTS_OF_WRITER = """\
 -- Rights on the whole table would go beyond those on columns.
 REVOKE INSERT, UPDATE ON TABLE {table} FROM {writer}, {harvester};
 -- The applications that stash. They cannot choose {kept}.
 GRANT USAGE ON SCHEMA {schema} TO {writer};
 GRANT INSERT ({columns}) ON TABLE {table} TO {writer};
-{sequence_of_writer}\
+"""
+# The default of a bigserial column is evaluated with the writer's rights, an identity column's is not.
+_GRANT_TO_DRAW_IDS = "GRANT USAGE ON SEQUENCE {sequence} TO {writer};\n"
+_GRANTS_OF_HARVESTER = """\
 -- The harvester.
 GRANT USAGE ON SCHEMA {schema} TO {harvester};
 GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {table} TO {harvester};
@@ -337,9 +341,23 @@ GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {holds} TO {harvester};
 -- Whoever may create functions in a schema can have others run them unawares (PostgreSQL 15 has this by itself).
 REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC;
 """
+_REVOKES = """\
+REVOKE INSERT ({columns}) ON TABLE {table} FROM {writer};
+REVOKE USAGE ON SEQUENCE {sequence} FROM {writer};
+REVOKE SELECT, DELETE, UPDATE (leader_id) ON TABLE {table} FROM {harvester};
+REVOKE SELECT ON SEQUENCE {sequence} FROM {harvester};
+REVOKE SELECT, INSERT, UPDATE, DELETE ON TABLE {holds} FROM {harvester};
+"""
 
 
 def grants_sql(name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"] = "binary") -> str:
+    """The GRANTs of an outbox as one script: `grant_statements`."""
+    return "".join(f"{statement};\n" for statement in grant_statements(name, writer, harvester, layout))
+
+
+def grant_statements(
+    name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"] = "binary"
+) -> list[str]:
     """The GRANTs of an outbox that was made by one of our routes: the least rights with which everything works.
 
     Args:
@@ -348,25 +366,39 @@ def grants_sql(name: TableName, writer: str, harvester: str, layout: Literal["bi
         harvester: the role of the harvester, and of `outbox status`, `doctor` and `hold`.
         layout: of the table.
     """
+    draw_ids = "" if layout == "binary" else _GRANT_TO_DRAW_IDS
+    return _grants(_GRANTS_OF_WRITER + draw_ids + _GRANTS_OF_HARVESTER, name, writer, harvester, layout)
+
+
+def revoke_statements(
+    name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"] = "binary"
+) -> list[str]:
+    """The REVOKEs of what `grant_statements` grants, but for USAGE of the schema, which other tables may need.
+
+    What those statements revoke does not come back.
+    """
+    return _grants(_REVOKES, name, writer, harvester, layout)
+
+
+def _grants(script: str, name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"]) -> list[str]:
+    """The statements of a script, each with the comment above it; with the names, which may contain semicolons."""
     shape = BINARY_LAYOUT if layout == "binary" else TEXT_LAYOUT
     columns = shape.columns if shape.has_time_default else ("create_time", *shape.columns)
     schema = name.schema or "public"
     table = TableName(name.table, schema)
     # As PostgreSQL calls the sequence of an identity or bigserial column.
     sequence = TableName(_with_suffix(name.table, "_id_seq"), schema).quoted
-    # The default of a bigserial column is evaluated with the writer's rights, an identity column's is not.
-    of_writer = "" if layout == "binary" else f"GRANT USAGE ON SEQUENCE {sequence} TO {_quote(writer)};\n"
-    return _GRANTS.format(
-        kept="id, create_time or leader_id" if shape.has_time_default else "id or leader_id",
-        schema=_quote(schema),
-        table=table.quoted,
-        holds=hold_beside(table).quoted,
-        sequence=sequence,
-        columns=", ".join(columns),
-        writer=_quote(writer),
-        harvester=_quote(harvester),
-        sequence_of_writer=of_writer,
-    )
+    names = {
+        "kept": "id, create_time or leader_id" if shape.has_time_default else "id or leader_id",
+        "schema": quote(schema),
+        "table": table.quoted,
+        "holds": hold_beside(table).quoted,
+        "sequence": sequence,
+        "columns": ", ".join(columns),
+        "writer": quote(writer),
+        "harvester": quote(harvester),
+    }
+    return [statement.format(**names) for statement in script.removesuffix(";\n").split(";\n")]
 
 
 def _literal(text: str) -> str:
@@ -465,7 +497,7 @@ def drop_notify_sql(name: TableName) -> str:
 def _notify_names(name: TableName) -> dict[str, str]:
     """Trigger and function, named after the table; the function stands in the table's schema."""
     own = _with_suffix(name.table, "_notify")
-    return {"trigger": _quote(own), "function": TableName(own, name.schema).quoted}
+    return {"trigger": quote(own), "function": TableName(own, name.schema).quoted}
 
 
 INBOX_COLUMNS = ("source", "message_id", "accept_time")
@@ -484,7 +516,7 @@ CREATE INDEX {index} ON {table} (accept_time);
 
 def create_inbox_sql(name: TableName) -> str:
     """The PostgreSQL DDL of an inbox table and its index for pruning, two statements, ending in a newline."""
-    return _INBOX_TABLE.format(table=name.quoted, index=_quote(inbox_index(name)))
+    return _INBOX_TABLE.format(table=name.quoted, index=quote(inbox_index(name)))
 
 
 def inbox_index(name: TableName) -> str:

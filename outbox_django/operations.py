@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from django.db.migrations.operations.base import Operation
 
@@ -12,8 +12,11 @@ from outbox_core.schema import (
     add_checks_sql,
     drop_checks_sql,
     drop_notify_sql,
+    grant_statements,
     notify_sql,
+    revoke_statements,
 )
+from outbox_django.settings import outbox_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -155,6 +158,63 @@ class NotifyOnInsert(Operation):
         model = state.apps.get_model("outbox_django", "Outbox")
         if self.allow_migrate_model(schema_editor.connection.alias, model):
             schema_editor.execute(statements(_name_of(model)), params=None)  # None: a % in the name is one
+
+
+class GrantRights(Operation):
+    """Give the outbox's roles their rights, column by column, as `outbox schema --grants` prints them.
+
+    For a migration of the project's own, run by the owner of the tables. The roles have to exist:
+
+        class Migration(migrations.Migration):
+            dependencies = [("outbox_django", "0004_checks")]
+            operations = [GrantRights(writer="shop_app", harvester="outbox_harvester")]
+
+    Backwards it takes back what was granted, but for USAGE of the schema.
+
+    Args:
+        writer: the role of the applications that stash.
+        harvester: the role of the harvester, and of the commands that look at the outbox.
+    """
+
+    reversible = True
+    reduces_to_sql = True
+    elidable = False
+
+    def __init__(self, writer: str, harvester: str) -> None:
+        self.writer = writer
+        self.harvester = harvester
+
+    def state_forwards(self, app_label: str, state: ProjectState) -> None:
+        """Change nothing: Django's models know no rights."""
+
+    def database_forwards(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
+    ) -> None:
+        """Grant them."""
+        del app_label, from_state
+        self._run(schema_editor, to_state, grant_statements)
+
+    def database_backwards(
+        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
+    ) -> None:
+        """Revoke them."""
+        del app_label, to_state
+        self._run(schema_editor, from_state, revoke_statements)
+
+    def describe(self) -> str:
+        """What `migrate --plan` shows."""
+        return f"Grant {self.writer} and {self.harvester} their rights on the outbox"
+
+    def _run(
+        self,
+        schema_editor: BaseDatabaseSchemaEditor,
+        state: ProjectState,
+        statements: Callable[[TableName, str, str, Literal["binary", "text"]], list[str]],
+    ) -> None:
+        model = state.apps.get_model("outbox_django", "Outbox")
+        if self.allow_migrate_model(schema_editor.connection.alias, model):
+            for statement in statements(_name_of(model), self.writer, self.harvester, outbox_settings().layout):
+                schema_editor.execute(statement, params=None)
 
 
 def _name_of(model: type[Model]) -> TableName:

@@ -14,7 +14,7 @@ import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
-from outbox_core.kafka import KafkaError, KafkaException, Producer, make_producer
+from outbox_core.kafka import KafkaError, KafkaException, Producer, explained, make_producer
 from outbox_queue import dead_letters
 from outbox_queue.clients import producer_settings
 from outbox_queue.config import QueueConfig
@@ -82,7 +82,7 @@ class DeadLetterWriter:
                 _log.error("queue %r: message %s: %s", message.queue, message.id, reason)
                 error = self._deliver(dead_letters.record(self._queue, b"", headers=(), reason=reason, **about))
         if error is not None:
-            raise self._failed(message, error.str()) from KafkaException(error)
+            raise self._failed(message, explained(error, self._config.kafka)) from KafkaException(error)
 
     def _deliver(self, letter: tuple[bytes, bytes, list[Header]]) -> KafkaError | None:
         """Write a letter, and wait; None if Kafka has it."""

@@ -30,7 +30,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
+from outbox_core.kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+    make_consumer,
+    principal_of,
+    why_unreadable,
+)
 from outbox_queue.clients import consumer_settings, group_of
 from outbox_queue.config import QueueConfig
 from outbox_queue.errors import QueueError
@@ -216,7 +224,9 @@ class Fetcher:
     def _heed(self, error: KafkaError) -> None:
         """Errors pass, but for those that an operator has to see to."""
         if error.fatal() or error.code() in _HOPELESS:
-            raise QueueError(f"queue {self._queue!r} cannot be read: {error.str()}")
+            config = self._config
+            why = why_unreadable(error, config.kafka, config.message_topic, group_of(self._queue))
+            raise QueueError(f"queue {self._queue!r} cannot be read: {why}")
         self._complain(f"reading: {error.str()}")
 
     def _begin(self, room: int) -> None:
@@ -244,7 +254,10 @@ class Fetcher:
             )
         except NotStarted as error:
             if error.cause is not None and error.cause.code() in _HOPELESS:
-                raise QueueError(f"messages of queue {self._queue!r} cannot be started: {error}") from None
+                principal = principal_of(self._config.kafka)
+                raise QueueError(
+                    f"messages of queue {self._queue!r} cannot be started: {error} (as {principal})"
+                ) from None
             self._complain(f"messages are not started yet: {error}")
             self._set_back(chosen)
             self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS)

@@ -16,6 +16,7 @@ from outbox_core.kafka import (
     TopicPartition,
     headers_of,
     make_consumer,
+    why_unreadable,
 )
 from outbox_queue.clients import common_settings, consumer_settings
 from outbox_queue.config import QueueConfig
@@ -76,7 +77,8 @@ def read_to_end(config: QueueConfig, topic: str, begin: Mapping[int, int] | None
     except KafkaException as error:
         cause: KafkaError = error.args[0]
         if cause.code() in _ABOUT_THE_TOPIC:
-            raise QueueTopicError(f"topic {topic!r} cannot be read: {cause.str()}") from None
+            why = why_unreadable(cause, config.kafka, topic)
+            raise QueueTopicError(f"topic {topic!r} cannot be read: {why}") from None
         raise _unavailable(config, cause) from None
     finally:
         consumer.close()

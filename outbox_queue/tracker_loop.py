@@ -36,6 +36,7 @@ from outbox_core.kafka import (
     discard,
     make_consumer,
     make_producer,
+    why_unreadable,
 )
 from outbox_queue.clients import TRACKER_GROUP, consumer_settings, producer_settings
 from outbox_queue.config import QueueConfig, milliseconds
@@ -202,7 +203,9 @@ class TrackerLoop:
     def _note(self, error: KafkaError) -> None:
         """What the consumer cannot recover from ends the tracker; all else it retries by itself."""
         if error.fatal() or error.code() in _HOPELESS:
-            raise QueueError(f"markers of {self._config.marker_topic!r} cannot be read: {error.str()}")
+            topic = self._config.marker_topic
+            why = why_unreadable(error, self._config.kafka, topic, TRACKER_GROUP)
+            raise QueueError(f"markers of {topic!r} cannot be read: {why}")
         if error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001
             _log.debug("marker consumer: %s", error.str())
 

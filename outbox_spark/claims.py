@@ -27,6 +27,7 @@ from outbox_core.kafka import (
     KafkaException,
     Message,
     TopicPartition,
+    explained,
     make_consumer,
     make_producer,
 )
@@ -87,7 +88,7 @@ def _write(kafka: Mapping[str, Any], leader: LeaderNames, give_up_at: float) -> 
         raise KafkaUnavailable(f"leader topic {leader.topic!r} cannot be written: no answer")
     [(error, offset)] = outcome
     if error is not None:
-        raise KafkaUnavailable(f"leader topic {leader.topic!r} cannot be written: {error.str()}")
+        raise KafkaUnavailable(f"leader topic {leader.topic!r} cannot be written: {explained(error, kafka)}")
     if offset is None:
         raise KafkaUnavailable(f"leader topic {leader.topic!r}: it is not known where a message was written")
     return offset

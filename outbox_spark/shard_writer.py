@@ -34,7 +34,7 @@ from outbox_core.harvest.recovery import Transactions
 from outbox_core.harvest.tracking import ManifestNotRead, opening_key
 from outbox_core.harvest.transaction import Aborted, Ended, Outcome
 from outbox_core.harvest.verdicts import Verdict, verdict_on
-from outbox_core.kafka import KafkaError, TopicLimits
+from outbox_core.kafka import KafkaConfig, KafkaError, TopicLimits, explained
 from outbox_core.ports import StoredRecord
 from outbox_spark.claims import highest_claim
 from outbox_spark.takeover import fence, ledger_after_fence
@@ -197,7 +197,7 @@ class ShardWriter:
             raise KafkaUnavailable("the producer's queue stayed full")
         if sent.refused:
             producer.abort()
-            raise _refusal([sent.refused[0].record], sent.refused[0].error)
+            raise _refusal([sent.refused[0].record], sent.refused[0].error, self._transactions.kafka)
         self._reached("sent")
         outcome = self._commit(producer, records)
         self._must_go_on(outcome)
@@ -231,11 +231,11 @@ class ShardWriter:
                 return KafkaUnavailable(f"a batch was too large for its topic, now {self._batches.limit} bytes at most")
         refused = [failure for failure in failures if failure.verdict in _REFUSALS]
         if refused:
-            return _refusal([failure.record for failure in refused], refused[0].error)
+            return _refusal([failure.record for failure in refused], refused[0].error, self._transactions.kafka)
         if outcome.error is None:
             return KafkaUnavailable("the transaction was aborted")
         if verdict_on(outcome.error) in _REFUSALS:
-            return _refusal(missing, outcome.error)
+            return _refusal(missing, outcome.error, self._transactions.kafka)
         self._wants_reports = True
         return KafkaUnavailable(outcome.error.str())
 
@@ -256,7 +256,7 @@ def _without(
     return [record for record in records if (record[0], record[7]) not in published]
 
 
-def _refusal(among: Sequence[StoredRecord], error: KafkaError) -> InvalidRecord | KafkaUnavailable:
+def _refusal(among: Sequence[StoredRecord], error: KafkaError, kafka: KafkaConfig) -> InvalidRecord | KafkaUnavailable:
     """What to raise for records of which at least one was refused."""
     if verdict_on(error) not in _REFUSALS:
         return KafkaUnavailable(error.str())
@@ -264,7 +264,7 @@ def _refusal(among: Sequence[StoredRecord], error: KafkaError) -> InvalidRecord 
     which = f"record {first[0]}" if len(among) == 1 else f"one of records {first[0]} to {last[0]}"
     topics = sorted({record[1] for record in among})
     where = f" for topic {topics[0]!r}" if len(topics) == 1 else ""
-    return InvalidRecord(f"{which}{where}: {error.str()}; {_ADVICE}")
+    return InvalidRecord(f"{which}{where}: {explained(error, kafka)}; {_ADVICE}")
 
 
 _ADVICE = (

@@ -23,7 +23,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition, make_consumer
+from outbox_core.kafka import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    make_consumer,
+    why_unreadable,
+)
 
 Position = dict[str, dict[str, int]]
 """Topic -> partition, as text -> offset. JSON has no numbers as keys."""
@@ -157,7 +165,9 @@ class TopicLog:
     def _partitions(self, consumer: Consumer, topic: str) -> list[int]:
         found = _insist(lambda: consumer.list_topics(topic, timeout=_ASK_SECONDS), f"topic {topic}").topics[topic]
         if found.error is not None or not found.partitions:
-            reason = found.error.str() if found.error is not None else "it has no partitions"
+            reason = "it has no partitions"
+            if found.error is not None:
+                reason = why_unreadable(found.error, self._kafka, topic)
             raise InvalidConfig(f"topic {topic!r} cannot be read: {reason}")
         return sorted(found.partitions)
 
@@ -348,7 +358,8 @@ class RangeReader:
                     if offset >= end:
                         return True, kept
                 elif error.code() == KafkaError._AUTO_OFFSET_RESET or not (error.retriable() or _passes(error)):  # noqa: SLF001
-                    raise KafkaUnavailable(f"{self._range.topic}[{self._range.partition}]: {error.str()}")
+                    why = why_unreadable(error, self._kafka, self._range.topic)
+                    raise KafkaUnavailable(f"{self._range.topic}[{self._range.partition}]: {why}")
                 continue
             if offset >= end:
                 return True, kept

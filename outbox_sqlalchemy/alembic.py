@@ -8,9 +8,9 @@ In one revision of the host's own chain:
 
 `outbox_0002` makes the inbox; hosts that accept no messages leave it out. `outbox_0003` makes the table of an outbox's
 holds, and `outbox_0004` gives the outbox its CHECK constraints. `outbox_notify` makes the trigger for harvesters with
-`notify`; hosts that want it make a revision of it. Every revision here is frozen: it makes the same table for ever,
-whatever later versions of the library would make. A later version that needs more adds another revision, and its
-changelog says so.
+`notify`, and `outbox_grants` gives roles their rights; hosts that want them make revisions of them. Every numbered
+revision is frozen: it makes the same table for ever, whatever later versions of the library would make. A later version
+that needs more adds another revision, and its changelog says so.
 
 Applications without Alembic use the environment in `migrations/`: by its `alembic.ini` from a checkout, by
 `alembic.command.upgrade(alembic_config(dsn), "head")` from an installed package.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import sqlalchemy as sa
 from alembic import op
@@ -34,10 +34,12 @@ from outbox_core.schema import (
     add_checks_sql,
     drop_checks_sql,
     drop_notify_sql,
+    grant_statements,
     hold_beside,
     inbox_beside,
     inbox_index,
     notify_sql,
+    revoke_statements,
 )
 from outbox_sqlalchemy.table import storage_options
 
@@ -216,6 +218,36 @@ def outbox_notify(table: str | None = None) -> Revision:
 
     def downgrade() -> None:
         op.execute(sa.text(_escaped(drop_notify_sql(named or _table_of_environment()))))
+
+    return Revision(upgrade, downgrade)
+
+
+def outbox_grants(
+    writer: str, harvester: str, table: str | None = None, *, layout: Literal["binary", "text"] = "binary"
+) -> Revision:
+    """The rights of an outbox's roles, column by column, as `outbox schema --grants` prints them.
+
+    Not part of the chain: roles are the host's, and have to exist. It needs the tables of `outbox_0001` and
+    `outbox_0003`. The downgrade takes back what was granted, but for USAGE of the schema.
+
+    Args:
+        writer: the role of the applications that stash.
+        harvester: the role of the harvester, and of `outbox status`, `doctor` and `hold`.
+        table: as of `outbox_0001`.
+        layout: of the table; `text` if it is goharvest's.
+
+    Raises:
+        InvalidConfig: if `table` is not a table name.
+    """
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        for statement in grant_statements(named or _table_of_environment(), writer, harvester, layout):
+            op.execute(sa.text(_escaped(statement)))
+
+    def downgrade() -> None:
+        for statement in revoke_statements(named or _table_of_environment(), writer, harvester, layout):
+            op.execute(sa.text(_escaped(statement)))
 
     return Revision(upgrade, downgrade)
 

@@ -157,7 +157,7 @@ def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, str, l
         identity = store.check()
         findings = [
             *examination.findings(without_marks=config.delivery == "exactly-once"),
-            *map(_obstacle, store.obstacles()),
+            *(_obstacle(what, examination.role) for what in store.obstacles()),
             examination.holds(needed=config.on_poison == "dead-letter"),
         ]
         if config.notify:
@@ -179,14 +179,14 @@ def _examine_notices(config: HarvestConfig) -> Finding:
     return fine("notices", "the trigger is there, and notices come through")
 
 
-def _obstacle(what: str) -> Finding:
+def _obstacle(what: str, role: str) -> Finding:
     """Something between the harvester and the rows that it deletes and marks."""
     is_certain = what.startswith("rule ") or what.endswith("(it has no policy)")
     return (problem if is_certain else warning)(
         "obstacle",
         f"the table has {what}: rows that it hides are not published; if it keeps rows from being marked or deleted, "
         "publishing stops",
-        "exempt the harvester's role from it, or take it from the table",
+        f"exempt role {role} from it, or take it from the table",
     )
 
 

@@ -212,7 +212,7 @@ def _run(options: argparse.Namespace) -> int:
             raise OutboxTableError(f"{holds.table} is no table of holds: {error.diag.message_primary}") from None
         except psycopg.errors.InsufficientPrivilege as error:
             needs = f"rights on {holds.table} and, to skip, DELETE on {holds.outbox}"
-            raise OutboxTableError(f"{error.diag.message_primary}; this needs {needs}") from None
+            raise OutboxTableError(f"{error.diag.message_primary}; role {connection.info.user} needs {needs}") from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"the database failed: {error}; run the command again") from None
     sys.stdout.write(told)

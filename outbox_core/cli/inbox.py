@@ -91,7 +91,8 @@ def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, 
     except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn, psycopg.errors.InvalidSchemaName) as error:
         raise OutboxTableError(f"{inbox.table} is no inbox: {error.diag.message_primary}") from None
     except psycopg.errors.InsufficientPrivilege as error:
-        raise OutboxTableError(f"{error.diag.message_primary}; pruning needs SELECT and DELETE") from None
+        needs = f"role {connection.info.user} needs SELECT and DELETE to prune"
+        raise OutboxTableError(f"{error.diag.message_primary}; {needs}") from None
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database failed: {error}; run the command again to go on") from None
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import GroupRefused, InvalidConfig, LeaderTopicError, OutboxError
-from outbox_core.kafka import KafkaError, KafkaException, Producer
+from outbox_core.kafka import KafkaError, KafkaException, Producer, grant
 
 if TYPE_CHECKING:
     from outbox_core.election.config import NeliConfig
@@ -100,7 +100,7 @@ def refusal(error: KafkaError, config: NeliConfig) -> OutboxError | None:
     topic. InvalidConfig: a session timeout outside the broker's bounds.
     """
     if error.code() in _TOPIC_FORBIDDEN:
-        return LeaderTopicError(why_refused(config.topic, error))
+        return LeaderTopicError(why_refused(error, config))
     return _group_refusal(error, f"leader group {config.group_id!r}", config)
 
 
@@ -109,10 +109,11 @@ def is_lasting(error: KafkaError) -> bool:
     return error.code() in _TOPIC_FORBIDDEN or error.code() in _ADVICE
 
 
-def why_refused(topic: str, error: KafkaError) -> str:
+def why_refused(error: KafkaError, config: NeliConfig) -> str:
     """What keeps the leader topic from being written or read, and what to do."""
-    advice = "grant READ and WRITE on it" if error.code() in _TOPIC_FORBIDDEN else _ADVICE.get(error.code(), "")
-    return f"leader topic {topic!r} cannot be used: {error.str()}" + (f"; {advice}" if advice else "")
+    is_right = error.code() in _TOPIC_FORBIDDEN
+    advice = grant("READ and WRITE", config.kafka) if is_right else _ADVICE.get(error.code(), "")
+    return f"leader topic {config.topic!r} cannot be used: {error.str()}" + (f"; {advice}" if advice else "")
 
 
 _ADVICE = {
@@ -133,7 +134,7 @@ def _group_refusal(error: KafkaError, group: str, config: NeliConfig) -> OutboxE
                 "both would publish the same table"
             )
         case KafkaError.GROUP_AUTHORIZATION_FAILED:
-            return GroupRefused(f"{group} cannot be joined: {error.str()}; grant READ on the group")
+            return GroupRefused(f"{group} cannot be joined: {error.str()}; {grant('READ', config.kafka)}")
         case KafkaError.GROUP_MAX_SIZE_REACHED | KafkaError.INVALID_GROUP_ID:
             return GroupRefused(f"{group} cannot be joined: {error.str()}")
         case KafkaError.INVALID_SESSION_TIMEOUT:

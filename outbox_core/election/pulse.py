@@ -97,7 +97,7 @@ class Pulse:
         """
         error = self._try_to_write()
         if error is not None and is_lasting(error):
-            raise LeaderTopicError(why_refused(self._config.topic, error))
+            raise LeaderTopicError(why_refused(error, self._config))
         self._consumer.subscribe(
             [self._config.topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )

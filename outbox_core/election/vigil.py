@@ -92,7 +92,7 @@ class Vigil:
             self._connection.answered()
         if not self._refusal:
             self._refused_since = now()
-        self._refusal = why_refused(self._config.topic, error)
+        self._refusal = why_refused(error, self._config)
         reason = self._refusal_that_lasts(now())
         if reason and not self._has_warned:
             self._has_warned = True

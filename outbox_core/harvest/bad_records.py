@@ -62,11 +62,11 @@ class Exclusion(NamedTuple):
         return bool(self.lanes or self.ids or self.topics)
 
 
-def new_hold(failure: Failure, *, dead_letter: bool) -> NewHold:
-    """The hold of a record that failed alone, or of its topic."""
+def new_hold(failure: Failure, grant_write: str, *, dead_letter: bool) -> NewHold:
+    """The hold of a record that failed alone, or of its topic if that may not be written to."""
     record, error = failure.record, failure.error
     if verdict_on(error) is Verdict.FORBIDDEN:
-        return NewHold(record[_TOPIC], None, None, "not authorized", error.str())
+        return NewHold(record[_TOPIC], None, None, "not authorized", f"{error.str()}; {grant_write}")
     return NewHold(record[_TOPIC], record[_KEY], record[_ID], "refused", _told_of(failure), dead_letter)
 
 
@@ -174,7 +174,7 @@ class BadRecords:
             )
 
     def _condemn(self, failure: Failure) -> None:
-        hold = new_hold(failure, dead_letter=self._dead_letter)
+        hold = new_hold(failure, self._with.grant_write, dead_letter=self._dead_letter)
         who = None if hold.record_id is None else who_is(failure.record)
         if who is not None:
             self._withdrawals.hold(who)

@@ -21,15 +21,29 @@ from concurrent.futures import Future
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import OutboxError, StoreUnavailable
+from outbox_core.harvest.outage import Outage
 from outbox_core.harvest.publisher import Failure, Publisher, dead_letter
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.verdicts import Verdict
+from outbox_core.harvest.verdicts import Verdict, verdict_on
+from outbox_core.kafka import KafkaError
 from outbox_core.ports import HoldSet, OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
 
 BATCH = 50  # values may be large
 RETRY_SECONDS = 5.0
+_TELL_AGAIN_SECONDS = 60.0
+
+
+def trouble_with(topic: str) -> Outage:
+    """What is logged of dead letters that wait: the table shows them as held, like any that nobody asks for."""
+    return Outage(f"dead letters for topic {topic}", _log, again_seconds=_TELL_AGAIN_SECONDS)
+
+
+def refusal_of(error: KafkaError, grant_write: str) -> str:
+    """Why a dead letter stays held, and what to do if a right is missing."""
+    advice = f"; {grant_write}" if verdict_on(error) is Verdict.FORBIDDEN else ""
+    return f"the dead-letter topic refused it: {error.str()}{advice}"
 
 
 class Burials:
@@ -49,6 +63,7 @@ class Burials:
         self._timing = timing
         self._with = surroundings
         self._publisher = publisher
+        self._trouble = trouble_with(dead_letters.topic)
         self._is_topic_there = False
         self._not_before = 0.0
         self._done: set[int] = set()  # buried, and perhaps still among the requests that were read before
@@ -84,6 +99,8 @@ class Burials:
         """Begin whatever can be begun."""
         self._collect_rows()
         self.finish()
+        if not holds.requests:
+            self._trouble.dismissed()
         if not self.is_busy and holds.requests and now() >= self._not_before:
             self._fetch(holds)
 
@@ -113,6 +130,7 @@ class Burials:
         letters = [record for record in records if self._sent.get(record[0]) is record]
         if not letters:
             return records
+        self._trouble.ended()
         for letter in letters:
             del self._sent[letter[0]]
         self._arrived += letters
@@ -168,22 +186,24 @@ class Burials:
         self._ready.extend(dead_letter(row, topic, self._errors[row[0]]) for row in rows)
 
     def _rest(self, why: str) -> None:
-        if now() >= self._not_before:
-            _log.warning("dead letters wait: topic %s: %s", self._dead_letters.topic, why)
+        self._trouble.began(why)
         self._not_before = now() + RETRY_SECONDS
         self._done.clear()
 
     def _bury(self) -> None:
-        arrived, refused = list(self._arrived), list(self._refused)
+        arrived = list(self._arrived)
+        reasons = {failure.record[0]: self._why_kept(failure) for failure in self._refused}
 
         def bury(store: OutboxStore) -> None:
             if arrived:
                 store.bury([letter[0] for letter in arrived], [letter[7] for letter in arrived])
-            for reason in {failure.error.str() for failure in refused}:
-                ids = [failure.record[0] for failure in refused if failure.error.str() == reason]
-                store.keep(ids, f"the dead-letter topic refused it: {reason}")
+            for reason in set(reasons.values()):
+                store.keep([identity for identity, why in reasons.items() if why == reason], reason)
 
         self._burying = self._with.purger.submit(bury)
+
+    def _why_kept(self, failure: Failure) -> str:
+        return refusal_of(failure.error, self._with.grant_write)
 
     def _collect_buried(self) -> None:
         if self._burying is None or not self._burying.done():
@@ -196,5 +216,5 @@ class Burials:
             self._not_before = now() + self._timing.io_error_backoff
             return
         for failure in self._refused:
-            _log.warning("record %d stays held: %s", failure.record[0], failure.error.str())
+            _log.warning("record %d stays held: %s", failure.record[0], self._why_kept(failure))
         self._arrived, self._refused = [], []

@@ -309,7 +309,7 @@ class Culprits:
         for failure in failures:
             self._parking.give_up_probe(failure.record)
         self._since_scan.update(who_is(failure.record) for failure in failures)
-        self._write([new_hold(failure, dead_letter=self._dead_letter) for failure in failures])
+        self._write([new_hold(failure, self._with.grant_write, dead_letter=self._dead_letter) for failure in failures])
 
     def _rest(self, failure: Failure) -> None:
         """Without a table of holds: the record is tried again and again."""
@@ -338,7 +338,7 @@ class Culprits:
         missing = self._rights.missing_for(set(by_topic))
         if not missing or not self.book.is_kept:
             return set()
-        self._write([new_hold(by_topic[topic], dead_letter=False) for topic in sorted(missing)])
+        self._write([new_hold(by_topic[topic], self._with.grant_write, dead_letter=False) for topic in sorted(missing)])
         return missing
 
     def hold_topic(self, topic: str, why: str) -> bool:

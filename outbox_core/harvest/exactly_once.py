@@ -91,7 +91,7 @@ class ExactlyOnce:
         self.in_flight_records = 0
         self.marks_are_settled = False
         self.suspicion = Suspicion(timing.mark_query_records)
-        rights = Rights(dead_letters, transactions.tracking_topic)
+        rights = Rights(dead_letters, transactions.tracking_topic, surroundings.grant_write)
         self.letters = Letters(dead_letters, surroundings, Waiting(self.over, timing, surroundings), rights)
         self._timing = timing
         self._with = surroundings

@@ -51,6 +51,7 @@ from outbox_core.kafka import (
     ensure_dead_letter_topic,
     ensure_tracking_topic,
     forbidden_topics,
+    grant,
     make_producer,
 )
 from outbox_core.metrics import HarvestMetrics, Health
@@ -223,8 +224,10 @@ class Harvester:
         else:
             trouble = self._trouble(leads=leader)
         if trouble is not None:
-            return Health(ok=False, leader=leader, detail=redact(" ".join(trouble.split())))
-        return Health(ok=True, leader=leader, detail="leading" if leader else "standing by")
+            return Health(ok=False, leader=leader, detail=_one_line(trouble))
+        remark = self.metrics.activity.remark if leader else ""
+        detail = f"leading; {remark}" if remark else "leading" if leader else "standing by"
+        return Health(ok=True, leader=leader, detail=_one_line(detail))
 
     def _trouble(self, *, leads: bool) -> str | None:
         """Return what is wrong while it runs, or None."""
@@ -358,6 +361,7 @@ class Harvester:
             news=self._news,
             database=self._database,
             kafka=self._kafka,
+            grant_write=grant("WRITE", config.producer_settings()),
             send_window=self._send_window,
             batches=self._batch_sizes(),
             removal=self._removal,
@@ -550,3 +554,7 @@ def _nothing_waits(store: OutboxStore) -> bool:
     if not holds:
         return store.is_empty()
     return not holds.requests and not store.scan(1, (), holds=holds)
+
+
+def _one_line(text: str) -> str:
+    return redact(" ".join(text.split()))

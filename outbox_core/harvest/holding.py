@@ -103,6 +103,7 @@ class HoldBook:
         if holds is not self._answer and holds != self.current:
             self.current = _sharing(self.current, holds)
         self._answer = holds
+        self._metrics.activity.refused = holds.refused
         self._metrics.held(len(holds))  # in any case: the gauge may show what another leadership read
         return self.current
 

@@ -23,7 +23,7 @@ from typing import Final
 
 from outbox_core.election.leadership import now
 from outbox_core.errors import OutboxError, StoreUnavailable
-from outbox_core.harvest.burials import BATCH, RETRY_SECONDS
+from outbox_core.harvest.burials import BATCH, RETRY_SECONDS, refusal_of, trouble_with
 from outbox_core.harvest.publisher import Failure, dead_letter
 from outbox_core.harvest.rights import Rights
 from outbox_core.harvest.surroundings import DeadLetters, Surroundings
@@ -63,6 +63,7 @@ class Letters:
         self._with = surroundings
         self._waiting = waiting
         self._rights = rights
+        self._trouble = trouble_with(self.topic)
         self._done: set[int] = set()  # as far as the requests read last still list them
         self._not_before = 0.0
         self._rest = 0.0
@@ -81,6 +82,8 @@ class Letters:
     def next(self, requests: Requests) -> Sequence[StoredRecord]:
         """Dead letters to publish now."""
         self._done.intersection_update(requests)
+        if not requests:
+            self._trouble.dismissed()
         if self.due_in(requests):
             return ()
         ids = sorted(requests.keys() - self._done)[: self._at_once]
@@ -136,6 +139,7 @@ class Letters:
         if isinstance(outcome, Committed):
             self._done.update(letter[_ID] for letter in letters)
             self._rest = 0.0
+            self._trouble.ended()
         if not failures and cause is not None:
             failures = [Failure(letter, cause, alone=len(letters) == 1) for letter in letters]
         refused = [failure for failure in failures if failure.verdict is Verdict.RECORD]
@@ -157,18 +161,18 @@ class Letters:
         if error is None or not self._rights.missing_for({self.topic}):
             return False
         self._keep(ids, error)
-        self._wait(error.str())
+        self._wait(f"{error.str()}; {self._with.grant_write}")
         return True
 
     def _keep(self, ids: Sequence[int], error: KafkaError) -> None:
-        why = f"the dead-letter topic refused it: {error.str()}"
+        why = refusal_of(error, self._with.grant_write)
         for identity in ids:
             _log.warning("record %d stays held: %s", identity, why)
         self._waiting.insist(self._with.marker, lambda store: store.keep(ids, why))
         self._done.update(ids)
 
     def _wait(self, why: str) -> None:
-        _log.warning("dead letters wait: topic %s: %s", self.topic, why)
+        self._trouble.began(why)
         self._rest = min(_LONGEST_REST_SECONDS, 2 * self._rest or RETRY_SECONDS)
         self._not_before = now() + self._rest
 

@@ -1,4 +1,7 @@
-"""Logs trouble once when it begins and once when it ends, however often it is retried in between."""
+"""Logs trouble once when it begins and once when it ends, however often it is retried in between.
+
+Where nothing else shows that it lasts, it is logged now and then meanwhile, too.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,30 @@ class Outage:
     Args:
         what: what is away, as the log shall name it.
         log: where to say so.
+        again_seconds: after how many seconds a failure says so again; None for never.
     """
 
-    def __init__(self, what: str, log: logging.Logger) -> None:
+    def __init__(self, what: str, log: logging.Logger, again_seconds: float | None = None) -> None:
         self._what = what
         self._log = log
+        self._again_seconds = again_seconds
+        self._told_at = 0.0
         self._began_at: float | None = None
         self._failed_at = 0.0
         self._worked_at = 0.0
         self._reason = ""
 
     def began(self, error: object) -> None:
-        """It failed; says so if it worked before."""
+        """It failed; says so if it worked before, or if that was said long ago."""
         self._failed_at = time.monotonic()
         if self._began_at is None:
-            self._began_at = self._failed_at
+            self._began_at = self._told_at = self._failed_at
             self._reason = str(error)
             self._log.warning("%s: %s; retrying", self._what, error)
+        elif self._again_seconds is not None and self._failed_at - self._told_at >= self._again_seconds:
+            self._told_at = self._failed_at
+            self._reason = str(error)
+            self._log.warning("%s: %s; retrying for %.0f s", self._what, error, self._failed_at - self._began_at)
 
     def ended(self) -> None:
         """It worked; says so if it failed before."""

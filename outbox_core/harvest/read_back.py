@@ -27,6 +27,7 @@ from outbox_core.kafka import (
     KafkaException,
     Message,
     TopicPartition,
+    grant,
     headers_of,
     make_consumer,
 )
@@ -117,7 +118,8 @@ def read_back(
     consumer = make_consumer(settings)
     try:
         ends = _ends(settings, opening.topics or ())
-        for message in _messages(consumer, _starts(consumer, ends, opening.written_at_ms - _MARGIN_MS), ends, give_up):
+        starts = _starts(consumer, ends, opening.written_at_ms - _MARGIN_MS)
+        for message in _messages(consumer, starts, ends, give_up, grant("READ", kafka)):
             identity = _id_of(message, id_header, f"{outbox_name}:".encode())
             if identity is not None and opening.first <= identity <= opening.last:
                 yield Seen(identity, message.key(), message.value())
@@ -155,7 +157,11 @@ def _starts(consumer: Consumer, ends: Mapping[Place, int], since_ms: int) -> lis
 
 
 def _messages(
-    consumer: Consumer, starts: list[TopicPartition], ends: Mapping[Place, int], give_up: Callable[[], bool]
+    consumer: Consumer,
+    starts: list[TopicPartition],
+    ends: Mapping[Place, int],
+    give_up: Callable[[], bool],
+    grant_read: str,
 ) -> Iterator[Message]:
     left = {(place.topic, place.partition) for place in starts}
     if left:
@@ -172,7 +178,7 @@ def _messages(
             if offset >= ends[place]:
                 left.discard(place)
         else:
-            left &= _without_what_failed(left, place[0], error)
+            left &= _without_what_failed(left, place[0], error, grant_read)
 
 
 def _answers(consumer: Consumer, left: set[Place], give_up: Callable[[], bool]) -> Iterator[Message]:
@@ -201,10 +207,10 @@ def _nothing_comes(place: Place) -> ManifestNotRead:
     )
 
 
-def _without_what_failed(left: set[Place], topic: str, error: KafkaError) -> set[Place]:
+def _without_what_failed(left: set[Place], topic: str, error: KafkaError, grant_read: str) -> set[Place]:
     """What is still to be read after an error: without the topic if it may not be read."""
     if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-        _log.error("topic %s: %s; rows for it may be repeated: grant READ on it", topic, error.str())
+        _log.error("topic %s: %s; rows for it may be repeated: %s", topic, error.str(), grant_read)
         return {place for place in left if place[0] != topic}
     if error.fatal() or not error.retriable():
         raise KafkaException(error)

@@ -33,7 +33,7 @@ from outbox_core.harvest.tracking import ForeignLedger, Ledger, ManifestNotRead,
 from outbox_core.harvest.transaction import Committed, Ended
 from outbox_core.harvest.verdicts import Verdict, verdict_on
 from outbox_core.harvest.waiting import Waiting
-from outbox_core.kafka import ensure_tracking_topic, partition_count, topic_exists
+from outbox_core.kafka import ensure_tracking_topic, grant, partition_count, topic_exists
 from outbox_core.ports import OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
@@ -192,7 +192,8 @@ class Transactions:
         barrier = write_barrier(producer, topic, partition, transactional_id, give_up)
         if isinstance(barrier, Ended):
             if barrier.cause is not None and verdict_on(barrier.cause) is Verdict.FORBIDDEN:
-                raise TrackingTopicError(f"tracking topic {topic!r}: {barrier.cause.str()}; grant WRITE on it")
+                needed = grant("WRITE", self.producer)
+                raise TrackingTopicError(f"tracking topic {topic!r}: {barrier.cause.str()}; {needed}")
             return barrier
         try:
             return read_ledger(self.kafka, self.group, topic, partition, transactional_id, end=barrier, give_up=give_up)

@@ -16,11 +16,13 @@ class Rights:
     Args:
         dead_letters: whom to ask.
         tracking_topic: where the manifests go.
+        grant_write: advises to grant us WRITE on it.
     """
 
-    def __init__(self, dead_letters: DeadLetters, tracking_topic: str) -> None:
+    def __init__(self, dead_letters: DeadLetters, tracking_topic: str, grant_write: str) -> None:
         self._ask = dead_letters.forbidden
         self._tracking_topic = tracking_topic
+        self._grant_write = grant_write
 
     def missing_for(self, topics: set[str]) -> set[str]:
         """Those of the topics to which we may not write, as far as the cluster tells.
@@ -32,6 +34,6 @@ class Rights:
         if self._tracking_topic in forbidden:
             raise TrackingTopicError(
                 f"cannot write to tracking topic {self._tracking_topic!r}, as exactly-once delivery does in every "
-                "transaction; grant WRITE on it"
+                f"transaction; {self._grant_write}"
             )
         return forbidden & topics

@@ -78,6 +78,7 @@ class Surroundings:
         kafka: says once when deliveries fail and succeed again.
         batches: how large the producer's batches may be.
         removal: says once when published rows cannot be removed, and when they can again.
+        grant_write: advises to grant us WRITE on a topic, naming us as Kafka knows us.
         send_window: says when leases are too short to send anything.
     """
 
@@ -92,6 +93,7 @@ class Surroundings:
     news: News
     database: Outage
     kafka: Outage
+    grant_write: str
     send_window: SendWindow
     batches: BatchSizes = field(default_factory=BatchSizes)
     removal: Outage = field(default_factory=lambda: Outage("removal of published records", _log))

@@ -106,7 +106,7 @@ class Term:
         self._pace = Pace(timing.mark_backoff, surroundings.news, now)
         self._letters = leadership.letters
         self._suspicion = leadership.suspicion
-        rights = Rights(dead_letters, transactions.tracking_topic)
+        rights = Rights(dead_letters, transactions.tracking_topic, surroundings.grant_write)
         self._culprits = Culprits(timing, surroundings, self._waiting, rights, dead_letter=dead_letters.on_poison)
         self._owes_batch = False  # the last transaction was a trial, or of dead letters
         self._server = ""  # ID of the database server

@@ -27,7 +27,7 @@ from typing import Any
 from outbox_core.errors import TrackingTopicError
 from outbox_core.harvest.manifest import Manifest, Opening
 from outbox_core.harvest.transaction import Ended, TransactionalProducer
-from outbox_core.kafka import KafkaError, KafkaException, Message, TopicPartition, make_consumer
+from outbox_core.kafka import KafkaError, KafkaException, Message, TopicPartition, grant, make_consumer
 
 _FIRST_STEP = 64
 _STEP_FACTOR = 16
@@ -128,6 +128,7 @@ class _Reader:
         self._partition = partition
         self._give_up = give_up
         self._group = group
+        self._kafka = kafka
         self._consumer = make_consumer(reader_settings(kafka, group))
 
     def close(self) -> None:
@@ -184,11 +185,11 @@ class _Reader:
             if error is None:
                 yield message
             elif error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED:
-                raise TrackingTopicError(
-                    f"cannot read tracking topic {self._topic!r}: grant READ on group {self._group!r}"
-                )
+                needed = grant("READ", self._kafka, f"group {self._group!r}")
+                raise TrackingTopicError(f"cannot read tracking topic {self._topic!r}: {error.str()}; {needed}")
             elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                raise TrackingTopicError(f"cannot read tracking topic {self._topic!r}: {error.str()}; grant READ on it")
+                needed = grant("READ", self._kafka)
+                raise TrackingTopicError(f"cannot read tracking topic {self._topic!r}: {error.str()}; {needed}")
             elif error.code() != KafkaError._PARTITION_EOF:  # noqa: SLF001  confluent's public constant
                 if error.fatal() or error.code() == KafkaError._AUTO_OFFSET_RESET:  # noqa: SLF001
                     raise ManifestNotRead(error.str())

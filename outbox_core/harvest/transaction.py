@@ -40,7 +40,7 @@ from typing import Any
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.harvest.verdicts import Verdict, is_bystander, verdict_on
-from outbox_core.kafka import KafkaError, KafkaException, Message, TopicPartition, discard, make_producer
+from outbox_core.kafka import KafkaError, KafkaException, Message, TopicPartition, discard, grant, make_producer
 
 _INIT_ATTEMPT_SECONDS = 2.0
 _QUEUE_FULL_POLL_SECONDS = 0.01
@@ -200,11 +200,17 @@ class TransactionalProducer:
             except KafkaException as error:
                 cause: KafkaError = error.args[0]
                 if not cause.retriable():
-                    return Ended(cause.str(), error=cause)
+                    return Ended(self._why_refused(cause), error=cause)
                 why = f": {cause.str()}"
             else:
                 return None
         return Ended(f"init_transactions was given up{why}")
+
+    def _why_refused(self, cause: KafkaError) -> str:
+        if cause.code() != KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
+            return cause.str()
+        needed = grant("WRITE and DESCRIBE", self._settings)
+        return f"transactional.id {self._transactional_id!r} may not be used: {cause.str()}; {needed}"
 
     def discard(self) -> None:
         """Let go of the producer: its threads and connections end. May be called again."""

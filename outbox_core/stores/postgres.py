@@ -51,7 +51,7 @@ from outbox_core.ports import (
     Withheld,
     held_key,
 )
-from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, hold_id
+from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, hold_id, quote
 from outbox_core.stores.sessions import Connection, connect_to_primary, is_lent_by_transaction, milliseconds, one_line
 
 _log = logging.getLogger(__name__)
@@ -591,7 +591,8 @@ class PostgresStore:
         self._check_columns(columns)
         if not may_harvest:
             raise OutboxTableError(
-                f"missing rights on {self._name}: harvesting needs SELECT, DELETE and UPDATE (leader_id)"
+                f"missing rights on {self._name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); "
+                f"GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {self._table.quoted} TO {self._quoted_role}"
             )
         if cache is not None and cache > 1:
             _log.warning(
@@ -602,10 +603,11 @@ class PostgresStore:
             )
         for obstacle in self.obstacles():
             _log.warning(
-                "table %s has %s: records that it hides from this role are not published, and publishing stops if it "
+                "table %s has %s: records that it hides from role %s are not published, and publishing stops if it "
                 "keeps others from being marked or removed",
                 self._name,
                 obstacle,
+                self._quoted_role,
             )
         self._check_holds()
         self._outbox = f"{schema}.{table}"
@@ -689,7 +691,7 @@ class PostgresStore:
         if at - self._skipped_since >= _SKIPPED_SECONDS and (obstacles := self.obstacles()):
             raise StoreUnavailable(
                 f"rows of {self._name} can be read and cannot be marked: {', '.join(obstacles)}. Nothing is published "
-                f'until role "{self._role}" can mark every row that it can see',
+                f"until role {self._quoted_role} can mark every row that it can see",
                 in_doubt=True,
             )
 
@@ -1002,9 +1004,14 @@ class PostgresStore:
             )
         self._may_change_holds = may_change
 
+    @property
+    def _quoted_role(self) -> str:
+        """The role that we are connected as, or were last, as statements name it."""
+        return quote(self._role)
+
     def _grant(self) -> str:
         """What would give us the rights that are missing."""
-        return f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {self._hold_name.quoted} TO "{self._role}"'
+        return f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {self._hold_name.quoted} TO {self._quoted_role}"
 
     @contextmanager
     def _rights_may_come(self) -> Iterator[None]:
@@ -1092,7 +1099,7 @@ class PostgresStore:
         raise RowsRemain(
             f"{number} published rows of {self._name} (the first is {first}) are still there after they were deleted: "
             f"{obstacles}. Nothing more is published, as it would be repeated, until role "
-            f'"{self._role}" can remove rows from this table'
+            f"{self._quoted_role} can remove rows from this table"
         )
 
     def _above(self, floor: Floor) -> dict[str, Any]:
@@ -1122,7 +1129,7 @@ class PostgresStore:
         name, _, may_read = found[0]
         if self._connected().info.server_version < _TRANSACTIONS_KEEP_THEIR_NAMES:
             return _Sequence(name, "it needs PostgreSQL 14.1 or later")
-        return _Sequence(name, "" if may_read else f"GRANT SELECT ON SEQUENCE {name} to the harvester's role")
+        return _Sequence(name, "" if may_read else f"GRANT SELECT ON SEQUENCE {name} TO {self._quoted_role}")
 
     def _why_unusable(self, *, is_alone: bool, cache: int, ascends: bool) -> str:
         if not is_alone:
@@ -1218,7 +1225,9 @@ class PostgresStore:
             self._mark = self._mark_excluding = self._scan = self._scan_excluding = ""
             raise StoreUnavailable(f"table {self._name} was altered: {message}", in_doubt=True) from error
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            raise OutboxTableError(f"missing rights on {self._name}: {message}") from error
+            raise OutboxTableError(
+                f"missing rights on {self._name}: {message}, for role {self._quoted_role}"
+            ) from error
         raise OutboxTableError(f"outbox table {self._name}: {message}") from error
 
 
@@ -1282,6 +1291,7 @@ def _hold_set(rows: Sequence[tuple[Any, ...]], *, may_change: bool) -> HoldSet:
             for _, _, record_id, dead, error, _ in rows
             if may_change and dead and record_id is not None
         },
+        {topic: error for topic, key, record_id, _, error, _ in rows if key is None and record_id is None and error},
         may_change=may_change,
     )
 

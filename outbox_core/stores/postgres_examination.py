@@ -10,7 +10,7 @@ import psycopg
 from outbox_core import relay_marks
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.examination import Finding, fine, problem, warning
-from outbox_core.schema import CHECKS, COLUMNS, STORAGE_PARAMETERS, TableName, hold_beside, violations_sql
+from outbox_core.schema import CHECKS, COLUMNS, STORAGE_PARAMETERS, TableName, hold_beside, quote, violations_sql
 from outbox_core.stores.sessions import one_line, pin_search_path
 
 _OLDEST_SERVER = 140_000
@@ -160,6 +160,9 @@ class PostgresExamination:
         data_source: libpq connection string or URL.
         table: the outbox table, which must exist.
 
+    Attributes:
+        role: as whom it is connected, as statements name it.
+
     Raises:
         InvalidConfig: if the data source cannot be read.
         StoreUnavailable: if the database cannot be reached, or a question failed.
@@ -177,6 +180,7 @@ class PostgresExamination:
             raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
+        self.role = quote(self._connection.info.user)
         self._holds = holds if holds.schema else hold_beside(self._name)
 
     def close(self) -> None:
@@ -219,8 +223,8 @@ class PostgresExamination:
         missing = self._missing_hold_rights()
         if missing:
             judge = problem if needed or "SELECT" in missing else warning
-            grant = f"GRANT {', '.join(missing)} ON {self._holds.quoted} TO the harvester's role"
-            return judge("holds", f"{self._holds} lacks the right(s) {', '.join(missing)}", grant)
+            grant = f"GRANT {', '.join(missing)} ON {self._holds.quoted} TO {self.role}"
+            return judge("holds", f"on {self._holds} role {self.role} lacks the right(s) {', '.join(missing)}", grant)
         held = self._count_held()
         if not any(held):
             return fine("holds", f"{self._holds}, nothing is held")
@@ -449,7 +453,8 @@ class PostgresExamination:
         if sees_all:
             return fine("snapshots", f"none older than {_OLD_SECONDS} s")
         return fine(
-            "snapshots", f"none of this role older than {_OLD_SECONDS} s; pg_read_all_stats is needed to see the others"
+            "snapshots",
+            f"none of role {self.role} older than {_OLD_SECONDS} s; pg_read_all_stats is needed to see the others",
         )
 
     def _ask(self, statement: str, parameters: Any = None) -> list[tuple[Any, ...]]:

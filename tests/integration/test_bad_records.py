@@ -156,13 +156,18 @@ def test_topic_without_authorisation_is_held_until_released(scene, make_topic, m
     scene.fill(forbidden, 300, keys=10)
     scene.fill(topic, 300)
     try:
-        with scene.running(config=mode, limits=QUICK):
+        with scene.running(config=mode, limits=QUICK) as harvester:
             wait_until(lambda: scene.count() == 300 and scene.held(), "the other topic is published")
             (hold,) = scene.held()
             assert (hold.topic, hold.key, hold.record_id, hold.reason) == (forbidden, None, None, "not authorized")
+            assert hold.error.endswith("; grant WRITE on it to User:ANONYMOUS")
+            wait_until(lambda: hold.error in harvester.health().detail, "/healthz names right, topic and principal")
+            assert f"records for topic {forbidden} are held" in harvester.health().detail
+            assert harvester.health().ok
             acl(scene, forbidden, remove=True)
             assert scene.hold("release", topic=forbidden) == 1
             wait_until(lambda: scene.count() == 0, "the topic goes on")
+            wait_until(lambda: harvester.health().detail == "leading", "/healthz has nothing to add")
     finally:
         acl(scene, forbidden, remove=True)
     for key, values in by_key(scene.read(forbidden)).items():
@@ -182,6 +187,7 @@ def test_dead_letter_topic_without_authorisation(scene, make_topic, mode):
     (hold,) = scene.held()
     assert (hold.key, hold.dead_letter) == ("bad", False)
     assert "the dead-letter topic refused it" in hold.error
+    assert hold.error.endswith("grant WRITE on it to User:ANONYMOUS")
     assert_others_arrived(scene.read(topic))
     assert scene.count() == 4
 
@@ -194,7 +200,7 @@ def test_tracking_topic_without_authorisation_is_named(scene, make_topic, topic_
     harvester = scene.harvester(config={"delivery": "exactly-once", "tracking_topic": tracking}, limits=QUICK)
     try:
         harvester.start()
-        with pytest.raises(TrackingTopicError, match=f"{tracking}.*grant WRITE"):
+        with pytest.raises(TrackingTopicError, match=f"{tracking}.*grant WRITE on it to User:ANONYMOUS"):
             harvester.join(GENEROUS_SECONDS)
     finally:
         acl(scene, tracking, remove=True)

@@ -3,6 +3,7 @@
 Or they bring an older one to the same state, with the rows that it has.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,9 @@ import sys
 import psycopg
 import pytest
 from alembic import command
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+from psycopg import sql
 from psycopg.rows import dict_row
 from sqlalchemy import MetaData, create_engine
 from sqlalchemy.orm import DeclarativeBase
@@ -28,7 +32,7 @@ from outbox_core.schema import (
     violations_sql,
 )
 from outbox_sqlalchemy import OutboxMixin, make_hold_table, make_inbox_table, make_outbox_table, sqlalchemy_url
-from outbox_sqlalchemy.alembic import alembic_config, migrations_folder
+from outbox_sqlalchemy.alembic import alembic_config, migrations_folder, outbox_grants
 
 _QUERIES = {
     "relation": """
@@ -367,6 +371,119 @@ def test_same_trigger(postgres, topic_name):
         postgres.drop_database(name)
     assert len(made[0][0]) == len(made[0][1]) == 1
     assert made[0] == made[1] == made[2]
+
+
+# By grantee what there is on outbox, its columns, its sequence, its holds and the schema.
+_RIGHTS = """
+SELECT what, coalesce(rolname, 'PUBLIC') AS grantee, privilege_type
+FROM (
+    SELECT relname::text AS what, relacl AS acl FROM pg_class
+    WHERE oid IN ('outbox'::regclass, 'outbox_id_seq'::regclass, 'outbox_hold'::regclass)
+    UNION ALL
+    SELECT attname::text, attacl FROM pg_attribute WHERE attrelid = 'outbox'::regclass
+    UNION ALL
+    SELECT nspname::text, nspacl FROM pg_namespace WHERE nspname = 'public'
+) AS granted CROSS JOIN aclexplode(acl) AS given LEFT JOIN pg_roles AS r ON r.oid = given.grantee
+WHERE grantee = 0 OR rolname <> current_user AND rolname <> 'pg_database_owner'
+ORDER BY 1, 2, 3
+"""
+
+
+def rights_by_sql(database: str, layout: str, writer: str, harvester: str) -> None:
+    """Grant as `outbox schema --grants` prints it."""
+    command = [sys.executable, "-m", "outbox_core", "schema", "--layout", layout, "--grants", writer, harvester]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    with psycopg.connect(database) as connection:
+        connection.execute(printed)
+
+
+def rights_by_alembic(database: str, layout: str, writer: str, harvester: str, step: str = "upgrade") -> None:
+    """Grant by the revision of a host's chain."""
+    engine = create_engine(sqlalchemy_url(database))
+    with engine.begin() as connection, Operations.context(MigrationContext.configure(connection)):
+        getattr(outbox_grants(writer, harvester, layout=layout), step)()
+    engine.dispose()
+
+
+_DJANGO_GRANT = """
+import json
+from django.conf import settings
+layout, writer, harvester, step = json.loads(sys.argv.pop())
+settings.OUTBOX = {"LAYOUT": layout}
+from django.apps import apps
+from django.db import connection
+from django.db.migrations.state import ProjectState
+from outbox_django.operations import GrantRights
+state = ProjectState.from_apps(apps)
+with connection.schema_editor() as editor:
+    getattr(GrantRights(writer=writer, harvester=harvester), step)("shop", editor, state, state)
+"""
+
+
+def rights_by_django(database: str, layout: str, writer: str, harvester: str, step: str = "database_forwards") -> None:
+    """Grant by the operation of a project's migration."""
+    script = _DJANGO_MIGRATE.replace('call_command("migrate", "outbox_django", *target, verbosity=0)', _DJANGO_GRANT)
+    environment = {**os.environ, "DJANGO_SETTINGS_MODULE": "tests.django_settings"}
+    arguments = json.dumps([layout, writer, harvester, step])
+    subprocess.run([sys.executable, "-c", script, database, arguments], check=True, env=environment)
+
+
+@pytest.fixture
+def odd_roles(postgres, topic_name):
+    """An application's role and a harvester's, with names that have to be quoted, and to be left as they are."""
+    names = [f"""it's "100%" :{topic_name(role)}""" for role in ("app", "relay")]
+    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
+    database = postgres.create_database(topic_name("roles").replace("-", "_"))
+    with psycopg.connect(database, autocommit=True) as connection:
+        for name in quoted:
+            connection.execute(f"CREATE ROLE {name}")
+        yield names
+        for name in quoted:
+            connection.execute(f"DROP ROLE {name}")
+    postgres.drop_database(database.rpartition("/")[2].partition("?")[0])
+
+
+@pytest.mark.parametrize("layout", ["binary", "text"])
+def test_same_rights(layout, postgres, topic_name, odd_roles):
+    """Plain SQL, Alembic and Django give a role the same rights, column by column; the last two take them back, too."""
+
+    def rights(database: str) -> list[tuple[str, ...]]:
+        with psycopg.connect(database) as connection:
+            return connection.execute(_RIGHTS).fetchall()
+
+    writer, harvester = odd_roles
+    made = []
+    for make, grant, back in (
+        (by_sql, rights_by_sql, None),
+        (by_alembic, rights_by_alembic, "downgrade"),
+        (by_django, rights_by_django, "database_backwards"),
+    ):
+        name = topic_name("rights").replace("-", "_")
+        database = postgres.create_database(name)
+        if layout == "binary":
+            make(database)
+        else:
+            with psycopg.connect(database) as connection:
+                connection.execute(create_table_sql(TableName("outbox"), layout))
+                connection.execute(create_hold_sql(TableName("outbox")))
+        with psycopg.connect(database) as connection:
+            connection.execute(sql.SQL("GRANT ALL ON TABLE outbox TO {}").format(sql.Identifier(writer)))
+            connection.execute(sql.SQL("REVOKE SELECT, DELETE ON TABLE outbox FROM {}").format(sql.Identifier(writer)))
+        grant(database, layout, writer, harvester)
+        made.append(rights(database))
+        if back:
+            grant(database, layout, writer, harvester, back)
+            ours = {(what, privilege) for what, grantee, privilege in rights(database) if grantee in odd_roles}
+            assert {what for what, _ in ours} == {"public", "outbox"}
+            assert not {privilege for _, privilege in ours} & {"SELECT", "INSERT", "UPDATE", "DELETE"}
+        postgres.drop_database(name)
+    assert made[0] == made[1] == made[2]
+    assert ("outbox", writer, "INSERT") not in made[0]
+    assert ("create_time", writer, "INSERT") in made[0] or layout == "binary"
+    assert ("kafka_topic", writer, "INSERT") in made[0]
+    assert ("leader_id", harvester, "UPDATE") in made[0]
+    assert ("outbox_hold", harvester, "DELETE") in made[0]
+    assert not [what for what, _, privilege in made[0] if (what, privilege) == ("public", "CREATE")]
 
 
 def test_text_layout_by_sqlalchemy(database):

@@ -769,11 +769,11 @@ def test_server_that_nobody_knows(contend):
 def test_missing_rights(contend, strict_broker):
     """Each missing right is an error that names the topic or the group and the right."""
     there = functools.partial(contend, bootstrap=strict_broker.bootstrap)
-    with pytest.raises(LeaderTopicError, match=r"denied-making\.neli.*grant CREATE"):
+    with pytest.raises(LeaderTopicError, match=r"denied-making\.neli.*grant CREATE on it to User:ANONYMOUS"):
         there(group_id="denied-making")
-    with pytest.raises(GroupRefused, match=r"denied-group.*grant READ"):
+    with pytest.raises(GroupRefused, match=r"denied-group.*grant READ on it to User:ANONYMOUS"):
         there(group_id="denied-group", topic="group-topic").join(10)
-    with pytest.raises(LeaderTopicError, match=r"denied-writing\.neli.*WRITE"):
+    with pytest.raises(LeaderTopicError, match=r"denied-writing\.neli.*WRITE on it to User:ANONYMOUS"):
         there(group_id="denied-writing").join(10)
 
 

@@ -196,11 +196,13 @@ def test_missing_rights_on_holds_are_told(database, connection, run, monkeypatch
         found = of(findings, "warning")["holds"]
         assert "lacks the right(s) UPDATE, DELETE" in found["detail"]
         assert "GRANT UPDATE, DELETE ON" in found["remedy"]
+        assert found["remedy"].endswith('TO "reader"')
         assert "pg_read_all_stats" in of(findings, "ok")["snapshots"]["detail"]
         connection.execute("REVOKE SELECT ON outbox_hold FROM reader")
         code, findings = run("doctor")
         assert code == 1
         assert "missing rights on outbox_hold" in of(findings, "problem")["database"]["detail"]
+        assert of(findings, "problem")["database"]["detail"].endswith('TO "reader"')
     finally:
         connection.execute("DROP OWNED BY reader; DROP ROLE reader")
 

@@ -223,12 +223,12 @@ def test_topic_that_may_not_be_seen_is_not_absent(scene, broker, topic_name):
         (GROUP, identity, "READ"),
     ]:
         broker.grant("blind", kind, name, operations)
-    with pytest.raises(TopicHidden, match="grant DESCRIBE on it"):
+    with pytest.raises(TopicHidden, match="grant DESCRIBE on it to User:blind"):
         topic_exists(broker.settings("blind"), f"{identity}.manifests")
     scene.fill(topic, 3)
     config = {"base_kafka_config": broker.settings("blind")}
     with scene.running(config=config) as harvester:
-        wait_until(lambda: "grant DESCRIBE on it" in harvester._kafka.describe(), "it says what it lacks")
+        wait_until(lambda: "grant DESCRIBE on it to User:blind" in harvester._kafka.describe(), "it says what it lacks")
         assert harvester.kinds()[0] == LeaderAcquired.__name__
         assert scene.count() == 3
         broker.grant("blind", TOPIC, f"{identity}.", "DESCRIBE", prefixed=True)

@@ -82,4 +82,5 @@ def test_right_to_mark_is_withdrawn(scene, as_role, make_topic):
     with pytest.raises(OutboxTableError, match="missing rights on outbox"):
         harvester.join(20)
     assert "missing rights on outbox" in harvester.health().detail
+    assert f'"{as_role["role"]}"' in harvester.health().detail
     assert scene.count("leader_id IS NOT NULL") == 0

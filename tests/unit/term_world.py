@@ -292,6 +292,7 @@ class World:
             news=News(wake),
             database=database,
             kafka=kafka,
+            grant_write="grant WRITE on it to User:relay",
             send_window=SendWindow(3.0, metrics),
         )
         self.dead_letters = DeadLetters(

@@ -48,7 +48,9 @@ def bad():
         delivery_timeout=3.0,
         drain_timeout=10.0,
     )
-    surroundings = SimpleNamespace(metrics=HarvestMetrics(), kafka=Kafka(), database=Outage("database", None))
+    surroundings = SimpleNamespace(
+        metrics=HarvestMetrics(), kafka=Kafka(), database=Outage("database", None), grant_write="grant WRITE on it"
+    )
     return BadRecords(timing, surroundings, dead_letter=False)
 
 

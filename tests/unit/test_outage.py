@@ -34,6 +34,22 @@ def test_logged_once_per_change(caplog):
     assert len(told) == 3
 
 
+def test_logged_again_while_it_lasts(clock, caplog):
+    """What nothing else shows is told of again, with the last error, no more often than it was asked to be."""
+    outage = Outage("dead letters", _log, again_seconds=60.0)
+    for second in range(0, 125, 5):
+        clock(100.0 + second)
+        outage.began(f"refused {second}")
+    clock(225.0)
+    outage.ended()
+    assert [record.message for record in caplog.records] == [
+        "dead letters: refused 0; retrying",
+        "dead letters: refused 60; retrying for 60 s",
+        "dead letters: refused 120; retrying for 120 s",
+        "dead letters: back after 125.0 s",
+    ]
+
+
 def test_how_long(clock):
     """It tells how long something has been away, and why, since it failed first."""
     outage = Outage("delivery to Kafka", _log)

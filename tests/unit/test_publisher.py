@@ -139,7 +139,7 @@ def test_row_that_is_no_message(publisher, producers, column, fields):
     assert failure.alone
     assert failure.record[0] == 3
     assert failure.verdict is Verdict.RECORD
-    assert new_hold(failure, dead_letter=False).error.startswith(column)
+    assert new_hold(failure, "", dead_letter=False).error.startswith(column)
     assert publisher.in_flight == 0
     assert not producers[0].calls
 
@@ -164,7 +164,7 @@ def test_row_that_is_no_message(publisher, producers, column, fields):
 def test_hold_names_the_column(fields, code, column):
     """Who reads why a record is held reads which of its columns to look at."""
     failure = Failure(_record(**fields), KafkaError(code, "what Kafka said"), alone=True)
-    told = new_hold(failure, dead_letter=False).error
+    told = new_hold(failure, "", dead_letter=False).error
     assert told.startswith(column)
     assert "what Kafka said" in told
 

@@ -110,13 +110,13 @@ class _SlowConsumer:
 def test_topics_are_read_back_however_long_they_are(monkeypatch):
     """A term that gave up would find more to read in the next one, and never end."""
     consumer, place = _SlowConsumer(monkeypatch, 500), TopicPartition("t", 0, 0)
-    messages = read_back._messages(consumer, [place], {("t", 0): 500}, lambda: False)
+    messages = read_back._messages(consumer, [place], {("t", 0): 500}, lambda: False, "")
     assert len(list(messages)) == 500
 
 
 def test_a_partition_that_is_not_read_to_its_end_is_named(monkeypatch):
     """An open transaction of somebody else's hides the rest: who waits for it must be told."""
     consumer, place = _SlowConsumer(monkeypatch, 3), TopicPartition("t", 0, 0)
-    messages = read_back._messages(consumer, [place], {("t", 0): 4}, lambda: False)
+    messages = read_back._messages(consumer, [place], {("t", 0): 4}, lambda: False, "")
     with pytest.raises(ManifestNotRead, match="topic t, partition 0"):
         list(messages)

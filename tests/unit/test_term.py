@@ -1,5 +1,6 @@
 """Terms of exactly-once delivery: when a drain is over, and that nothing keeps ordinary records waiting."""
 
+import logging
 import time
 from functools import partial
 from itertools import pairwise
@@ -119,6 +120,7 @@ def test_dead_letters_that_may_not_be_written_stay_held(world):
     assert world.table.left() == [1, 2, 3]
     assert set(world.table.kept) == {1, 2, 3}
     assert all("dead-letter topic refused it" in error for error in world.table.kept.values())
+    assert all(error.endswith("; grant WRITE on it to User:relay") for error in world.table.kept.values())
 
 
 def test_dead_letters_that_end_every_term_keep_nobody_waiting(world, monkeypatch):
@@ -171,6 +173,28 @@ def test_dead_letters_that_do_not_arrive_are_tried_ever_more_rarely(world, monke
     subject.concluded([letter], [], Committed())
     assert subject.patience is None
     world.close()
+
+
+def test_dead_letters_that_wait_are_told_of_once_and_then_now_and_then(world, caplog):
+    """When it begins, again every minute, and when it ends: one arrives, or none is asked for any more."""
+    caplog.set_level(logging.INFO)
+    world.close()
+    subject, letter = world.delivery.letters, world.table.rows[world.table.add("bad")]
+    for _ in range(5):
+        subject.concluded([letter], [], Ended("broken"))
+    subject._trouble._told_at -= 60
+    for _ in range(5):
+        subject.concluded([letter], [], Ended("still broken"))
+    subject.concluded([letter], [], Committed())
+    subject.concluded([letter], [], Ended("broken"))
+    subject.next({})
+    told = [record.getMessage() for record in caplog.records if LETTERS in record.getMessage()]
+    name = f"dead letters for topic {LETTERS}"
+    assert told[0] == told[3] == f"{name}: broken; retrying"
+    assert told[1].startswith(f"{name}: still broken; retrying for")
+    assert told[2].startswith(f"{name}: back after")
+    assert told[4] == f"{name}: not known to fail any more"
+    assert len(told) == 5
 
 
 def test_dead_letter_that_is_asked_for_again(world):
@@ -356,7 +380,7 @@ def test_commits_that_fail_are_an_outage_until_one_succeeds(hasty):
 def culprits_of(world):
     """Suspects without a term."""
     waiting = Waiting(world.delivery.over, world.timing, world.surroundings)
-    rights = Rights(world.dead_letters, TRACKING)
+    rights = Rights(world.dead_letters, TRACKING, world.surroundings.grant_write)
     return Culprits(world.timing, world.surroundings, waiting, rights, dead_letter=False)
 
 
