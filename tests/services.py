@@ -79,13 +79,17 @@ def pytest_runtest_makereport():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep a file in one process when tests run side by side, and a folder of Spark's, whose files share a session."""
+    """Keep in one process what shares something when tests run side by side, and at least a file."""
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path = nodeid.partition("::")[0]
             folder = path.rpartition("/")[0]
-            return folder if folder.startswith("tests/spark/") else path
+            if folder.startswith("tests/spark/"):  # a session
+                return folder
+            if path.startswith("tests/integration/test_queue"):  # consumer groups, whose names are those of kafka-mq-go
+                return "tests/integration/test_queue"
+            return path
 
     config.option.loadscopereorder = False  # the order of `pytest_collection_modifyitems` is the better one
     return Scheduler(config, log)

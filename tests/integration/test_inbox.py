@@ -288,7 +288,7 @@ def test_the_command_needs_the_right_to_delete(database, connection, capsys):
     connection.execute(f"CREATE ROLE {user} LOGIN; GRANT SELECT ON inbox TO {user}")
     try:
         assert main(["inbox", "prune", "--older-than", "7d", "--dsn", as_role(database, user)]) == 2
-        assert "pruning needs SELECT and DELETE" in capsys.readouterr().err
+        assert "needs SELECT and DELETE to prune" in capsys.readouterr().err
     finally:
         connection.execute(f"DROP OWNED BY {user}; DROP ROLE {user}")
 
