@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .DEFAULT_GOAL := help
 .PHONY: help setup lint format test test-chaos test-queues chaos demo demo-pipeline clean
 .PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open
 
 bench-small-topic: $(STAMP)  ## Measure exactly once into a topic of 64 KiB a batch beside one of 1 MiB
 	$(BIN)/python -m benchmarks.small_topic
+
+bench-versions: $(STAMP)  ## Measure exactly once in turn with another checkout: OTHER=/path/to/it
+	$(BIN)/python -m benchmarks.versions $(OTHER)
 
 bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the rest
 	$(BIN)/python -m benchmarks.holds

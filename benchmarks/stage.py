@@ -62,7 +62,9 @@ def fresh_topic(prefix: str) -> str:
     return f"{prefix}-{time.time_ns()}"
 
 
-def harvest(services: Services, delivery: str, *, rows: int, limits: Sequence[str] = ()) -> dict[str, Any]:
+def harvest(
+    services: Services, delivery: str, *, rows: int, limits: Sequence[str] = (), checkout: Path = ROOT
+) -> dict[str, Any]:
     """Drain the table with one harvester process; return what it measured (see `benchmarks.drain`).
 
     Args:
@@ -70,9 +72,10 @@ def harvest(services: Services, delivery: str, *, rows: int, limits: Sequence[st
         delivery: `at-least-once` or `exactly-once`.
         rows: how many records the table has.
         limits: limits of the harvester, as `name=value`.
+        checkout: where the code of the harvester is.
     """
     command = [sys.executable, "-m", "benchmarks.drain", services.dsn, services.bootstrap, str(rows), delivery, *limits]
-    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(command, cwd=checkout, check=True, stdout=subprocess.PIPE, text=True)
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
 
