@@ -220,7 +220,7 @@ def _ignore_client_error(error: KafkaError) -> None:
 
 
 def principal_of(config: KafkaConfig) -> str:
-    """Whom Kafka takes a client for, as far as its settings tell; never a secret.
+    """Return whom Kafka takes a client for, as far as its settings tell; never a secret.
 
     What a broker makes of a certificate (`ssl.principal.mapping.rules`) or of a token, only the broker knows: then it
     is said how the client authenticates.
@@ -247,7 +247,7 @@ def principal_of(config: KafkaConfig) -> str:
 
 
 def grant(rights: str, config: KafkaConfig, on: str = "it") -> str:
-    """What to do about missing rights: which, on what, and for whom.
+    """Say what to do about missing rights: which, on what, and for whom.
 
     Args:
         rights: such as `READ and WRITE`.
@@ -258,12 +258,12 @@ def grant(rights: str, config: KafkaConfig, on: str = "it") -> str:
 
 
 def explained(error: KafkaError, config: KafkaConfig) -> str:
-    """What an error says, and if a right is missing, whose."""
+    """Return an error's text, and if a right is missing, whose."""
     return f"{error.str()}, as {principal_of(config)}" if error.code() in _AUTHORIZATION_FAILED else error.str()
 
 
 def why_unreadable(error: KafkaError, config: KafkaConfig, topic: str, group: str = "") -> str:
-    """What an error of a consumer says, and if a right is missing, what to grant."""
+    """Return the text of a consumer's error, and if a right is missing, what to grant."""
     if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
         return f"{error.str()}; {grant('READ', config, f'topic {topic!r}')}"
     if error.code() == KafkaError.GROUP_AUTHORIZATION_FAILED and group:

@@ -120,7 +120,7 @@ class Activity:
 
     @property
     def remark(self) -> str:
-        """Which topic is held for an error although all is well, '' for none; of several the first."""
+        """The topic that is held for an error although all is well, '' for none; of several the first."""
         refused = self.refused
         if not refused:
             return ""

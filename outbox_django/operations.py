@@ -58,7 +58,7 @@ class SetStorageParameters(Operation):
         self._alter(app_label, schema_editor, to_state, f"RESET ({', '.join(STORAGE_PARAMETERS)})")
 
     def describe(self) -> str:
-        """What `migrate --plan` shows."""
+        """Return the line of `migrate --plan`."""
         return f"Set the storage parameters of a queue on {self.model_name}"
 
     def _alter(self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState, action: str) -> None:
@@ -102,7 +102,7 @@ class AddChecks(Operation):
         self._run(app_label, schema_editor, to_state, drop_checks_sql)
 
     def describe(self) -> str:
-        """What `migrate --plan` shows."""
+        """Return the line of `migrate --plan`."""
         return f"Add CHECK constraints to {self.model_name}"
 
     def _run(
@@ -149,7 +149,7 @@ class NotifyOnInsert(Operation):
         self._run(schema_editor, from_state, drop_notify_sql)
 
     def describe(self) -> str:
-        """What `migrate --plan` shows."""
+        """Return the line of `migrate --plan`."""
         return "Tell harvesters of inserts into the outbox"
 
     def _run(
@@ -202,7 +202,7 @@ class GrantRights(Operation):
         self._run(schema_editor, from_state, revoke_statements)
 
     def describe(self) -> str:
-        """What `migrate --plan` shows."""
+        """Return the line of `migrate --plan`."""
         return f"Grant {self.writer} and {self.harvester} their rights on the outbox"
 
     def _run(

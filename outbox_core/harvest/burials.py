@@ -36,7 +36,7 @@ _TELL_AGAIN_SECONDS = 60.0
 
 
 def trouble_with(topic: str) -> Outage:
-    """What is logged of dead letters that wait: the table shows them as held, like any that nobody asks for."""
+    """Return the log of dead letters that wait: the table shows them as held, like any that nobody asks for."""
     return Outage(f"dead letters for topic {topic}", _log, again_seconds=_TELL_AGAIN_SECONDS)
 
 

@@ -139,7 +139,7 @@ def test_harvesters(scene, broker, topic_name, user, delivery):
 
 @pytest.mark.parametrize(("user", "delivery"), [("least", "at-least-once"), ("exactly", "exactly-once")])
 def test_harvesters_after_a_relay(scene, broker, topic_name, user, delivery):
-    """Where there was a relay once, the tables' rights on what it has left are enough as well."""
+    """The tables' rights are enough as well on what an earlier relay has left."""
     topic = broker.make_topic(topic_name())
     identity, _ = scene.harvester()._identify()
     broker.make_topic(f"{identity}.relay-manifests", partitions=_SHARDS, **{"cleanup.policy": "compact"})
@@ -174,7 +174,7 @@ def test_topic_without_any_right_is_held(scene, broker, topic_name, user, delive
 
 
 def test_relay(scene, broker, topic_name):
-    """What a relay's driver and its tasks do takes no more than its table says, twice, also behind a harvester."""
+    """A relay's driver and its tasks need no more than its table says, twice, also behind a harvester."""
     topic = broker.make_topic(topic_name())
     config = scene.config(base_kafka_config=broker.settings("relay"), delivery="exactly-once")
     store = BatchStore(_as(scene, "outbox_harvester"))

@@ -468,7 +468,7 @@ def test_pooler_of_transactions_is_refused(scene, store, monkeypatch, lent):
 
 
 def test_pool_without_another_connection_is_an_outage(store, monkeypatch):
-    """Whether a pooler lends by transaction takes a second connection to find out: without one, that is waited for."""
+    """The look for poolers that lend by transaction takes a second connection: without one, that is waited for."""
     store.is_empty()  # connects
 
     def connect(*_, **__):

@@ -104,7 +104,7 @@ def test_a_missing_entry_is_an_error(tmp_path):
 @pytest.mark.parametrize("path", ["../other/x.parquet", "/etc/passwd", "hdfs://other/x.parquet", ""])
 @pytest.mark.parametrize("field", ["path", "staged", "removed"])
 def test_a_ledger_names_files_of_its_own_folder_alone(tmp_path, field, path):
-    """What it names is read, moved and deleted: a path that leads elsewhere makes it no ledger."""
+    """A path that leads elsewhere makes it no ledger: the files it names are read, moved and deleted."""
     ledger = Ledger.open(LocalFolder(tmp_path))
     ledger.commit("append", _stage(tmp_path, 1), {"t": {"0": 1}})
     (file,) = (tmp_path / LEDGER).glob("*.json")

@@ -459,7 +459,7 @@ def test_every_row_of_a_batch_is_in_some_shard(scene):
 
 
 def test_a_purge_that_deletes_nothing_is_noticed(scene):
-    """What a trigger keeps in the table would be published again: no batch is handed out before it is gone."""
+    """No batch is handed out while a trigger keeps published rows in the table: they would be published again."""
     scene.fill("t", 3)
     scene.execute(
         "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
