@@ -359,14 +359,14 @@ class KafkaCluster:
         self.move_leader(TRANSACTION_STATE, self.coordinating_partition(transactional_id), to)
 
     def wait_until_in_sync(self, timeout: float = 60) -> bool:
-        """Wait until every partition has a leader and all its replicas; False if that takes longer."""
+        """Wait until every partition has a leader and all its replicas; False if that takes longer.
+
+        Each broker is asked by itself: one that was cut off from the controller believes in its own leadership for
+        a moment after it is back, and a client that asked it alone would read an old end.
+        """
 
         def in_sync() -> bool:
-            topics = self._admin.list_topics(timeout=5).topics.values()
-            partitions = [partition for topic in topics for partition in topic.partitions.values()]
-            return all(
-                partition.leader >= 0 and len(partition.isrs) == len(partition.replicas) for partition in partitions
-            )
+            return all(_is_in_sync(_new_admin(broker.bootstrap)) for broker in self.brokers.values())
 
         return wait_until(_quietly(in_sync), timeout=timeout, interval=0.2)
 
@@ -435,9 +435,7 @@ class KafkaCluster:
     @property
     def _admin(self) -> AdminClient:
         if self._admin_client is None:
-            quick: dict[str, Any] = {"reconnect.backoff.max.ms": 500, "socket.timeout.ms": 5000}
-            quiet: dict[str, Any] = {"logger": silent_logger(), "log_level": 0}
-            self._admin_client = AdminClient({"bootstrap.servers": self.bootstrap, **quiet, **quick})
+            self._admin_client = _new_admin(self.bootstrap)
         return self._admin_client
 
     def _ask(self, request: bytes) -> None:
@@ -452,6 +450,18 @@ class KafkaCluster:
             except OSError as error:
                 failures.append(str(error))
         raise DevstackError(f"no broker takes a request: {'; '.join(failures)}")
+
+
+def _new_admin(bootstrap: str) -> AdminClient:
+    quick: dict[str, Any] = {"reconnect.backoff.max.ms": 500, "socket.timeout.ms": 5000}
+    quiet: dict[str, Any] = {"logger": silent_logger(), "log_level": 0}
+    return AdminClient({"bootstrap.servers": bootstrap, **quiet, **quick})
+
+
+def _is_in_sync(admin: AdminClient) -> bool:
+    """Tell whether every partition has a leader and all its replicas, according to the broker that answers."""
+    partitions = [one for topic in admin.list_topics(timeout=5).topics.values() for one in topic.partitions.values()]
+    return all(one.leader >= 0 and len(one.isrs) == len(one.replicas) for one in partitions)
 
 
 def _quietly(look: Callable[[], bool]) -> Callable[[], bool]:
