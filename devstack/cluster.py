@@ -56,10 +56,14 @@ TRANSACTION_STATE = "__transaction_state"
 
 
 class ControllerNode(KafkaNode):
-    """The controller, which no client talks to."""
+    """The controller, which no client talks to.
 
-    listening = ("controller",)
-    advertised = ()
+    It has a listener for each broker that reaches it through a proxy: the controller tells a broker its advertised
+    address, to which the broker connects from then on. With one listener that would lead around the proxies.
+    """
+
+    listening = ("controller", *(f"linked{number}" for number in _BROKERS))
+    advertised = tuple(f"link{number}" for number in _BROKERS)
 
     def wait_until_ready(self) -> None:
         """Wait until it listens."""
@@ -70,17 +74,24 @@ class ControllerNode(KafkaNode):
             raise self._with_log("the controller ended while starting")
 
     def _settings(self, ports: dict[str, int]) -> dict[str, str]:
-        listener = endpoints({"CONTROLLER": ports["controller"]})
-        names = ("PLAINTEXT", "CONTROLLER")
+        own = {"CONTROLLER": ports["controller"]}
+        linked = {linked_listener(number): ports[f"linked{number}"] for number in _BROKERS}
+        links = {linked_listener(number): ports[f"link{number}"] for number in _BROKERS}
         return {
             **_SETTINGS,
             "process.roles": "controller",
             "node.id": str(_CONTROLLER),
             "controller.quorum.voters": f"{_CONTROLLER}@{LOCALHOST}:{ports['controller']}",
-            "listeners": listener,
-            "advertised.listeners": listener,
-            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in names),
+            "listeners": endpoints(own | linked),
+            "advertised.listeners": endpoints(own | links),
+            "controller.listener.names": ",".join(own | linked),
+            "listener.security.protocol.map": ",".join(f"{name}:PLAINTEXT" for name in ("PLAINTEXT", *own, *linked)),
         }
+
+
+def linked_listener(number: int) -> str:
+    """Name the listener of the controller that a broker's proxy leads to."""
+    return f"LINK{number}"
 
 
 class ClusterBroker(BrokerNode):
@@ -95,7 +106,7 @@ class ClusterBroker(BrokerNode):
     """
 
     listening = BROKER_PORTS
-    advertised = (*ADVERTISED_PORTS, "link")
+    advertised = ADVERTISED_PORTS
 
     def __init__(
         self, directory: Path, number: int, controller: ControllerNode, *, is_linked: bool, **options: Any
@@ -106,13 +117,18 @@ class ClusterBroker(BrokerNode):
         self._is_linked = is_linked
 
     def _settings(self, ports: dict[str, int]) -> dict[str, str]:
-        controller = ports["link"] if self._is_linked else self._controller.ports["controller"]
+        listener = linked_listener(self.number) if self._is_linked else "CONTROLLER"
+        controller = self._controller.ports[f"link{self.number}" if self._is_linked else "controller"]
+        own = self._listener_settings(ports, controller=False)
+        protocols = own["listener.security.protocol.map"]
         return {
             **_SETTINGS,
             "process.roles": "broker",
             "node.id": str(self.number),
             "controller.quorum.voters": f"{_CONTROLLER}@{LOCALHOST}:{controller}",
-            **self._listener_settings(ports, controller=False),
+            **own,
+            "controller.listener.names": listener,
+            "listener.security.protocol.map": f"{protocols},{linked_listener(self.number)}:PLAINTEXT",
         }
 
     def _format_storage(self, java: Path, classpath: str) -> None:
@@ -398,10 +414,10 @@ class KafkaCluster:
     def _start_links(self) -> None:
         if not self._has_links or self._links:
             return
-        target = self.controller.ports["controller"]
-        for broker in self.brokers.values():
-            link = TcpProxy(LOCALHOST, target, broker.ports["link"])
-            self._links[broker.number] = self._open_links.enter_context(link)
+        ports = self.controller.ports
+        for number in self.brokers:
+            link = TcpProxy(LOCALHOST, ports[f"linked{number}"], ports[f"link{number}"])
+            self._links[number] = self._open_links.enter_context(link)
 
     def _close(self) -> None:
         self._admin_client = None  # ports may be others after the next start
