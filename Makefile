@@ -3,9 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SMOKE := tests/integration/harvest/test_harvester.py::test_concurrent_transactions_arrive_all_once_in_order \
+	tests/integration/harvest/test_exactly_once.py::test_every_record_arrives_once_and_in_order
+
+# Tests and benchmarks start hundreds of Python processes, each of which would compile the source anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lint format test test-chaos test-queues chaos demo demo-pipeline clean
+.PHONY: help setup lock lint format house protocol test test-quick test-all test-chaos test-queues chaos demo demo-pipeline clean
 .PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions
 
@@ -14,11 +19,16 @@ help:  ## Show this list
 
 setup: $(STAMP)  ## Make .venv with the packages, all extras and the development tools
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --editable '.[harvester,sqlalchemy,django,queue,spark]' --group dev
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes --requirement requirements-dev.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .
 	@touch $@
+
+lock: $(STAMP)  ## Resolve the development tools and all extras anew, into requirements-dev.txt with hashes
+	$(BIN)/python -m uv pip compile pyproject.toml --all-extras --group dev --universal --generate-hashes \
+		--upgrade --quiet --no-header --no-emit-index-url --output-file requirements-dev.txt
 
 lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/ruff check .
@@ -26,15 +36,40 @@ lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+house: $(STAMP)  ## Measure the product's source: sizes, docstrings, imports, against the limits of ARCHITECTURE.md
+	$(BIN)/python scripts/house.py
+
 format: $(STAMP)  ## Format the code and apply safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: $(STAMP)  ## Run all tests against a real Postgres and a real Kafka broker, JOBS=4 at a time
-	$(BIN)/pytest -n $(or $(JOBS),4) -m "not alone"
-	$(BIN)/pytest -m alone
+protocol: .protoc  ## Generate the Python code of outbox_queue/protocol/markers.proto
+	.protoc/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. outbox_queue/protocol/markers.proto
 
-test-chaos: $(STAMP)  ## Run the bounded chaos tests: every kind of fault at least once, some minutes
+# A compiler of its own: what 5.26 generates runs with every protobuf from there on, and 5.26 cannot live beside a newer one.
+.protoc:
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet grpcio-tools==1.63.2
+
+test: $(STAMP)  ## Run the tests against a real Postgres and a real Kafka broker, JOBS=7 at a time
+	$(BIN)/pytest -n $(or $(JOBS),7) -m "not alone and not complete"
+	$(BIN)/pytest -n 3 -m "alone and not complete" tests/acceptance tests/chaos
+
+test-quick: $(STAMP)  ## Run the unit tests, the contracts and one test of each mode of delivery: a minute
+	$(BIN)/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
+
+test-all: $(STAMP)  ## Run all tests, the long ones too: about an hour
+	$(BIN)/pytest -n $(or $(JOBS),4) -m "not alone"
+	OUTBOX_TEST_FAULT_ROUNDS=20 OUTBOX_TEST_QUEUE_MESSAGES=6000 $(BIN)/pytest -m alone
+
+test-lowest: $(STAMP)  ## Run the quick tests against the lowest versions of dependencies that pyproject.toml allows
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-lowest
+	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
+		--editable '.[harvester,sqlalchemy,django,queue,spark]'
+	$(BIN)/uv pip install --quiet --python .venv-lowest --group dev
+	.venv-lowest/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
+
+test-chaos: $(STAMP)  ## Run the chaos tests alone, with every kind of fault at least once: some minutes
 	$(BIN)/pytest tests/chaos
 
 test-queues: $(STAMP)  ## The fault test of queues in full: 100,000 messages, consumers and trackers killed, some minutes
@@ -87,8 +122,8 @@ bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open
 bench-small-topic: $(STAMP)  ## Measure exactly once into a topic of 64 KiB a batch beside one of 1 MiB
 	$(BIN)/python -m benchmarks.small_topic
 
-bench-versions: $(STAMP)  ## Measure exactly once in turn with another checkout: OTHER=/path/to/it
-	$(BIN)/python -m benchmarks.versions $(OTHER)
+bench-versions: $(STAMP)  ## Measure one delivery in turn with another checkout: OTHER=/path/to/it (MODE=exactly-once|at-least-once)
+	$(BIN)/python -m benchmarks.versions $(OTHER) --delivery $(or $(MODE),exactly-once)
 
 bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the rest
 	$(BIN)/python -m benchmarks.holds

@@ -25,7 +25,7 @@ _LINGER = 25  # readings that a point of the chart is the mean of
 
 
 def fill_with_large(at: Services, topic: str, rows: int) -> None:
-    """An outbox of incompressible values of just under 1 MB."""
+    """Fill an outbox with incompressible values of just under 1 MB."""
     fill(at.dsn, topic, rows=0, keys=1)
     with psycopg.connect(at.dsn, autocommit=True) as connection:
         connection.execute(
@@ -37,12 +37,12 @@ def fill_with_large(at: Services, topic: str, rows: int) -> None:
 
 
 def rate_between(progress: list[list[float]], first: float, last: float) -> float:
-    """Records/s while the number of published records went from `first` to `last`."""
+    """Return the records/s while the number of published records went from `first` to `last`."""
     return (last - first) / (_time_of(progress, last) - _time_of(progress, first))
 
 
 def _time_of(progress: list[list[float]], count: float) -> float:
-    """When so many records were published, between two readings as if at a steady rate."""
+    """Interpolate the time at which `count` records were published from the readings around it."""
     for (began, before), (ended, after) in itertools.pairwise(progress):
         if before <= count <= after:
             return began + (ended - began) * (count - before) / max(1, after - before)
@@ -50,7 +50,7 @@ def _time_of(progress: list[list[float]], count: float) -> float:
 
 
 def raw_limit(at: Services, delivery: str) -> float:
-    """Records/s of reading and deleting, then producing, one after the other, each alone."""
+    """Return the records/s of reading and deleting, then producing, one after the other, each alone."""
     fill(at.dsn, fresh_topic("raw"), rows=_LIMIT_ROWS, keys=_KEYS)
     if delivery == "at-least-once":
         database, broker = mark_and_delete(at.dsn, _LIMIT_ROWS), produce
@@ -60,7 +60,7 @@ def raw_limit(at: Services, delivery: str) -> float:
 
 
 def drained(at: Services, delivery: str, rows: int) -> dict[str, Any]:
-    """Fill, drain, and add what the table and the chart show."""
+    """Fill and drain; return the measurements with the figures of table and chart."""
     limit = raw_limit(at, delivery)
     fill(at.dsn, fresh_topic("backlog"), rows=rows, keys=_KEYS)
     measured = harvest(at, delivery, rows=rows)
@@ -70,7 +70,7 @@ def drained(at: Services, delivery: str, rows: int) -> dict[str, Any]:
 
 
 def over_backlog(measured: dict[str, Any], rows: int) -> list[tuple[float, float]]:
-    """Points of the chart: millions left, and the rate there."""
+    """Return points of the chart: millions left, and the rate there."""
     progress = measured["progress"]
     step = max(1, len(progress) // _LINGER)
     pairs = zip(progress[::step], progress[step::step], strict=False)
@@ -78,7 +78,7 @@ def over_backlog(measured: dict[str, Any], rows: int) -> list[tuple[float, float
 
 
 def memory_over_backlog(measured: dict[str, Any], rows: int) -> list[tuple[float, float]]:
-    """Points of the chart: millions left, and the resident set there."""
+    """Return points of the chart: millions left, and the resident set there."""
     seconds = measured["seconds"]
     share = ((min(1.0, at / seconds), mib) for at, mib in measured["memory"] if at >= 0)
     return [(rows * (1 - done) / 1e6, mib) for done, mib in share]

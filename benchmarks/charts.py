@@ -1,4 +1,4 @@
-"""The charts of docs/images, from what the benchmarks measure."""
+"""The charts of docs/images, drawn from the benchmarks' figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def backlog(rates: Series, memory: Series, path: Path = IMAGES / "throughput-over-backlog.png") -> Path:
-    """Throughput and memory while a backlog shrinks, by delivery mode: (millions of rows left, value)."""
+    """Draw throughput and memory while a backlog shrinks, by delivery mode: (millions of rows left, value)."""
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True)
     _lines(above, rates)
     above.set_ylabel("records/s")
@@ -34,7 +34,7 @@ def backlog(rates: Series, memory: Series, path: Path = IMAGES / "throughput-ove
 
 
 def latency(percentiles: Mapping[str, Series], path: Path = IMAGES / "latency-over-rate.png") -> Path:
-    """Latency over the rate of commits, a panel for each percentile, a line for each way through: (records/s, ms)."""
+    """Draw latency over the rate of commits, a panel for each percentile, a line for each way: (records/s, ms)."""
     figure, panels = plt.subplots(1, len(percentiles), figsize=(10, 4), sharey=True)
     for panel, (name, series) in zip(panels, percentiles.items(), strict=True):
         _lines(panel, series, marker="o")

@@ -1,4 +1,4 @@
-"""One harvester process that drains a filled outbox and prints what it took, as JSON.
+"""One harvester process that drains a filled outbox and prints rates and memory, as JSON.
 
     python -m benchmarks.drain DSN BOOTSTRAP ROWS DELIVERY [limit=value ...]
 
@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from outbox_core.cli.garbage import garbage_is_collected_rarely
+from outbox_core.cli.gc_tuning import tune_gc
 from outbox_core.config import HarvestConfig
 from outbox_core.events import Event, LeaderAcquired, MeterRead
 from outbox_core.harvest import Harvester
@@ -23,7 +23,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class _Memory(threading.Thread):
-    """Samples the resident set."""
+    """Samples of the resident set."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -62,7 +62,7 @@ def main() -> None:
     memory = _Memory()
     memory.start()
     harvester = Harvester(config, on_event, drain=True)
-    with garbage_is_collected_rarely():  # as `outbox harvest` does
+    with tune_gc():  # as `outbox harvest` does
         harvester.start()
         harvester.join()
     seconds = time.perf_counter() - began[0]

@@ -1,4 +1,4 @@
-"""How long nothing is published when the leader is killed, and when it is asked to stop (`make bench-failover`).
+"""The gap in publishing when the leader is killed, and when it is asked to stop (`make bench-failover`).
 
 Two harvester processes share one outbox, into which a record is committed every 5 ms. The leader is ended by SIGKILL
 or SIGTERM; a consumer of the topic notes when the first record arrives that was committed after the signal. The time
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
 from devstack.ports import free_ports
-from outbox_core.kafka import Consumer, NewTopic, TopicPartition, make_admin, make_consumer
+from outbox_core.kafka.clients import Consumer, NewTopic, TopicPartition, make_admin, make_consumer
 
 _COMMIT_EVERY_SECONDS = 0.005
 _GIVE_UP_SECONDS = 60.0
@@ -43,7 +43,7 @@ class Harvester:
         self._process = subprocess.Popen(command, cwd=ROOT)
 
     def is_leader(self) -> bool:
-        """What its health page says."""
+        """Tell whether it leads, by its health page."""
         try:
             with _DIRECT.open(f"http://127.0.0.1:{self._port}/healthz", timeout=1) as answer:
                 return bool(json.load(answer)["leader"])
@@ -51,19 +51,19 @@ class Harvester:
             return False
 
     def end(self, number: signal.Signals) -> None:
-        """Send a signal, and see that it ends the process."""
+        """Send a signal, and reap the process in the background."""
         os.kill(self._process.pid, number)
         threading.Thread(target=self._process.wait, daemon=True).start()
 
     def close(self) -> None:
-        """Make sure that it is gone."""
+        """Kill it, if it still runs."""
         with suppress(ProcessLookupError):
             self._process.kill()
         self._process.wait()
 
 
 class Writer(threading.Thread):
-    """Commits a record every few milliseconds; its value is the time of its commit."""
+    """A thread that commits a record every few milliseconds; its value is the time of its commit."""
 
     def __init__(self, dsn: str, topic: str) -> None:
         super().__init__(daemon=True)
@@ -72,7 +72,7 @@ class Writer(threading.Thread):
         self.stopping = threading.Event()
 
     def run(self) -> None:
-        """Write until it is asked to stop."""
+        """Write until `stopping` is set."""
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             while not self.stopping.wait(_COMMIT_EVERY_SECONDS):
                 connection.execute(
@@ -82,7 +82,7 @@ class Writer(threading.Thread):
 
 
 def tail(at: Services, topic: str) -> Consumer:
-    """Make a topic that nobody has written to; a consumer of all of it."""
+    """Make a new topic; return a consumer of all of it."""
     admin = make_admin({"bootstrap.servers": at.bootstrap})
     admin.create_topics([NewTopic(topic, _PARTITIONS)])[topic].result(10)
     consumer = make_consumer({"bootstrap.servers": at.bootstrap, "group.id": "bench", "fetch.wait.max.ms": 5})
@@ -91,7 +91,7 @@ def tail(at: Services, topic: str) -> Consumer:
 
 
 def first_committed_after(moment: float, consumer: Consumer) -> float:
-    """When the first record arrived that was committed after the moment."""
+    """Return the arrival time of the first record that was committed after the moment."""
     give_up_at = time.monotonic() + _GIVE_UP_SECONDS
     while time.monotonic() < give_up_at:
         message = consumer.poll(0.1)
@@ -101,7 +101,7 @@ def first_committed_after(moment: float, consumer: Consumer) -> float:
 
 
 def gap(at: Services, number: signal.Signals) -> float:
-    """Seconds from the signal to the first record committed after it."""
+    """Return the seconds from the signal to the first record committed after it."""
     topic = fresh_topic("failover")
     fill(at.dsn, topic, rows=0, keys=1)
     harvesters = [Harvester(at), Harvester(at)]
@@ -114,7 +114,7 @@ def gap(at: Services, number: signal.Signals) -> float:
         leader = next(harvester for harvester in harvesters if harvester.is_leader())
         began = time.monotonic()
         leader.end(number)
-        # What the leader had in flight still arrives; what counts is the successor's first record.
+        # Records that the leader had in flight still arrive; the gap ends with the successor's first one.
         while time.monotonic() < began + 0.005:
             consumer.poll(0)
         return first_committed_after(began + 0.02, consumer) - began

@@ -1,6 +1,6 @@
 """Throughput while an old snapshot is open, over the records harvested (`make bench-snapshot`).
 
-A REPEATABLE READ transaction that has looked at the outbox stays open for the whole run, so that vacuum can remove none
+A REPEATABLE READ transaction that has read the outbox stays open for the whole run, so that vacuum can remove none
 of the rows that are deleted. Each delivery mode drains a filled table twice, with the settled floor and without it.
 
 *Start* is the rate from the 20,000th record (the process has warmed up) to the 100,000th; *late* is the rate from the
@@ -26,11 +26,12 @@ from rich.table import Table
 
 from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
 from outbox_core.config import HarvestConfig, Limits
-from outbox_core.election.leadership import now
+from outbox_core.election.lease import now
 from outbox_core.events import Event, LeaderAcquired, MeterRead
 from outbox_core.harvest import Harvester
-from outbox_core.ports import Sight
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.stores.interface import SequenceSnapshot
+from outbox_core.stores.postgres.sequence import PostgresSequence
+from outbox_core.stores.postgres.store import PostgresStore
 
 _ROWS = 420_000
 _KEYS = 10_000
@@ -44,15 +45,23 @@ Progress = list[tuple[float, int]]
 """(seconds since leadership, records published so far)"""
 
 
-class _StoreWithoutFloor(PostgresStore):
-    """A store that cannot tell how far ids are drawn."""
+class _Unusable(PostgresSequence):
+    """A sequence that proves nothing."""
 
-    def sight(self) -> Sight:
-        return super().sight()._replace(unusable="the benchmark compares")
+    def snapshot(self) -> SequenceSnapshot:
+        return super().snapshot()._replace(unusable="the benchmark compares")
+
+
+class _StoreWithoutFloor(PostgresStore):
+    """A store without a settled floor."""
+
+    def __init__(self, dsn: str) -> None:
+        super().__init__(dsn)
+        self.sequence = _Unusable(self.table)
 
 
 def _drain(dsn: str, bootstrap: str, delivery: str, *, floor: bool) -> None:
-    """In a process of its own: drain the table, print the progress as JSON."""
+    """Drain the table and print the progress as JSON, in a process of its own."""
     began = [0.0]
     progress: Progress = [(0.0, 0)]
 
@@ -88,7 +97,7 @@ def _run(services: Services, delivery: str, *, floor: bool) -> Progress:
 
 
 def _moment(progress: Progress, count: int) -> float:
-    """When the `count`-th record was published, between two readings of the meter."""
+    """Interpolate the time at which the `count`-th record was published from the meter's readings."""
     for (time, seen), (later, more) in pairwise(progress):
         if seen <= count <= more and more > seen:
             return time + (later - time) * (count - seen) / (more - seen)

@@ -1,4 +1,4 @@
-"""Does what is held slow down the rest? Throughput with nothing held, beside that with much held before it.
+"""Throughput with many held records at the head of the table, beside that with none.
 
     python -m benchmarks.holds [ROWS]
 

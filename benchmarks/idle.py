@@ -1,4 +1,4 @@
-"""What an idle leader costs: statements a second, and share of a core (`make bench-idle`).
+"""The cost of an idle leader: statements a second, and share of a core (`make bench-idle`).
 
 Statements are counted by the server (`pg_stat_database.xact_commit`), so everything is counted that the harvester
 sends, its metrics included. CPU time is the harvester process's own.
@@ -25,13 +25,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process."""
+    """Return the CPU time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def idle(at: Services, delivery: str, seconds: float, *, notify: bool) -> tuple[float, float]:
-    """Statements a second and cores of a leader with nothing to do."""
+    """Return statements a second and cores of an idle leader."""
     fill(at.dsn, fresh_topic("idle"), rows=0, keys=1)
     command = [sys.executable, "-m", "outbox_core", "harvest", "--dsn", at.dsn, "--bootstrap-servers", at.bootstrap]
     command += ["--delivery", delivery, "--log-level", "error"]

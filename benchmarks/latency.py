@@ -2,8 +2,8 @@
 
 Records are committed one by one at a steady rate; each value is the time right before its commit. A consumer of the
 same topic (read_committed) notes when it has them. For exactly-once delivery a bare loop stands beside it in the same
-run: begin, produce what is due, commit, again at once, through the same broker and consumer. A record every two seconds
-shows what the pauses of an idle harvester cost, without and with NOTIFY. Writes docs/images/latency-over-rate.png.
+run: begin, produce the due records, commit, again at once, through the same broker and consumer. A record every two
+seconds shows the cost of an idle harvester's pauses, without and with NOTIFY. Writes docs/images/latency-over-rate.png.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks import charts
 from benchmarks.failover import tail
 from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
-from outbox_core.kafka import Consumer, make_producer
+from outbox_core.kafka.clients import Consumer, make_producer
 from outbox_core.schema import TableName, notify_sql
 
 _INSERT = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) VALUES (%s, %s, %s)"
@@ -41,7 +41,7 @@ def at_rate(rate: float, count: int, act: Callable[[int], None]) -> None:
 
 
 def collect(consumer: Consumer, count: int) -> list[float]:
-    """Seconds from the time in each value to its arrival."""
+    """Return the seconds from the time in each value to its arrival."""
     latencies: list[float] = []
     give_up_at = time.monotonic() + 120
     while len(latencies) < count:
@@ -54,7 +54,7 @@ def collect(consumer: Consumer, count: int) -> list[float]:
 
 
 def measure(at: Services, topic: str, count: int, write: Callable[[], None]) -> list[float]:
-    """Latencies in milliseconds of what `write` writes, without the first tenth."""
+    """Return the latencies in milliseconds of the records that `write` writes, without the first tenth."""
     consumer = tail(at, topic)
     writer = threading.Thread(target=write)
     writer.start()
@@ -65,7 +65,7 @@ def measure(at: Services, topic: str, count: int, write: Callable[[], None]) -> 
 
 
 def through_outbox(at: Services, delivery: str, rate: float, seconds: float, *, notify: bool = False) -> list[float]:
-    """Latencies through a harvester process of its own."""
+    """Return the latencies through a harvester process of its own."""
     topic, count = fresh_topic("latency"), int(rate * seconds)
     fill(at.dsn, topic, rows=0, keys=1)
     with psycopg.connect(at.dsn, autocommit=True) as connection:
@@ -92,7 +92,7 @@ def _insert(connection: psycopg.Connection[tuple[object, ...]], topic: str, numb
 
 
 def bare_transactions(at: Services, rate: float, seconds: float) -> list[float]:
-    """Latencies of a bare transactional producer that takes what is due into each transaction."""
+    """Return the latencies of a bare transactional producer that takes all due records into each transaction."""
     topic, count = fresh_topic("bare"), int(rate * seconds)
     producer = make_producer(
         {"bootstrap.servers": at.bootstrap, "transactional.id": topic, "linger.ms": 0, "acks": "all"}
@@ -116,7 +116,7 @@ def bare_transactions(at: Services, rate: float, seconds: float) -> list[float]:
 
 
 def sparse(at: Services, delivery: str, seconds: float, *, notify: bool) -> list[float]:
-    """Latencies of a record every two seconds."""
+    """Return the latencies of a record every two seconds."""
     return through_outbox(at, delivery, 0.5, seconds, notify=notify)
 
 

@@ -1,4 +1,4 @@
-"""What the trigger for NOTIFY costs those who commit (`make bench-notify`).
+"""The cost of the NOTIFY trigger for writers (`make bench-notify`).
 
 PostgreSQL gives notices the order of commits: a transaction that sends one holds a lock of the whole server from before
 its commit until the commit is on disk, so such transactions commit one after the other. Here threads commit
@@ -23,7 +23,7 @@ _INSERT = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) VALUES (%s, 
 
 
 def commits(at: Services, writers: int, seconds: float, *, notify: bool) -> float:
-    """Commits/s of so many connections."""
+    """Return the commits/s of so many connections."""
     topic = fresh_topic("notify")
     fill(at.dsn, topic, rows=0, keys=1)
     if notify:

@@ -1,4 +1,4 @@
-"""How many messages a second a queue takes and hands out (`make bench-queue`).
+"""The messages a second that a queue takes and hands out (`make bench-queue`).
 
 One process, as a service would be: it sends messages of 100 bytes, then receives and acknowledges them one by one with
 a handler that does nothing, with plain and with transactional starts. A tracker is not running: it is a process of
@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from rich.console import Console
 
 from benchmarks.stage import VALUE_BYTES, fresh_topic, machine, services
-from outbox_core.kafka import make_consumer, make_producer
+from outbox_core.kafka.clients import make_consumer, make_producer
 from outbox_queue import Queue, QueueConfig, QueueService
-from outbox_queue.clients import consumer_settings, producer_settings
+from outbox_queue.protocol.clients import consumer_settings, producer_settings
 
 _PATIENCE_SECONDS = 60
 _START_BYTES, _END_BYTES = VALUE_BYTES + 40, 10
@@ -32,14 +32,14 @@ _PAYLOAD = b"x" * VALUE_BYTES
 
 
 class Stopwatch:
-    """Wall clock and CPU time of this process for so many messages."""
+    """A measurement of wall clock and CPU time of this process for so many messages."""
 
     def __init__(self, messages: int) -> None:
         self._messages = messages
         self._wall, self._cpu = time.monotonic(), _cpu_seconds()
 
     def rate(self) -> tuple[float, float]:
-        """Messages a second, and microseconds of CPU for each."""
+        """Return messages a second, and microseconds of CPU for each."""
         wall, cpu = time.monotonic() - self._wall, _cpu_seconds() - self._cpu
         return self._messages / wall, cpu / self._messages * 1e6
 
@@ -51,7 +51,7 @@ def _cpu_seconds() -> float:
 
 @contextmanager
 def fresh_queue(bootstrap: str, **settings: object) -> Iterator[Queue]:
-    """A queue over topics of its own."""
+    """Yield a queue over topics of its own."""
     name = fresh_topic("queue")
     config = QueueConfig(bootstrap_servers=bootstrap, message_topic=name, marker_topic=f"{name}-markers", **settings)
     service = QueueService(config)
@@ -90,7 +90,7 @@ def _next(message: object) -> None:
 
 
 def bare_produce(queue: Queue, messages: int) -> tuple[float, float]:
-    """The limit of sending."""
+    """Measure the limit of sending."""
     producer = make_producer(producer_settings(queue.config))
     producer.produce(queue.config.message_topic, b"warm", b"bare")
     producer.flush()
@@ -102,7 +102,7 @@ def bare_produce(queue: Queue, messages: int) -> tuple[float, float]:
 
 
 def bare_receive(queue: Queue, messages: int) -> tuple[float, float]:
-    """The limit of receiving: read, and write two markers for each."""
+    """Measure the limit of receiving: read, and write two markers for each."""
     consumer = make_consumer(consumer_settings(queue.config, "bare"))
     consumer.subscribe([queue.config.message_topic])
     producer = make_producer(producer_settings(queue.config))
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def _round(bootstrap: str, messages: int) -> tuple[tuple[float, float], ...]:
-    """Everything once."""
+    """Measure everything once."""
     with fresh_queue(bootstrap) as queue:
         sent = send(queue, messages)
         received = receive(queue, messages)

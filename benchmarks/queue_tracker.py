@@ -1,10 +1,10 @@
-"""How long a tracker takes until it is ready: with a long history after its committed offset, and with a normal one.
+"""The time until a tracker is ready: with a long history after its committed offset, and with a normal one.
 
     python -m benchmarks.queue_tracker [--markers 10000000]
 
 The history is start, keep-alive and end markers of messages of 100 bytes, as 200 consumers' worth of messages in
-progress would leave them; the last 10,000 messages are unfinished. "Normal" is what a tracker finds that committed a
-second ago.
+progress would leave them; the last 10,000 messages are unfinished. "Normal" is the history of a tracker that committed
+a second ago.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from multiprocessing.connection import Connection
 
 from benchmarks.stage import VALUE_BYTES, fresh_topic, machine
 from devstack.stack import DevStack
-from outbox_core.kafka import Producer, make_producer
-from outbox_queue import QueueConfig, wire
-from outbox_queue.clients import producer_settings
-from outbox_queue.topics import ensure_topics
-from outbox_queue.tracker import RedeliveryTracker
+from outbox_core.kafka.clients import Producer, make_producer
+from outbox_queue import QueueConfig
+from outbox_queue.protocol import markers as wire
+from outbox_queue.protocol.clients import producer_settings
+from outbox_queue.protocol.topics import ensure_topics
+from outbox_queue.redelivery.tracker import RedeliveryTracker
 
 _PARTITIONS = 8
 _UNFINISHED = 10_000
@@ -32,7 +33,7 @@ _AFTER_MS = 3_600_000
 
 
 def main() -> None:
-    """Run it and print what it measured."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description="How long a tracker takes until it is ready.")
     parser.add_argument("--markers", type=int, default=10_000_000, metavar="N", help="default: %(default)s")
     markers: int = parser.parse_args().markers
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def _measure(config: QueueConfig, what: str) -> None:
-    """In a process of its own, so that the memory is the tracker's alone."""
+    """Measure in a process of its own, so that the memory is the tracker's alone."""
     here, there = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_run_tracker, args=(config.model_dump(), there))
     process.start()

@@ -3,7 +3,7 @@
 In each round both topics get the same rows, one after the other, and the order changes from round to round. The raw
 limits of `benchmarks.throughput` are taken right before each harvest: *database*, *produce* (the same records in
 transactions of a bare producer, into a topic of the same size, with batches that fit it) and, one after the other,
-1 / (1/a + 1/b). The last line is what counts: of the rate at 1 MiB, how much is left at 64 KiB.
+1 / (1/a + 1/b). The last line is the result: the part of the rate at 1 MiB that is left at 64 KiB.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rich.table import Table
 
 from benchmarks.stage import VALUE_BYTES, Services, fill, fresh_topic, harvest, machine, services
 from benchmarks.throughput import produce_in_transactions, scan_and_delete
-from outbox_core.harvest.batch_sizes import LARGEST_BATCH_BYTES
-from outbox_core.kafka import NewTopic, make_admin
+from outbox_core.kafka.batch_sizes import LARGEST_BATCH_BYTES
+from outbox_core.kafka.clients import NewTopic, make_admin
 
 _SMALL_BYTES = 64 * 2**10
 _LARGE_BYTES = 2**20
@@ -36,7 +36,7 @@ def _make_topic(bootstrap: str, prefix: str, max_bytes: int) -> str:
 
 
 def _one_run(place: Services, max_bytes: int, rows: int) -> dict[str, float]:
-    """Raw limits, then a harvest of the same size."""
+    """Measure the raw limits, then a harvest of the same size."""
     topic, raw = (_make_topic(place.bootstrap, prefix, max_bytes) for prefix in ("bench", "raw"))
     batch_bytes = min(max_bytes, LARGEST_BATCH_BYTES)
     fill(place.dsn, topic, rows=rows, keys=_KEYS)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.stage import Services, fresh_topic, machine, services
-from outbox_core.kafka import make_producer
+from outbox_core.kafka.clients import make_producer
 from outbox_spark.config import ArchiveSettings, AuditSettings, ProjectSettings
 from outbox_spark.pipelines import archive, audit, project
 from outbox_spark.session import start_session
@@ -40,7 +40,7 @@ _SCHEMA = "n BIGINT NOT NULL, customer STRING, total_cents BIGINT NOT NULL, note
 
 
 def produce(bootstrap: str, topic: str, first: int, count: int) -> None:
-    """Records with id headers over 10,000 keys."""
+    """Produce records with id headers over 10,000 keys."""
     producer = make_producer({"bootstrap.servers": bootstrap, "linger.ms": 5, "queue.buffering.max.messages": 500_000})
     for number in range(first, first + count):
         value = json.dumps(
@@ -54,7 +54,7 @@ def produce(bootstrap: str, topic: str, first: int, count: int) -> None:
 
 
 def raw_read(bootstrap: str, topic: str, count: int) -> float:
-    """Records/s of a bare consumer."""
+    """Return the records/s of a bare consumer."""
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "raw", "isolation.level": "read_committed"})
     consumer.assign([TopicPartition(topic, number, 0) for number in range(_PARTITIONS)])
     began, read = time.perf_counter(), 0
@@ -66,24 +66,24 @@ def raw_read(bootstrap: str, topic: str, count: int) -> float:
 
 
 class Stopwatch:
-    """Adds up the records and seconds of batches, the first one left out."""
+    """A sum of the records and seconds of batches, the first one left out."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[int, float]] = []
 
     def __call__(self, report: Any) -> None:
-        """Take a batch's report."""
+        """Add a batch's report."""
         self._batches.append((report.counts.get("records", 0), report.seconds))
 
     @property
     def rate(self) -> float:
-        """Records/s."""
+        """Return the records/s."""
         counted = self._batches[1:]
         return sum(records for records, _ in counted) / sum(seconds for _, seconds in counted)
 
 
 def measure(spark: SparkSession, running: Services, folder: Path, records: int) -> dict[str, float]:
-    """Records/s of both pipelines and of the raw read."""
+    """Return the records/s of both pipelines and of the raw read."""
     topic = fresh_topic("spark")
     admin = AdminClient({"bootstrap.servers": running.bootstrap})
     admin.create_topics([NewTopic(topic, _PARTITIONS, 1)])[topic].result()
@@ -111,7 +111,7 @@ def measure(spark: SparkSession, running: Services, folder: Path, records: int) 
 
 
 def make_sides(spark: SparkSession, folder: Path, records: int) -> None:
-    """Two folders that differ in four places."""
+    """Write two folders that differ in four places."""
     expected = spark.range(records).selectExpr(
         "'orders' AS topic",
         "cast(pmod(id, 8) AS INT) AS partition",
@@ -131,7 +131,7 @@ def make_sides(spark: SparkSession, folder: Path, records: int) -> None:
 
 
 def run_audit(folder: str, found: str, memory: str) -> None:
-    """One audit in this process; prints its result, seconds and the JVM's peak memory as JSON."""
+    """Run an audit in this process; print its result, seconds and the JVM's peak memory as JSON."""
     spark = start_session(
         "bench", {"spark.driver.memory": memory, "spark.sql.shuffle.partitions": "16"}, master="local[2]"
     )
@@ -150,7 +150,7 @@ def run_audit(folder: str, found: str, memory: str) -> None:
 
 
 def show_audit(console: Console, spark: SparkSession, folder: Path, records: int) -> None:
-    """Audits in processes of their own, with a bound on the driver's memory."""
+    """Run audits in processes of their own, with a bound on the driver's memory, and print them."""
     make_sides(spark, folder, records)
     spark.stop()
     for found in ("found", "expected"):

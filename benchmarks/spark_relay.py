@@ -27,10 +27,10 @@ from confluent_kafka.admin import AdminClient, NewTopic
 
 from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
 from outbox_core.config import HarvestConfig
-from outbox_core.kafka import make_producer
-from outbox_core.relay_marks import RelayMark
-from outbox_spark.batch_store import BatchStore, Shard
-from outbox_spark.topics import RangeReader, TopicLog, ranges_between
+from outbox_core.kafka.clients import make_producer
+from outbox_core.stores.relay_marks import RelayMark
+from outbox_spark.relay.batch_store import BatchStore, Shard
+from outbox_spark.topics.ranges import TopicLog, ranges_between, read_range
 
 _BATCH = 50_000
 _KEYS = 10_000
@@ -38,7 +38,7 @@ _PARTITIONS = 4
 
 
 def raw_outbox(running: Services, rows: int, publish: Callable[[Any], None] = lambda _: None) -> float:
-    """Rows/s of marks, reads and purges on one connection."""
+    """Return the rows/s of marks, reads and purges on one connection."""
     store, done, number = BatchStore(running.dsn), 0, 0
     began = time.perf_counter()
     while done < rows:
@@ -54,7 +54,7 @@ def raw_outbox(running: Services, rows: int, publish: Callable[[Any], None] = la
 
 
 def raw_relay(running: Services, topic: str, rows: int) -> float:
-    """Rows/s of the same with a transaction for each batch."""
+    """Return the rows/s of the same with a transaction for each batch."""
     producer = make_producer(
         {
             "bootstrap.servers": running.bootstrap,
@@ -75,17 +75,17 @@ def raw_relay(running: Services, topic: str, rows: int) -> float:
 
 
 def raw_kafka(running: Services, topic: str) -> float:
-    """Rows/s of bare consumers, one partition after the other."""
+    """Return the rows/s of bare consumers, one partition after the other."""
     kafka = {"bootstrap.servers": running.bootstrap}
     log = TopicLog(kafka, [topic])
     firsts, ends = log.bounds()
     began = time.perf_counter()
-    count = sum(len(batch) for wanted in ranges_between(firsts, ends, firsts) for batch in RangeReader(kafka, wanted))
+    count = sum(len(batch) for wanted in ranges_between(firsts, ends, firsts) for batch in read_range(kafka, wanted))
     return count / (time.perf_counter() - began)
 
 
 def make_topic(running: Services, prefix: str) -> str:
-    """A topic of some partitions."""
+    """Make a topic of some partitions; return its name."""
     topic = fresh_topic(prefix)
     admin = AdminClient({"bootstrap.servers": running.bootstrap})
     admin.create_topics([NewTopic(topic, _PARTITIONS, 1)])[topic].result()
@@ -114,7 +114,7 @@ def in_spark(running: Services, master: str, what: str, rows: int, topic: str) -
 
 
 def session(running: Services, master: str, what: str, rows: int, topic: str) -> None:
-    """Within the process: a warm-up of a fifth, then the run that counts; prints what it measured."""
+    """Run a warm-up of a fifth, then the measured run, in this process; print the result."""
     from outbox_spark.session import start_session
 
     spark = start_session("bench", {"spark.driver.memory": "2g"}, master=master)
@@ -135,7 +135,7 @@ def session(running: Services, master: str, what: str, rows: int, topic: str) ->
 
 
 def run(spark: Any, what: str, running: Services, topic: str) -> list[dict[str, Any]]:
-    """One availableNow run; its batches."""
+    """Run once with availableNow; return its batches."""
     checkpoint = tempfile.mkdtemp(prefix="bench-checkpoint-")
     kafka = {"kafka.bootstrap.servers": running.bootstrap}
     told: list[dict[str, Any]] = []
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def measure(running: Services, what: str, rows: int) -> None:
-    """One row of the table for each master."""
+    """Print one row of the table for each master."""
     topic = make_topic(running, what)
     if what == "outbox_kafka":
         produce(running, topic, rows)

@@ -1,4 +1,4 @@
-"""What every benchmark needs: services, filled tables, harvesters as processes of their own."""
+"""The stage of every benchmark: services, filled tables, harvesters as processes of their own."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Services:
 
 @contextmanager
 def services() -> Iterator[Services]:
-    """A real Postgres and a real broker, started for this run and stopped after it."""
+    """Start a real Postgres and a real broker for this run."""
     with DevStack(embedded=False) as stack:
         dsn = stack.postgres.create_database("bench")
         yield Services(dsn, stack.kafka.bootstrap)
 
 
 def fill(dsn: str, topic: str, *, rows: int, keys: int, table: str = "outbox") -> None:
-    """A fresh outbox table with `rows` records of ~100 bytes over `keys` keys, settled on disk."""
+    """Make a fresh outbox table with `rows` records of ~100 bytes over `keys` keys, settled on disk."""
     name = TableName.parse(table)
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute(f"DROP TABLE IF EXISTS {name.quoted}")
@@ -58,21 +58,21 @@ def fill(dsn: str, topic: str, *, rows: int, keys: int, table: str = "outbox") -
 
 
 def fresh_topic(prefix: str) -> str:
-    """A topic name that no run has used."""
+    """Return a new topic name."""
     return f"{prefix}-{time.time_ns()}"
 
 
 def harvest(
     services: Services, delivery: str, *, rows: int, limits: Sequence[str] = (), checkout: Path = ROOT
 ) -> dict[str, Any]:
-    """Drain the table with one harvester process; return what it measured (see `benchmarks.drain`).
+    """Drain the table with one harvester process; return its figures (see `benchmarks.drain`).
 
     Args:
         services: database and broker.
         delivery: `at-least-once` or `exactly-once`.
-        rows: how many records the table has.
+        rows: number of records in the table.
         limits: limits of the harvester, as `name=value`.
-        checkout: where the code of the harvester is.
+        checkout: folder with the code of the harvester.
     """
     command = [sys.executable, "-m", "benchmarks.drain", services.dsn, services.bootstrap, str(rows), delivery, *limits]
     done = subprocess.run(command, cwd=checkout, check=True, stdout=subprocess.PIPE, text=True)
@@ -81,7 +81,7 @@ def harvest(
 
 
 def machine() -> str:
-    """One line about the machine, for the record."""
+    """Describe the machine in one line, for the record."""
     model = "unknown CPU"
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

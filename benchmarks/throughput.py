@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.stage import VALUE_BYTES, Services, fill, fresh_topic, harvest, machine, services
-from outbox_core.harvest.batch_sizes import LARGEST_BATCH_BYTES
-from outbox_core.kafka import make_producer
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.kafka.batch_sizes import LARGEST_BATCH_BYTES
+from outbox_core.kafka.clients import make_producer
+from outbox_core.stores.interface import RowQuery
+from outbox_core.stores.postgres.store import PostgresStore
 
 _BATCH = 5_000
 _FEW_KEYS = 100
@@ -38,12 +39,12 @@ _PRODUCER = {"enable.idempotence": True, "linger.ms": 5, "queue.buffering.max.me
 
 
 def mark_and_delete(dsn: str, rows: int) -> float:
-    """Records/s of the store's mark and purge alone."""
+    """Return the records/s of the store's mark and purge alone."""
     store, leader_id, done = PostgresStore(dsn), uuid4(), 0
     store.check()
     began = time.perf_counter()
     while done < rows:
-        records = store.mark(leader_id, _BATCH).records
+        records = store.mark(leader_id, RowQuery(_BATCH)).records
         store.purge(leader_id, [record[0] for record in records])
         done += len(records)
     store.close()
@@ -51,13 +52,13 @@ def mark_and_delete(dsn: str, rows: int) -> float:
 
 
 def scan_and_delete(dsn: str, rows: int) -> float:
-    """Records/s of the store's scan and settle alone."""
+    """Return the records/s of the store's scan and delete alone."""
     store, done = PostgresStore(dsn), 0
     store.check()
     began = time.perf_counter()
     while done < rows:
-        records = store.scan(_BATCH, ())
-        store.settle([record[0] for record in records], [record[7] for record in records])
+        records = store.scan(RowQuery(_BATCH))
+        store.delete_published([record[0] for record in records], [record[7] for record in records])
         done += len(records)
     store.close()
     return rows / (time.perf_counter() - began)
@@ -66,7 +67,7 @@ def scan_and_delete(dsn: str, rows: int) -> float:
 def produce_in_transactions(
     bootstrap: str, topic: str, rows: int, keys: int, batch_bytes: int = LARGEST_BATCH_BYTES
 ) -> float:
-    """Records/s of a bare transactional producer with id header."""
+    """Return the records/s of a bare transactional producer with id header."""
     settings = {**_PRODUCER, "transactional.id": topic, "batch.size": batch_bytes}
     producer = make_producer({"bootstrap.servers": bootstrap, **settings})
     value = b"x" * VALUE_BYTES
@@ -83,7 +84,7 @@ def produce_in_transactions(
 
 
 def produce(bootstrap: str, topic: str, rows: int, keys: int) -> float:
-    """Records/s of a bare producer with callback and id header."""
+    """Return the records/s of a bare producer with callback and id header."""
     producer = make_producer({"bootstrap.servers": bootstrap, **_PRODUCER})
     acknowledged = 0
 
@@ -109,7 +110,7 @@ def produce(bootstrap: str, topic: str, rows: int, keys: int) -> float:
 
 
 def lockstep(services: Services, topic: str, rows: int, keys: int) -> float:
-    """Records/s of: produce one record for each key, wait for all of them, delete their rows, again."""
+    """Return the records/s of: produce one record for each key, wait for all of them, delete their rows, again."""
     producer = make_producer({"bootstrap.servers": services.bootstrap, **_PRODUCER, "linger.ms": 0})
     value = b"x" * VALUE_BYTES
     with psycopg.connect(services.dsn, autocommit=True) as connection:
@@ -126,7 +127,7 @@ def lockstep(services: Services, topic: str, rows: int, keys: int) -> float:
 
 
 def one_round(services: Services, delivery: str, rows: int, keys: int) -> dict[str, float]:
-    """Raw limits, then a harvest of the same size."""
+    """Measure the raw limits, then a harvest of the same size."""
     topic = fresh_topic("bench")
     fill(services.dsn, topic, rows=rows, keys=keys)
     if delivery == "at-least-once" and keys <= _FEW_KEYS:
@@ -172,7 +173,7 @@ def main() -> None:
 
 
 def _summary(rounds: list[dict[str, float]]) -> list[str]:
-    """The medians, as cells of the table."""
+    """Return the medians, as cells of the table."""
     middle = {name: statistics.median(result[name] for result in rounds) for name in rounds[0]}
     ratio = statistics.median(result["harvester"] / result["limit"] for result in rounds)
     rates = [f"{middle[name]:,.0f}" if name in middle else "" for name in ("database", "produce", "limit", "harvester")]

@@ -2,7 +2,7 @@
 
 Everything runs on 127.0.0.1 and needs neither containers nor an installed server: Postgres comes out of a wheel, the
 broker is Kafka's own main class started from jars that are resolved once into a cache folder. Where no broker can be
-had, librdkafka's mock cluster stands in (see `devstack.embedded` for what it cannot do).
+had, librdkafka's mock cluster stands in (see `devstack.embedded` for its limits).
 
     from devstack.stack import DevStack
 

@@ -18,7 +18,7 @@ from devstack.stack import DevStack
 
 
 def main() -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     arguments = _parser().parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an interrupted start stops what it started
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -62,7 +62,7 @@ def _down(directory: Path, console: Console) -> None:
 
 
 def _status(directory: Path) -> int:
-    """Print what runs; exit code 0 if both do, 3 otherwise (as `systemctl status`)."""
+    """Print the running services; return 0 if both run, 3 otherwise (as `systemctl status`)."""
     stack = DevStack(directory)
     postgres = stack.postgres
     running = postgres.is_running

@@ -1,4 +1,4 @@
-"""What the real and the embedded broker have in common, and the proof that one of them can be worked with."""
+"""The common interface of the real and the embedded broker, and the proof that one of them works."""
 
 import logging
 import time
@@ -12,11 +12,11 @@ PROBE_TOPIC = "devstack-probe"
 
 
 class Proxy(Protocol):
-    """What stands between clients and a broker, or all brokers of a cluster."""
+    """A proxy between clients and a broker, or all brokers of a cluster."""
 
     @property
     def bootstrap(self) -> str:
-        """Host and port to connect to."""
+        """Return host and port to connect to."""
         ...
 
     def start(self) -> Self:
@@ -53,31 +53,31 @@ class Broker(Protocol):
 
     @property
     def is_embedded(self) -> bool:
-        """Whether this is the mock cluster, which has no transactions, no admin requests and no memory."""
+        """Tell whether this is the mock cluster, which has no transactions, no admin requests and no memory."""
         ...
 
     @property
     def is_running(self) -> bool:
-        """Whether the broker's process is alive."""
+        """Tell whether the broker's process is alive."""
         ...
 
     @property
     def pid(self) -> int | None:
-        """The pid of that process, or None."""
+        """Return the pid of that process, or None."""
         ...
 
     @property
     def bootstrap(self) -> str:
-        """Host and port to connect to."""
+        """Return host and port to connect to."""
         ...
 
     @property
     def description(self) -> str:
-        """What it is, for a header line."""
+        """Describe it, for a header line."""
         ...
 
     def start(self) -> None:
-        """Start it and wait until it can be worked with."""
+        """Start it and wait until it works."""
         ...
 
     def stop(self) -> None:
@@ -93,12 +93,12 @@ class Broker(Protocol):
         ...
 
     def proxied(self, number: int) -> Proxy:
-        """A proxy through which clients reach the broker and stay behind it."""
+        """Return a proxy through which clients reach the broker and stay behind it."""
         ...
 
 
 class BrokerProbe:
-    """Finds out whether a broker answers, takes records and can form a consumer group.
+    """A test whether a broker answers, takes records and can form a consumer group.
 
     Args:
         bootstrap: The broker.
@@ -108,7 +108,7 @@ class BrokerProbe:
         self._config: dict[str, Any] = {"bootstrap.servers": bootstrap, "logger": silent_logger(), "log_level": 0}
 
     def answers(self) -> bool:
-        """Whether the broker answers a request for metadata within two seconds."""
+        """Tell whether the broker answers a request for metadata within two seconds."""
         try:
             Producer(self._config).list_topics(timeout=2)
         except KafkaException:
@@ -141,7 +141,7 @@ class BrokerProbe:
 
 
 def silent_logger() -> logging.Logger:
-    """While a broker starts, refused connections are no news."""
+    """Return a logger without output: while a broker starts, refused connections are normal."""
     logger = logging.getLogger("devstack.probe")
     logger.propagate = False
     logger.addHandler(logging.NullHandler())

@@ -22,11 +22,11 @@ from devstack.broker import BrokerProbe, silent_logger
 from devstack.errors import DevstackError
 from devstack.frame_proxy import FrameProxy
 from devstack.jars import KAFKA_VERSION, Report
+from devstack.java import SharedClasses
 from devstack.kafka import (
     ADVERTISED_PORTS,
     BROKER_PORTS,
     META,
-    SMALL_JAVA,
     BrokerNode,
     KafkaNode,
     endpoints,
@@ -131,9 +131,9 @@ class ClusterBroker(BrokerNode):
             "listener.security.protocol.map": f"{protocols},{linked_listener(self.number)}:PLAINTEXT",
         }
 
-    def _format_storage(self, java: Path, classpath: str) -> None:
-        """Do what the controller's formatting has done, without a Java of our own."""
-        del java, classpath
+    def _format_storage(self, java: Path, classpath: str, classes: SharedClasses) -> None:
+        """Copy the controller's formatting, without a Java of our own."""
+        del java, classpath, classes
         formatted = dict(
             line.split("=", 1) for line in (self._controller.data / META).read_text().splitlines() if "=" in line
         )
@@ -145,7 +145,7 @@ class ClusterBroker(BrokerNode):
 
 
 class ProxyGroup:
-    """A proxy before each broker: what clients on one side of a network reach. Also a context manager.
+    """Proxies before all brokers, for the clients on one side of a network. Also a context manager.
 
     Attributes:
         of: The proxy of each broker, by its node id.
@@ -156,7 +156,7 @@ class ProxyGroup:
 
     @property
     def bootstrap(self) -> str:
-        """Addresses to connect to."""
+        """Return the addresses to connect to."""
         return ",".join(proxy.bootstrap for proxy in self.of.values())
 
     def start(self) -> Self:
@@ -206,7 +206,7 @@ class KafkaCluster:
         heap: Maximum Java heap of each broker.
         links: Whether brokers reach the controller through proxies of this process, so that `isolate` works; such a
             cluster lives no longer than this process.
-        report: Told what takes long.
+        report: Called with each step that takes long.
     """
 
     is_embedded = False
@@ -226,7 +226,7 @@ class KafkaCluster:
         self.controller = ControllerNode(
             self._directory / "controller",
             heap="160m",
-            java_options=SMALL_JAVA,
+            small=True,
             **shared,
         )
         self.brokers = {
@@ -236,7 +236,7 @@ class KafkaCluster:
                 self.controller,
                 is_linked=links,
                 heap=heap,
-                java_options=SMALL_JAVA,
+                small=True,
                 **shared,
             )
             for number in _BROKERS
@@ -248,17 +248,17 @@ class KafkaCluster:
 
     @property
     def bootstrap(self) -> str:
-        """Addresses of the plain listeners, the same across restarts."""
+        """Return the addresses of the plain listeners, the same across restarts."""
         return ",".join(broker.bootstrap for broker in self.brokers.values())
 
     @property
     def pid(self) -> int | None:
-        """The controller's pid, or None if it does not run."""
+        """Return the controller's pid, or None if it does not run."""
         return self.controller.pid
 
     @property
     def pids(self) -> list[int]:
-        """The pids of all nodes that run, the controller's first."""
+        """Return the pids of all nodes that run, the controller's first."""
         return [node.pid for node in self._nodes if node.pid is not None]
 
     @property
@@ -267,7 +267,7 @@ class KafkaCluster:
         return any(node.is_running for node in self._nodes)
 
     def start(self) -> None:
-        """Start what does not run, and wait until all take records and every replica is in sync.
+        """Start the nodes that do not run, and wait until all take records and every replica is in sync.
 
         Raises:
             BrokerUnavailableError: There is no Java, or Kafka's jars cannot be had.
@@ -308,20 +308,20 @@ class KafkaCluster:
         self.start()
 
     def proxied(self, number: int) -> ProxyGroup:
-        """Proxies before all brokers' listeners PROXIED1 or PROXIED2; their `bootstrap` keeps clients behind them.
+        """Return proxies before listeners PROXIED1 or PROXIED2; their `bootstrap` keeps clients behind them.
 
         Args:
             number: 1 or 2; each can have one group at a time.
         """
         return ProxyGroup({broker.number: broker.frame_proxied(number) for broker in self.brokers.values()})
 
-    # -- who does what
+    # -- leaders and coordinators
 
     def leader_of(self, topic: str, partition: int) -> int:
-        """The broker that leads a partition.
+        """Return the broker that leads a partition.
 
         Raises:
-            DevstackError: None does, or nobody says.
+            DevstackError: The cluster names no leader.
         """
         found: list[int] = []
 
@@ -334,7 +334,7 @@ class KafkaCluster:
         return found[0]
 
     def coordinator_of(self, transactional_id: str) -> int:
-        """The broker that coordinates the transactions of a transactional.id."""
+        """Return the broker that coordinates the transactions of a transactional.id."""
         return self.leader_of(TRANSACTION_STATE, self.coordinating_partition(transactional_id))
 
     def coordinating_partition(self, transactional_id: str) -> int:
@@ -387,13 +387,13 @@ class KafkaCluster:
         return wait_until(_quietly(in_sync), timeout=timeout, interval=0.2)
 
     def isolate(self, number: int) -> None:
-        """Cut a broker off from the controller alone: it believes to lead what others have taken over."""
+        """Cut a broker off from the controller alone: it still believes that it leads partitions that others lead."""
         self._link(number).cut()
 
     def rejoin(self, number: int) -> None:
         """End `isolate`."""
         link = self._link(number)
-        link.reset()  # what was held back is old
+        link.reset()  # the bytes held back are old
         link.restore()
         link.resume()
 
@@ -441,7 +441,7 @@ class KafkaCluster:
         return set(self._admin.list_topics(timeout=5).brokers) >= set(self.brokers)
 
     def _described(self, topic: str) -> dict[int, Any]:
-        """Partitions of a topic, as the cluster knows them now."""
+        """Return the partitions of a topic, as the cluster knows them now."""
         known = self._admin.list_topics(topic, timeout=5).topics[topic]
         if known.error is not None:
             raise KafkaException(known.error)
@@ -455,7 +455,7 @@ class KafkaCluster:
         return self._admin_client
 
     def _ask(self, request: bytes) -> None:
-        """Send a request to whichever broker takes it; what comes of it is seen elsewhere."""
+        """Send a request to the first broker that takes it; callers see its effect elsewhere."""
         failures: list[str] = []
         for broker in self.brokers.values():
             try:
@@ -481,7 +481,7 @@ def _is_in_sync(admin: AdminClient) -> bool:
 
 
 def _quietly(look: Callable[[], bool]) -> Callable[[], bool]:
-    """A look that sees nothing while Kafka does not answer."""
+    """Make a check False while Kafka does not answer."""
 
     def quiet() -> bool:
         try:
@@ -505,21 +505,21 @@ def _java_hash(text: str) -> int:
 
 
 def _reassign_request(topic: str, partition: int, replicas: list[int]) -> bytes:
-    """AlterPartitionReassignments, version 0, of one partition."""
+    """Encode AlterPartitionReassignments, version 0, of one partition."""
     ordered = _varint(len(replicas) + 1) + struct.pack(f">{len(replicas)}i", *replicas)
     one_partition = b"\2" + struct.pack(">i", partition) + ordered + b"\0"
     return _header(45, 0) + struct.pack(">i", 10_000) + b"\2" + _compact(topic) + one_partition + b"\0\0"
 
 
 def _elect_request(topic: str, partition: int) -> bytes:
-    """ElectLeaders, version 2, of one partition: its preferred one."""
+    """Encode ElectLeaders, version 2, of one partition: its preferred one."""
     preferred = b"\0"
     one_topic = _compact(topic) + b"\2" + struct.pack(">i", partition) + b"\0"
     return _header(43, 2) + preferred + b"\2" + one_topic + struct.pack(">i", 10_000) + b"\0"
 
 
 def _find_coordinator_request(transactional_id: str) -> bytes:
-    """FindCoordinator, version 3, of transactions."""
+    """Encode FindCoordinator, version 3, of transactions."""
     return _header(10, 3) + _compact(transactional_id) + b"\1\0"
 
 

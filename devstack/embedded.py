@@ -42,7 +42,7 @@ class EmbeddedBroker:
 
     @property
     def bootstrap(self) -> str:
-        """Host and port to connect to, another one after each start."""
+        """Return host and port to connect to, another one after each start."""
         try:
             return self._address.read_text().strip()
         except OSError as error:
@@ -50,12 +50,12 @@ class EmbeddedBroker:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process that holds the cluster, or None if it does not run."""
+        """Return the pid of the process that holds the cluster, or None if it does not run."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether that process is alive."""
+        """Tell whether that process is alive."""
         return self._process.pid is not None
 
     def start(self) -> None:
@@ -79,7 +79,7 @@ class EmbeddedBroker:
             raise DevstackError(f"the embedded broker did not start; end of {self._log}:{log_tail(self._log)}")
 
     def stop(self) -> None:
-        """End it, and with it everything it held; does nothing if it does not run."""
+        """End it with all its records; does nothing if it does not run."""
         self._process.terminate()
         self._address.unlink(missing_ok=True)
 
@@ -88,11 +88,11 @@ class EmbeddedBroker:
         self._process.kill()
 
     def restart(self) -> NoReturn:
-        """Impossible: the mock cluster keeps neither its port nor its records."""
+        """Refuse: the mock cluster keeps neither its port nor its records."""
         raise DevstackError("the embedded broker cannot restart on its port and data; this needs the real broker")
 
     def proxied(self, number: int) -> NoReturn:
-        """Impossible: the mock cluster advertises its own port."""
+        """Refuse: the mock cluster advertises its own port."""
         raise DevstackError(f"the embedded broker has no proxied listener {number}; this needs the real broker")
 
 

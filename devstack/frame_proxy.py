@@ -1,9 +1,9 @@
 """A proxy that understands Kafka's framing: it delays, holds, duplicates and delivers late single requests.
 
-A `TcpProxy` whose held bytes die with their connection cannot show what a network may do to Kafka's clients: a request
-whose connection is lost is repeated by the client on a new one, and the first copy, still somewhere in between, arrives
-later. Here a request is taken off its connection, the client is reset, and the bytes are delivered when a test says so,
-on the connection to the broker on which they would have arrived. The late answer reaches no client.
+A `TcpProxy`, whose held bytes die with their connection, cannot show this fault of a network: a client loses a
+connection and repeats its request on a new one, and the first copy, still somewhere in between, arrives later. Here a
+request is taken off its connection, the client is reset, and the bytes are delivered when a test says so, on the
+connection to the broker on which they would have arrived. The late answer reaches no client.
 
     with broker.frame_proxied(1) as proxy:
         trap = proxy.hold(Match(Api.END_TXN, commits=True))
@@ -48,6 +48,7 @@ class Api(IntEnum):
     LIST_OFFSETS = 2
     METADATA = 3
     FIND_COORDINATOR = 10
+    CREATE_TOPICS = 19
     INIT_PRODUCER_ID = 22
     ADD_PARTITIONS_TO_TXN = 24
     END_TXN = 26
@@ -59,6 +60,7 @@ _FIRST_FLEXIBLE: dict[int, int] = {
     Api.LIST_OFFSETS: 6,
     Api.METADATA: 9,
     Api.FIND_COORDINATOR: 3,
+    Api.CREATE_TOPICS: 5,
     Api.INIT_PRODUCER_ID: 2,
     Api.ADD_PARTITIONS_TO_TXN: 3,
     Api.END_TXN: 3,
@@ -71,7 +73,7 @@ _ANSWER_WITH_ONE_CODE = {Api.INIT_PRODUCER_ID, Api.END_TXN}
 
 
 class Request:
-    """A request frame, its fields read when asked for.
+    """A request frame, which reads its fields on demand.
 
     Args:
         frame: All of it, the length included.
@@ -86,12 +88,12 @@ class Request:
 
     @cached_property
     def client_id(self) -> str | None:
-        """The client.id that the request carries."""
+        """Return the client.id that the request carries."""
         return _string(self.frame, _LENGTH.size + _HEADER.size)[0]
 
     @property
     def transactional_id(self) -> str | None:
-        """The transactional.id it is about; None for none, and for requests that name none."""
+        """Return the transactional.id it is about; None for none, and for requests that name none."""
         api, first = self.api_key, _FIRST_WITH_TRANSACTIONAL_ID.get(self.api_key, 0)
         if api not in _BEGIN_WITH_TRANSACTIONAL_ID or self.version < first:
             return None
@@ -106,7 +108,7 @@ class Request:
 
     @property
     def name(self) -> str:
-        """For logs: "END_TXN commit", "FETCH", "API 18"."""
+        """Name it for logs: "END_TXN commit", "FETCH", "API 18"."""
         try:
             name = Api(self.api_key).name
         except ValueError:
@@ -120,7 +122,7 @@ class Request:
 
     @cached_property
     def _first_string(self) -> tuple[str | None, int]:
-        """The first field of the body if it is a string, and where the second begins."""
+        """Return the first field of the body if it is a string, and the place of the second."""
         at = _string(self.frame, _LENGTH.size + _HEADER.size)[1]
         if not self.is_flexible:
             return _string(self.frame, at)
@@ -132,7 +134,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Match:
-    """Requests that a rule is about.
+    """The requests of a rule.
 
     Attributes:
         api: The API key.
@@ -149,7 +151,7 @@ class Match:
     nth: int = 1
 
     def __call__(self, request: Request) -> bool:
-        """Tell whether the request is one of these; which of them is counted elsewhere."""
+        """Tell whether the request is one of these; the rule counts them."""
         return (
             request.api_key == self.api
             and (self.commits is None or request.commits is self.commits)
@@ -170,12 +172,12 @@ class Event(Enum):
 
 @dataclass(frozen=True)
 class LogEntry:
-    """Something that a rule did.
+    """An action of a rule.
 
     Attributes:
-        at: When, in seconds since the epoch.
-        event: What.
-        request: To which request.
+        at: Its time, in seconds since the epoch.
+        event: Its outcome.
+        request: Its request.
     """
 
     at: float
@@ -184,7 +186,7 @@ class LogEntry:
 
 
 class Trap:
-    """A rule that catches one request, and what becomes of it. Its methods may be called from any thread.
+    """A rule that catches one request, and the fate of that. Its methods may be called from any thread.
 
     Attributes:
         request: The request that was caught, or None.
@@ -208,7 +210,7 @@ class Trap:
 
     @property
     def error_code(self) -> int | None:
-        """The code in the late answer to an EndTxn or InitProducerId, 0 if it took effect; None if unknown."""
+        """Return the code in the late answer to an EndTxn or InitProducerId, 0 for success; None if unknown."""
         if self.request is None or self.answer is None or self.request.api_key not in _ANSWER_WITH_ONE_CODE:
             return None
         at = _LENGTH.size + 4  # the correlation id
@@ -257,7 +259,7 @@ class Trap:
             raise ConnectionAbortedError("dropped")
 
     def note(self, event: Event) -> None:
-        """Let whoever waits know."""
+        """Notify the waiting threads."""
         with self._changed:
             self._happened.add(event)
             self._changed.notify_all()
@@ -273,7 +275,7 @@ class _Act(Enum):
 
 @dataclass
 class _Rule:
-    """A match and what is done to requests that do."""
+    """A match and the action on its requests."""
 
     match: Match
     act: _Act
@@ -294,7 +296,7 @@ class _Rule:
 
 
 class _TakenOffError(Exception):
-    """The connection ends for its client, and lives on for the request that was caught."""
+    """A connection that ends for its client, and lives on for the request that was caught."""
 
     def __init__(self, trap: Trap, request: Request) -> None:
         super().__init__(request)
@@ -303,10 +305,10 @@ class _TakenOffError(Exception):
 
 
 class FrameProxy(TcpProxy):
-    """Forwards Kafka's frames to a broker; rules pick requests out. Also a context manager.
+    """A proxy of Kafka's frames to a broker; rules pick requests out. Also a context manager.
 
-    Rules are tried in the order in which they were made, and the first that fires decides. What `TcpProxy` does to
-    whole connections works here, too; a request that was taken off its connection survives it.
+    Rules are tried in the order in which they were made, and the first that fires decides. The faults of `TcpProxy`
+    work here, too; a request that was taken off its connection survives it.
 
     Args:
         target_host: Where the broker is.
@@ -327,14 +329,14 @@ class FrameProxy(TcpProxy):
         return list(self._log)
 
     def seen(self, api: Api) -> int:
-        """How many such requests clients have sent, those included on which rules acted."""
+        """Count such requests of clients, those included on which rules acted."""
         return self._seen[api]
 
     def hold(self, match: Match, *, reset: bool = True) -> Trap:
-        """Catch the next request that matches, until its trap is told to deliver it.
+        """Catch the next request that matches, until `deliver` or `drop` of its trap is called.
 
         Args:
-            match: Which request.
+            match: The request.
             reset: Reset the client's connection at once, so that the client repeats the request on another; the one
                 that was caught is delivered on the old connection to the broker, and its answer is swallowed.
                 Otherwise the connection stands still, and its client gets the answer in the end.
@@ -353,14 +355,14 @@ class FrameProxy(TcpProxy):
         """Let requests that match, and all behind them on their connections, wait for some seconds each.
 
         Args:
-            match: Which requests.
-            seconds: How long.
-            times: How many of them; None for all.
+            match: The requests.
+            seconds: Delay of each.
+            times: Number of them; None for all.
         """
         self._do(self._add(_Rule(match, _Act.DELAY, seconds=seconds, left=times)))
 
     def forget(self, trap: Trap) -> bool:
-        """Take away the rule of a trap; False if it had caught a request, which stays held."""
+        """Remove the rule of a trap; return False if it had caught a request, which stays held."""
         self._do(self._remove(trap))
         return trap.request is None
 
@@ -382,7 +384,7 @@ class FrameProxy(TcpProxy):
     # -- a connection
 
     async def _carry(self, client: socket.socket, server: socket.socket) -> None:
-        unread = bytearray()  # of the answers, for whoever reads on when the client is gone
+        unread = bytearray()  # of the answers, for the one that reads on when the client is gone
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._pump_requests(client, server))
@@ -438,7 +440,7 @@ class FrameProxy(TcpProxy):
         return rule
 
     async def _act(self, rule: _Rule, request: Request, server: socket.socket) -> None:
-        """Do what the rule says, and forward the request if that belongs to it."""
+        """Carry out the rule, and forward the request if that belongs to it."""
         trap = rule.trap
         if trap is None:
             self._log.append(LogEntry(time.time(), Event.DELAYED, request))
@@ -468,7 +470,7 @@ class FrameProxy(TcpProxy):
     async def _deliver_late(
         self, trap: Trap, request: Request, server: socket.socket, unread: bytearray, *, connect: bool = False
     ) -> None:
-        """Send a request on when its trap is told to, and keep the answer from everybody but the trap."""
+        """Send a request on once its trap allows it, and give the answer to the trap alone."""
         try:
             await trap.told_to_deliver()
             if connect:
@@ -511,7 +513,7 @@ def _adopted(side: socket.socket) -> socket.socket:
 
 
 def _frames(unread: bytearray) -> Iterator[bytes]:
-    """Take the whole frames out of what was read; their bytes are gone from it when the iteration ends, however."""
+    """Take the whole frames out of the bytes read; they are gone from these however the iteration ends."""
     at = 0
     try:
         while len(unread) - at >= _LENGTH.size:
@@ -527,7 +529,7 @@ def _frames(unread: bytearray) -> Iterator[bytes]:
 
 
 def _string(frame: bytes, at: int) -> tuple[str | None, int]:
-    """A nullable string with its length in two bytes, and where it ends."""
+    """Return a nullable string with its length in two bytes, and its end."""
     length: int = _SHORT.unpack_from(frame, at)[0]
     begin = at + _SHORT.size
     if length < 0:
@@ -536,7 +538,7 @@ def _string(frame: bytes, at: int) -> tuple[str | None, int]:
 
 
 def _compact_string(frame: bytes, at: int) -> tuple[str | None, int]:
-    """A nullable string with its length plus one as a varint, and where it ends."""
+    """Return a nullable string with its length plus one as a varint, and its end."""
     length, begin = _varint(frame, at)
     if length == 0:
         return None, begin
@@ -544,7 +546,7 @@ def _compact_string(frame: bytes, at: int) -> tuple[str | None, int]:
 
 
 def _after_tags(frame: bytes, at: int) -> int:
-    """Where tagged fields end."""
+    """Return the end of tagged fields."""
     count, at = _varint(frame, at)
     for _ in range(count):
         _, at = _varint(frame, at)

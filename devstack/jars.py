@@ -4,8 +4,8 @@ The folder is `$OUTBOX_DEVSTACK_CACHE`, else `~/.cache/kafka-outbox`. A file loc
 that downloads, and the jars appear in the cache by a rename, so a folder that exists is complete. Two resolvers are
 tried: Maven, where it is installed; else Apache Ivy, whose jar lies inside PySpark.
 
-`jars.sha256` beside this file pins what either of them may bring. A jar that is not listed there, or is another one, is
-never started: neither when it was just resolved, nor when it is found in the cache.
+`jars.sha256` beside this file pins the jars of both. A jar that is not listed there, or is another one, is never
+started: neither when it was just resolved, nor when it is found in the cache.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ Report = Callable[[str], None]
 
 
 def cache_directory() -> Path:
-    """The folder for everything that is downloaded."""
+    """Return the folder for all downloads."""
     configured = os.environ.get("OUTBOX_DEVSTACK_CACHE")
     return Path(configured) if configured else Path.home() / ".cache" / "kafka-outbox"
 
@@ -46,7 +46,7 @@ def kafka_jars(java: Path, report: Report) -> Path:
     """Return the folder with Kafka's jars, downloading them if need be.
 
     Raises:
-        BrokerUnavailableError: No resolver could get them; the message says what each one met.
+        BrokerUnavailableError: No resolver could get them; the message has the error of each one.
     """
     cache = cache_directory().absolute()
     jars = cache / f"kafka-{KAFKA_VERSION}"
@@ -78,14 +78,14 @@ def check_hashes(folder: Path) -> None:
 
 
 def pinned_hashes() -> dict[str, str]:
-    """SHA-256 by the name of the jar."""
+    """Return SHA-256 by the name of the jar."""
     lines = (line.split() for line in _PINNED.read_text().splitlines())
     return {name: digest for digest, name in lines}
 
 
 @functools.cache
 def _check_once(jars: Path) -> None:
-    """Look at the cache once in the life of a process."""
+    """Check the cache once in the life of a process."""
     check_hashes(jars)
 
 
@@ -183,7 +183,7 @@ def _resolve_with_ivy(java: Path, scratch: Path, report: Report) -> None:
 
 
 def _installed_ivy() -> Path | None:
-    """The Ivy jar of an installed PySpark, or the one kept from an earlier download."""
+    """Return the Ivy jar of an installed PySpark, or the one kept from an earlier download."""
     spark = importlib.util.find_spec("pyspark")
     folders = [cache_directory().absolute()]
     if spark is not None and spark.origin is not None:

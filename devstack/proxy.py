@@ -15,7 +15,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class TcpProxy:
-    """Forwards `bootstrap` to a target until told otherwise. Also a context manager.
+    """A proxy that forwards `bootstrap` to a target, with faults on demand. Also a context manager.
 
     Two faults, each with its end: `cut()`/`restore()` is a black hole (connections stay open, new ones are accepted,
     nothing passes), `reset()`/`resume()` is a machine that refuses (connections end with RST, new ones too).
@@ -43,7 +43,7 @@ class TcpProxy:
 
     @property
     def bootstrap(self) -> str:
-        """Host and port to connect to."""
+        """Return host and port to connect to."""
         return f"{LOCALHOST}:{self.port}"
 
     def start(self) -> Self:
@@ -66,13 +66,13 @@ class TcpProxy:
         """Become a black hole in both directions.
 
         Args:
-            drop: Throw away what arrives meanwhile (and lose it for good); otherwise it is held and forwarded by
+            drop: Throw away bytes that arrive meanwhile, for good; otherwise they are held and forwarded by
                 `restore`, as TCP's retransmission would.
         """
         self._do(self._set_open(opened=False, dropping=drop))
 
     def restore(self) -> None:
-        """End `cut`: forward again, beginning with what was held."""
+        """End `cut`: forward again, beginning with the held bytes."""
         self._do(self._set_open(opened=True, dropping=False))
 
     def reset(self) -> None:
@@ -126,7 +126,7 @@ class TcpProxy:
             task.add_done_callback(self._connections.discard)
 
     async def _serve(self, client: socket.socket) -> None:
-        """Carry one connection until either side closes it; whatever ends it, both sides are reset."""
+        """Carry one connection until either side closes it; both sides are always reset at the end."""
         server = new_socket()
         try:
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -158,7 +158,7 @@ class TcpProxy:
 
 
 def new_socket() -> socket.socket:
-    """A socket for an event loop that sends small requests at once."""
+    """Return a socket for an event loop that sends small requests at once."""
     made = socket.socket()
     made.setblocking(False)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

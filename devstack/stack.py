@@ -4,7 +4,7 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
@@ -19,13 +19,15 @@ from devstack.kafka import KafkaBroker
 from devstack.postgres import Postgres
 
 FORCE_EMBEDDED = "OUTBOX_DEVSTACK_EMBEDDED"
+_MEMORY = Path("/dev/shm")  # noqa: S108  # where making and dropping a database takes a quarter of the time
+_MEMORY_BYTES = 4 << 30  # several times what all tests need
 
 
 class DevStack:
     """A Postgres server and a Kafka broker. As a context manager, started and stopped.
 
     Its processes do not belong to ours: another `DevStack` of the same directory finds them running and takes them
-    over. `start` leaves alone what runs already.
+    over. `start` leaves running services alone.
 
     Args:
         directory: Data, logs and pids; kept by `stop`. None: a temporary one, removed by `stop`.
@@ -33,8 +35,9 @@ class DevStack:
             the jars can be had and `OUTBOX_DEVSTACK_EMBEDDED=1` is not set, else the embedded one.
         brokers: 1, or 3 for a cluster with replication factor 3, which is always of real brokers; None for as many as
             run, else 1.
-        java_options: More options for the Java of a single real broker, for example `devstack.kafka.SMALL_JAVA`.
-        report: Told what takes long, and which broker was chosen and why.
+        small: Spare the machine, for tests: see `Postgres` and `KafkaBroker`. A temporary directory is in memory if
+            there is room.
+        report: Called with each step that takes long, and with the choice of the broker.
     """
 
     def __init__(
@@ -43,15 +46,15 @@ class DevStack:
         embedded: bool | None = None,
         *,
         brokers: Literal[1, 3] | None = None,
-        java_options: Sequence[str] = (),
+        small: bool = False,
         report: Report = lambda _: None,
     ) -> None:
         self._temporary = directory is None
-        self.directory = _temporary_directory() if directory is None else Path(directory).absolute()
+        self.directory = _temporary_directory(small) if directory is None else Path(directory).absolute()
         self._embedded = embedded
         self._report = report
-        self.postgres = Postgres(self.directory / "postgres")
-        self._real = KafkaBroker(self.directory / "kafka", java_options=java_options, report=report)
+        self.postgres = Postgres(self.directory / "postgres", small=small)
+        self._real = KafkaBroker(self.directory / "kafka", small=small, report=report)
         self._cluster = KafkaCluster(self.directory / "cluster", report=report)
         self._mock = EmbeddedBroker(self.directory / "embedded")
         self._brokers = brokers
@@ -59,23 +62,23 @@ class DevStack:
 
     @property
     def kafka(self) -> Broker:
-        """The broker that was chosen by `start_kafka`, or found running."""
+        """Return the broker that `start_kafka` has chosen or found running."""
         if self._kafka is None:
             raise DevstackError(f"no broker was started in {self.directory}")
         return self._kafka
 
     @property
     def is_running(self) -> bool:
-        """Whether both services run."""
+        """Tell whether both services run."""
         return self.postgres.is_running and self.is_broker_running
 
     @property
     def is_broker_running(self) -> bool:
-        """Whether a broker runs, real or embedded."""
+        """Tell whether a broker runs, real or embedded."""
         return self._running_broker() is not None
 
     def start(self) -> None:
-        """Start both services and wait until both answer; if one fails, or on Ctrl-C, what was started is stopped."""
+        """Start both services and wait until both answer; stop them if one fails, or on Ctrl-C."""
         with self._lock():
             had_postgres = self.postgres.is_running
             try:
@@ -97,7 +100,7 @@ class DevStack:
             self._start_kafka()
 
     def real_broker_problem(self) -> str | None:
-        """Why the real broker cannot be had, or None if it can; downloads Kafka's jars the first time."""
+        """Return the obstacle to a real broker, or None; downloads Kafka's jars the first time."""
         running = self._running_broker()
         if running is not None:
             return f"in {self.directory} runs the {running.description}" if running.is_embedded else None
@@ -110,7 +113,7 @@ class DevStack:
         return None
 
     def stop(self) -> None:
-        """Stop what runs, and remove a temporary directory."""
+        """Stop the services, and remove a temporary directory."""
         with self._lock():
             self._real.stop()
             self._cluster.stop()
@@ -175,7 +178,8 @@ class DevStack:
             yield
 
 
-def _temporary_directory() -> Path:
-    directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-"))
+def _temporary_directory(small: bool) -> Path:
+    in_memory = small and _MEMORY.is_dir() and shutil.disk_usage(_MEMORY).free >= _MEMORY_BYTES
+    directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-", dir=_MEMORY if in_memory else None))
     directory.chmod(0o711)  # Postgres may run as another user
     return directory

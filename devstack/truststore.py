@@ -18,7 +18,7 @@ _PASSWORD = "changeit"  # noqa: S105 - Java's customary one; the store holds pub
 
 
 def java_trust_options(directory: Path) -> list[str]:
-    """Write a truststore into `directory` and return the `java` options that use it; none without a system bundle."""
+    """Write a truststore into `directory` and return `java` options for it; none without a system bundle."""
     bundle = _system_bundle()
     if bundle is None:
         return []

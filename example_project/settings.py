@@ -1,6 +1,6 @@
 """The shop's Django settings.
 
-The environment says where the services are, in the variables that `python -m devstack up` prints:
+The environment gives the addresses of the services, in the variables that `python -m devstack up` prints:
 
     SHOP_DATABASE_DSN        the shop's database; else OUTBOX_POSTGRES_DSN
     OUTBOX_KAFKA_BOOTSTRAP   the Kafka cluster
@@ -31,7 +31,7 @@ DATABASES = {
 INSTALLED_APPS = ["outbox_django", "example_project.shop"]
 OUTBOX = {"KAFKA": {"bootstrap.servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092")}}
 
-# What the shop's queues need, beside a tracker: see shop/emails.py.
+# The needs of the shop's queues, beside a tracker: see shop/emails.py.
 QUEUES = {
     "bootstrap_servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092"),
     "message_topic": "shop.messages",

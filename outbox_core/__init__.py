@@ -1,7 +1,7 @@
 """kafka-outbox: a transactional outbox for Python.
 
-The base package has no dependencies: making records and stashing them needs only the database connection that the
-application already has. Harvesting needs the extra `[harvester]`.
+Making records and stashing them needs no more than the application's own database connection. Harvesting needs the
+extra `[harvester]`.
 """
 
 from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired

@@ -1,4 +1,4 @@
-"""Running a handler once for each record of a Kafka consumer, whatever is repeated and whatever dies.
+"""A consumer loop that runs a handler once for each record, through repeats and crashes.
 
 For each record, in this order:
 
@@ -8,24 +8,22 @@ For each record, in this order:
 4. commit the transaction;
 5. only then commit the record's offset.
 
-If the process dies before 4, neither the acceptance nor the handler's work is there, and the offset is where it was:
-the record comes again, and is accepted. If it dies between 4 and 5, or loses the partition there, the record comes
-again, to whomever, and is a repeat. If a handler outlives its partition, the next owner's accept waits for its outcome.
-The offset is thus no more than a bookmark: that committing it fails costs a repeat, never a record.
+A process that dies before 4 leaves neither the acceptance nor the handler's work: the record comes again, and is
+accepted. One that dies between 4 and 5, or loses the partition there, makes the record come again as a repeat. If
+a handler outlives its partition, the next owner's accept waits for its outcome. The offset is a bookmark: a failure to
+commit it costs a repeat, never a record. A client that commits offsets of unhandled records would break this, so
+a consumer without `enable.auto.offset.store` off is refused before the first handler runs.
 
-One thing would break this: a client that commits offsets by itself, of what it handed out and not of what was handled.
-So it must have `enable.auto.offset.store` off; a consumer that has not is refused before the first handler runs.
+**The source** of an acceptance is by default the consumer group: two groups that read one topic into one database each
+do work of their own for the same record. As one source, the second would drop the records of the first.
 
-**The source** of an acceptance is the consumer group unless told otherwise. Two groups that read one topic into one
-database each do work of their own for the same record; as one source, the second would drop what the first has handled.
+**The id** is the record's last `outbox-id` header, which names the outbox besides the row. A record without one is
+known by its place, `topic-partition-offset`, which recognises repeated reads of this group, but not repeated writes of
+a producer. Places have no colon and outbox ids have one.
 
-**The id** is the record's last `outbox-id` header. It names the outbox besides the row, so outboxes that feed one topic
-have no ids in common. A record without one is known by its place, `topic-partition-offset`, which recognises what this
-group reads twice, though not what a producer wrote twice. Places have no colon and outbox ids have one.
-
-**Whoever may write to a topic is trusted with its ids.** A forged `shop.public.outbox:1043` makes the real record a
-repeat before it was handled. A group that reads several topics need not trust the writers of one with the ids of
-another: `outboxes` says which outboxes feed which topic.
+**Writers of a topic are trusted with its ids.** A forged `shop.public.outbox:1043` makes the real record a repeat
+before it was handled. `outboxes` says which outboxes feed which topic, so that a group need not trust the writers of
+one topic with the ids of another.
 """
 
 from __future__ import annotations
@@ -35,25 +33,19 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypedDict, TypeVar
 
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
-from outbox_core.kafka import (
-    Consumer,
-    KafkaError,
-    KafkaException,
-    Message,
-    TopicPartition,
-    UnreadableHeaders,
-    headers_of,
-)
+from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
+from outbox_core.kafka.errors import GROUP_MOVED, MEMBER_RECOVERS
+from outbox_core.kafka.messages import UnreadableHeaders, headers_of
 
 ID_HEADER = "outbox-id"
 
 Transaction = TypeVar("Transaction")
 RetryPolicy = Callable[[Exception, int], float | None]
-"""(what the handler or the database raised, attempts so far) -> seconds to wait before the next one; None: raise."""
+"""(error of the handler or the database, attempts so far) -> seconds to wait before the next one; None: raise."""
 
 Outboxes = Mapping[str, Collection[str]]
 """Topic -> names of the outboxes that feed it."""
@@ -63,47 +55,28 @@ _MOST_STRANGERS = 100
 _GROUP_METADATA = b"CGMDv2:"
 _GENERATION_BYTES = 4
 
-# The codes with which a partition is gone, or its group in motion: another member reads the record again.
-_MOVED = frozenset(
-    {
-        KafkaError._STATE,  # noqa: SLF001  confluent's public constants begin like this
-        KafkaError._NO_OFFSET,  # noqa: SLF001
-        KafkaError._ASSIGNMENT_LOST,  # noqa: SLF001
-        KafkaError._WAIT_COORD,  # noqa: SLF001
-        KafkaError.ILLEGAL_GENERATION,
-        KafkaError.UNKNOWN_MEMBER_ID,
-        KafkaError.REBALANCE_IN_PROGRESS,
-        KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
-        KafkaError.COORDINATOR_NOT_AVAILABLE,
-        KafkaError.NOT_COORDINATOR,
-        KafkaError._TIMED_OUT,  # noqa: SLF001
-        KafkaError._TRANSPORT,  # noqa: SLF001
-        KafkaError.REQUEST_TIMED_OUT,
-    }
-)
-
-# What a consumer reports in place of a record, and recovers from by itself.
-_PASSING = _MOVED | {
-    KafkaError._MAX_POLL_EXCEEDED,  # noqa: SLF001
-    KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
-    KafkaError.UNKNOWN_TOPIC_OR_PART,
-    KafkaError.LEADER_NOT_AVAILABLE,
-}
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """What a call of `consume` did.
-
-    Attributes:
-        handled: records that were accepted and handled.
-        repeats: records that had been accepted before.
-    """
+    """The numbers of records that a call of `consume` accepted and handled, and of repeats accepted before."""
 
     handled: int
     repeats: int
+
+
+class ConsumeOptions(TypedDict, total=False):
+    """Options of `consume` that adapters hand on; `consume` explains them."""
+
+    source: str | None
+    id_header: str
+    outboxes: Outboxes | None
+    commit: Literal["sync", "stored"]
+    retry: RetryPolicy | None
+    max_records: int | None
+    stop: threading.Event | None
 
 
 def consume(
@@ -127,27 +100,26 @@ def consume(
             `enable.auto.commit` too, unless `commit` is "stored". Rebalances happen between records.
         handler: called with the transaction and the record, once for each record that is accepted.
         transaction: makes a context manager that begins a transaction, commits at its end, and rolls back when an
-            exception leaves it; by default what it gives is a DB-API connection.
+            exception leaves it; by default its value is a DB-API connection.
         accept: accepts a message of a source in a transaction; by default `Inbox("inbox").accept`.
-        source: whose ids these are; by default the consumer's group.
+        source: the source of the ids; by default the consumer's group.
         id_header: name of the header with the record's id; "" goes by topic, partition and offset alone.
         outboxes: for each topic the names of the outboxes that feed it, such as `shop.public.outbox`. A record of such
-            a topic with another outbox's id is known by its place, so that it takes no id away from another topic's
-            records. Without an entry, and by default, every id is believed.
+            a topic with another outbox's id is known by its place. Without an entry every id is believed.
         commit: "sync" commits the offset after each record. "stored" leaves that to the client, which commits now and
-            then (`enable.auto.commit` True) and at the end: faster, for a few repeats more after a crash.
-        retry: what to do when the handler or the database raises; by default raise. It waits in place, so the attempts
-            at one record together have to stay below `max.poll.interval.ms`. See `backoff`.
+            then (`enable.auto.commit` True) and at the end: faster, for a few more repeats after a crash.
+        retry: the pause after an error of the handler or the database, see `backoff`; by default it is raised. All
+            attempts at one record together must stay below `max.poll.interval.ms`.
         max_records: return after so many records, repeats included; None for no limit.
         stop: return once this is set, after the record in hand.
 
     Raises:
-        UnsafeConsumer: if the consumer stores offsets by itself; nothing was handled.
+        UnsafeConsumer: if the consumer stores offsets by itself; no record was handled.
         InvalidConfig: if there is no source, or an entry of `outboxes` has no names.
         InvalidMessageId: if a record's id cannot be read; the consumer is set back to it. `id_header=""` handles it by
             its place.
-        KafkaException: what the consumer cannot recover from.
-        Exception: what the handler or the database raised. The record's transaction is rolled back, its offset is not
+        KafkaException: if the consumer cannot recover.
+        Exception: of the handler or the database. The record's transaction is rolled back, its offset is not
             committed, and the consumer is set back to it.
     """
     source = source if source is not None else group_of(consumer)
@@ -180,13 +152,7 @@ def consume(
 
 
 def backoff(attempts: int, *, first: float = 0.1, longest: float = 10.0) -> RetryPolicy:
-    """A retry policy: so many attempts in all, each pause twice as long as the one before.
-
-    Args:
-        attempts: at one record, the first included.
-        first: seconds of the first pause.
-        longest: seconds of the longest.
-    """
+    """Return a policy that gives up after so many attempts at one record, with pauses that double, in seconds."""
 
     def pause(_: Exception, made: int) -> float | None:
         return None if made >= attempts else min(longest, first * 2 ** min(made - 1, 30))
@@ -195,7 +161,7 @@ def backoff(attempts: int, *, first: float = 0.1, longest: float = 10.0) -> Retr
 
 
 def message_id_of(message: Message, id_header: str = ID_HEADER) -> str:
-    """The id of a record: the last header of that name, else topic, partition and offset.
+    """Return the id of a record: the last header of that name, else topic, partition and offset.
 
     Raises:
         InvalidMessageId: if the header is not UTF-8, too long or contains NUL, or the headers cannot be read.
@@ -210,11 +176,7 @@ def message_id_of(message: Message, id_header: str = ID_HEADER) -> str:
 
 
 def group_of(consumer: Consumer) -> str:
-    """The consumer's `group.id`. The client tells it only as a part of its serialised group metadata.
-
-    Raises:
-        InvalidConfig: if it cannot be found there.
-    """
+    """Return the consumer's `group.id` from its serialised group metadata; raise InvalidConfig if it is not there."""
     metadata = consumer.consumer_group_metadata()
     if isinstance(metadata, bytes) and metadata.startswith(_GROUP_METADATA):
         group, end, _ = metadata[len(_GROUP_METADATA) + _GENERATION_BYTES :].partition(b"\0")
@@ -224,7 +186,7 @@ def group_of(consumer: Consumer) -> str:
 
 
 class _Loop:
-    """What `consume` does with its consumer. Used by one thread."""
+    """The consumer of a call of `consume`: reads, retries, seeks back and commits offsets. Used by one thread."""
 
     def __init__(
         self,
@@ -243,7 +205,6 @@ class _Loop:
         self._is_safe = False
 
     def next_record(self) -> Message | None:
-        """The next record, or None if there is none yet."""
         message = self._consumer.poll(_POLL_SECONDS)
         if message is None:
             return None
@@ -252,7 +213,7 @@ class _Loop:
             return message
         if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
             return None
-        if error.fatal() or not (error.retriable() or error.code() in _PASSING):
+        if error.fatal() or not (error.retriable() or error.code() in MEMBER_RECOVERS):
             raise KafkaException(error)
         _log.warning("consumer: %s", error.str())
         return None
@@ -318,7 +279,6 @@ class _Loop:
             _forgive(error, f"{_place(message)} is handled, and will be seen again: its offset was not committed")
 
     def end(self) -> None:
-        """Commit what was stored."""
         if self._commit == "stored" and self._is_safe:
             try:
                 _raise_first(self._consumer.commit(asynchronous=False))
@@ -343,7 +303,6 @@ class _Loop:
         self._is_safe = True
 
     def _set_back(self, message: Message) -> None:
-        """Have the record come again; if its partition has gone, it comes to another member."""
         try:
             self._consumer.seek(_position(message))
         except KafkaException as error:
@@ -359,7 +318,7 @@ def _raise_first(committed: list[TopicPartition] | None) -> None:
 def _forgive(error: KafkaException, what: str) -> None:
     """Log it; raise it if it will not pass, such as a missing right."""
     cause: KafkaError = error.args[0]
-    if cause.fatal() or not (cause.retriable() or cause.code() in _MOVED):
+    if cause.fatal() or not (cause.retriable() or cause.code() in GROUP_MOVED):
         raise error
     _log.info("%s: %s", what, cause.str())
 

@@ -1,7 +1,7 @@
-"""Every error the library raises on purpose derives from OutboxError.
+"""The library's errors: every error that it raises on purpose derives from OutboxError.
 
-Errors are raised at the edge where the cause is known, say what was wrong and where, and what to do about it.
-They never contain passwords: data sources are shown by `outbox_core.config.redact`.
+They say what was wrong and where, and what to do about it. They never contain passwords: `outbox_core.config.redact`
+shows data sources.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StoreUnavailable(OutboxError):
     """The database cannot be reached, or went away.
 
     Attributes:
-        in_doubt: whether a statement was under way, so that what was asked may or may not have happened.
+        in_doubt: True if a statement was under way, which may or may not have taken effect.
     """
 
     def __init__(self, message: str, *, in_doubt: bool = False) -> None:
@@ -48,7 +48,7 @@ class RowsRemain(StoreUnavailable):
 
 
 class RowsHeld(StoreUnavailable):
-    """Rows that could not be marked are held now; what is held is to be read before the next mark."""
+    """Rows that could not be marked are held now; the holds must be read before the next mark."""
 
 
 class KafkaUnavailable(OutboxError):

@@ -1,14 +1,14 @@
-"""What a harvester and an elector tell their event handler.
+"""Events that a harvester and an elector hand to their event handler.
 
-The four leadership events keep the meaning they have in goharvest (seed 001):
+The four leadership events mean the same as in goharvest (seed 001):
 
 - `LeaderAcquired`: this process leads; the application may set up work that only a leader does.
 - `LeaderRefreshed`: still leading, under a new leader ID, because records have to be marked again. Informational.
 - `LeaderRevoked`: leadership was handed back in good order. The handler **may block** to finish work in flight: the
   successor is only elected after it returns.
-- `LeaderFenced`: leadership may already be somebody else's. The handler **must not block**; stop at once.
+- `LeaderFenced`: another process may lead already. The handler **must not block**; stop at once.
 
-Handlers run on the thread that noticed the event; an exception in one is logged and does not stop the harvester.
+Handlers run on the thread that noticed the event; their exceptions are logged and do not stop the harvester.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LeaderFenced:
 
     Attributes:
         leader_id: the ID that is no longer valid.
-        reason: what ended it, in words.
+        reason: the cause, in words.
     """
 
     leader_id: UUID
@@ -60,15 +60,9 @@ class LeaderFenced:
 
 @dataclass(frozen=True, slots=True)
 class MeterStats:
-    """Throughput of published (acknowledged) records.
+    """Throughput of published (acknowledged) records: in the last interval, and in total since the meter was started.
 
-    Attributes:
-        interval_seconds: length of the last interval.
-        total_seconds: time since the meter was started.
-        interval_count: records in the last interval.
-        total_count: records since the start.
-        interval_rate: records per second in the last interval.
-        total_rate: records per second since the start.
+    Rates are records per second.
     """
 
     interval_seconds: float

@@ -1,26 +1,24 @@
-"""Holds: what the harvester must not publish, and what is to become of it.
+"""Holds: records, keys and topics that the harvester must not publish.
 
 A hold is a row beside the outbox (`outbox_core.schema.create_hold_sql`). It holds
 
-- a **record**, if it names one: Kafka refused it, or somebody set it aside. If the record has a key, the later records
-  of the key wait behind it, in order;
+- a **record**, if it names one: Kafka refused it, or an operator set it aside. If the record has a key, the later
+  records of the key wait behind it, in order;
 - a **key** of a topic, if it names a key and no record;
 - a **topic**, if it names neither.
 
 The harvester reads the holds at most half a second before it reads the outbox, and hands them to that statement as
 parameters. It sets holds itself, for records that Kafka refuses and topics it may not write to.
 
-A `Holds` looks after them from outside, at any time, whether a harvester runs or not:
+`Holds` changes them from outside, at any time, whether a harvester runs or not:
 
     Holds().add(connection, "orders")                # pause a topic
     Holds().release(connection, topic="orders")      # and go on, where it stopped
     Holds().skip(connection, records=[17])           # delete a held record; its key goes on
     Holds().dead_letter(connection, records=[17])    # have the harvester publish it to the dead-letter topic instead
 
-What a call changes it changes by one statement: as a whole, in the connection's transaction if there is one. It may be
-repeated, also by several at once. Only held records are ever skipped or dead-lettered, so that nobody races with the
-harvester for a record that is about to be published. A release lets a record be published as if it had never been held:
-before its followers.
+Each call is one statement, which may be repeated. Only held records are ever skipped or dead-lettered, so there is no
+race with the harvester. A release lets a record be published before its followers, as if it had never been held.
 """
 
 from __future__ import annotations
@@ -81,17 +79,10 @@ _BIGINTS = range(-(2**63), 2**63)
 
 
 class Hold(NamedTuple):
-    """One hold, as it is listed.
+    """One hold, as it is listed; of a record if it has a `record_id`, else of a key or a topic.
 
-    Attributes:
-        id: number of the hold; below zero if the library set it.
-        topic: Kafka topic.
-        key: Kafka key, or None.
-        record_id: the held record, or None if a key or a topic is held.
-        reason: why, in words.
-        error: what Kafka said, or None.
-        dead_letter: whether the harvester has been asked to publish the record to the dead-letter topic.
-        create_time: since when.
+    `id` is below zero if the library set the hold. `error` is Kafka's answer, if any. With `dead_letter` the harvester
+    must publish the record to the dead-letter topic. `create_time` is the beginning of the hold.
     """
 
     id: int
@@ -111,18 +102,15 @@ _Listing = list[Hold]
 class Holds:
     """The holds of one outbox. Immutable; may be shared between threads, each with its own connection.
 
-    Works with psycopg 3, psycopg2 and every other PostgreSQL driver of paramstyle `format`. Nothing is committed here:
-    on a connection outside autocommit a call takes effect when its transaction is committed.
+    Works with psycopg 3, psycopg2 and every other PostgreSQL driver of paramstyle `format`. No method commits: outside
+    autocommit a call takes effect when its transaction is committed. `key` always needs its `topic`.
 
     Args:
         outbox: name of the outbox table, `outbox` or `billing.outbox`.
 
-    Attributes:
-        outbox: the parsed name of the outbox table.
-        table: the name of the table of its holds.
-
     Raises:
-        InvalidConfig: if `outbox` is not a table name.
+        InvalidConfig: if an argument, here or of a method, cannot be used.
+        OutboxTableError: by every method, if there is no outbox or no table of holds.
     """
 
     __slots__ = ("outbox", "table")
@@ -142,45 +130,26 @@ class Holds:
         key: str | bytes | None = None,
         limit: int | None = None,
     ) -> _Listing:
-        """The holds, by topic, key and record; those of one topic or of one key of it, if that is given.
-
-        Args:
-            connection: to the outbox's database.
-            topic: only what concerns this topic.
-            key: only what concerns this key of the topic.
-            limit: no more than so many; None for all.
-
-        Raises:
-            OutboxTableError: if there is no outbox, or no table of holds.
-        """
+        """List the holds, by topic, key and record: at most `limit` of all, of one topic, or of one key of it."""
         wanted = _Selection(self._identify(connection), topic=topic, key=_text(key, "key"))
         rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, limit])
         return [Hold._make([*row[:-1], datetime.fromisoformat(row[-1])]) for row in rows]
 
     def add(self, connection: Connection, topic: str, key: str | bytes | None = None, *, reason: str = "") -> bool:
-        """Pause a topic, or one key of it. Returns False if it was paused already.
+        """Pause a topic, or one key of it; return False if it was paused already.
 
-        Args:
-            connection: to the outbox's database.
-            topic: Kafka topic. Nobody asks whether there is such a topic, or a record for it.
-            key: Kafka key; None for the whole topic.
-            reason: why, for those who look at the list.
-
-        Raises:
-            InvalidConfig: if topic or key cannot be one.
-            OutboxTableError: if there is no outbox, or no table of holds.
+        The topic need not exist. The `reason` is for readers of the list.
         """
         which = _named(topic, "topic"), _text(key, "key"), None
         return self._add(connection, self._identify(connection), which, reason)
 
     def add_record(self, connection: Connection, record_id: int, *, reason: str = "") -> bool:
-        """Hold one record, and with its key what comes behind it. Returns False if it was held already.
+        """Hold one record, and with its key all that follow it; return False if it was held already.
 
         A record that the harvester has sent by then is published all the same.
 
         Raises:
             OutboxError: if there is no such record.
-            OutboxTableError: if there is no outbox, or no table of holds.
         """
         name = self._identify(connection)
         identity = _number(record_id)
@@ -204,11 +173,7 @@ class Holds:
             connection: to the outbox's database.
             records: the holds of these records.
             topic: alone: the hold of the topic, while held keys and records of it stay held.
-            key: with `topic`: everything that holds this key, its held records too.
-
-        Raises:
-            InvalidConfig: if it is not said what to release.
-            OutboxTableError: if there is no outbox, or no table of holds.
+            key: with `topic`: all holds of this key, its held records too.
         """
         if records is None and topic is None:
             raise InvalidConfig("release: name records, a topic, or a topic and a key")
@@ -234,17 +199,9 @@ class Holds:
         topic: str | None = None,
         key: str | bytes | None = None,
     ) -> int:
-        """Delete held records for good, with their holds; what waited behind them goes on. Returns how many.
+        """Delete held records for good, with their holds, and let their followers go on; return how many.
 
-        Args:
-            connection: to the outbox's database.
-            records: these records, as far as they are held; None for every held one.
-            topic: only those of this topic.
-            key: only those of this key of the topic.
-
-        Raises:
-            InvalidConfig: if a key is named without its topic.
-            OutboxTableError: if there is no outbox, or no table of holds.
+        Every held record is deleted, unless `records`, `topic` or `key` say which.
         """
         wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
         count: int = self._fetch(connection, self._sql(_SKIP, wanted.filter), wanted.parameters)[0][0]
@@ -258,19 +215,10 @@ class Holds:
         topic: str | None = None,
         key: str | bytes | None = None,
     ) -> int:
-        """Ask the harvester to publish held records to the dead-letter topic, and to remove them. Returns how many.
+        """Ask the harvester to publish held records to the dead-letter topic, and to remove them; return how many.
 
         They stay held until that is done. If the dead-letter topic refuses one, it is held as before, with that error.
-
-        Args:
-            connection: to the outbox's database.
-            records: these records, as far as they are held; None for every held one.
-            topic: only those of this topic.
-            key: only those of this key of the topic.
-
-        Raises:
-            InvalidConfig: if a key is named without its topic.
-            OutboxTableError: if there is no outbox, or no table of holds.
+        Every held record is requested, unless `records`, `topic` or `key` say which.
         """
         wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
         return self._change(connection, self._sql(_DEAD_LETTER, wanted.filter), wanted.parameters)
@@ -310,8 +258,6 @@ class Holds:
 
 
 class _Selection:
-    """Some of an outbox's holds, as a condition."""
-
     def __init__(
         self,
         outbox: str,
@@ -347,7 +293,7 @@ def _named(text: object, what: str) -> str:
 
 
 def _text(text: object, what: str) -> str | None:
-    """Text for a text column: keys are kept as the UTF-8 that they are in Kafka."""
+    """Return text for a text column: keys are kept as the UTF-8 that they are in Kafka."""
     if text is None:
         return None
     if isinstance(text, bytes) and what == "key":

@@ -1,7 +1,7 @@
-"""A small HTTP server on one thread, for pages that anybody may ask for: it costs the same whatever clients do.
+"""A small HTTP server on one thread, for public pages: it costs the same whatever clients do.
 
 Every connection gets one answer and is closed. There are at most `MOST_CONNECTIONS`; one more closes the oldest, so
-that clients that open connections and wait keep nobody out. A request has a deadline as a whole, its answer included.
+that idle clients do not keep others out. A request has a deadline as a whole, its answer included.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(NamedTuple):
-    """A request without its body, which no page here needs.
-
-    Attributes:
-        method: such as `GET`.
-        path: without the query.
-        query: what follows `?`.
-        headers: values by name in lower case.
-    """
+    """A request without its body, which no page here needs; names of headers are in lower case."""
 
     method: str
     path: str
@@ -47,14 +40,7 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer.
-
-    Attributes:
-        status: such as 200.
-        phrase: such as `OK`.
-        headers: apart from length and connection.
-        body: left out of the answer to HEAD.
-    """
+    """An answer, with headers apart from length and connection; HEAD leaves out the body."""
 
     status: int
     phrase: str
@@ -62,15 +48,13 @@ class Answer:
     body: bytes
 
     def encode(self, *, head_only: bool) -> bytes:
-        """Return its bytes."""
+        """Return the answer's bytes."""
         headers = [*self.headers, ("Content-Length", str(len(self.body))), ("Connection", "close")]
         lines = [f"HTTP/1.1 {self.status} {self.phrase}", *(f"{name}: {value}" for name, value in headers), "", ""]
         return "\r\n".join(lines).encode("latin-1", "replace") + (b"" if head_only else self.body)
 
 
 class _Connection:
-    """One client: first its request is read, then its answer is written."""
-
     def __init__(self, client: socket.socket) -> None:
         self.client = client
         self.deadline = time.monotonic() + _REQUEST_SECONDS
@@ -79,17 +63,7 @@ class _Connection:
 
 
 class HttpServer:
-    """Serves from a thread of its own until closed.
-
-    Args:
-        host: the address to listen on.
-        port: the port; 0 for any free one.
-        respond: makes the answer to a request, on the server's thread: it must be quick.
-        name: of the thread.
-
-    Raises:
-        OSError: if it cannot listen there.
-    """
+    """A server on a thread of its own until closed. `respond` is called there, so it must be quick."""
 
     def __init__(self, host: str, port: int, respond: Callable[[Request], Answer], name: str) -> None:
         self._respond = respond
@@ -113,7 +87,7 @@ class HttpServer:
         return len(self._connections)
 
     def close(self) -> None:
-        """Stop serving, drop who is connected, free the port. Idempotent."""
+        """Stop serving, drop all connections, free the port. Idempotent."""
         self._closing.set()
         self._thread.join()
 
@@ -152,7 +126,6 @@ class HttpServer:
         self._selector.register(client, selectors.EVENT_READ, client)
 
     def _step(self, connection: _Connection) -> None:
-        """Go on with a connection that can be read or written."""
         try:
             if not connection.unsent:
                 self._read(connection)
@@ -210,7 +183,6 @@ class HttpServer:
                 self._drop(connection)
 
     def _drop_oldest(self) -> bool:
-        """Close the oldest connection; return whether there was one."""
         oldest = next(iter(self._connections.values()), None)
         if oldest is not None:
             self._drop(oldest)
@@ -256,7 +228,7 @@ def _parse(head: bytes) -> Request | None:
 
 
 def text_answer(status: int, phrase: str, text: str, content_type: str = "text/plain; charset=utf-8") -> Answer:
-    """An answer of text."""
+    """Return an answer of text."""
     return Answer(status, phrase, [("Content-Type", content_type)], text.encode())
 
 

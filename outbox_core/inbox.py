@@ -1,21 +1,19 @@
-"""The inbox: what was accepted once is not accepted again.
+"""The inbox: a message that was accepted once is not accepted again.
 
     with connection.transaction():
         if not Inbox().accept(connection, "payments-api", request_id):
             return                                     # a repeat: all of its effects are committed already
         connection.execute("UPDATE account SET ...")
 
-The invariant: a row of the inbox and the effects of its message are committed by one transaction, or neither is. So
+The invariant: one transaction commits a row of the inbox and the effects of its message, or neither. So
 
-- a repeat finds the row, and does nothing;
+- a repeat finds the row, and has no effect;
 - a transaction that is rolled back takes its row along: the message may come again, and is accepted then;
 - of two transactions that accept the same message at once, the second waits inside `accept` for the outcome of the
-  first: False if that commits, True if it rolls back. This is what ON CONFLICT DO NOTHING does under READ COMMITTED.
-  Under REPEATABLE READ and SERIALIZABLE the second raises the driver's serialization failure; repeated as a whole, as
-  every such transaction must be, it gets False.
+  first: False if that commits, True if it rolls back. (Under REPEATABLE READ and SERIALIZABLE it raises the driver's
+  serialization failure, and gets False when it is repeated as a whole.)
 
-The conflict is named, `(source, message_id)`: a table without its primary key is an error and not an inbox that accepts
-everything.
+The conflict is named, `(source, message_id)`, so that a table without its primary key is an error.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ _ALL_TIMES = "-infinity"
 
 
 class PrunedConnection(Connection, Protocol):
-    """What pruning uses of a DB-API connection."""
+    """The part of a DB-API connection that pruning uses."""
 
     def commit(self) -> object:
         """Commit the transaction, if there is one."""
@@ -77,9 +75,6 @@ class Inbox:
 
     Args:
         table: name of the table, `inbox` or `billing.inbox`.
-
-    Attributes:
-        table: the parsed name of the table.
 
     Raises:
         InvalidConfig: if `table` is not a table name.
@@ -101,11 +96,11 @@ class Inbox:
 
         Args:
             connection: in a transaction, or one that begins it by itself.
-            source: who vouches that its ids are different: an API and its client, a consumer group.
+            source: vouches that its ids are different: an API and its client, a consumer group.
             message_id: the message, among those of its source. Compared exactly, upper and lower case included.
 
         Returns:
-            True the first time; False for a repeat, of which everything is committed already.
+            True the first time; False for a repeat, whose effects are all committed already.
 
         Raises:
             InvalidMessageId: if one of them is empty, too long or no text; nothing was sent.
@@ -118,10 +113,10 @@ class Inbox:
             return cursor.fetchone() is not None
 
     def prune(self, connection: PrunedConnection, older_than: timedelta, *, batch: int = PRUNE_BATCH) -> int:
-        """Forget what was accepted longer ago than `older_than`, the oldest first. Returns how many were forgotten.
+        """Forget messages that were accepted longer ago than `older_than`, the oldest first; return how many.
 
-        Each batch is a transaction of its own, so nothing is locked for long and a run that is broken off loses no
-        work. Several may run at once.
+        Each batch is a transaction of its own: locks are short, and a run that breaks off loses no work. Several calls
+        may run at once.
 
         Args:
             connection: outside a transaction; in autocommit mode or not.
@@ -156,7 +151,7 @@ class Inbox:
 
 
 def inbox_key(source: object, message_id: object) -> tuple[str, str]:
-    """Source and message id as the inbox keeps them.
+    """Return source and message id as the inbox keeps them.
 
     Raises:
         InvalidMessageId: saying which of them is wrong, and how.
@@ -200,7 +195,7 @@ def _digits(number: int, field: str) -> str:
 
 
 def _require_no_transaction(connection: object) -> None:
-    """As far as the driver tells: psycopg does, and so does Django's connection when it is asked to commit."""
+    """Refuse an open transaction as far as the driver tells: psycopg does, and Django's connection when it commits."""
     driver_connection = getattr(connection, "driver_connection", None) or connection
     status = getattr(getattr(driver_connection, "info", None), "transaction_status", 0)
     if status in {1, 2, 3}:  # libpq's PQTRANS_ACTIVE, PQTRANS_INTRANS, PQTRANS_INERROR

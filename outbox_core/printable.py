@@ -1,8 +1,8 @@
-r"""Text that others chose, made fit to be shown: a topic's name may clear a terminal or forge a line of a log.
+r"""Safe output of foreign text: a topic's name may clear a terminal or forge a line of a log.
 
-Topics, keys, header names and names of Kafka clients come from whoever may write to the outbox or to Kafka. What is no
-printable character (control characters, line breaks, marks that turn the direction of writing) is shown escaped, as in
-Python: `\\x1b`, `\\n`, `\\u202e`.
+Topics, keys, header names and names of Kafka clients come from writers of the outbox or of Kafka. Characters that are
+not printable (control characters, line breaks, marks that turn the direction of writing) are escaped, as in Python:
+`\x1b`, `\n`, `\u202e`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,22 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """Return the text in one line, with escapes for what is not printable."""
+    """Return the text in one line, with escapes for characters that are not printable."""
     if text.isprintable():
         return text
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
 def printable_json(document: Any) -> str:
-    """Return the value as JSON in one line, in which text of any script can be read.
-
-    Raises:
-        ValueError: if it holds a number that JSON cannot write: infinite, or none.
-    """
+    """Return the value as JSON in one line, readable in any script; raise ValueError for infinite numbers and NaN."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False)
     return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
 
 
 def escape_log_lines(package: str) -> None:
-    """Let the loggers of a package show nothing unprintable, whatever handlers the application has.
+    """Escape unprintable text in all log lines of a package, for any handlers of the application.
 
-    Filters are not inherited by the loggers below, so each of them gets one: call it when the modules that log have
-    been imported, as often as may be.
+    Loggers do not inherit filters, so each gets one: call it after the modules that log are imported. Idempotent.
     """
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if isinstance(logger, logging.Logger) and (name == package or name.startswith(f"{package}.")):
@@ -41,7 +36,7 @@ def escape_log_lines(package: str) -> None:
 
 
 def _escape(record: logging.LogRecord) -> bool:
-    """Escape what a line of a log is made of; a traceback behind it keeps its lines."""
+    """Escape a log record's message and arguments; a traceback behind it keeps its lines."""
     if isinstance(record.msg, str):
         record.msg = printable(record.msg)
     if isinstance(record.args, tuple):

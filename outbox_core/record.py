@@ -1,14 +1,12 @@
 """The record that an application stashes: a frozen value, validated when it is made.
 
-What can be checked without knowing the table is checked here, so that a bad record fails where it is written and not
-in the harvester, hours later and far away. What depends on the table (column lengths, text or binary columns) is
-checked by `outbox_core.schema.TableLayout.row` when the record is stashed.
+A bad record fails where it is written, not hours later in the harvester. Checks that depend on the table (column
+lengths, text or binary columns) follow when it is stashed (`outbox_core.schema.TableLayout.row`).
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -17,8 +15,8 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from outbox_core.errors import InvalidRecord
+from outbox_core.topic_names import topic_problem
 
-MAX_TOPIC_LENGTH = 249
 MAX_KEY_BYTES = 64 * 2**10
 """Keys are held in memory for their order, a lane each, and travel with every statement while they are held."""
 MAX_HEADERS_BYTES = 2**20
@@ -26,8 +24,6 @@ MAX_HEADERS_BYTES = 2**20
 MAX_VALUE_BYTES = 1_000_000_000
 """More than this no librdkafka producer sends, whatever its `message.max.bytes`."""
 _MAX_PARTITION = 2**31 - 1
-_LEGAL_TOPIC = re.compile(r"[a-zA-Z0-9._-]+\Z")
-_CONTROL_SUFFIXES = (".neli", ".manifests", ".relay-manifests")
 
 
 class Header(NamedTuple):
@@ -39,19 +35,18 @@ class Header(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OutboxRecord:
-    """A Kafka message to be written with the caller's transaction.
+    """A Kafka message that is written with the caller's transaction.
 
     Attributes:
         topic: name of the Kafka topic: 1 to 249 of the characters a-z A-Z 0-9 . _ - Topics that Kafka and the outbox
             are run through are refused: `__...`, and names that end in `.neli`, `.manifests` or `.relay-manifests`.
         key: decides the partition and the order: records of one topic and key are published in the order of their
-            stashing. `str`, UTF-8 `bytes`, `int` and `UUID` are kept as text, at most 64 KiB of it. None: no key, no
+            stashing. `str`, UTF-8 `bytes`, `int` and `UUID` are kept as text, at most 64 KiB. None: no key, no
             order. An empty key is a key: its records keep their order, in partition 0.
         value: `bytes` as they are, `str` as UTF-8, None is a tombstone, anything else becomes JSON
             (`datetime`, `date`, `time`, `UUID` and `Decimal` as strings).
         headers: a mapping or an iterable of (name, value) pairs; a name may occur more than once. Text values are
-            sent as UTF-8. At most 1 MiB together. A header named as the harvester's own, `outbox-id`, is left out when
-            the record is published.
+            sent as UTF-8. At most 1 MiB together. The harvester leaves out a header of its own name, `outbox-id`.
         partition: explicit partition, or None to let the partitioner choose by key.
 
     Raises:
@@ -65,30 +60,11 @@ class OutboxRecord:
     partition: int | None = None
 
     def __post_init__(self) -> None:
-        """Validate, and bring every field to the form in which it is stored."""
         _check_topic(self.topic)
         object.__setattr__(self, "key", _key(self.key))
         object.__setattr__(self, "value", _value(self.value))
         object.__setattr__(self, "headers", _headers(self.headers))
         _check_partition(self.partition)
-
-
-def topic_problem(topic: str) -> str | None:
-    """Why no record may name a topic, None if one may.
-
-    What names a topic of Kafka's own, or one that an outbox is run through, is refused for every outbox: manifests are
-    believed, claims depose leaders, and Kafka's own topics break the transaction of everybody else.
-    """
-    if not topic or len(topic) > MAX_TOPIC_LENGTH or topic in {".", ".."} or not _LEGAL_TOPIC.match(topic):
-        return (
-            f"{topic[:300]!r} is not a legal topic name: 1 to {MAX_TOPIC_LENGTH} of a-z A-Z 0-9 . _ - and neither "
-            "'.' nor '..'"
-        )
-    if topic.startswith("__"):
-        return f"{topic!r} is one of Kafka's own topics: names that begin with '__' are not for records"
-    if topic.endswith(_CONTROL_SUFFIXES):
-        return f"{topic!r} is a topic that outboxes are run through: {', '.join(_CONTROL_SUFFIXES)} are not for records"
-    return None
 
 
 def _check_topic(topic: object) -> None:
@@ -182,7 +158,7 @@ def _header(position: int, pair: object) -> Header:
 
 
 def _text(text: str, where: str) -> str:
-    """Text for a Postgres text column: encodable, and without NUL, which such a column cannot hold."""
+    """Return text for a Postgres text column: encodable, and without NUL, which such a column cannot hold."""
     _check_encodable(text, where)
     if "\0" in text:
         raise InvalidRecord(f"{where}: contains a NUL character, which a text column cannot hold")
@@ -190,7 +166,6 @@ def _text(text: str, where: str) -> str:
 
 
 def _bytes_of(part: str | bytes | None) -> int:
-    """Its length in Kafka; text that is encodable."""
     if part is None or isinstance(part, bytes):
         return len(part or b"")
     return len(part) if part.isascii() else len(part.encode())

@@ -1,20 +1,16 @@
-"""The outbox, its holds and the inbox: the tables' names, the outbox's layouts, and the SQL that makes them.
+"""The outbox, its holds (`outbox_core.holds`) and the inbox (`outbox_core.inbox`): names, layouts and SQL of tables.
 
 Two layouts are supported. Both have the columns of goharvest's outbox table (seed 001):
 
 - **binary** (our default): `kafka_value` is `bytea` and `kafka_header_values` is `bytea[]`, so that Avro and Protobuf
-  payloads fit; `kafka_partition` may name a partition; the key may be NULL; nothing limits the length of key and value.
+  payloads fit; `kafka_partition` may name a partition; the key may be NULL; key and value have no length limit.
 - **text**: goharvest's own table, written by programs in any language; text columns with a maximum length.
 
-The harvester looks at the table to see which one it has; the stash functions ask the adapter's table object.
+The harvester inspects the table to see which one it has; the stash functions ask the adapter's table object.
 
-Whoever may INSERT chooses what is in a row, so two things keep odd rows out: CHECK constraints (`CHECKS`), which our
-routes give the tables they make, and grants by column (`grant_statements`), which leave `id`, `create_time` and
-`leader_id` to the database and the harvester. The harvester survives tables without either.
-
-A hold says what the harvester must not publish (`outbox_core.holds`). The table of an outbox's holds stands beside it.
-
-An inbox has one row for each message that was accepted (`outbox_core.inbox`), until it is pruned.
+Any role that may INSERT chooses the content of a row, so two things keep odd rows out: CHECK constraints (`CHECKS`),
+and grants by column (`grant_statements`), which leave `id`, `create_time` and `leader_id` to the database and the
+harvester. The harvester survives tables without either.
 """
 
 from __future__ import annotations
@@ -38,10 +34,7 @@ COLUMNS = (
     "kafka_header_values",
     "kafka_partition",
 )
-"""The columns that a stash may write, in order.
-
-The first is left to its default where it has one; a table of the text layout lacks the last.
-"""
+"""The columns that a stash may write, in order: the first unless it has a default; the text layout lacks the last."""
 
 REQUIRED_COLUMNS = ("id", *COLUMNS[:-1], "leader_id")
 """The columns without which a table is no outbox."""
@@ -72,8 +65,7 @@ CHECKS = {
 }
 """The CHECK constraints of an outbox table, by name; the same by every schema route.
 
-Not among them is what only the harvester can judge: topics (it refuses its own, whose names the table does not know)
-and marks.
+The harvester alone judges marks and topics: the table does not know the names of the harvester's own.
 """
 
 _IDENTIFIER = re.compile(r"[A-Za-z_\x80-\uffff][\w$]*\Z")
@@ -82,21 +74,14 @@ _MAX_IDENTIFIER_BYTES = 63
 
 @dataclass(frozen=True, slots=True)
 class TableName:
-    """A table's name, with or without its schema.
-
-    Unquoted names mean what they mean in the rest of the library: exactly what is written, upper case included.
-    """
+    """A table's name, with or without its schema. Unquoted names are taken exactly as written, upper case included."""
 
     table: str
     schema: str | None = None
 
     @classmethod
     def parse(cls, text: str) -> TableName:
-        """Read `outbox` or `billing.outbox`; either part may be in double quotes.
-
-        Raises:
-            InvalidConfig: if the text is not a table name.
-        """
+        """Read `outbox` or `billing.outbox`, quoted or not; raise InvalidConfig if it is no table name."""
         parts = re.findall(r'"((?:[^"]|"")+)"|([^."]+)', text)
         rebuilt = ".".join(f'"{quoted}"' if quoted else plain for quoted, plain in parts)
         names = [quoted.replace('""', '"') if quoted else plain for quoted, plain in parts]
@@ -118,7 +103,7 @@ class TableName:
 
 
 def quote(identifier: str) -> str:
-    """An identifier as SQL has it, whatever is in it."""
+    """Return an identifier quoted for SQL."""
     return '"' + identifier.replace('"', '""') + '"'
 
 
@@ -128,15 +113,15 @@ Row = tuple[str, str | None, bytes | str | None, list[str], list[bytes | str | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableLayout:
-    """What the columns of an outbox table can hold.
+    """The columns of an outbox table: their types and limits.
 
     Attributes:
-        values: whether `kafka_value` and `kafka_header_values` are `binary` (bytea) or `text` columns.
-        has_partition: whether there is a `kafka_partition` column.
-        key_required: whether `kafka_key` is NOT NULL.
+        values: `binary` (bytea) or `text`: the type of `kafka_value` and `kafka_header_values`.
+        has_partition: True if there is a `kafka_partition` column.
+        key_required: True if `kafka_key` is NOT NULL.
         key_length: longest key in characters, or None for no limit.
         value_length: longest value in characters (text layout), or None for no limit.
-        has_time_default: whether `create_time` has a DEFAULT, as our own layout has. A stash then leaves it out, and
+        has_time_default: True if `create_time` has a DEFAULT, as our own layout has. A stash then leaves it out, and
             writers need no right to set it.
     """
 
@@ -153,10 +138,10 @@ class TableLayout:
         return COLUMNS[1:] if self.has_partition else COLUMNS[1:-1]
 
     def row(self, record: OutboxRecord) -> Row:
-        """The record as column values for this table.
+        """Return the record as column values for this table.
 
         Raises:
-            InvalidRecord: if the record does not fit, naming field and column. No SQL has been sent by then.
+            InvalidRecord: if the record does not fit, naming field and column.
         """
         if not isinstance(record, OutboxRecord):
             raise InvalidRecord(f"expected an OutboxRecord, got {type(record).__name__}")
@@ -248,7 +233,7 @@ CREATE TABLE {table} (
 
 
 def create_table_sql(name: TableName, layout: Literal["binary", "text"] = "binary") -> str:
-    """The PostgreSQL DDL of an outbox table, one statement, ending in a newline."""
+    """Return the PostgreSQL DDL of an outbox table: one statement, ending in a newline."""
     template = _BINARY_TABLE if layout == "binary" else _TEXT_TABLE
     parameters = ",\n".join(f"    {key} = {value}" for key, value in STORAGE_PARAMETERS.items())
     checks = ",\n".join(f"    CONSTRAINT {key} CHECK ({rule})" for key, rule in checks_of(layout).items())
@@ -283,14 +268,10 @@ END
 
 
 def add_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
-    """The PostgreSQL DDL that gives an outbox from before its CHECK constraints: one statement, which may be repeated.
+    """Return the PostgreSQL DDL that gives an older outbox its CHECK constraints: one repeatable statement.
 
     They hold for rows that are written from then on, marks included. On a table that was in use they are NOT VALID
-    until `validate_checks_sql` has been run.
-
-    Args:
-        name: the outbox.
-        checks: by name; `checks_of("text")` for the text layout.
+    until `validate_checks_sql` has been run. The text layout takes `checks_of("text")`.
     """
     quote = "$checks$"
     while quote in name.quoted:
@@ -306,19 +287,19 @@ def add_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
 
 
 def validate_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
-    """The PostgreSQL DDL that sees whether all rows fulfil the constraints, while the table is read and written."""
+    """Return the PostgreSQL DDL that validates the constraints, while the table is read and written."""
     actions = ",\n".join(f"    VALIDATE CONSTRAINT {key}" for key in checks)
     return f"ALTER TABLE {name.quoted}\n{actions};\n"
 
 
 def violations_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
-    """The SELECT that finds rows which violate the constraints."""
+    """Return the SELECT that finds rows which violate the constraints."""
     broken = " AND ".join(f"({rule})" for rule in checks.values())
     return f"SELECT id, create_time, kafka_topic FROM {name.quoted} WHERE NOT ({broken});\n"
 
 
 def drop_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
-    """The PostgreSQL DDL that removes the CHECK constraints: one statement, which may be repeated."""
+    """Return the PostgreSQL DDL that removes the CHECK constraints: one repeatable statement."""
     actions = ",\n".join(f"    DROP CONSTRAINT IF EXISTS {key}" for key in checks)
     return f"ALTER TABLE {name.quoted}\n{actions};\n"
 
@@ -351,20 +332,17 @@ REVOKE SELECT, INSERT, UPDATE, DELETE ON TABLE {holds} FROM {harvester};
 
 
 def grants_sql(name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"] = "binary") -> str:
-    """The GRANTs of an outbox as one script: `grant_statements`."""
+    """Return the GRANTs of an outbox as one script; see `grant_statements`."""
     return "".join(f"{statement};\n" for statement in grant_statements(name, writer, harvester, layout))
 
 
 def grant_statements(
     name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"] = "binary"
 ) -> list[str]:
-    """The GRANTs of an outbox that was made by one of our routes: the least rights with which everything works.
+    """Return the GRANTs of an outbox that one of our routes made: the least rights with which everything works.
 
-    Args:
-        name: the outbox; without a schema it is in `public`.
-        writer: the role of the applications that stash.
-        harvester: the role of the harvester, and of `outbox status`, `doctor` and `hold`.
-        layout: of the table.
+    `writer` is the role of the applications that stash, `harvester` that of the harvester, and of `outbox status`,
+    `doctor` and `hold`. An outbox without a schema is in `public`.
     """
     draw_ids = "" if layout == "binary" else _GRANT_TO_DRAW_IDS
     return _grants(_GRANTS_OF_WRITER + draw_ids + _GRANTS_OF_HARVESTER, name, writer, harvester, layout)
@@ -373,15 +351,15 @@ def grant_statements(
 def revoke_statements(
     name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"] = "binary"
 ) -> list[str]:
-    """The REVOKEs of what `grant_statements` grants, but for USAGE of the schema, which other tables may need.
+    """Return the REVOKEs for `grant_statements`, but for USAGE of the schema, which other tables may need.
 
-    What those statements revoke does not come back.
+    Rights that those statements took away do not come back.
     """
     return _grants(_REVOKES, name, writer, harvester, layout)
 
 
 def _grants(script: str, name: TableName, writer: str, harvester: str, layout: Literal["binary", "text"]) -> list[str]:
-    """The statements of a script, each with the comment above it; with the names, which may contain semicolons."""
+    """Return the statements of a script, each with the comment above it; the names may contain semicolons."""
     shape = BINARY_LAYOUT if layout == "binary" else TEXT_LAYOUT
     columns = shape.columns if shape.has_time_default else ("create_time", *shape.columns)
     schema = name.schema or "public"
@@ -406,7 +384,7 @@ def _literal(text: str) -> str:
 
 
 def _with_suffix(table: str, suffix: str) -> str:
-    """The name with something behind it, shortened as PostgreSQL would, by bytes."""
+    """Return the name with a suffix, shortened by bytes as PostgreSQL would."""
     return table.encode()[: _MAX_IDENTIFIER_BYTES - len(suffix)].decode(errors="ignore") + suffix
 
 
@@ -441,25 +419,20 @@ CREATE TABLE {table} (
 
 
 def create_hold_sql(outbox: TableName) -> str:
-    """The PostgreSQL DDL of an outbox's table of holds, one statement, ending in a newline."""
+    """Return the PostgreSQL DDL of an outbox's table of holds: one statement, ending in a newline."""
     return _HOLD_TABLE.format(table=hold_beside(outbox).quoted)
 
 
 def hold_beside(outbox: TableName) -> TableName:
-    """The table of an outbox's holds: `outbox_hold`, `payments_outbox_hold`."""
+    """Return the table of an outbox's holds: `outbox_hold`, `payments_outbox_hold`."""
     return TableName(_with_suffix(outbox.table, "_hold"), outbox.schema)
 
 
 def hold_id(outbox: str, topic: str, key: str | None = None, record_id: int | None = None) -> int:
-    """The id of a hold, the same for the same hold: however many set it at once, the primary key admits one.
+    """Return the id of a hold, the same for the same hold: however many set it at once, the primary key admits one.
 
-    Ids are below zero, so that they never meet those of rows that are written by other means.
-
-    Args:
-        outbox: `schema.table`.
-        topic: Kafka topic.
-        key: Kafka key; None for a topic, and for a record without one.
-        record_id: the record; None for a key or a topic.
+    Ids are below zero, so that they never meet those of rows that are written by other means. `outbox` is
+    `schema.table`; `key` is None for a topic, `record_id` for a key or a topic.
     """
     name = json.dumps([outbox, topic, key, record_id])
     return -1 - (int.from_bytes(sha256(name.encode()).digest()[:8]) >> 1)
@@ -485,17 +458,16 @@ DROP FUNCTION IF EXISTS {function}();
 
 
 def notify_sql(name: TableName) -> str:
-    """The PostgreSQL DDL of the trigger that tells harvesters of inserts: two statements, which may be repeated."""
+    """Return the PostgreSQL DDL of the trigger that notifies harvesters of inserts: two repeatable statements."""
     return _NOTIFY.format(table=name.quoted, prefix=NOTIFY_CHANNEL_PREFIX, **_notify_names(name))
 
 
 def drop_notify_sql(name: TableName) -> str:
-    """The PostgreSQL DDL that removes what `notify_sql` made: two statements, which may be repeated."""
+    """Return the PostgreSQL DDL that removes the trigger of `notify_sql`: two repeatable statements."""
     return _NO_NOTIFY.format(table=name.quoted, **_notify_names(name))
 
 
 def _notify_names(name: TableName) -> dict[str, str]:
-    """Trigger and function, named after the table; the function stands in the table's schema."""
     own = _with_suffix(name.table, "_notify")
     return {"trigger": quote(own), "function": TableName(own, name.schema).quoted}
 
@@ -515,16 +487,16 @@ CREATE INDEX {index} ON {table} (accept_time);
 
 
 def create_inbox_sql(name: TableName) -> str:
-    """The PostgreSQL DDL of an inbox table and its index for pruning, two statements, ending in a newline."""
+    """Return the PostgreSQL DDL of an inbox table and its index for pruning: two statements, ending in a newline."""
     return _INBOX_TABLE.format(table=name.quoted, index=quote(inbox_index(name)))
 
 
 def inbox_index(name: TableName) -> str:
-    """Name of the index by which an inbox is pruned, the one that PostgreSQL itself would choose."""
+    """Return the name of the index by which an inbox is pruned, the one that PostgreSQL itself would choose."""
     return _with_suffix(name.table, "_accept_time_idx")
 
 
 def inbox_beside(outbox: TableName) -> TableName:
-    """The inbox that belongs to an outbox unless told otherwise: `inbox`, `payments_inbox`, `mailbox_inbox`."""
+    """Return the default inbox beside an outbox: `inbox`, `payments_inbox`, `mailbox_inbox`."""
     head, found, tail = outbox.table.rpartition("outbox")
     return TableName(f"{head}inbox{tail}" if found else _with_suffix(outbox.table, "_inbox"), outbox.schema)

@@ -5,8 +5,8 @@
     connection.commit()
 
 Works with psycopg 3, psycopg2 and every other PostgreSQL driver of paramstyle `format`. A `Stasher` never begins,
-commits or rolls back. Two things are certain before any of its SQL is sent: the connection is in a transaction or will
-begin one (else `TransactionRequired`), and every record fits the table (else `InvalidRecord`).
+commits or rolls back. Before it sends any SQL, it refuses a connection that is not in a transaction and will not begin
+one (`TransactionRequired`), and a record that does not fit the table (`InvalidRecord`).
 
 Stash last, after the statements that lock rows: ids are drawn in the order of stashing, and only a lock that is already
 held makes that the order in which transactions on the same data commit.
@@ -30,22 +30,20 @@ _IN_TRANSACTION = (2, 3)
 
 
 class Connection(Protocol):
-    """What is used of a DB-API connection."""
+    """The part of a DB-API connection that stashing uses."""
 
     def cursor(self) -> Any:
         """Make a cursor."""
 
 
 class Stasher:
-    """Writes records into one outbox table. Immutable; may be shared between threads, each with its own connection.
+    """A writer of records into one outbox table. Immutable; may be shared between threads with a connection each.
 
     Args:
         table: name of the outbox table, `outbox` or `billing.outbox`.
-        layout: what the table's columns hold; `TEXT_LAYOUT` for a table as goharvest makes it.
+        layout: types and limits of its columns; `TEXT_LAYOUT` for a table as goharvest makes it.
 
     Attributes:
-        table: the parsed name of the table.
-        layout: what its columns hold.
         insert_sql: the statement that is sent, with a `%s` for every element of `row(record)`.
 
     Raises:
@@ -75,11 +73,9 @@ class Stasher:
             cursor.execute(self.insert_sql, row)
 
     def stash_many(self, connection: Connection, records: Iterable[OutboxRecord]) -> None:
-        """Write records in their order, in one batch: psycopg 3 sends them without waiting for each answer.
+        """Write records in their order, in one batch; raises as `stash` does, before any record is sent.
 
-        Raises:
-            InvalidRecord: if any record does not fit the table; nothing was sent.
-            TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
+        psycopg 3 sends them without waiting for each answer.
         """
         rows = [self.row(record) for record in records]
         require_transaction(connection)
@@ -88,7 +84,7 @@ class Stasher:
                 cursor.executemany(self.insert_sql, rows)
 
     def prepare(self, connection: Connection) -> PreparedStasher:
-        """A stasher bound to this connection, for many records that come one at a time.
+        """Return a stasher of single records, bound to this connection.
 
         Raises:
             TransactionRequired: if the connection is in autocommit mode and outside a transaction.
@@ -96,16 +92,12 @@ class Stasher:
         return PreparedStasher(self, connection)
 
     def row(self, record: OutboxRecord) -> tuple[object, ...]:
-        """The parameters of `insert_sql` for one record.
-
-        Raises:
-            InvalidRecord: if the record does not fit the table.
-        """
+        """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table."""
         return self.layout.row(record)[: len(self.layout.columns)]
 
 
 class PreparedStasher:
-    """Stashes records one at a time over one cursor; made by `Stasher.prepare`, closed at the end of its `with` block.
+    """A stasher of single records over one cursor; made by `Stasher.prepare`, closed at the end of its `with` block.
 
     On psycopg 3 the server parses the INSERT once. Used by one thread, like the connection.
     """
@@ -121,12 +113,7 @@ class PreparedStasher:
         self._options = {"prepare": True} if hasattr(connection, "prepare_threshold") else {}
 
     def stash(self, record: OutboxRecord) -> None:
-        """Write one record in the connection's transaction.
-
-        Raises:
-            InvalidRecord: if the record does not fit the table; nothing was sent.
-            TransactionRequired: if the connection is by now outside a transaction in autocommit mode.
-        """
+        """Write one record in the connection's transaction; raises as `Stasher.stash` does."""
         row = self._stasher.row(record)
         require_transaction(self._connection)
         self._cursor.execute(self._stasher.insert_sql, row, **self._options)
@@ -145,7 +132,7 @@ class PreparedStasher:
 
 
 def insert_sql(table: TableName, layout: TableLayout) -> str:
-    """The INSERT of a stash with `%s` placeholders, for the columns of `layout` in the order of its rows.
+    """Return the INSERT of a stash with `%s` placeholders, for the columns of `layout` in the order of its rows.
 
     The database's clock writes create_time: by the column's default, or named here where there is none. Arrays are
     cast, because an empty array or one of only NULLs has no type of its own.
@@ -161,11 +148,7 @@ def insert_sql(table: TableName, layout: TableLayout) -> str:
 
 
 def require_transaction(connection: object, subject: str = "record") -> None:
-    """Refuse a connection on which a statement would commit by itself.
-
-    Args:
-        connection: of any driver.
-        subject: what was to be written, for the error.
+    """Refuse a connection on which a statement would commit by itself; `subject` names the written thing in the error.
 
     Raises:
         TransactionRequired: if the connection is in autocommit mode and not inside an explicit transaction.
@@ -185,7 +168,7 @@ def require_transaction(connection: object, subject: str = "record") -> None:
 
 
 def _in_explicit_transaction(connection: Any) -> bool:
-    """Whether a BEGIN has been sent on an autocommit connection, as far as the driver tells (psycopg does)."""
+    """Return True if an autocommit connection is in a BEGIN block, as far as the driver knows (psycopg does)."""
     info = getattr(connection, "info", None)
     if getattr(info, "transaction_status", None) == _PIPELINE_BUSY and hasattr(connection, "pipeline"):
         with connection.pipeline():  # entering a nested pipeline waits for what was sent so far

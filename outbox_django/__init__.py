@@ -1,10 +1,10 @@
 """Transactional outbox for Django: write Kafka messages in your database transaction.
 
-import outbox_django as outbox
+    import outbox_django as outbox
 
-with transaction.atomic():
-    order.save()
-    outbox.stash(outbox.OutboxRecord(topic="orders", key=order.pk, value={"total": 42}))
+    with transaction.atomic():
+        order.save()
+        outbox.stash(outbox.OutboxRecord(topic="orders", key=order.pk, value={"total": 42}))
 
 accept("payments-api", key) in a transaction tells whether a message comes for the first time; consume() runs a handler
 for each record of a Kafka consumer, once.

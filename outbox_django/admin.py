@@ -1,7 +1,6 @@
-"""The outbox in Django's admin: to look at, not to change; and its holds, to decide about.
+"""The outbox in Django's admin, for reading only, and its holds, which admins decide about.
 
-The table may hold millions of rows and is busy, so the list reads one page by primary key: it does not fetch values
-(Postgres tells their size), and counts no further than a bound.
+The table may be huge and busy: the list reads one page by primary key, without the values, and counts up to a bound.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 class BoundedPaginator(PaginatorBase):
-    """Counts up to 10,000 rows; the pages after those can be reached by searching."""
+    """A paginator of up to 10,000 rows; the pages after those can be reached by searching."""
 
     @cached_property
     def count(self) -> int:
@@ -48,10 +47,10 @@ class BoundedPaginator(PaginatorBase):
 
 
 class OutboxChangeList(ChangeList):
-    """A page of records without what can be large."""
+    """A page of records without values and headers, which can be large."""
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> models.QuerySet[Any]:
-        """The page's rows, values and headers left where they are."""
+        """Return the page's rows without values and headers."""
         rows = super().get_queryset(request, exclude_parameters)
         return rows.defer("kafka_value", "kafka_header_keys", "kafka_header_values")
 
@@ -85,45 +84,45 @@ class OutboxAdmin(OutboxAdminBase):
     )
 
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Outbox]:
-        """Rows with the sizes of their values."""
+        """Return the rows with the sizes of their values."""
         size = models.Func("kafka_value", function="octet_length", output_field=models.IntegerField())
         return super().get_queryset(request).annotate(octets=size)
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
-        """The list that leaves values out."""
+        """Return the list that leaves values out."""
         del request, kwargs
         return OutboxChangeList
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Nobody: a record belongs to a transaction."""
+        """Refuse: a record belongs to a transaction."""
         del request
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Outbox | None = None) -> bool:
-        """Nobody: what was committed is what is published."""
+        """Refuse: the harvester publishes what was committed."""
         del request, obj
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Outbox | None = None) -> bool:
-        """Nobody: a deleted record is a lost message."""
+        """Refuse: a deleted record is a lost message."""
         del request, obj
         return False
 
     @admin.display(description="size (bytes)")
     def size(self, record: Outbox) -> int | str:
-        """Bytes of the value."""
+        """Return the bytes of the value."""
         octets: int | None = getattr(record, "octets", None)
         return "tombstone" if octets is None else octets
 
     @admin.display(description="headers")
     def shown_headers(self, record: Outbox) -> str:
-        """One header a line."""
+        """Return one header a line."""
         lines = ((header.key, as_text(header.value)) for header in record.headers)
         return format_html_join("", "<div><b>{}</b>: {}</div>", lines) or "-"
 
     @admin.display(description="value")
     def shown_value(self, record: Outbox) -> str:
-        """The value as JSON, text or hexadecimal digits, whichever it is."""
+        """Return the value as JSON, text or hexadecimal digits, whichever it is."""
         text = _indented(as_text(record.kafka_value))
         cut = "" if len(text) <= _SHOWN_CHARACTERS else f"\n... {len(text) - _SHOWN_CHARACTERS} more characters"
         return format_html('<pre style="white-space: pre-wrap">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut)
@@ -131,7 +130,7 @@ class OutboxAdmin(OutboxAdminBase):
 
 @admin.register(Hold)
 class HoldAdmin(HoldAdminBase):
-    """What the harvester does not publish, and what is to become of it. The actions are those of `outbox hold`."""
+    """The holds of the outbox. The actions are those of `outbox hold`."""
 
     list_display = ("kafka_topic", "kafka_key", "record_id", "reason", "error", "dead_letter", "create_time")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith", "=record_id")
@@ -153,7 +152,7 @@ class HoldAdmin(HoldAdminBase):
         obj.pk = which.list(topic=obj.kafka_topic, key=key)[0].id
 
     def get_form(self, request: HttpRequest, obj: Hold | None = None, change: bool = False, **kwargs: Any) -> Any:
-        """The key and the reason may be left out."""
+        """Return the form, in which key and reason are optional."""
         form = super().get_form(request, obj, change, **kwargs)
         for name in ("kafka_key", "reason"):
             if name in form.base_fields:
@@ -161,12 +160,12 @@ class HoldAdmin(HoldAdminBase):
         return form
 
     def has_change_permission(self, request: HttpRequest, obj: Hold | None = None) -> bool:
-        """Nobody: a hold is released, and another one made."""
+        """Refuse: a hold is released, and another one made."""
         del request, obj
         return False
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        """Whoever may delete holds may say what becomes of what they hold."""
+        """Let users who may delete holds decide about the held records."""
         return request.user.has_perm("outbox_django.delete_hold")
 
     @admin.action(description="Release: publish what was held", permissions=["decide"])
@@ -183,7 +182,7 @@ class HoldAdmin(HoldAdminBase):
 
     @admin.action(description="Publish the held records to the dead-letter topic instead", permissions=["decide"])
     def send_to_dead_letters(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
-        """Ask the harvester for it."""
+        """Ask the harvester to publish them there."""
         number = holds(chosen.db).dead_letter(records=self._records(chosen))
         self.message_user(request, f"Asked for: {number}.")
 
@@ -194,7 +193,7 @@ class HoldAdmin(HoldAdminBase):
 
 
 def as_text(value: Any) -> str:
-    """A value for people: text if it is UTF-8, hexadecimal digits if not."""
+    """Return a value for people: text if it is UTF-8, hexadecimal digits if not."""
     if value is None:
         return "NULL (tombstone)"
     if isinstance(value, str):

@@ -1,17 +1,6 @@
-"""System checks: what is wrong with the OUTBOX setting, its database and its table, before it matters.
+"""System checks: mistakes in the OUTBOX setting, its database and its table, before they matter.
 
-`manage.py check` looks at the settings alone. `manage.py check --database default` (and `migrate`) also looks at the
-table. A missing table is a warning, for `migrate`, which makes it, runs the same check first.
-
-    E001  OUTBOX is not a dict                     E005  the database is not PostgreSQL
-    E002  unknown key                              E006  the harvester refuses its settings
-    E003  wrong value                              E007  the table is no outbox, or has the other layout
-    E004  unknown database alias                   W001  the table is missing
-    E008  the inbox table is no inbox              W002  the ids' sequence caches: order is not kept
-                                                   W003  a column that only the model needs is missing
-                                                   W004  the inbox table is missing
-                                                   W005  the table of holds is missing
-                                                   W006  create_time has no default, and stash leaves it out
+`docs/how-to-django.md` lists them. A missing table is a warning: `migrate`, which makes it, runs the same check first.
 """
 
 from __future__ import annotations
@@ -60,7 +49,7 @@ WHERE seqrelid = pg_get_serial_sequence(%s, 'id')::regclass
 
 
 def check_settings(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
-    """E001 to E003: the OUTBOX dict by itself."""
+    """Check the OUTBOX dict by itself: E001 to E003."""
     del app_configs
     return [_settings_error(problem) for problem in find_problems(getattr(settings, "OUTBOX", {}))]
 
@@ -76,7 +65,7 @@ def _settings_error(problem: Problem) -> Error:
 
 
 def check_databases(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
-    """E004 and E005: the database that `stash` writes to. Connects to nothing."""
+    """Check the database that `stash` writes to, without connecting: E004 and E005."""
     del app_configs
     if _readable_settings() is None:
         return []
@@ -103,7 +92,7 @@ def check_databases(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
 
 
 def check_harvester(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
-    """E006: the harvester's settings, where it is installed and OUTBOX says something about Kafka."""
+    """Check the harvester's settings, where it is installed and OUTBOX says something about Kafka: E006."""
     del app_configs
     current = _readable_settings()
     if current is None or not current.kafka or not _harvester_is_installed() or check_databases():
@@ -122,7 +111,7 @@ def _harvester_is_installed() -> bool:
 
 
 def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = None, **_: Any) -> list[CheckMessage]:
-    """E007, E008, W001 to W006: the tables, on each of `databases` where they belong."""
+    """Check the tables on each of `databases` where they belong: E007, E008, W001 to W006."""
     del app_configs
     current = _readable_settings()
     if current is None:
@@ -234,14 +223,7 @@ def _check_sequence(table: _Table, where: str) -> Iterator[CheckMessage]:
 
 
 class _Table(NamedTuple):
-    """What the catalog says.
-
-    Attributes:
-        columns: type by column; none if there is no such table.
-        has_time_default: whether create_time has a default.
-        sequence: of the ids.
-        sequence_cache: how many of them a session draws at a time.
-    """
+    """The outbox table as the database's catalog describes it; without columns if there is no such table."""
 
     columns: dict[str, str]
     has_time_default: bool = True
@@ -263,7 +245,7 @@ def _look_at(alias: str, table: str) -> _Table:
 
 
 def _readable_settings() -> OutboxSettings | None:
-    """The settings; None if `check_settings` has something to say about them."""
+    """Return the settings, None if `check_settings` reports mistakes in them."""
     try:
         return outbox_settings()
     except OutboxError:

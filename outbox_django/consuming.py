@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from django.db import transaction
 
@@ -13,10 +13,10 @@ from outbox_django.databases import postgres_connection
 from outbox_django.inbox import InboxTable, configured_inbox
 
 if TYPE_CHECKING:
-    import threading
+    from typing import Unpack
 
-    from outbox_core.consuming import Consumed, RetryPolicy
-    from outbox_core.kafka import Consumer, Message
+    from outbox_core.consuming import Consumed, ConsumeOptions
+    from outbox_core.kafka.clients import Consumer, Message
 
 
 def consume(
@@ -25,13 +25,7 @@ def consume(
     *,
     using: str | None = None,
     inbox: InboxTable | None = None,
-    source: str | None = None,
-    id_header: str = "outbox-id",
-    outboxes: Mapping[str, Collection[str]] | None = None,
-    commit: Literal["sync", "stored"] = "sync",
-    retry: RetryPolicy | None = None,
-    max_records: int | None = None,
-    stop: threading.Event | None = None,
+    **options: Unpack[ConsumeOptions],
 ) -> Consumed:
     """Handle each record once: accept it, run `handler(record)` and commit, then commit the offset.
 
@@ -43,21 +37,7 @@ def consume(
         handler: called inside `transaction.atomic(using)`, once for each record that is accepted.
         using: alias of the database; without it as of `accept`.
         inbox: the inbox table; by default the one of the OUTBOX setting.
-        source: whose ids these are; by default the consumer's group.
-        id_header: as of `outbox_core.consuming.consume`, like the following.
-        outboxes: for each topic the names of the outboxes whose ids are believed there; without an entry, all.
-        commit: "sync" after each record, or "stored": by the client, now and then.
-        retry: what to do when the handler raises; by default raise. See `outbox_core.consuming.backoff`.
-        max_records: return after so many records, repeats included; None for no limit.
-        stop: return once this is set, after the record in hand.
-
-    Raises:
-        MissingExtra: if confluent-kafka is not installed.
-        UnsafeConsumer: if the consumer stores offsets by itself; nothing was handled.
-        InvalidConfig: if there is no source, or the alias does not exist or is no PostgreSQL database.
-        KafkaException: what the consumer cannot recover from.
-        Exception: what the handler or the database raised. The record's transaction is rolled back, its offset is not
-            committed, and the consumer is set back to it.
+        options: those of `outbox_core.consuming.consume`, which describes the errors, too.
     """
     try:
         from outbox_core import consuming
@@ -80,11 +60,5 @@ def consume(
         lambda _, message: handler(message),
         begin,
         accept=lambda _, accepted_source, message_id: table.accept(accepted_source, message_id, using=alias),
-        source=source,
-        id_header=id_header,
-        outboxes=outboxes,
-        commit=commit,
-        retry=retry,
-        max_records=max_records,
-        stop=stop,
+        **options,
     )

@@ -16,16 +16,12 @@ from outbox_django.settings import outbox_settings
 
 
 def write_alias(model: str) -> str:
-    """Alias of the database of a model of ours, unless a call names another."""
+    """Return the alias of the database of a model of ours, unless a call names another."""
     return outbox_settings().database or router.db_for_write(apps.get_model("outbox_django", model))
 
 
 def postgres_connection(alias: str) -> BaseDatabaseWrapper:
-    """Django's own connection for this alias.
-
-    Raises:
-        InvalidConfig: if the alias does not exist or is no PostgreSQL database.
-    """
+    """Return Django's own connection for this alias; InvalidConfig if it is no PostgreSQL database's."""
     try:
         connection = connections[alias]
     except ConnectionDoesNotExist:
@@ -39,10 +35,9 @@ def postgres_connection(alias: str) -> BaseDatabaseWrapper:
 
 @contextmanager
 def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iterator[TableName]:
-    """Find a table, and use no schema but `pg_catalog` within the block (see `outbox_core.stores.sessions`).
+    """Find a table, and use no schema but `pg_catalog` within the block (see `outbox_core.stores.postgres.connection`).
 
     For commands that an operator runs, perhaps with more rights than those have who may create functions in a schema.
-    The connection is Django's own, so its path is restored behind the block.
     """
     with connection.cursor() as cursor:
         cursor.execute(
@@ -64,17 +59,7 @@ def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iter
 
 
 def connection_in_transaction(alias: str, verb: str, subject: str) -> BaseDatabaseWrapper:
-    """The alias's connection, seen to be in a transaction (or with autocommit off, when one begins by itself).
-
-    Args:
-        alias: alias in DATABASES.
-        verb: what is to be done, for the error.
-        subject: what is to be written, for the error.
-
-    Raises:
-        TransactionRequired: if that database is in autocommit mode and outside an `atomic` block.
-        InvalidConfig: if the alias does not exist or is no PostgreSQL database.
-    """
+    """Return the alias's connection in a transaction, or with autocommit off; else raise TransactionRequired."""
     connection = postgres_connection(alias)
     if not connection.in_atomic_block and connection.get_autocommit():
         raise TransactionRequired(

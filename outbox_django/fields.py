@@ -1,8 +1,4 @@
-"""A column type that Django's core does not have: a Postgres array.
-
-`django.contrib.postgres` has one, but asks for a place in INSTALLED_APPS; the outbox only has to make the column and
-read it back, which the database drivers do by themselves.
-"""
+"""A Postgres array without `django.contrib.postgres`, which asks for a place in INSTALLED_APPS."""
 
 from __future__ import annotations
 
@@ -29,11 +25,11 @@ class PostgresArrayField(ArrayBase):
         super().__init__(*args, **kwargs)
 
     def db_type(self, connection: BaseDatabaseWrapper) -> str:
-        """The column's type."""
+        """Return the column's type."""
         del connection
         return f"{self.element}[]"
 
     def deconstruct(self) -> tuple[str, str, list[Any], dict[str, Any]]:
-        """The field as a migration writes it."""
+        """Return the field as a migration writes it."""
         name, path, args, kwargs = super().deconstruct()
         return name, path, list(args), {**kwargs, "element": self.element}

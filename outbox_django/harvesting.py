@@ -1,8 +1,7 @@
 """The harvester's configuration, from the Django settings. Needs the extra `[harvester]`.
 
-The Django settings are the only source: the environment variables of `outbox harvest` are not read, because a Django
-project reads its environment in its settings, and because a data source from elsewhere would have the harvester look at
-another database than the one `stash` writes to.
+The environment variables of `outbox harvest` are not read: a Django project reads its environment in its settings, and
+a data source from elsewhere would point the harvester at another database than the one `stash` writes to.
 """
 
 from __future__ import annotations
@@ -16,44 +15,24 @@ from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.config import HarvestConfig
-from outbox_core.config.problems import InvalidSettings, Path
+from outbox_core.config.names import PER_RUN, Path, django_key
+from outbox_core.config.problems import InvalidSettings
 from outbox_core.errors import InvalidConfig
 from outbox_django.settings import OutboxSettings
 
 _KEY_OF_FIELD = {
-    "base_kafka_config": "KAFKA",
-    "producer_kafka_config": "PRODUCER_KAFKA",
-    "leader_topic": "LEADER_TOPIC",
-    "leader_group_id": "LEADER_GROUP_ID",
-    "delivery": "DELIVERY",
-    "transactional_id": "TRANSACTIONAL_ID",
-    "tracking_topic": "TRACKING_TOPIC",
-    "on_poison": "ON_POISON",
-    "dead_letter_topic": "DEAD_LETTER_TOPIC",
-    "notify": "NOTIFY",
-    "name": "NAME",
-    "outbox_name": "OUTBOX_NAME",
-    "id_header": "ID_HEADER",
-    "metrics_host": "METRICS_HOST",
-    "metrics_port": "METRICS_PORT",
-    "limits": "LIMITS",
+    field: django_key(field)
+    for field in HarvestConfig.names()
+    if field not in ("data_source", "outbox_table", *PER_RUN)  # they come from elsewhere
 }
-"""HarvestConfig's fields, by our keys; data_source and outbox_table come from elsewhere."""
 
-_OF_THE_WEB_PROCESS = {"application_name", "client_encoding"}
-"""libpq settings that describe Django's own connection."""
+_OF_THE_WEB_PROCESS = {"application_name", "client_encoding"}  # libpq settings of Django's own connection
 
 
 def harvest_config(current: OutboxSettings, alias: str, overrides: Mapping[str, Any] | None = None) -> HarvestConfig:
-    """The configuration of a harvester for the outbox in the database of this alias.
+    """Return the configuration of a harvester for the outbox in the database of this alias, which is not opened.
 
-    Args:
-        current: the OUTBOX setting.
-        alias: alias in DATABASES; its connection is not opened.
-        overrides: HarvestConfig's fields from the command line; they win, and None means not given.
-
-    Raises:
-        InvalidConfig: naming every setting that is wrong, by the key it has in OUTBOX.
+    `overrides` are HarvestConfig's fields from the command line, None for those not given.
     """
     values: dict[str, Any] = {"data_source": data_source(alias), "outbox_table": current.table.quoted}
     for name, key in _KEY_OF_FIELD.items():
@@ -74,11 +53,7 @@ def harvest_config(current: OutboxSettings, alias: str, overrides: Mapping[str, 
 
 
 def data_source(alias: str) -> str:
-    """The libpq connection string of a Django database: host or socket folder, credentials, TLS, `service` and so on.
-
-    Raises:
-        InvalidConfig: if there is no such alias, it is no PostgreSQL database, or its settings are incomplete.
-    """
+    """Return the libpq connection string of a Django database: host or socket folder, credentials, TLS, `service`."""
     try:
         connection = connections[alias]
     except ConnectionDoesNotExist:
@@ -99,7 +74,6 @@ def data_source(alias: str) -> str:
 
 
 def _setting_of(path: Path) -> str:
-    """A field of HarvestConfig as it is written in Django's settings."""
     fields = {yaml: name for name, yaml in HarvestConfig.names().items()}
     field = fields.get(path[0], path[0]) if path else ""
     if field not in _KEY_OF_FIELD:

@@ -5,7 +5,7 @@
     holds().add("orders", reason="the consumer is being repaired")
     holds().release(topic="orders")
 
-Each call is one statement, in the current transaction if there is one. The database is that of the model `Hold`.
+Each call is one statement, in the current transaction if there is one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,7 @@ _METHODS = frozenset({"list", "add", "add_record", "release", "release_records",
 
 
 class OutboxHolds:
-    """The holds of the project's outbox: the methods of `outbox_core.Holds`, without their connection.
-
-    Args:
-        using: alias of the outbox's database; by default where `stash` writes.
-    """
+    """The holds of the project's outbox: the methods of `outbox_core.Holds`, without their connection."""
 
     __slots__ = ("_holds", "_using")
 
@@ -43,5 +39,5 @@ class OutboxHolds:
 
 
 def holds(using: str | None = None) -> OutboxHolds:
-    """The holds of the outbox that the settings name."""
+    """Return the holds of the outbox that the settings name."""
     return OutboxHolds(using)

@@ -4,8 +4,8 @@
         if accept("payments-api", request.headers["Idempotency-Key"]):
             Payment.objects.create(...)
 
-The database is, in this order: the `using` of the call, the `using` of the `InboxTable`, `OUTBOX["DATABASE"]`, or what
-the routers answer to `db_for_write(Inbox)`. See `outbox_core.inbox` for what is promised.
+The database is, in this order: the `using` of the call, the `using` of the `InboxTable`, `OUTBOX["DATABASE"]`, or the
+routers' `db_for_write(Inbox)`. See `outbox_core.inbox` for the promise.
 """
 
 from __future__ import annotations
@@ -23,14 +23,7 @@ from outbox_django.settings import outbox_settings
 class InboxTable:
     """One of several inbox tables of a project: `InboxTable("billing_inbox", using="billing").accept(...)`.
 
-    Immutable, and may be made at module level: nothing is looked up before a message is accepted.
-
-    Args:
-        name: name of the table, `table` or `schema.table`.
-        using: alias of the database that has it, unless a call names another.
-
-    Raises:
-        InvalidConfig: if `name` is not a table name.
+    Immutable, and may be made at module level. `using` is the alias of its database, unless a call names another.
     """
 
     __slots__ = ("_inbox", "_using")
@@ -45,16 +38,14 @@ class InboxTable:
     def accept(
         self, source: str | int | UUID, message_id: str | bytes | int | UUID, *, using: str | None = None
     ) -> bool:
-        """Accept a message in the current transaction; arguments, answer and errors as of `outbox_django.accept`."""
+        """Accept a message in the current transaction, as `outbox_django.accept` does."""
         connection = connection_in_transaction(self.alias(using), "accept", "acceptance")
         return self._inbox.accept(connection, source, message_id)
 
     def prune(self, older_than: timedelta, *, batch: int = PRUNE_BATCH, using: str | None = None) -> int:
-        """Forget what was accepted longer ago than `older_than`, in transactions of `batch` messages. Returns how many.
+        """Forget messages accepted longer ago, in transactions of `batch` messages; return their number.
 
-        Raises:
-            ValueError: if `older_than` or `batch` is not positive.
-            OutboxError: inside an `atomic` block.
+        Raises `OutboxError` inside an `atomic` block.
         """
         connection = postgres_connection(self.alias(using))
         if connection.in_atomic_block:
@@ -62,7 +53,7 @@ class InboxTable:
         return self._inbox.prune(connection, older_than, batch=batch)
 
     def alias(self, using: str | None = None) -> str:
-        """Alias of the database that a call works on."""
+        """Return the alias of the database that a call works on."""
         return using or self._using or write_alias("Inbox")
 
 
@@ -70,24 +61,24 @@ def accept(source: str | int | UUID, message_id: str | bytes | int | UUID, *, us
     """Accept a message in the current transaction. Call it first, before the message has any effect.
 
     Args:
-        source: who vouches that its ids are different: an API and its client, a consumer group.
+        source: an API and its client, or a consumer group, whose ids are different from each other.
         message_id: the message, among those of its source. Compared exactly, upper and lower case included.
         using: alias of the database whose transaction it belongs to; without it see the module's docstring.
 
     Returns:
-        True the first time; False for a repeat, of which everything is committed already.
+        True the first time; False for a repeat: the transaction of the first is committed.
 
     Raises:
         TransactionRequired: if that database is in autocommit mode and outside an `atomic` block; nothing was written.
         InvalidMessageId: if source or message id is empty, too long or no text; nothing was sent to the database.
         InvalidConfig: if the alias does not exist or is no PostgreSQL database, or the OUTBOX setting is wrong.
-        django.db.Error: what Django raises for a failed statement, for example if the table is missing.
+        django.db.Error: of a failed statement, for example if the table is missing.
     """
     return configured_inbox().accept(source, message_id, using=using)
 
 
 def configured_inbox() -> InboxTable:
-    """The table that OUTBOX["INBOX_TABLE"] names."""
+    """Return the table that OUTBOX["INBOX_TABLE"] names."""
     return _table(outbox_settings().inbox_table.quoted)
 
 

@@ -1,6 +1,6 @@
 """The outbox, its holds and the inbox as Django models: for migrations, the admin, and looking at them in tests.
 
-Write with `outbox_django.stash` and `accept`, which validate and insist on a transaction; read with the models.
+Write with `outbox_django.stash` and `accept`, which validate and insist on a transaction.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Outbox(models.Model):
 
 
 class Hold(models.Model):
-    """Something that the harvester does not publish. The columns are those of `outbox_core.schema`."""
+    """A topic, key or record that the harvester does not publish. The columns are those of `outbox_core.schema`."""
 
     id = models.BigAutoField(primary_key=True)
     outbox = models.TextField()
@@ -93,5 +93,5 @@ class Inbox(models.Model):
 
 
 def _as_bytes(value: memoryview | bytes | str | None) -> bytes | str | None:
-    """The value as psycopg 3 gives it; psycopg2 gives memory views."""
+    """Return the value as psycopg 3 gives it; psycopg2 gives memory views."""
     return bytes(value) if isinstance(value, memoryview) else value

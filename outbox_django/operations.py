@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from django.db.migrations.operations.base import Operation
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from django.db.models import Model
 
 
-class SetStorageParameters(Operation):
-    """Give a model's table the storage parameters of a queue (`outbox_core.schema.STORAGE_PARAMETERS`).
+class _TableOperation(Operation):
+    """SQL for a model's table in databases that have it, which changes nothing of the state of Django's models.
 
     Unlike RunSQL it leaves out the databases that do not have the table, and knows the table's name as the model does.
     """
@@ -35,90 +35,84 @@ class SetStorageParameters(Operation):
     reversible = True
     reduces_to_sql = True
     elidable = False
-
-    def __init__(self, model_name: str) -> None:
-        self.model_name = model_name
+    app_label: str | None = None  # of the model; None for the migration's own app
+    model_name: str
 
     def state_forwards(self, app_label: str, state: ProjectState) -> None:
-        """Change nothing: Django's models know no storage parameters."""
+        """Change nothing."""
 
     def database_forwards(
         self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
     ) -> None:
-        """Set them."""
         del from_state
-        settings = ", ".join(f"{name} = {value}" for name, value in STORAGE_PARAMETERS.items())
-        self._alter(app_label, schema_editor, to_state, f"SET ({settings})")
+        self._run(app_label, schema_editor, to_state, self.forwards)
 
     def database_backwards(
         self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
     ) -> None:
-        """Go back to the server's defaults."""
-        del from_state
-        self._alter(app_label, schema_editor, to_state, f"RESET ({', '.join(STORAGE_PARAMETERS)})")
+        self._run(app_label, schema_editor, from_state if self.app_label else to_state, self.backwards)
 
-    def describe(self) -> str:
-        """Return the line of `migrate --plan`."""
-        return f"Set the storage parameters of a queue on {self.model_name}"
+    def forwards(self, table: TableName) -> list[str]:
+        raise NotImplementedError
 
-    def _alter(self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState, action: str) -> None:
-        model = state.apps.get_model(app_label, self.model_name)
-        if self.allow_migrate_model(schema_editor.connection.alias, model):
-            table = schema_editor.quote_name(model._meta.db_table)  # noqa: SLF001  Django's documented API
-            schema_editor.execute(f"ALTER TABLE {table} {action}")
-
-
-class AddChecks(Operation):
-    """Give a model's table CHECK constraints, without looking at the rows it has (`schema.add_checks_sql`).
-
-    Args:
-        model_name: the model.
-        checks: conditions by the constraints' names.
-    """
-
-    reversible = True
-    reduces_to_sql = True
-    elidable = False
-
-    def __init__(self, model_name: str, checks: Mapping[str, str]) -> None:
-        self.model_name = model_name
-        self.checks = checks
-
-    def state_forwards(self, app_label: str, state: ProjectState) -> None:
-        """Change nothing: the models do not declare these constraints."""
-
-    def database_forwards(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
-    ) -> None:
-        """Add them."""
-        del from_state
-        self._run(app_label, schema_editor, to_state, add_checks_sql)
-
-    def database_backwards(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
-    ) -> None:
-        """Drop them."""
-        del from_state
-        self._run(app_label, schema_editor, to_state, drop_checks_sql)
-
-    def describe(self) -> str:
-        """Return the line of `migrate --plan`."""
-        return f"Add CHECK constraints to {self.model_name}"
+    def backwards(self, table: TableName) -> list[str]:
+        raise NotImplementedError
 
     def _run(
         self,
         app_label: str,
         schema_editor: BaseDatabaseSchemaEditor,
         state: ProjectState,
-        statements: Callable[[TableName, Mapping[str, str]], str],
+        statements: Callable[[TableName], list[str]],
     ) -> None:
-        model = state.apps.get_model(app_label, self.model_name)
+        model = state.apps.get_model(self.app_label or app_label, self.model_name)
         if self.allow_migrate_model(schema_editor.connection.alias, model):
-            schema_editor.execute(statements(_name_of(model), self.checks), params=None)
+            for statement in statements(_name_of(model)):
+                schema_editor.execute(statement, params=None)  # None: a % in the name is one
 
 
-class NotifyOnInsert(Operation):
-    """Give the outbox the trigger that tells harvesters with `OUTBOX["NOTIFY"]` of inserts.
+class SetStorageParameters(_TableOperation):
+    """An operation that gives a model's table the storage parameters of a queue."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+
+    def forwards(self, table: TableName) -> list[str]:
+        """Set them."""
+        settings = ", ".join(f"{name} = {value}" for name, value in STORAGE_PARAMETERS.items())
+        return [f"ALTER TABLE {table.quoted} SET ({settings})"]
+
+    def backwards(self, table: TableName) -> list[str]:
+        """Go back to the server's defaults."""
+        return [f"ALTER TABLE {table.quoted} RESET ({', '.join(STORAGE_PARAMETERS)})"]
+
+    def describe(self) -> str:
+        """Return the line of `migrate --plan`."""
+        return f"Set the storage parameters of a queue on {self.model_name}"
+
+
+class AddChecks(_TableOperation):
+    """An operation that gives a model's table CHECK constraints (conditions by name), without checking its rows."""
+
+    def __init__(self, model_name: str, checks: Mapping[str, str]) -> None:
+        self.model_name = model_name
+        self.checks = checks
+
+    def forwards(self, table: TableName) -> list[str]:
+        """Add them."""
+        return [add_checks_sql(table, self.checks)]
+
+    def backwards(self, table: TableName) -> list[str]:
+        """Drop them."""
+        return [drop_checks_sql(table, self.checks)]
+
+    def describe(self) -> str:
+        """Return the line of `migrate --plan`."""
+        return f"Add CHECK constraints to {self.model_name}"
+
+
+class NotifyOnInsert(_TableOperation):
+    """The trigger that notifies harvesters with `OUTBOX["NOTIFY"]` of inserts into the outbox.
 
     For a migration of the project's own, since the trigger has its price for writers:
 
@@ -127,41 +121,24 @@ class NotifyOnInsert(Operation):
             operations = [NotifyOnInsert()]
     """
 
-    reversible = True
-    reduces_to_sql = True
-    elidable = False
+    app_label = "outbox_django"
+    model_name = "Outbox"
 
-    def state_forwards(self, app_label: str, state: ProjectState) -> None:
-        """Change nothing: Django's models know no triggers."""
-
-    def database_forwards(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
-    ) -> None:
+    def forwards(self, table: TableName) -> list[str]:
         """Make function and trigger."""
-        del app_label, from_state
-        self._run(schema_editor, to_state, notify_sql)
+        return [notify_sql(table)]
 
-    def database_backwards(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
-    ) -> None:
+    def backwards(self, table: TableName) -> list[str]:
         """Drop them."""
-        del app_label, to_state
-        self._run(schema_editor, from_state, drop_notify_sql)
+        return [drop_notify_sql(table)]
 
     def describe(self) -> str:
         """Return the line of `migrate --plan`."""
         return "Tell harvesters of inserts into the outbox"
 
-    def _run(
-        self, schema_editor: BaseDatabaseSchemaEditor, state: ProjectState, statements: Callable[[TableName], str]
-    ) -> None:
-        model = state.apps.get_model("outbox_django", "Outbox")
-        if self.allow_migrate_model(schema_editor.connection.alias, model):
-            schema_editor.execute(statements(_name_of(model)), params=None)  # None: a % in the name is one
 
-
-class GrantRights(Operation):
-    """Give the outbox's roles their rights, column by column, as `outbox schema --grants` prints them.
+class GrantRights(_TableOperation):
+    """The rights of the outbox's roles, column by column, as `outbox schema --grants` prints them.
 
     For a migration of the project's own, run by the owner of the tables. The roles have to exist:
 
@@ -169,52 +146,28 @@ class GrantRights(Operation):
             dependencies = [("outbox_django", "0004_checks")]
             operations = [GrantRights(writer="shop_app", harvester="outbox_harvester")]
 
-    Backwards it takes back what was granted, but for USAGE of the schema.
-
-    Args:
-        writer: the role of the applications that stash.
-        harvester: the role of the harvester, and of the commands that look at the outbox.
+    Backwards it revokes the granted rights, but for USAGE of the schema. The `writer` is the role of the applications
+    that stash, the `harvester` that of the harvester and of the commands that look at the outbox.
     """
 
-    reversible = True
-    reduces_to_sql = True
-    elidable = False
+    app_label = "outbox_django"
+    model_name = "Outbox"
 
     def __init__(self, writer: str, harvester: str) -> None:
         self.writer = writer
         self.harvester = harvester
 
-    def state_forwards(self, app_label: str, state: ProjectState) -> None:
-        """Change nothing: Django's models know no rights."""
-
-    def database_forwards(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
-    ) -> None:
+    def forwards(self, table: TableName) -> list[str]:
         """Grant them."""
-        del app_label, from_state
-        self._run(schema_editor, to_state, grant_statements)
+        return grant_statements(table, self.writer, self.harvester, outbox_settings().layout)
 
-    def database_backwards(
-        self, app_label: str, schema_editor: BaseDatabaseSchemaEditor, from_state: ProjectState, to_state: ProjectState
-    ) -> None:
+    def backwards(self, table: TableName) -> list[str]:
         """Revoke them."""
-        del app_label, to_state
-        self._run(schema_editor, from_state, revoke_statements)
+        return revoke_statements(table, self.writer, self.harvester, outbox_settings().layout)
 
     def describe(self) -> str:
         """Return the line of `migrate --plan`."""
         return f"Grant {self.writer} and {self.harvester} their rights on the outbox"
-
-    def _run(
-        self,
-        schema_editor: BaseDatabaseSchemaEditor,
-        state: ProjectState,
-        statements: Callable[[TableName, str, str, Literal["binary", "text"]], list[str]],
-    ) -> None:
-        model = state.apps.get_model("outbox_django", "Outbox")
-        if self.allow_migrate_model(schema_editor.connection.alias, model):
-            for statement in statements(_name_of(model), self.writer, self.harvester, outbox_settings().layout):
-                schema_editor.execute(statement, params=None)
 
 
 def _name_of(model: type[Model]) -> TableName:

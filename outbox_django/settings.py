@@ -1,7 +1,7 @@
 """The `OUTBOX` setting: one dict in the Django settings, read as a frozen, typed value.
 
-It is read each time it is asked for, so `override_settings` works; reading it takes microseconds. What is wrong with it
-is reported by the system checks, all at once; `outbox_settings` raises for the first of it.
+It is read at each use, so `override_settings` works; reading it takes microseconds. The system checks report all its
+mistakes at once; `outbox_settings` raises for the first.
 """
 
 from __future__ import annotations
@@ -29,31 +29,9 @@ Limit = timedelta | str | int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxSettings:
-    """What the `OUTBOX` dict says. Its keys are the names below in upper case.
+    """The settings of the `OUTBOX` dict, whose keys are these names in upper case; see `docs/how-to-django.md`.
 
-    What is None or empty is left to the harvester's own defaults (`outbox_core.config.HarvestConfig`).
-
-    Attributes:
-        database: alias of the database that has the outbox and the inbox; None asks the database routers.
-        table: name of the outbox table, `table` or `schema.table`. Read once, when Django starts.
-        inbox_table: name of the inbox table, in the same way.
-        layout: `binary` for the table that our migration makes, `text` for an existing table of goharvest's layout.
-        kafka: librdkafka settings for every client of the harvester.
-        producer_kafka: librdkafka settings for its producer only.
-        leader_topic: topic through which harvesters elect their leader.
-        leader_group_id: consumer group through which they do.
-        delivery: `at-least-once` or `exactly-once`.
-        transactional_id: with which exactly-once delivery publishes.
-        tracking_topic: where exactly-once delivery keeps track.
-        on_poison: what becomes of a record that Kafka refuses for good: `hold` or `dead-letter`.
-        dead_letter_topic: where dead letters go.
-        notify: whether the harvester listens for notices of commits; see `outbox_django.operations.NotifyOnInsert`.
-        name: name of this harvester in logs and metrics.
-        outbox_name: name of this outbox in the ID header; topics may be fed by several outboxes.
-        id_header: name of the record header that tells repeats from new records; "" leaves it out.
-        limits: fields of `outbox_core.config.Limits`: durations as `timedelta` or text such as "5s", counts as int.
-        metrics_host: address on which metrics are served.
-        metrics_port: port on which metrics are served; None serves none.
+    None and empty values are left to the harvester's own defaults; the database routers choose a `database` of None.
     """
 
     database: str | None = None
@@ -79,12 +57,12 @@ class OutboxSettings:
 
     @property
     def table_layout(self) -> TableLayout:
-        """What the table's columns can hold."""
+        """The table's columns: their types and limits."""
         return BINARY_LAYOUT if self.layout == "binary" else TEXT_LAYOUT
 
 
 class Problem(NamedTuple):
-    """Something wrong with the setting: which key (None: the setting as a whole), what, and what to do instead."""
+    """A mistake in the setting: its key (None: the setting as a whole), the message, and a remedy."""
 
     key: str | None
     message: str
@@ -92,11 +70,7 @@ class Problem(NamedTuple):
 
 
 def outbox_settings() -> OutboxSettings:
-    """The current `OUTBOX` setting; all defaults if there is none.
-
-    Raises:
-        InvalidConfig: naming the first key that is unknown or has a wrong value.
-    """
+    """Return the current `OUTBOX` setting; all defaults if there is none. InvalidConfig names the first wrong key."""
     raw = getattr(settings, "OUTBOX", {})
     for problem in find_problems(raw):
         raise InvalidConfig(problem.message)
@@ -104,20 +78,17 @@ def outbox_settings() -> OutboxSettings:
 
 
 def model_table() -> str:
-    """The table as Django's `db_table`, for the model and its migration.
-
-    A wrong setting gives the default, so that Django starts and the system checks can report it.
-    """
+    """Return the table as Django's `db_table`; the default for a wrong setting, which the system checks report."""
     return _model_table("TABLE", DEFAULT_TABLE)
 
 
 def inbox_model_table() -> str:
-    """The inbox table, in the same way."""
+    """Return the inbox table, in the same way."""
     return _model_table("INBOX_TABLE", DEFAULT_INBOX_TABLE)
 
 
 def hold_model_table() -> str:
-    """The table of the outbox's holds: the outbox's name with `_hold` behind it."""
+    """Return the table of the outbox's holds: the outbox's name with `_hold` behind it."""
     raw = getattr(settings, "OUTBOX", {})
     try:
         return as_db_table(hold_beside(_table(raw.get("TABLE", DEFAULT_TABLE))))
@@ -134,12 +105,12 @@ def _model_table(key: str, default: str) -> str:
 
 
 def as_db_table(name: TableName) -> str:
-    """The name for `Meta.db_table`. Django takes one that is in quotes as it is, which is how a schema gets through."""
+    """Return the name for `Meta.db_table`; in quotes, so that Django lets a schema through."""
     return name.quoted if name.schema else name.table
 
 
 def find_problems(raw: object) -> Iterator[Problem]:
-    """Everything that is wrong with an `OUTBOX` dict taken by itself."""
+    """List all mistakes of an `OUTBOX` dict taken by itself."""
     if not isinstance(raw, Mapping):
         yield Problem(None, f"OUTBOX must be a dict, got {type(raw).__name__}")
         return
@@ -225,7 +196,6 @@ def _limits(value: object) -> Mapping[str, Limit]:
 
 
 def _named(value: object, what: str) -> Mapping[str, Any]:
-    """A read-only copy of a dict whose keys are names."""
     if not isinstance(value, Mapping):
         raise InvalidConfig(f"expected a dict, got {type(value).__name__}")
     for name in value:

@@ -2,10 +2,8 @@
 
     service = QueueService(QueueConfig(bootstrap_servers="localhost:9092"))
     queue = service.queue("emails")
-
     with queue.producer() as producer:
         producer.send({"to": "ada@example.org"})
-
     with queue.consumer() as consumer:
         for message in consumer:
             message.ack()
@@ -14,7 +12,9 @@ A redelivery tracker (`outbox queue tracker`) has to run somewhere. Needs the ex
 """
 
 from outbox_queue.config import QueueConfig, TrackerConfig
-from outbox_queue.consumer import Consumer
+from outbox_queue.consuming.consumer import Consumer
+from outbox_queue.consuming.message import Message
+from outbox_queue.consuming.worker import backoff
 from outbox_queue.errors import (
     InvalidMessage,
     MessageSettled,
@@ -25,11 +25,9 @@ from outbox_queue.errors import (
     Reject,
     SendFailed,
 )
-from outbox_queue.message import Message
 from outbox_queue.metrics import QueueMetrics
-from outbox_queue.producer import Producer
+from outbox_queue.producing.producer import Producer
 from outbox_queue.service import Queue, QueueService
-from outbox_queue.worker import backoff
 
 __all__ = [
     "Consumer",

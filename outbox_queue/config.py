@@ -1,13 +1,12 @@
 """Settings of queues, for producers, consumers and trackers alike.
 
-Durations are `timedelta` or text like `100ms`, `5s`, `1m30s`. `QueueConfig.from_yaml` also reads the files of
-kafka-mq-go as they are: its names (`redelivery-timeout`), and whole numbers for milliseconds.
+Durations are `timedelta` or text like `100ms`, `5s`, `1m30s`. `QueueConfig.from_yaml` also reads kafka-mq-go's files
+as they are: its names (`redelivery-timeout`), and whole numbers for milliseconds.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -28,16 +27,14 @@ from outbox_core.config.problems import InvalidSettings, Problem, Settings
 from outbox_core.config.redaction import redact, redact_settings
 from outbox_core.config.yaml_file import read_yaml
 from outbox_core.errors import InvalidConfig
+from outbox_core.topic_names import must_be_legal
 
 _log = logging.getLogger(__name__)
 
-_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
 _LARGEST_MESSAGE = 1_000_000_000
 _MILLISECOND = timedelta(milliseconds=1)
-_BROKERS_LOOK_EVERY = timedelta(seconds=10)
-"""For transactions that are too old: transaction.abort.timed.out.transaction.cleanup.interval.ms."""
-_GO_CONSUMER = "consumer-"
-"""Begins the names of kafka-mq-go's settings that are the consumer's; `max-messages-per-commit`, for example."""
+_BROKERS_LOOK_EVERY = timedelta(seconds=10)  # transaction.abort.timed.out.transaction.cleanup.interval.ms
+_GO_CONSUMER = "consumer-"  # begins the names of its consumer settings
 
 _OURS = {
     "bootstrap.servers": "bootstrap_servers",
@@ -87,12 +84,6 @@ def _no_truth_value(value: object) -> object:
     return value
 
 
-def _topic(name: str) -> str:
-    if not _TOPIC.match(name) or name in (".", ".."):
-        raise ValueError("is not a topic name: 1 to 249 of the characters a-z A-Z 0-9 . _ -")
-    return name
-
-
 _Duration = BeforeValidator(parse_duration)
 Span = Annotated[timedelta, _Duration, AfterValidator(_between("100ms", "12h"))]
 TransactionSpan = Annotated[timedelta, _Duration, AfterValidator(_between("1s", "15m"))]
@@ -102,7 +93,7 @@ Delay = Annotated[timedelta, _Duration, AfterValidator(_between("0s", "4380h"))]
 Lifetime = Annotated[timedelta, _Duration, AfterValidator(_between("1s", "8760h"))]
 Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=10_000_000)]
 Partitions = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=10_000)]
-Topic = Annotated[str, AfterValidator(_topic)]
+Topic = Annotated[str, AfterValidator(must_be_legal)]
 
 
 class _QueueSettings(Settings):
@@ -112,7 +103,6 @@ class _QueueSettings(Settings):
 
     @classmethod
     def names(cls) -> dict[str, str]:
-        """Every field's Python name, with its name in YAML."""
         return {name: name.replace("_", "-") for name in cls.model_fields}
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -129,10 +119,10 @@ class TrackerConfig(_QueueSettings):
     """Settings of the redelivery tracker.
 
     Attributes:
-        use_now_if_no_marker_seen: while messages are in progress, a tracker asks the broker for the time, by a marker
-            of its own, at least this often; and at once when a message seems to be expired.
-        num_offsets_per_commit: how many markers are read at most between two commits of the tracker's offsets.
-        commit_interval: how long a tracker waits at most before it commits what it may.
+        use_now_if_no_marker_seen: while messages are in progress, longest time between the tracker's questions for the
+            broker's time; it asks at once when a message seems to be expired.
+        num_offsets_per_commit: limit of markers read between two commits of the tracker's offsets.
+        commit_interval: longest time between two such commits.
     """
 
     use_now_if_no_marker_seen: Patience = timedelta(seconds=5)
@@ -141,42 +131,35 @@ class TrackerConfig(_QueueSettings):
 
 
 class QueueConfig(_QueueSettings):
-    """Everything that the processes of a pair of topics need to know. They all should have the same.
+    """Settings that all processes of a pair of topics need, and should share; see `docs/how-to-queues.md`.
 
     Attributes:
         bootstrap_servers: `host:port`, several separated by commas.
         message_topic: the topic of the messages of all queues.
         marker_topic: the topic of their markers.
-        dead_letter_topic: where messages are set aside; by default the message topic's name and `-dead-letters`.
-        message_partitions: partitions of the message topic; None for 8 where it is made. At most so many consumers
-            share a queue. Stashed messages are spread over so many: an existing topic must not have fewer.
-        marker_partitions: partitions of the marker topic, when it is made. At most so many trackers share the work.
+        dead_letter_topic: the topic of dead letters; by default the message topic's name and `-dead-letters`.
+        message_partitions: of the message topic, 8 for None where it is made; an existing topic must not have fewer.
+        marker_partitions: of the marker topic, when it is made; limits the trackers that share the work.
         replication_factor: of the topics, when they are made; -1 for the cluster's own.
-        marker_retention: how long a marker is kept; of the marker topic, when it is made. Nothing may be in progress
-            or delayed for longer than half of that, since a new tracker could not read its start marker any more; a
-            marker that asks for more gets that.
-        redelivery_timeout: how long after its last marker a message is given to another consumer. Keep-alives are sent
-            in half that time.
-        max_processing_time: how long a message is kept alive after it was handed out, unless it is extended.
+        marker_retention: of the marker topic, when it is made. A message is in progress or delayed for half of it at
+            most.
+        redelivery_timeout: time from a message's last marker to its redelivery. Keep-alives are sent in half that time.
+        max_processing_time: time for which a message that was handed out is kept alive, unless it is extended.
         max_delay: the longest delay of a message that is sent or given back.
-        max_attempts: how many times a message is handed out before it becomes a dead letter; None for no limit.
-        max_in_progress: how many messages of a consumer are started and not finished, at most.
-        receive_buffer_capacity: how many of them wait to be handed out, at most. A consumer begins with few and fetches
-            more ahead while its messages do not wait for long.
-        max_messages_per_commit: how many messages of other queues a consumer skips at most between two commits.
-        commit_interval: how long it waits at most before it commits what it has skipped.
-        next_message_timeout: how long a consumer waits for a message in one call to Kafka; never longer than 200 ms, so
-            that it can be closed.
+        max_attempts: times that a message is handed out before it becomes a dead letter; None for no limit.
+        max_in_progress: limit of a consumer's messages that are started and not finished.
+        receive_buffer_capacity: limit of those that wait to be handed out; a consumer begins with few.
+        max_messages_per_commit: limit of messages of other queues that a consumer skips between two commits.
+        commit_interval: longest time before a consumer commits the offsets of skipped messages.
+        next_message_timeout: longest wait for a message in one call to Kafka; cut to 200 ms, so that closing is prompt.
         max_message_bytes: the largest record that both topics take; a larger message is refused when it is sent.
-        marker_key: what markers are keyed by. `message` spreads one queue over all partitions; `queue` is for as long
-            as trackers or consumers of kafka-mq-go take part, who look for all markers of a queue in one: a Go tracker
-            can end for good over a message whose markers are elsewhere.
+        marker_key: `message` spreads a queue's markers over all partitions; `queue` keeps them in one, for as long as
+            trackers or consumers of kafka-mq-go take part: a Go tracker can end for good over markers elsewhere.
         transactional: write a start marker and commit its message's offset in one transaction. With a tracker of
-            kafka-mq-go, `redelivery_timeout` has to be more than 2 x (`transaction_timeout` + 10 s).
-        transaction_timeout: when Kafka gives up the transaction of a consumer or tracker that died; 1 second to 15
-            minutes, the most that brokers allow by default. They look every 10 seconds.
-        delivery_timeout: how long a client tries to deliver a record before it counts as failed.
-        close_timeout: how long closing a producer or consumer takes at most.
+            kafka-mq-go, `redelivery_timeout` must be more than 2 x (`transaction_timeout` + 10 s).
+        transaction_timeout: time after which Kafka aborts the transaction of a consumer or tracker that died.
+        delivery_timeout: time after which an undelivered record counts as failed.
+        close_timeout: longest time that closing a producer or consumer takes.
         kafka: librdkafka properties of every client, TLS and SASL included.
         redelivery_tracker: settings of trackers.
 
@@ -212,11 +195,7 @@ class QueueConfig(_QueueSettings):
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a YAML file, of ours or of kafka-mq-go: there, a whole number is a duration in milliseconds.
-
-        Args:
-            path: the file.
-            overrides: settings that win over the file's.
+        """Read a YAML file of ours or of kafka-mq-go; `overrides` win over it.
 
         Raises:
             InvalidConfig: naming the file and every setting that is wrong.
@@ -236,11 +215,7 @@ class QueueConfig(_QueueSettings):
             raise InvalidConfig(f"{path}: {names}") from None
 
     def for_queue(self, **changes: Any) -> Self:
-        """A copy for one queue, checked again.
-
-        Raises:
-            InvalidConfig: naming every setting that is wrong.
-        """
+        """Return a copy for one queue, checked again (`InvalidConfig`)."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**{**values, **changes})
 
@@ -298,7 +273,7 @@ class QueueConfig(_QueueSettings):
 
 
 def milliseconds(duration: timedelta) -> int:
-    """Whole milliseconds, rounded up, so that a short time does not become none."""
+    """Convert to whole milliseconds, rounded up, so that a short time does not become none."""
     return -(-duration // _MILLISECOND)
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a queue; all of it derives from OutboxError."""
+"""The errors of queues; all derive from OutboxError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class QueueError(OutboxError):
 
 
 class InvalidMessage(QueueError, ValueError):
-    """A payload, header, delay or queue name that cannot be sent; nothing was."""
+    """A payload, header, delay or queue name cannot be sent; nothing was."""
 
 
 class MessageTooLarge(InvalidMessage):
@@ -20,13 +20,12 @@ class MessageTooLarge(InvalidMessage):
 
 
 class SendFailed(QueueError):
-    """Messages were not delivered to Kafka, or it is not known that they were.
+    """Messages were not delivered to Kafka, or are not known to be.
 
     Attributes:
-        failures: the reasons, with the number of messages that each is about.
-        undelivered: payloads of messages that are certainly not in Kafka, to be sent again; the first of them, where
-            there are very many.
-        unconfirmed: how many messages may be in Kafka or not: neither delivered nor refused when the time was over.
+        failures: the reasons, with the number of messages of each.
+        undelivered: payloads that are certainly not in Kafka, to send again; of very many only the first.
+        unconfirmed: number of messages neither delivered nor refused in time, which may be in Kafka.
     """
 
     def __init__(
@@ -52,11 +51,7 @@ class MessageSettled(QueueError):
 
 
 class Reject(QueueError):
-    """Raised by a handler of `queue.run`: set this message aside as a dead letter, whatever attempts it has left.
-
-    Args:
-        reason: kept with the dead letter.
-    """
+    """Raised by a handler of `queue.run`: make this message a dead letter with a reason, whatever attempts are left."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)

@@ -1,11 +1,4 @@
-"""Queues, and the service that they belong to.
-
-    service = QueueService(QueueConfig(bootstrap_servers="localhost:9092"))
-    queue = service.queue("emails")
-
-A service has no connection of its own. Its topics are looked at, and made if they are missing, when the first producer
-or consumer is made; stashing needs neither them nor Kafka.
-"""
+"""Queues, and the service that they belong to: it checks the topics, but has no connection of its own."""
 
 from __future__ import annotations
 
@@ -17,41 +10,27 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.errors import InvalidConfig
 from outbox_core.printable import escape_log_lines
 from outbox_core.record import OutboxRecord
-from outbox_queue import stashing
-from outbox_queue.aio import AsyncConsumer
 from outbox_queue.config import QueueConfig
-from outbox_queue.consumer import Consumer
+from outbox_queue.consuming.aio import AsyncConsumer
+from outbox_queue.consuming.consumer import Consumer
+from outbox_queue.consuming.worker import Handler, RetryDelay, Worker, backoff, check_handler
 from outbox_queue.errors import InvalidMessage
-from outbox_queue.headers import UserHeaders
 from outbox_queue.metrics import QueueMetrics
-from outbox_queue.payloads import PayloadCheck, check_queue_name
-from outbox_queue.producer import Producer
-from outbox_queue.topics import Topics, ensure_message_topic, ensure_topics
-from outbox_queue.worker import Handler, RetryDelay, Worker, backoff, check_handler
+from outbox_queue.producing import stashing
+from outbox_queue.producing.payloads import PayloadCheck, check_queue_name
+from outbox_queue.producing.producer import Producer
+from outbox_queue.protocol.headers import UserHeaders
+from outbox_queue.protocol.topics import Topics, ensure_message_topic, ensure_topics
 
-_OF_A_QUEUE = frozenset(
-    {
-        "max_attempts",
-        "redelivery_timeout",
-        "max_processing_time",
-        "max_delay",
-        "max_in_progress",
-        "receive_buffer_capacity",
-        "transactional",
-    }
-)
+_QUEUE_SETTINGS = frozenset({"max_attempts", "redelivery_timeout", "max_processing_time", "max_delay", "transactional"})
+_QUEUE_SETTINGS |= {"max_in_progress", "receive_buffer_capacity"}
 
 if TYPE_CHECKING:
-    from outbox_queue.tracker import RedeliveryTracker
+    from outbox_queue.redelivery.tracker import RedeliveryTracker
 
 
 class QueueService:
-    """The queues of a pair of topics. Any thread may use it.
-
-    Args:
-        config: of all its queues.
-        metrics: where they count; a new one by default. Share one between the services of a process.
-    """
+    """The queues of a pair of topics. Any thread may use it; the services of a process share one `metrics`."""
 
     def __init__(self, config: QueueConfig, *, metrics: QueueMetrics | None = None) -> None:
         escape_log_lines("outbox_queue")
@@ -65,34 +44,25 @@ class QueueService:
         return f"<QueueService over {self.config.message_topic!r} and {self.config.marker_topic!r}>"
 
     def queue(self, name: str, **settings: Any) -> Queue:
-        """A queue. It needs no making: it exists as soon as somebody uses it.
+        """Return a queue. It exists as soon as it is used.
 
         Args:
-            name: 1 to 200 characters.
-            settings: of this queue instead of the service's: `max_attempts`, `redelivery_timeout`,
-                `max_processing_time`, `max_delay`, `max_in_progress`, `receive_buffer_capacity`, `transactional`.
-
-        Raises:
-            InvalidMessage: if the name cannot be one.
-            InvalidConfig: if a setting is out of range, or belongs to the whole service.
+            name: 1 to 200 characters; else `InvalidMessage`.
+            settings: of this queue alone: `max_attempts`, `redelivery_timeout`, `max_processing_time`, `max_delay`,
+                `max_in_progress`, `receive_buffer_capacity`, `transactional`; `InvalidConfig` refuses others.
         """
-        for setting in settings.keys() - _OF_A_QUEUE:
-            raise InvalidConfig(f"{setting}: a queue can have of its own {', '.join(sorted(_OF_A_QUEUE))}")
+        for setting in settings.keys() - _QUEUE_SETTINGS:
+            raise InvalidConfig(f"{setting}: a queue can have of its own {', '.join(sorted(_QUEUE_SETTINGS))}")
         return Queue(self, check_queue_name(name), self.config.for_queue(**settings) if settings else self.config)
 
     def tracker(self) -> RedeliveryTracker:
-        """A redelivery tracker for all queues; at least one has to run somewhere. See `outbox queue tracker`."""
-        from outbox_queue.tracker import RedeliveryTracker
+        """Make a redelivery tracker for all queues; at least one must run, see `outbox queue tracker`."""
+        from outbox_queue.redelivery.tracker import RedeliveryTracker
 
         return RedeliveryTracker(self.config, metrics=self.metrics)
 
     def topics(self) -> Topics:
-        """The topics, made if they are missing; looked at once.
-
-        Raises:
-            QueueTopicError: if one is missing and cannot be made, or messages would be lost by its settings.
-            KafkaUnavailable: if the cluster does not answer.
-        """
+        """Make missing topics and check the others, once; for the errors see `Queue.consumer`."""
         with self._lock:
             if self._topics is None:
                 self._topics = ensure_topics(self.config)
@@ -100,29 +70,19 @@ class QueueService:
             return self._topics
 
     def message_topic(self) -> None:
-        """See that the message topic is there, which is all that producers use; it is looked at once.
-
-        Raises:
-            QueueTopicError: if it is missing and cannot be made, or messages would be lost by its settings.
-            KafkaUnavailable: if the cluster does not answer.
-        """
+        """Make or check the message topic, once: producers need no other."""
         with self._lock:
             if self._message_partitions is None:
                 self._message_partitions = ensure_message_topic(self.config)
 
     @property
     def known_message_partitions(self) -> int | None:
-        """Partitions of the message topic, as far as they are known without asking Kafka."""
+        """Number of partitions of the message topic, if it is known without asking Kafka."""
         return self.config.message_partitions if self._message_partitions is None else self._message_partitions
 
 
 class Queue:
-    """One queue. Made by `QueueService.queue`; has no connection of its own, and may be made at module level.
-
-    Attributes:
-        name: its name.
-        config: its settings.
-    """
+    """One queue, made by `QueueService.queue`, also at module level: it has no connection of its own."""
 
     def __init__(self, service: QueueService, name: str, config: QueueConfig) -> None:
         self.name = name
@@ -134,20 +94,15 @@ class Queue:
         return f"<Queue {self.name!r}>"
 
     def producer(self) -> Producer:
-        """A producer; one serves all threads of a process.
-
-        Raises:
-            QueueTopicError: if the message topic is missing and cannot be made, or would lose messages.
-            KafkaUnavailable: if the cluster does not answer.
-        """
+        """Make a producer; one serves all threads of a process. Errors are those of `consumer`."""
         self._service.message_topic()
         return Producer(self.config, self.name, self._service.metrics.of(self.name))
 
     def consumer(self, *, concurrency: int | None = None) -> Consumer:
-        """A consumer; it begins to read at once.
+        """Make a consumer; it begins to read at once.
 
         Args:
-            concurrency: how many messages may be handed out and not settled; None for the setting `max_in_progress`.
+            concurrency: limit of received messages that are not settled; None for the setting `max_in_progress`.
 
         Raises:
             QueueTopicError: if a topic is missing and cannot be made, or has settings that would lose messages.
@@ -159,7 +114,7 @@ class Queue:
         return Consumer(self.config, self.name, topics, counters, concurrency=concurrency)
 
     def async_consumer(self, *, concurrency: int | None = None) -> AsyncConsumer:
-        """The same for asyncio: `async with queue.async_consumer() as consumer: async for message in consumer: ...`."""
+        """Make a consumer for asyncio: an asynchronous context manager, and an asynchronous iterator of messages."""
         _check_concurrency(concurrency)
         return AsyncConsumer(lambda: self.consumer(concurrency=concurrency))
 
@@ -173,25 +128,21 @@ class Queue:
         stop: threading.Event | None = None,
         on_signals: bool = True,
     ) -> bool:
-        """Call a handler for each message, until stopped.
+        """Call a handler for each message, until stopped; return whether every handler finished in time.
 
         Args:
             handler: called with a `Message`, on one of `concurrency` threads. When it returns, the message is
-                acknowledged, unless the handler settled it; when it raises, the message is given back; when it raises
-                `Reject`, it is set aside.
-            concurrency: how many handlers run at the same time.
-            retry_delay: how long a failed message waits; by default `backoff()`, 1 second to 5 minutes.
-            drain_timeout: how long handlers may go on after it was told to stop.
-            stop: ends it when it is set.
-            on_signals: whether SIGTERM and SIGINT end it; only in the main thread. A second one exits at once.
-
-        Returns:
-            Whether every handler had finished in time; the messages of others are redelivered.
+                acknowledged, unless the handler settled it; when it raises, redelivered; when it raises `Reject`, made
+                a dead letter.
+            concurrency: number of handlers that run at the same time.
+            retry_delay: delay of a failed message; by default `backoff()`, 1 second to 5 minutes.
+            drain_timeout: time that handlers have to finish after the stop; messages of the others are redelivered.
+            stop: ends the work when it is set.
+            on_signals: end the work at SIGTERM and SIGINT, in the main thread only. A second signal exits at once.
 
         Raises:
-            InvalidMessage: if the handler is asynchronous: it would be begun, and never done.
+            InvalidMessage: if the handler is asynchronous: it would be begun, and never finished.
             QueueError: if the queue cannot be read.
-            KafkaUnavailable: if the cluster does not answer at the beginning.
         """
         check_handler(handler)
         _check_concurrency(concurrency, may_be_none=False)
@@ -207,18 +158,11 @@ class Queue:
     def record(
         self, payload: Any, *, headers: UserHeaders = (), delay: timedelta | None = None, spread: bool = True
     ) -> OutboxRecord:
-        """A message as a record for an outbox: stash it with whatever adapter and table you use.
+        """Make a record for an outbox: stash it with any adapter and table.
 
-        Args:
-            payload: as for `Producer.send`.
-            headers: as for `Producer.send`.
-            delay: as for `Producer.send`, from now.
-            spread: name a partition at random, as far as their number is known (`message_partitions`), so that all
-                consumers of the queue get messages; False for an outbox table without `kafka_partition`.
-
-        Raises:
-            InvalidMessage: naming what is wrong.
-            MessageTooLarge: if a consumer could not start it.
+        Arguments and errors are those of `Producer.send`, as far as they are about the message. `spread` chooses a
+        random partition if their number is known (`message_partitions`), so that all consumers get messages; False is
+        for a table without `kafka_partition`.
         """
         value, pairs = self._check.encode(payload, headers, delay)
         partitions = self._service.known_message_partitions if spread else None
@@ -233,16 +177,11 @@ class Queue:
     def stash(self, session: Any, payload: Any, *, headers: UserHeaders = (), delay: timedelta | None = None) -> None:
         """Send a message if, and only if, the session's transaction commits. A harvester publishes it.
 
-        Args:
-            session: a session or connection of SQLAlchemy, Django's `connection` (or `connections["alias"]`), or a
-                connection of a PostgreSQL driver.
-            payload: as for `Producer.send`.
-            headers: as for `Producer.send`.
-            delay: as for `Producer.send`, from now.
+        The session is a session or connection of SQLAlchemy, Django's `connection` (or `connections["alias"]`), or a
+        connection of a PostgreSQL driver. Other arguments are those of `Producer.send`.
 
         Raises:
-            InvalidMessage: naming what is wrong; nothing was written.
-            MessageTooLarge: if a consumer could not start it; nothing was written.
+            InvalidMessage: naming the part that is wrong, also a message that is too large for a consumer to start it.
             TransactionRequired: if the connection commits by itself; nothing was written.
         """
         stashing.stash(session, self.record(payload, headers=headers, delay=delay))
@@ -250,7 +189,7 @@ class Queue:
     async def astash(
         self, session: Any, payload: Any, *, headers: UserHeaders = (), delay: timedelta | None = None
     ) -> None:
-        """`stash` for SQLAlchemy's asynchronous sessions and connections."""
+        """Stash on one of SQLAlchemy's asynchronous sessions or connections, as `stash` does."""
         await stashing.astash(session, self.record(payload, headers=headers, delay=delay))
 
 

@@ -1,4 +1,1 @@
-"""Outbox and Kafka topics on Apache Spark: data sources, sinks and pipelines, without a jar.
-
-Needs the extra `[spark]` and Java 17 or later. Importing this package imports no PySpark.
-"""
+"""Apache Spark for the outbox and Kafka topics. Needs the extra `[spark]`; importing it imports no PySpark."""

@@ -1,10 +1,9 @@
-"""JSON values by a declared schema, in Spark SQL: fields for what fits, a reason for what does not.
+"""JSON values by a declared schema, in Spark SQL: typed fields, or the reason of a misfit.
 
-`from_json` alone is forgiving: it takes the first of two objects, ignores what follows one, and makes NULL of what does
-not fit. So the text is parsed as the first of two elements of a list, within an object: what follows it is then an
-error. A text that closes the list itself (`{"n": 1}]} and more`) cuts the second element off, and cannot bring its own:
-neither the name of the list nor that of the field in the second element can be known to who writes it. Fields declared
-NOT NULL must be there, at any depth. Whole numbers are not rounded, decimals are, to their scale.
+`from_json` alone takes the first of two objects, ignores text after one, and makes misfits NULL. So the text becomes
+the first of two elements of a list within an object: text after it is then an error. A value that closes the list
+(`{"n": 1}]} and more`) cuts off the second element, the seal, and cannot forge it: the names of list and seal are
+secret. Fields declared NOT NULL are required, at any depth. Decimals are rounded to their scale, whole numbers never.
 """
 
 from __future__ import annotations
@@ -22,17 +21,13 @@ _CORRUPT = "_corrupt"
 # One name for the life of the driver: with others, Spark would have to compile each batch anew.
 _SECRET = secrets.token_hex(8)
 SINGLE = f"single_{_SECRET}"
-"""The field of what `parsed` gives that holds the value's fields, as the first element of an array."""
-_SEAL = f"seal_{_SECRET}"
+"""The array in the result of `parsed`; its first element has the value's fields."""
+_SEAL = f"seal_{_SECRET}"  # of the second element
 _EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
 
 
 def parse_schema(ddl: str) -> StructType:
-    """A schema from Spark's DDL, for example `order BIGINT NOT NULL, lines ARRAY<STRUCT<product: BIGINT>>`.
-
-    Raises:
-        InvalidConfig: it is none, or has no or unusable fields.
-    """
+    """Read a schema in Spark's DDL, for example `n BIGINT NOT NULL, lines ARRAY<STRUCT<...>>`. Raises InvalidConfig."""
     from pyspark.sql.types import StructType
 
     try:
@@ -50,12 +45,7 @@ def parse_schema(ddl: str) -> StructType:
 
 
 def parsed(text: Column, schema: StructType) -> Column:
-    """A struct of `SINGLE` (an array: the value's fields, and the seal) and `_corrupt`; for `problem`.
-
-    Args:
-        text: the value as text, NULL if it is not UTF-8.
-        schema: what is expected.
-    """
+    """Parse a value's text (NULL if it is not UTF-8) into a struct of `SINGLE` and `_corrupt`, for `problem`."""
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import ArrayType, BooleanType, StringType, StructField, StructType
 
@@ -67,14 +57,7 @@ def parsed(text: Column, schema: StructType) -> Column:
 
 
 def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
-    """A SQL expression: why a value does not fit, or NULL.
-
-    Args:
-        value: SQL of the bytes; NULL, a tombstone, fits.
-        text: SQL of the text.
-        wrapped: SQL of what `parsed` gave.
-        schema: what is expected.
-    """
+    """Return a SQL expression of the reason of a misfit, or NULL, from SQL of a value's bytes, text and `parsed`."""
     element, seal = (f"get({wrapped}.{SINGLE}, {place})" for place in (0, 1))
     missing = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _missing(schema, element, "")]
     misfits = [
@@ -83,7 +66,7 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
         for field in schema.fields
     ]
     wild = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _out_of_calendar(schema, element)]
-    # Both lists are looked at only where something is wrong: CASE is lazy.
+    # CASE is lazy: both lists are evaluated only for misfits.
     return f"""CASE
         WHEN {value} IS NULL THEN NULL
         WHEN {text} IS NULL THEN 'the value is not UTF-8 text'
@@ -108,7 +91,7 @@ def _joined(cases: list[str]) -> str:
 
 
 def _missing(schema: StructType, value: str, path: str) -> list[tuple[str, str]]:
-    """For each field that must be there: its path, and when it is missing."""
+    """Return the path of each required field, and the condition under which it is missing."""
     found = []
     for field in schema.fields:
         here, name = f"{value}.{_name(field.name)}", f"{path}{field.name}"
@@ -133,7 +116,7 @@ def _within(kind: DataType, value: str, path: str) -> list[tuple[str, str]]:
 
 
 def _out_of_calendar(schema: StructType, value: str) -> list[tuple[str, str]]:
-    """Dates and times of the top level that other systems cannot hold."""
+    """Return the dates and times at the top level, and the condition under which other systems cannot hold them."""
     return [
         (field.name, f"year({value}.{_name(field.name)}) NOT BETWEEN {_EARLIEST_YEAR} AND {_LATEST_YEAR}")
         for field in schema.fields

@@ -1,7 +1,7 @@
-"""A Spark session for the data sources: the right Java, the right Python for the workers, the formats known.
+"""A Spark session for the data sources: with Java, a Python for the workers, and the formats registered.
 
-Whoever has a session already (a notebook, a cluster) calls `register(spark)` and sees to the rest: Java 17 or later,
-and a Python for the workers (`PYSPARK_PYTHON`, `spark.pyspark.python`) in which this package is installed.
+With a session of your own (a notebook, a cluster) call `register(spark)`. It needs Java 17 or later, and this package
+in the workers' Python (`PYSPARK_PYTHON`, `spark.pyspark.python`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import InvalidConfig, MissingExtra
-from outbox_spark.java import find_java
+from outbox_spark.runtime.java import find_java
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -27,7 +27,8 @@ _DEFAULTS = {
     # The plan and the state of a stream that is polled ten times a second are of no interest when nothing came.
     "spark.sql.streaming.noDataProgressEventInterval": "60000",
     "spark.sql.streaming.minBatchesToRetain": "20",
-    # Options may hold passwords and data source names; nothing of them belongs into a plan.
+    "spark.python.daemon.module": "outbox_spark.runtime.daemon",
+    # Options may hold passwords and data source names, which must not show in a plan.
     "spark.sql.redaction.options.regex": r"(?i)url|dsn|password|secret|token|ssl\.key|credential|sasl",
 }
 
@@ -40,12 +41,12 @@ def start_session(
     Args:
         name: the application's name.
         settings: Spark settings on top of ours.
-        master: where to run; None for what spark-submit or `settings` say, else this machine.
+        master: Spark's master URL; None for the one of spark-submit or `settings`, else this machine.
 
     Raises:
-        MissingExtra: if PySpark is not installed.
-        InvalidConfig: if PySpark is too old.
-        JavaNotFound: if Spark would not start for lack of Java.
+        MissingExtra: PySpark is not installed.
+        InvalidConfig: PySpark is too old.
+        JavaNotFound: there is no suitable Java.
     """
     check_pyspark()
     from pyspark.sql import SparkSession
@@ -66,23 +67,18 @@ def start_session(
 
 
 def register(spark: SparkSession) -> None:
-    """Make the formats `outbox`, `outbox_kafka`, `outbox_kafka_txn` and `outbox_postgres` known to a session."""
-    from outbox_spark.kafka_sink import KafkaSink
-    from outbox_spark.kafka_source import KafkaSource
-    from outbox_spark.outbox_source import OutboxSource
-    from outbox_spark.postgres_sink import PostgresSink
+    """Register the formats `outbox`, `outbox_kafka`, `outbox_kafka_txn` and `outbox_postgres` with a session."""
+    from outbox_spark.postgres.sink import PostgresSink
+    from outbox_spark.relay.sink import KafkaSink
+    from outbox_spark.relay.source import OutboxSource
+    from outbox_spark.topics.source import KafkaSource
 
     for source in (OutboxSource, KafkaSource, KafkaSink, PostgresSink):
         spark.dataSource.register(source)
 
 
 def check_pyspark() -> str:
-    """See that PySpark is there and new enough; return its version.
-
-    Raises:
-        MissingExtra: if it is not installed.
-        InvalidConfig: if it is too old.
-    """
+    """Return PySpark's version. Raises MissingExtra if it is not installed, InvalidConfig if it is too old."""
     try:
         import pyspark
     except ImportError:

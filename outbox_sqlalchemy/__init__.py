@@ -6,13 +6,11 @@
         session.add(order)
         outbox.stash(session, outbox.OutboxRecord(topic="orders", key=order.number, value={"total": 42}))
 
-The four functions write to the table `outbox`; for another name, a table of the application's own metadata, or several
-outboxes, make an `Outbox`. They never begin, commit or roll back, and refuse a connection in AUTOCOMMIT.
+Stash last, after the row locks are taken: that makes the order of the messages the order of the changes. `accept`
+tells whether a message comes for the first time, `consume` handles each record of a Kafka consumer once.
 
-Stash last, after the row locks are taken: that makes the order of the messages the order of the changes.
-
-`accept` and `aaccept` tell whether a message comes for the first time, by the table `inbox`; for another table make an
-`Inbox`. `consume` runs a handler for each record of a Kafka consumer, once.
+The functions use the tables `outbox` and `inbox`; make an `Outbox` or `Inbox` for others. They never begin, commit or
+roll back, and refuse a connection in AUTOCOMMIT.
 """
 
 from outbox_core.errors import (

@@ -6,14 +6,12 @@ In one revision of the host's own chain:
 
     upgrade, downgrade = outbox_0001()          # or outbox_0001("billing.outbox")
 
-`outbox_0002` makes the inbox; hosts that accept no messages leave it out. `outbox_0003` makes the table of an outbox's
-holds, and `outbox_0004` gives the outbox its CHECK constraints. `outbox_notify` makes the trigger for harvesters with
-`notify`, and `outbox_grants` gives roles their rights; hosts that want them make revisions of them. Every numbered
-revision is frozen: it makes the same table for ever, whatever later versions of the library would make. A later version
-that needs more adds another revision, and its changelog says so.
+Every numbered revision is frozen: it makes the same table for ever. A later version that needs more adds another
+revision, and its changelog says so. Applications without Alembic use the environment in `migrations/`, see
+`alembic_config`.
 
-Applications without Alembic use the environment in `migrations/`: by its `alembic.ini` from a checkout, by
-`alembic.command.upgrade(alembic_config(dsn), "head")` from an installed package.
+A name is a table with or without its (existing) schema, `outbox` or `billing.outbox`; `InvalidConfig` refuses others.
+The default is the one that `env.py` passed to `context.configure`, else `outbox`.
 """
 
 from __future__ import annotations
@@ -52,15 +50,7 @@ class Revision(NamedTuple):
 
 
 def outbox_0001(table: str | None = None) -> Revision:
-    """The outbox table, as of version 0.1.
-
-    Args:
-        table: `outbox` or `billing.outbox` (the schema must exist). By default what the environment was told, `outbox`
-            if it was told nothing.
-
-    Raises:
-        InvalidConfig: if `table` is not a table name.
-    """
+    """Return the outbox table as of version 0.1."""
     named = None if table is None else TableName.parse(table)
 
     def upgrade() -> None:
@@ -104,14 +94,10 @@ def outbox_0001(table: str | None = None) -> Revision:
 
 
 def outbox_0002(inbox: str | None = None) -> Revision:
-    """The inbox table, as of version 0.1.
+    """Return the inbox table as of version 0.1, for hosts that accept messages.
 
     Args:
-        inbox: `inbox` or `billing.inbox` (the schema must exist). By default what the environment was told, or the name
-            that belongs to its outbox: `inbox` beside `outbox`.
-
-    Raises:
-        InvalidConfig: if `inbox` is not a table name.
+        inbox: by default the one of `env.py`, else `inbox` beside `outbox`, `payments_inbox` beside `payments_outbox`.
     """
     named = None if inbox is None else TableName.parse(inbox)
 
@@ -134,15 +120,7 @@ def outbox_0002(inbox: str | None = None) -> Revision:
 
 
 def outbox_0003(table: str | None = None) -> Revision:
-    """The table of an outbox's holds, as of version 0.2.
-
-    Args:
-        table: the outbox's table, `outbox` or `billing.outbox`; the holds' has `_hold` behind it. By default what the
-            environment was told, `outbox` if it was told nothing.
-
-    Raises:
-        InvalidConfig: if `table` is not a table name.
-    """
+    """Return the table of the holds of the outbox `table` as of version 0.2; its name has `_hold` behind it."""
     named = None if table is None else TableName.parse(table)
 
     def upgrade() -> None:
@@ -179,17 +157,11 @@ _CHECKS_0004 = {
 
 
 def outbox_0004(table: str | None = None) -> Revision:
-    """The outbox's CHECK constraints, as of version 0.3.
+    """Return the outbox's CHECK constraints as of version 0.3.
 
-    Takes the table's lock for an instant, and waits for it for at most five seconds. Rows that are there are not looked
-    at: on a table in use the constraints are NOT VALID until `ALTER TABLE ... VALIDATE CONSTRAINT` is run, which
-    `outbox doctor` shows.
-
-    Args:
-        table: as of `outbox_0001`.
-
-    Raises:
-        InvalidConfig: if `table` is not a table name.
+    Takes the table's lock for an instant, and waits for it for at most five seconds. Existing rows are not checked: on
+    a table in use the constraints are NOT VALID until `ALTER TABLE ... VALIDATE CONSTRAINT` is run, which `outbox
+    doctor` shows.
     """
     named = None if table is None else TableName.parse(table)
 
@@ -203,14 +175,7 @@ def outbox_0004(table: str | None = None) -> Revision:
 
 
 def outbox_notify(table: str | None = None) -> Revision:
-    """The trigger that tells harvesters with `notify` of inserts. Not part of the chain: who wants it asks for it.
-
-    Args:
-        table: as of `outbox_0001`.
-
-    Raises:
-        InvalidConfig: if `table` is not a table name.
-    """
+    """Return the trigger that notifies harvesters with `notify` of inserts. Not part of the chain."""
     named = None if table is None else TableName.parse(table)
 
     def upgrade() -> None:
@@ -225,19 +190,16 @@ def outbox_notify(table: str | None = None) -> Revision:
 def outbox_grants(
     writer: str, harvester: str, table: str | None = None, *, layout: Literal["binary", "text"] = "binary"
 ) -> Revision:
-    """The rights of an outbox's roles, column by column, as `outbox schema --grants` prints them.
+    """Return the rights of an outbox's roles, column by column, as `outbox schema --grants` prints them.
 
     Not part of the chain: roles are the host's, and have to exist. It needs the tables of `outbox_0001` and
-    `outbox_0003`. The downgrade takes back what was granted, but for USAGE of the schema.
+    `outbox_0003`. The downgrade takes back the granted rights, but for USAGE of the schema.
 
     Args:
         writer: the role of the applications that stash.
         harvester: the role of the harvester, and of `outbox status`, `doctor` and `hold`.
-        table: as of `outbox_0001`.
+        table: the outbox.
         layout: of the table; `text` if it is goharvest's.
-
-    Raises:
-        InvalidConfig: if `table` is not a table name.
     """
     named = None if table is None else TableName.parse(table)
 
@@ -253,17 +215,15 @@ def outbox_grants(
 
 
 def _escaped(statements: str) -> str:
-    """A colon would begin a parameter."""
+    """Escape colons, which would begin a parameter."""
     return re.sub(r"(?<!:):(?!:)", r"\:", statements)
 
 
 def _table_of_environment() -> TableName:
-    """The table that an `env.py` passed to `context.configure(outbox_table=...)`."""
     return TableName.parse(op.get_context().opts.get("outbox_table") or "outbox")
 
 
 def _inbox_of_environment() -> TableName:
-    """The table that an `env.py` passed to `context.configure(outbox_inbox=...)`, else the outbox's."""
     given = op.get_context().opts.get("outbox_inbox")
     return TableName.parse(given) if given else inbox_beside(_table_of_environment())
 
@@ -271,13 +231,13 @@ def _inbox_of_environment() -> TableName:
 def alembic_config(
     dsn: str | None = None, table: str = "outbox", inbox: str | None = None, *, notify: bool | None = None
 ) -> Config:
-    """A configuration for `alembic.command` that runs the outbox's own environment.
+    """Return a configuration for `alembic.command` that runs the outbox's own environment.
 
     Args:
         dsn: the database, as `sqlalchemy_url` takes it; by default the environment variable OUTBOX_POSTGRES_DSN.
         table: name of the outbox table. Each outbox has a version table of its own beside it.
         inbox: name of its inbox table; by default `inbox` beside `outbox`, `payments_inbox` beside `payments_outbox`.
-        notify: whether the outbox is to have the trigger that tells harvesters of inserts; None leaves it as it is.
+        notify: make or drop the trigger that notifies harvesters of inserts; None leaves it as it is.
     """
     config = Config()
     config.set_main_option("script_location", str(migrations_folder()).replace("%", "%%"))
@@ -288,11 +248,7 @@ def alembic_config(
 
 
 def migrations_folder() -> Path:
-    """Where the Alembic environment is: inside an installed package, beside the packages in a checkout.
-
-    Raises:
-        OutboxError: if the installation carries none.
-    """
+    """Return the folder of the Alembic environment: inside an installed package, beside the packages in a checkout."""
     package = Path(__file__).resolve().parent
     for folder in (package / "migrations", package.parent / "migrations"):
         if (folder / "env.py").is_file():

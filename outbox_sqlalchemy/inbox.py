@@ -1,7 +1,4 @@
-"""Accepting through SQLAlchemy: `outbox_core.inbox` in the transaction of a session or connection of any kind.
-
-Nothing is flushed: `accept` comes first, before there is anything to flush.
-"""
+"""Accepting through SQLAlchemy: `outbox_core.inbox` in the transaction of a session or connection of any kind."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ class Inbox:
             class. With a `Table` or class, a session with several binds finds the database as it does for any other.
 
     Attributes:
-        table: the `Table` that is written to.
+        table: its `Table`.
 
     Raises:
         InvalidConfig: if a name is not a table name.
@@ -74,15 +71,15 @@ class Inbox:
         return f"Inbox({self.table.fullname!r})"
 
     def accept(self, session: SyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID) -> bool:
-        """Accept a message in the transaction of a session or connection. Call it first.
+        """Accept a message in the transaction of a session or connection. Call it first: nothing is flushed.
 
         Args:
             session: a Session, scoped_session or Connection.
-            source: who vouches that its ids are different: an API and its client, a consumer group.
+            source: an API and its client, or a consumer group, whose ids are different from each other.
             message_id: the message, among those of its source. Compared exactly, upper and lower case included.
 
         Returns:
-            True the first time; False for a repeat, of which everything is committed already.
+            True the first time; False for a repeat: the transaction of the first is committed.
 
         Raises:
             InvalidMessageId: if one of them is empty, too long or no text; no SQL was sent.
@@ -97,5 +94,5 @@ class Inbox:
     async def aaccept(
         self, session: AnyAsyncSession, source: str | int | UUID, message_id: str | bytes | int | UUID
     ) -> bool:
-        """`accept` for an asynchronous session or connection."""
+        """Accept on an asynchronous session or connection, as `accept` does."""
         return await asynchronous(session, ACCEPTING).run_sync(self.accept, source, message_id)

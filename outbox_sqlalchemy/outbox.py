@@ -1,9 +1,7 @@
 """Stashing through SQLAlchemy: the logic once for connections, with thin shells for sessions and for asyncio.
 
-Every way in ends in `Connection.execute` on the connection that the caller's transaction uses, so the record is
-committed, rolled back, or rolled back to a savepoint with the caller's data. What a session still has to flush is
-flushed first (unless its autoflush is off), as before a query: the row locks of the transaction are then taken before
-the record's id is drawn, which is what keeps messages in the order of the changes they tell about.
+Pending changes of a session are flushed first (unless its autoflush is off), as before a query: the transaction's row
+locks are then taken before the record's id is drawn, which keeps messages in the order of their changes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
-from outbox_sqlalchemy.ringing import ring_after_commit
+from outbox_sqlalchemy.commit_events import notify_after_commit
 from outbox_sqlalchemy.sessions import (
     STASHING,
     AnyAsyncSession,
@@ -37,11 +35,11 @@ class Outbox:
     Args:
         table: a name (`outbox`, `billing.outbox`), a `Table` (made by `make_outbox_table`, or reflected), or a mapped
             class. With a `Table` or class, a session with several binds finds the database as it does for any other.
-        layout: what the columns hold; only for a table given by name, whose default is the binary layout.
+        layout: types of the columns; only for a table given by name, whose default is the binary layout.
 
     Attributes:
-        table: the `Table` that is written to.
-        layout: what its columns hold.
+        table: its `Table`.
+        layout: types of its columns.
 
     Raises:
         InvalidConfig: if a name is not a table name.
@@ -62,7 +60,7 @@ class Outbox:
         self.layout = layout_of(table)
         keys = {column.name: column.key for column in table.columns}
         self._keys = [keys[name] for name in self.layout.columns]
-        # The database's clock, also where the column has no default; `inline`, for nobody asks for the id.
+        # The database's clock, also where the column has no default; `inline`, since the id is not needed.
         now = {} if self.layout.has_time_default else {keys["create_time"]: func.now()}
         self._insert = insert(table).values(now).inline()
         self._target = Target(STASHING, self._insert, table, mapper)
@@ -82,35 +80,28 @@ class Outbox:
         self._connection(session).execute(self._insert, parameters)
 
     def stash_many(self, session: SyncSession, records: Iterable[OutboxRecord]) -> None:
-        """Write records in their order, in one `executemany`.
-
-        Raises:
-            InvalidRecord: if any record does not fit the table; no SQL was sent.
-            TransactionRequired: if the connection commits by itself (AUTOCOMMIT); no SQL was sent.
-            WrongSession: if `session` is neither a synchronous session nor a connection.
-        """
+        """Write records in their order, in one `executemany`; all are checked first. Errors are those of `stash`."""
         parameters = [self._parameters(record) for record in records]
         connection = self._connection(session)
         if parameters:
             connection.execute(self._insert, parameters)
 
     async def astash(self, session: AnyAsyncSession, record: OutboxRecord) -> None:
-        """`stash` for an asynchronous session or connection."""
+        """Stash on an asynchronous session or connection, as `stash` does."""
         await asynchronous(session, STASHING).run_sync(self.stash, record)
 
     async def astash_many(self, session: AnyAsyncSession, records: Iterable[OutboxRecord]) -> None:
-        """`stash_many` for an asynchronous session or connection."""
+        """Stash on an asynchronous session or connection, as `stash_many` does."""
         await asynchronous(session, STASHING).run_sync(self.stash_many, records)
 
     def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
         return dict(zip(self._keys, self.layout.row(record), strict=False))
 
     def _connection(self, session: SyncSession) -> Connection:
-        """The connection of the caller's transaction, for this table."""
         found = synchronous(session, STASHING)
         if isinstance(found, Session):
             _flush(found)
-            ring_after_commit(found)
+            notify_after_commit(found)
         return connection_for(found, self._target)
 
 

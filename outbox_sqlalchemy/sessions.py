@@ -1,8 +1,4 @@
-"""From what callers pass, a session or connection of any kind, to the connection of their transaction.
-
-Every way in ends in the connection that the caller's transaction uses, so what is written there is committed, rolled
-back, or rolled back to a savepoint with the caller's data.
-"""
+"""From a session or connection of any kind to the connection of the caller's transaction."""
 
 from __future__ import annotations
 
@@ -20,11 +16,11 @@ AnyAsyncSession = AsyncSession | async_scoped_session[Any] | AsyncConnection
 
 
 class WrongSession(OutboxError, TypeError):
-    """What was passed is no session or connection, or one of the other kind (asynchronous or not)."""
+    """An argument that is no session or connection, or one of the other kind (asynchronous or not)."""
 
 
 class Purpose(NamedTuple):
-    """What a session is wanted for, in the words of errors: the function, what it writes, the class of the table."""
+    """The purpose of a session, in the words of errors: the function, its object, the class of the table."""
 
     verb: str
     subject: str
@@ -36,14 +32,7 @@ ACCEPTING = Purpose("accept", "acceptance", "Inbox")
 
 
 class Target(NamedTuple):
-    """A statement and where it belongs, for sessions that have to choose a database.
-
-    Attributes:
-        purpose: what it does.
-        statement: not only the table, for sessions that route by kind of statement send an INSERT to the primary.
-        table: what it writes to.
-        mapper: of the mapped class by which the table was named, if it was.
-    """
+    """A statement and its table, for sessions that choose a database by the table or the kind of statement."""
 
     purpose: Purpose
     statement: Executable
@@ -52,11 +41,7 @@ class Target(NamedTuple):
 
 
 def synchronous(session: SyncSession, purpose: Purpose) -> Session | Connection:
-    """The session or connection itself.
-
-    Raises:
-        WrongSession: if it is neither, or asynchronous.
-    """
+    """Return the session or connection itself; raise WrongSession if it is neither, or asynchronous."""
     if isinstance(session, scoped_session):
         session = session()
     if isinstance(session, Session | Connection):
@@ -67,11 +52,7 @@ def synchronous(session: SyncSession, purpose: Purpose) -> Session | Connection:
 
 
 def asynchronous(session: object, purpose: Purpose) -> AsyncSession | AsyncConnection:
-    """The asynchronous session or connection itself.
-
-    Raises:
-        WrongSession: if it is neither, or synchronous.
-    """
+    """Return the asynchronous session or connection itself; raise WrongSession if it is neither, or synchronous."""
     if isinstance(session, async_scoped_session):
         session = session()
     if isinstance(session, AsyncSession | AsyncConnection):
@@ -84,7 +65,7 @@ def asynchronous(session: object, purpose: Purpose) -> AsyncSession | AsyncConne
 
 
 def connection_for(session: Session | Connection, target: Target) -> Connection:
-    """The connection of the caller's transaction for this statement.
+    """Return the connection of the caller's transaction for this statement.
 
     Raises:
         TransactionRequired: if the connection commits by itself (AUTOCOMMIT).
@@ -101,11 +82,7 @@ def connection_for(session: Session | Connection, target: Target) -> Connection:
 
 
 def mapped(model: object) -> tuple[Table, Mapper[Any]]:
-    """The table of a mapped class.
-
-    Raises:
-        WrongSession: if it is none.
-    """
+    """Return the table and mapper of a mapped class; raise WrongSession if it is none."""
     mapper = inspect(model, raiseerr=False)
     if not isinstance(mapper, Mapper) or not isinstance(mapper.local_table, Table):
         raise WrongSession(f"expected a table's name, a Table or a mapped class, got {model!r}")

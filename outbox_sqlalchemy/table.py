@@ -1,8 +1,8 @@
 """The outbox table, its holds, and the inbox table, as SQLAlchemy sees them: made, mapped, or recognised.
 
-What is made here equals the DDL of `outbox_core.schema`, column by column and with the storage parameters; a test
-compares the catalogs. The PostgreSQL dialect's own types are used on purpose: Alembic renders them with their module,
-while it renders the element of a generic `ARRAY(LargeBinary())` without one, in a migration that does not run.
+They equal the DDL of `outbox_core.schema`, storage parameters included; a test compares the catalogs. The types are the
+PostgreSQL dialect's own, because Alembic renders the element of a generic `ARRAY(LargeBinary())` without its module, in
+a migration that does not run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from sqlalchemy.sql.elements import conv
 from sqlalchemy.types import TypeEngine
 
 from outbox_core.errors import OutboxTableError
-from outbox_core.record import MAX_TOPIC_LENGTH
 from outbox_core.schema import (
     BINARY_LAYOUT,
     CHECKS,
@@ -49,6 +48,7 @@ from outbox_core.schema import (
     hold_beside,
     inbox_index,
 )
+from outbox_core.topic_names import MAX_TOPIC_LENGTH
 
 _NOW = "now()"
 _EMPTY_ARRAY = "'{}'"
@@ -61,12 +61,9 @@ def make_outbox_table(
 
     Args:
         metadata: usually the application's own, `Base.metadata`.
-        name: `outbox`, or with its schema `billing.outbox`.
+        name: `outbox`, or with its schema `billing.outbox`; else `InvalidConfig`.
         schema: the schema, if it is not in `name`.
-        layout: what the columns hold; `TEXT_LAYOUT` for a table as goharvest makes it.
-
-    Raises:
-        InvalidConfig: if `name` is not a table name.
+        layout: types of the columns; `TEXT_LAYOUT` for a table as goharvest makes it.
     """
     parsed = TableName(name, schema) if schema is not None else TableName.parse(name)
     return Table(
@@ -80,7 +77,7 @@ def make_outbox_table(
 
 
 def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments of a `Table` or of `op.create_table` that give it PostgreSQL storage parameters.
+    """Return the arguments that give a `Table` or `op.create_table` PostgreSQL storage parameters.
 
     SQLAlchemy 2.0 has no such argument, but writes the access method (PostgreSQL's is `heap`) as it is given, and WITH
     may follow that.
@@ -91,16 +88,7 @@ def storage_options(parameters: Mapping[str, str]) -> dict[str, Any]:
 
 
 def make_inbox_table(metadata: MetaData, name: str = "inbox", schema: str | None = None) -> Table:
-    """Add an inbox table to `metadata`, for `create_all` and Alembic's autogenerate to find.
-
-    Args:
-        metadata: usually the application's own, `Base.metadata`.
-        name: `inbox`, or with its schema `billing.inbox`.
-        schema: the schema, if it is not in `name`.
-
-    Raises:
-        InvalidConfig: if `name` is not a table name.
-    """
+    """Add an inbox table to `metadata`; arguments as of `make_outbox_table`."""
     parsed = TableName(name, schema) if schema is not None else TableName.parse(name)
     return Table(
         parsed.table,
@@ -114,15 +102,9 @@ def make_inbox_table(metadata: MetaData, name: str = "inbox", schema: str | None
 
 
 def make_hold_table(metadata: MetaData, outbox: str = "outbox", schema: str | None = None) -> Table:
-    """Add an outbox's table of holds to `metadata`, for `create_all` and Alembic's autogenerate to find.
+    """Add an outbox's table of holds to `metadata`; arguments as of `make_outbox_table`.
 
-    Args:
-        metadata: usually the application's own, `Base.metadata`.
-        outbox: the outbox's table, `outbox` or with its schema `billing.outbox`; `_hold` is added to the name.
-        schema: the schema, if it is not in `outbox`.
-
-    Raises:
-        InvalidConfig: if `outbox` is not a table name.
+    The name is the outbox's; the table's own has `_hold` behind it.
     """
     parsed = hold_beside(TableName(outbox, schema) if schema is not None else TableName.parse(outbox))
     return Table(
@@ -234,11 +216,7 @@ def _add_checks(mapper: Mapper[Any], _model: type[Any]) -> None:
 
 
 def layout_of(table: Table) -> TableLayout:
-    """What the columns of a table can hold, made here or reflected.
-
-    Raises:
-        OutboxTableError: if it is no outbox table, naming the column.
-    """
+    """Return the layout of a table, made here or reflected; OutboxTableError names the column that is wrong."""
     columns = {column.name: column for column in table.columns}
     missing = [name for name in REQUIRED_COLUMNS if name not in columns]
     if missing:

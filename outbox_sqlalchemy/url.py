@@ -1,4 +1,4 @@
-"""From the DSNs of the rest of the library to SQLAlchemy's URLs."""
+"""SQLAlchemy's URLs, from the DSNs of the rest of the library."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _DRIVER = "postgresql+psycopg"
 
 
 def sqlalchemy_url(dsn: str) -> URL:
-    """The URL of a PostgreSQL database for `create_engine` and, with the same driver, `create_async_engine`.
+    """Return the URL of a PostgreSQL database for `create_engine` and, with the same driver, `create_async_engine`.
 
     Args:
-        dsn: what libpq takes, `postgresql://user@host/db` or `host=/run/postgresql dbname=db`; or an SQLAlchemy URL
-            that names a driver (`postgresql+asyncpg://...`), which is kept as it is.
+        dsn: as for libpq, `postgresql://user@host/db` or `host=/run/postgresql dbname=db`; or an SQLAlchemy URL that
+            names a driver (`postgresql+asyncpg://...`), which is kept as it is.
 
     Raises:
         InvalidConfig: if it is neither. The DSN, which may hold a password, is not shown.

@@ -27,7 +27,7 @@ TOPIC, GROUP, TRANSACTIONAL_ID, CLUSTER = (
 
 
 def table_of(page, heading):
-    """The rows of the first table below a heading of a page: first cell -> the other cells."""
+    """Return the rows of the first table below a heading of a page: first cell -> the other cells."""
     _, _, below = (DOCS / page).read_text().partition(f"\n{heading}\n")
     assert below, f"{page} has no heading {heading!r}"
     lines = below.splitlines()
@@ -42,17 +42,18 @@ def table_of(page, heading):
 
 
 class Broker:
-    """A broker with one SASL listener, on which nothing is allowed that was not granted.
+    """A broker with one SASL listener, on which only granted operations are allowed.
 
     Args:
         directory: for its data.
-        users: who may log in; the password is the name with "-secret".
+        users: users that may log in; the password is the name with "-secret".
     """
 
     def __init__(self, directory, users):
         logins = " ".join(f'user_{user}="{user}-secret"' for user in users)
         self.broker = KafkaBroker(
             directory,
+            small=True,
             extra_properties={
                 "allow.everyone.if.no.acl.found": "false",
                 "super.users": "User:ANONYMOUS",  # on the plain listener
@@ -78,11 +79,11 @@ class Broker:
 
     @property
     def bootstrap(self):
-        """Where everything is allowed."""
+        """Return the address of the listener on which all operations are allowed."""
         return self.broker.bootstrap
 
     def settings(self, user):
-        """The librdkafka settings of a user."""
+        """Return the librdkafka settings of a user."""
         return {
             "bootstrap.servers": self._proxy.bootstrap,
             "security.protocol": "SASL_PLAINTEXT",
@@ -97,7 +98,7 @@ class Broker:
         return name
 
     def grant(self, user, kind, name, operations, *, prefixed=False):
-        """Allow a user some operations, whose names may stand among other words; nothing else is ever allowed."""
+        """Grant a user some operations, whose names may stand among other words; no others are ever allowed."""
         pattern = ResourcePatternType.PREFIXED if prefixed else ResourcePatternType.LITERAL
         wanted = [AclOperation[operation] for operation in _OPERATION.findall(operations)]
         assert wanted, operations

@@ -1,5 +1,6 @@
-"""Every test may ask for the services of `tests.services`."""
+"""The plugin by which every test may request the services of `tests.services`."""
 
+import logging
 import os
 import subprocess
 
@@ -22,7 +23,22 @@ settings.load_profile("patient")
 
 
 def pytest_report_header():
-    """Say which Postgres and which Kafka the tests are for."""
+    """Name the Postgres and the Kafka that the tests use."""
     postgres = subprocess.check_output([wheel_binaries() / "postgres", "--version"], text=True).strip()
     embedded = os.environ.get(FORCE_EMBEDDED) == "1"
     return f"services: {postgres}; Kafka {'embedded broker' if embedded else KAFKA_VERSION}"
+
+
+@pytest.fixture(autouse=True)
+def _same_logging():
+    """Undo what a test's commands, and PySpark, do to the root logger: their streams end with the test."""
+    handlers, level = [(handler, handler.formatter) for handler in logging.root.handlers], logging.root.level
+    yield
+    for name in ("DataFrameQueryContextLogger", "SQLQueryContextLogger"):
+        # pytest adds its handlers to loggers that do not propagate, and these two set the format of theirs.
+        if isinstance(logger := logging.root.manager.loggerDict.get(name), logging.Logger):
+            logger.propagate = True
+    logging.root.handlers[:] = [handler for handler, _ in handlers]
+    for handler, formatter in handlers:
+        handler.setFormatter(formatter)
+    logging.root.setLevel(level)

@@ -1,12 +1,13 @@
 """Django settings of the tests.
 
-No server is named here: importing this starts nothing. `tests.integration.django_fixtures` points the aliases at the
-devstack's Postgres when the first Django test asks for a database.
+No server is named here: importing this starts nothing. `tests.integration.django.django_fixtures` points the aliases
+at the devstack's Postgres when the first Django test asks for a database.
 """
 
 SECRET_KEY = "only for tests"
 USE_TZ = True
 TIME_ZONE = "UTC"
+PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]  # the default takes a tenth of a second
 ALLOWED_HOSTS = ["testserver"]
 ROOT_URLCONF = "tests.django_urls"
 STATIC_URL = "/static/"

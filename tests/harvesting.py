@@ -1,4 +1,4 @@
-"""Running harvesters inside a test: outbox tables, rows, electors and producers that misbehave, and what they did."""
+"""Harvesters inside a test: outbox tables, rows, electors and producers that misbehave, and records of their events."""
 
 import random
 import threading
@@ -27,7 +27,7 @@ GENEROUS_SECONDS = 60.0
 
 
 class AlwaysLeader:
-    """An elector that says yes, to as many as ask; an `ElectorFactory`."""
+    """An `ElectorFactory` whose electors all lead."""
 
     failure = None
     trouble = None
@@ -56,7 +56,7 @@ class AlwaysLeader:
 
 
 class RecordingHarvester(Harvester):
-    """Keeps its events in `events`; the elector it made, if it is an `AlwaysLeader`, in `elector`."""
+    """A harvester that keeps its events in `events`; the elector it made, if it is an `AlwaysLeader`, in `elector`."""
 
     def __init__(self, config, on_event=None, **options):
         self.events = []
@@ -76,26 +76,26 @@ class RecordingHarvester(Harvester):
 
     @property
     def leader_ids(self) -> list[UUID]:
-        """Every leader ID it ever had, in order."""
+        """Return every leader ID that it ever had, in order."""
         return [event.leader_id for event in self.events if isinstance(event, LeaderAcquired | LeaderRefreshed)]
 
     def kinds(self, *, without=()) -> list[str]:
-        """The names of its events, in order."""
+        """Return the names of its events, in order."""
         return [type(event).__name__ for event in self.events if not isinstance(event, without)]
 
 
 class FaultyProducer:
-    """A producer of which some calls are refused, and some reports say failure although the record arrived.
+    """A producer that refuses some calls, and reports failure for some records that arrived.
 
     Args:
         settings: of the real producer.
         refused: share of `produce` calls that raise.
         misreported: share of deliveries that are reported as failed.
-        fatal: after how many records it reports that it has failed for good, once; None for never.
+        fatal: number of records after which it reports, once, that it has failed for good; None for never.
         seed: makes the choice repeatable.
 
     Attributes:
-        faults: how many calls and reports were interfered with.
+        faults: number of calls and reports that it has falsified.
         longest_queue: most records that were ever between `produce` and the end of their report.
     """
 
@@ -156,6 +156,7 @@ class Scene:
         self.table = TableName.parse(table)
         self.stasher = Stasher(self.table, TEXT_LAYOUT if layout == "text" else BINARY_LAYOUT)
         self.harvesters = []
+        self._session_of_execute = None
         if layout is not None:
             self.execute(create_table_sql(self.table, layout))
         if layout is not None and not constrained:
@@ -167,14 +168,26 @@ class Scene:
     # -- the table
 
     def connect(self, **options):
-        """A connection outside autocommit."""
+        """Open a connection outside autocommit."""
         return psycopg.connect(self.database, **options)
 
     def execute(self, statement, parameters=None):
         """Run one statement in a transaction of its own; rows as named tuples, if it has any."""
-        with psycopg.connect(self.database, autocommit=True, row_factory=namedtuple_row) as connection:
-            cursor = connection.execute(statement, parameters)
-            return cursor.fetchall() if cursor.description else []
+        try:
+            cursor = self._session().execute(statement, parameters)
+        except psycopg.OperationalError:
+            if not self._session_of_execute.closed:
+                raise
+            cursor = self._session().execute(statement, parameters)  # the server was restarted since the last one
+        return cursor.fetchall() if cursor.description else []
+
+    def _session(self):
+        """Return a connection in autocommit, made once: tests that wait for something ask very often."""
+        if self._session_of_execute is None or self._session_of_execute.closed:
+            # Nothing is prepared: tests change tables between two equal statements.
+            options = {"autocommit": True, "row_factory": namedtuple_row, "prepare_threshold": None}
+            self._session_of_execute = psycopg.connect(self.database, **options)
+        return self._session_of_execute
 
     def stash(self, *records):
         """Write records in one transaction."""
@@ -195,17 +208,17 @@ class Scene:
         return "text" if self.stasher.layout is TEXT_LAYOUT else "bytea"
 
     def rows(self):
-        """All rows by ascending id."""
+        """Return all rows by ascending id."""
         return self.execute(f"SELECT * FROM {self.table.quoted} ORDER BY id")
 
     def count(self, condition="true"):
-        """Number of rows that fulfil the condition."""
+        """Count the rows that fulfil the condition."""
         return self.execute(f"SELECT count(*) FROM {self.table.quoted} WHERE {condition}")[0].count
 
     # -- its holds
 
     def held(self, **which):
-        """What is held."""
+        """Return the holds."""
         with self.connect() as connection:
             return self.holds.list(connection, **which)
 
@@ -217,7 +230,7 @@ class Scene:
     # -- harvesters
 
     def config(self, *, name="harvester", limits=None, **settings):
-        """Settings of a harvester of this outbox."""
+        """Return the settings of a harvester of this outbox."""
         defaults = {
             "data_source": self.database,
             "outbox_table": self.table.quoted,
@@ -228,14 +241,14 @@ class Scene:
         return HarvestConfig(**(defaults | settings))
 
     def harvester(self, *, on_event=None, name="harvester", limits=None, config=None, **options):
-        """A harvester that always leads unless `elector_factory=None` asks for NELI; not started."""
+        """Make a harvester that always leads unless `elector_factory=None` asks for NELI; it is not started."""
         made = RecordingHarvester(self.config(name=name, limits=limits, **(config or {})), on_event=on_event, **options)
         self.harvesters.append(made)
         return made
 
     @contextmanager
     def running(self, **options):
-        """A harvester that runs within the context and ends well."""
+        """Run a harvester within the context, and check that it ends well."""
         harvester = self.harvester(**options)
         harvester.start()
         yield harvester
@@ -250,16 +263,18 @@ class Scene:
         return harvester
 
     def read(self, topic, **options):
-        """What is in a topic."""
+        """Return all messages of a topic."""
         return read_topic(self.bootstrap, topic, **options)
 
     def close(self):
-        """Stop whatever still runs."""
+        """Stop all that still run."""
         started = [harvester for harvester in self.harvesters if harvester._thread is not None]
         for harvester in started:
             harvester.stop()
         for harvester in started:
             harvester._ended.wait(GENEROUS_SECONDS)
+        if self._session_of_execute is not None:
+            self._session_of_execute.close()
 
 
 def wait_until(condition, what, timeout=GENEROUS_SECONDS):
@@ -272,12 +287,12 @@ def wait_until(condition, what, timeout=GENEROUS_SECONDS):
 
 
 def identity_of(message):
-    """The row's id in a message's id header."""
+    """Return the row's id in a message's id header."""
     return int(dict(message.headers)[ID_HEADER].rpartition(b":")[2])
 
 
 def by_key(messages):
-    """Values by key, in the order of each partition; a key is in one partition."""
+    """Return values by key, in the order of each partition; a key is in one partition."""
     values = defaultdict(list)
     for message in messages:
         values[message.key].append(message.value)
@@ -285,9 +300,9 @@ def by_key(messages):
 
 
 def assert_only_adjacent_repeats(messages, count):
-    """Rows 1 to `count` are all there; those of a key are in order, but that one may follow itself.
+    """Assert that rows 1 to `count` are there, those of a key in order, except that one may follow itself.
 
-    Without such a repeat a reader that drops what it has just seen would get each record once, in order.
+    So a reader that drops an immediate repeat gets each record once, in order.
     """
     of_key = defaultdict(list)
     for message in messages:
@@ -299,6 +314,6 @@ def assert_only_adjacent_repeats(messages, count):
 
 
 def harvest_threads(*, besides=()):
-    """Names of the threads of this process that belong to a harvester or its elector, besides these."""
+    """Return the names of this process's threads that belong to a harvester or its elector, besides these."""
     names = [thread.name for thread in threading.enumerate() if thread.is_alive() and thread not in besides]
     return sorted(name for name in names if name.startswith(("outbox-", "neli-")))

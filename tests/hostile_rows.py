@@ -1,8 +1,8 @@
-"""Rows that a hostile writer with INSERT alone can put into an outbox: what the harvester must survive.
+"""Rows that a hostile writer with INSERT alone can put into an outbox, and that the harvester must survive.
 
 Each is data, for the tests and for the chaos ingredient. A row either is held, with a reason that names its column, or
 is odd and yet a record, which arrives. Where the table has its constraints (`TableName`'s DDL), the database itself
-refuses those that say so.
+refuses the rows with `is_constrained`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ KIB, MIB = 2**10, 2**20
 
 @dataclass(frozen=True)
 class OutboxNames:
-    """What a writer needs to know of the outbox it attacks: its topics, as they are called by default."""
+    """The names that a writer must know to attack an outbox: its topics, as they are called by default."""
 
     leader: str
     tracking: str
@@ -30,7 +30,7 @@ class OutboxNames:
 
     @classmethod
     def of(cls, identity: str) -> "OutboxNames":
-        """Those of an outbox with this identity, `<database>.<schema>.<table>`, and default settings."""
+        """Return those of an outbox with this identity, `<database>.<schema>.<table>`, and default settings."""
         return cls(
             leader=f"{identity}.neli",
             tracking=f"{identity}.manifests",
@@ -46,8 +46,8 @@ class HostileRow:
 
     Attributes:
         name: short, fit for a test's id.
-        columns: column -> value; what is not named keeps the column's default. Without a key unless one is named.
-        why: what it did to 592f1f3.
+        columns: column -> value; others keep their defaults. Without a key unless one is named.
+        why: the harm that it did to 592f1f3.
         ends: whether it must be `held`, must arrive (`published`), or may do either, as long as others are not hurt.
         column: the column that a hold's reason names.
         is_constrained: whether the table's CHECK constraints refuse it.
@@ -64,12 +64,12 @@ class HostileRow:
 
     @property
     def own_id(self) -> bool:
-        """Whether it names its id: then it can be written only once."""
+        """Tell whether it names its id: then it can be written only once."""
         return "id" in self.columns
 
 
 def insert(table: str, row: HostileRow) -> tuple[sql.Composed, list[Any]]:
-    """The statement that writes a row, and its parameters; `table` is quoted already where it must be."""
+    """Return the statement that writes a row, and its parameters; `table` is quoted already if it must be."""
     columns = {"create_time": "now", **row.columns}
     statement = sql.SQL("INSERT INTO {table} ({columns}) VALUES ({values})").format(
         table=sql.SQL(table),
@@ -86,7 +86,7 @@ def _placeholder(column: str) -> sql.Composable:
 
 
 def hostile_rows(names: OutboxNames, topic: str) -> Sequence[HostileRow]:
-    """Every hostile row of the reviews, for an outbox with these names that publishes to this topic."""
+    """Return every hostile row of the reviews, for an outbox with these names that publishes to this topic."""
     return [
         *_control_topics(names),
         *_illegal_topics(),

@@ -1,4 +1,4 @@
-"""Reading whole topics back, to see what was published."""
+"""Readers of whole topics, to check the published records."""
 
 import time
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ def read_topic(bootstrap, topic, *, count=None, timeout=30.0, isolation="read_co
     Args:
         bootstrap: The broker.
         topic: Its name. A topic that does not exist is empty, or awaited if `count` is given.
-        count: Return once so many were read; None: read what is there at the time of the call (with read_committed,
+        count: Return once so many were read; None: read up to the end at the time of the call (with read_committed,
             up to the first open transaction).
-        timeout: Seconds; TimeoutError after that, telling how many were read.
+        timeout: Seconds; TimeoutError after that, with the number of messages read.
         isolation: "read_committed" or "read_uncommitted".
     """
     deadline = time.monotonic() + timeout
@@ -59,10 +59,10 @@ def _partitions(consumer, topic, deadline):
 
 
 def _ends(bootstrap, topic, partitions, timeout):
-    """The ends of the logs, open transactions included.
+    """Return the ends of the logs, open transactions included.
 
     A commit is decided before its markers reach the partitions: a read_committed client asked for the end right after
-    one may be told an earlier offset.
+    one may get an earlier offset.
     """
     settings = {"bootstrap.servers": bootstrap, "group.id": "kafka-reader", "isolation.level": "read_uncommitted"}
     consumer = Consumer(settings)
@@ -97,7 +97,7 @@ def _read_to(consumer, ends, deadline):
 
 
 def _poll(consumer, deadline, so_far):
-    """The next message or end of a partition."""
+    """Return the next message or end of a partition."""
     while time.monotonic() < deadline:
         message = consumer.poll(0.1)
         if message is None:

@@ -1,4 +1,4 @@
-"""What tests of queues share: markers written by hand, trackers, and what is in the topics."""
+"""The parts that tests of queues share: markers written by hand, trackers, and readers of the topics."""
 
 import time
 from collections import Counter
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from confluent_kafka import Producer
 
 from devstack.processes import wait_until
-from outbox_queue import headers, wire
 from outbox_queue.config import QueueConfig
-from outbox_queue.tracker import RedeliveryTracker
+from outbox_queue.consuming.delivery import Delivery, ReceivedMessage
+from outbox_queue.protocol import headers
+from outbox_queue.protocol import markers as wire
+from outbox_queue.redelivery.tracker import RedeliveryTracker
 from tests.kafka_reader import read_topic
 
 PATIENCE = 60.0
@@ -18,7 +20,7 @@ PATIENCE = 60.0
 
 @dataclass
 class Markers:
-    """Writes markers as consumers of queues do."""
+    """A writer of markers, as consumers of queues write them."""
 
     bootstrap: str
     topic: str
@@ -29,7 +31,7 @@ class Markers:
         self._producer = Producer({"bootstrap.servers": self.bootstrap, "linger.ms": 5, "enable.idempotence": True})
 
     def write(self, number, value):
-        """A marker of message (0, number), on the partition that all its markers have."""
+        """Write a marker of message (0, number), to the one partition of all its markers."""
         while True:
             try:
                 self._producer.produce(self.topic, value, str(number).encode(), number % self.partitions)
@@ -62,8 +64,18 @@ class Markers:
         assert self._producer.flush(30) == 0
 
 
+def received(payload=b"", *, place=(0, 0), attempt=1, enqueued_at_ms=0):
+    """Return a message as a consumer reads it."""
+    return ReceivedMessage("q", payload, (), attempt, None, place, place, enqueued_at_ms)
+
+
+def delivery(*, deadline=float("inf"), **message):
+    """Return a message in progress, whose deadline does not come."""
+    return Delivery(received(**message), 0, b"q", deadline)
+
+
 def queue_config(bootstrap, make_topic, **settings):
-    """A config with topics of their own, the marker topic stamped by the broker."""
+    """Return a config with topics of their own, the marker topic stamped by the broker."""
     marker_settings = {"message.timestamp.type": "LogAppendTime"}
     topics = {
         "message_topic": make_topic(4),
@@ -75,7 +87,7 @@ def queue_config(bootstrap, make_topic, **settings):
 
 @contextmanager
 def tracking(config, **arguments):
-    """A tracker that has caught up."""
+    """Run a tracker within the context, which begins when it has caught up."""
     with RedeliveryTracker(config, **arguments) as tracker:
         assert wait_until(lambda: tracker.is_caught_up or not tracker.health().ok, PATIENCE)
         yield tracker
@@ -83,7 +95,7 @@ def tracking(config, **arguments):
 
 
 def messages_in(config):
-    """What is in the message topic: payload -> attempts of its copies."""
+    """Return the messages of the message topic: payload -> attempts of its copies."""
     found = {}
     for message in read_topic(config.bootstrap_servers, config.message_topic):
         found.setdefault(message.value, []).append(headers.read(message.headers).attempt)
@@ -91,13 +103,13 @@ def messages_in(config):
 
 
 def dead_letters_in(config):
-    """What is in the dead letter topic: payload -> what its headers tell."""
+    """Return the messages of the dead letter topic: payload -> the contents of its headers."""
     found = read_topic(config.bootstrap_servers, config.dead_letters)
     return {letter.value: headers.read(letter.headers) for letter in found}
 
 
 def ended_ids(config):
-    """How many end markers there are of each message."""
+    """Count the end markers of each message."""
     found = Counter()
     for record in read_topic(config.bootstrap_servers, config.marker_topic):
         marker = wire.Marker.FromString(record.value)
@@ -107,7 +119,7 @@ def ended_ids(config):
 
 
 def eventually(condition, *, seconds=PATIENCE):
-    """Wait for a condition; its last answer."""
+    """Wait for a condition; return its last answer."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()) and time.monotonic() < deadline:
         time.sleep(0.1)

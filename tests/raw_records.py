@@ -44,7 +44,7 @@ class _Field(ctypes.Structure):
 
 
 def produce_raw(bootstrap, topic, value, *, key=None, partition=0, headers=(), timestamp_ms=None):
-    """Write a record, and wait until Kafka has it; header names are bytes."""
+    """Write a record with header names in bytes, and wait until Kafka has it."""
     library = _library()
     producer = _producer(library, bootstrap)
     try:

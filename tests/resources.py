@@ -1,4 +1,4 @@
-"""What a test's process holds: threads, descriptors and memory, for tests that nothing is left behind."""
+"""The resources of a test's process, threads, descriptors and memory, for tests of leaks."""
 
 import gc
 import os
@@ -12,8 +12,11 @@ FULL_COUNTS = "OUTBOX_TEST_LEAKS"
 """Environment variable: repeat what may leak as often as the release is measured with, instead of a few times."""
 
 
+_OTHERS = 4  # descriptors: other clients of this process may just be connecting anew
+
+
 class Held(NamedTuple):
-    """What this process holds now.
+    """The resources that this process holds now.
 
     Attributes:
         threads: its threads, librdkafka's included.
@@ -27,7 +30,7 @@ class Held(NamedTuple):
 
 
 def held() -> Held:
-    """What this process holds now."""
+    """Measure the resources that this process holds now."""
     own = Path("/proc/self")
     pages = int((own / "statm").read_text().split()[1])
     threads, descriptors = (sum(1 for _ in (own / kind).iterdir()) for kind in ("task", "fd"))
@@ -35,13 +38,13 @@ def held() -> Held:
 
 
 def times(quick: int, full: int) -> int:
-    """How often to repeat something: `quick` as a rule, `full` if `OUTBOX_TEST_LEAKS` is set."""
+    """Return the number of repetitions: `quick` as a rule, `full` if `OUTBOX_TEST_LEAKS` is set."""
     return full if os.environ.get(FULL_COUNTS) else quick
 
 
 @contextmanager
 def reference_counts_only():
-    """No garbage collection within the context: what is freed there is freed by its last reference."""
+    """Turn garbage collection off within the context: objects are freed there by their last reference."""
     gc.collect()
     gc.disable()
     try:
@@ -51,10 +54,21 @@ def reference_counts_only():
 
 
 def settles(threads: int, descriptors: int, timeout: float = 10.0) -> Held:
-    """Wait until no more than so many threads and descriptors are held; return what is held then, or at the end."""
+    """Wait until no more than so many threads and descriptors are held; return the resources held at the end."""
     deadline = time.monotonic() + timeout
     while (now := held()).threads > threads or now.descriptors > descriptors:
         if time.monotonic() > deadline:
             break
         time.sleep(0.05)
     return now
+
+
+def assert_released(before: Held, timeout: float = 10.0) -> Held:
+    """Assert that what was taken since `before` is released in time; return what is held at the end.
+
+    A client that is left behind holds two threads and three descriptors at least: repeat what may leave one.
+    """
+    after = settles(before.threads, before.descriptors + _OTHERS, timeout)
+    assert after.threads <= before.threads
+    assert after.descriptors <= before.descriptors + _OTHERS
+    return after

@@ -1,4 +1,4 @@
-"""Fixtures for a real Postgres and a Kafka broker, as a pytest plugin.
+"""The fixtures for a real Postgres and a Kafka broker, as a pytest plugin.
 
 Services start when the first test asks for them and stop at the end of the session, also on Ctrl-C or SIGTERM. Tests
 that run side by side (pytest-xdist) share them; the process that hands out the tests stops them. With
@@ -10,11 +10,13 @@ the reason elsewhere; all others then run on the embedded broker. Tests that kil
 """
 
 import os
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import uuid
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,7 +25,6 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from xdist.scheduler import LoadScopeScheduling
 
 from devstack.cluster import KafkaCluster
-from devstack.kafka import SMALL_JAVA
 from devstack.stack import DevStack
 
 _NEED_KAFKA = {"kafka", "private_stack", "own_stack", "cluster"}
@@ -40,13 +41,16 @@ _PROBLEM = pytest.StashKey[str | None]()
 _SHARED = pytest.StashKey[DevStack]()
 _CHOICES = pytest.StashKey[list[str]]()
 _EMBEDDED_PARTITIONS = 4
+_CHAOS = "tests/chaos/test_chaos.py"
+_QUEUES = ("tests/integration/queue/", "tests/acceptance/test_queue_")
+_LONGEST = ("tests/spark/relay/", "tests/spark/pipelines/", *_QUEUES, _CHAOS)
 _STACK_DIRECTORY = "stack_directory"
 
 
 def pytest_configure(config):
     """Let SIGTERM end the session as Ctrl-C does, so that fixtures are torn down."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # A shell starts what is in its background with Ctrl-C ignored, and so would be whatever the tests start.
+    # A shell starts its background jobs with Ctrl-C ignored, and the tests' processes would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[_CHOICES] = []
 
@@ -59,12 +63,12 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Keep which broker a process of tests ran on."""
+    """Note the broker that a process of tests used."""
     node.config.stash[_CHOICES].extend(getattr(node, "workeroutput", {}).get("brokers", []))
 
 
 def pytest_sessionfinish(session):
-    """Tell the process that handed out the tests which broker they ran on."""
+    """Pass the name of the used broker to the process that hands out the tests."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["brokers"] = session.config.stash[_CHOICES]
 
@@ -79,16 +83,18 @@ def pytest_runtest_makereport():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep in one process what shares something when tests run side by side, and at least a file."""
+    """Keep tests that share something, and at least those of a file, in one process when tests run side by side."""
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path = nodeid.partition("::")[0]
+            if path == _CHAOS:
+                return nodeid  # each takes half a minute, and none shares anything but services
             folder = path.rpartition("/")[0]
-            if folder.startswith("tests/spark/"):  # a session
+            if folder.startswith("tests/spark/") and _asks_for_session(config.rootpath / path):
                 return folder
-            if path.startswith("tests/integration/test_queue"):  # consumer groups, whose names are those of kafka-mq-go
-                return "tests/integration/test_queue"
+            if path.startswith(_QUEUES):
+                return "queues"  # consumer groups, whose names are those of kafka-mq-go
             return path
 
     config.option.loadscopereorder = False  # the order of `pytest_collection_modifyitems` is the better one
@@ -96,8 +102,8 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with the two longest: Spark's folders, each of which one process runs."""
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/spark/relay/", "tests/spark/pipelines/")))
+    """Begin with the longest: the two folders of Spark, that of queues, each of which one process runs, and chaos."""
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
 
 
 def pytest_collection_finish(session):
@@ -110,7 +116,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup(item):
-    """Hold tests that need the real broker to it."""
+    """Fail or skip tests that need the real broker where it cannot be had."""
     problem = item.config.stash.get(_PROBLEM, None)
     if problem is None or item.get_closest_marker("real_broker") is None:
         return
@@ -120,7 +126,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Say which broker the tests ran on."""
+    """Name the broker that the tests used."""
     for line in dict.fromkeys(config.stash[_CHOICES]):
         terminalreporter.write_line(line)
 
@@ -134,53 +140,53 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(scope="session")
 def stack(pytestconfig):
-    """The shared stack; `postgres` and `kafka` start its halves."""
+    """Return the shared stack; `postgres` and `kafka` start its halves."""
     return _shared_stack(pytestconfig)
 
 
 @pytest.fixture(scope="session")
 def postgres(stack):
-    """The shared Postgres server, running. Never stop it."""
+    """Return the shared Postgres server, running. Never stop it."""
     stack.start_postgres()
     return stack.postgres
 
 
 @pytest.fixture(scope="session")
 def kafka(stack):
-    """The shared broker, running; embedded if no real one can be had. Never stop it."""
+    """Return the shared broker, running; embedded if no real one can be had. Never stop it."""
     stack.start_kafka()
     return stack.kafka
 
 
 @pytest.fixture
 def kafka_bootstrap(kafka):
-    """Address of the shared broker."""
+    """Return the address of the shared broker."""
     return kafka.bootstrap
 
 
 @pytest.fixture
 def database(postgres):
-    """URL of a fresh database, dropped afterwards whatever sessions are left in it."""
+    """Yield the URL of a fresh database, which is dropped afterwards even if sessions are left in it."""
     yield from _fresh_database(postgres)
 
 
 @pytest.fixture(scope="module")
 def _module_stack(pytestconfig):
-    with_both = DevStack(java_options=SMALL_JAVA, report=_reporter(pytestconfig))
+    with_both = DevStack(small=True, report=_reporter(pytestconfig))
     yield with_both
     with_both.stop()
 
 
 @pytest.fixture
 def private_stack(_module_stack):
-    """A stack of this module's own, both services running at the start of each test, to be killed at will."""
+    """Return a stack of this module's own, both services running at the start of each test, which may kill them."""
     _module_stack.start()
     return _module_stack
 
 
 @pytest.fixture
 def private_database(private_stack):
-    """URL of a fresh database in the module's own Postgres; its server may be dead at the end of the test."""
+    """Yield the URL of a fresh database in the module's own Postgres, which may be dead at the end of the test."""
     fresh = _fresh_database(private_stack.postgres)
     yield next(fresh)
     private_stack.start_postgres()
@@ -189,11 +195,11 @@ def private_database(private_stack):
 
 @pytest.fixture
 def own_stack(pytestconfig):
-    """A factory for started stacks of this test's own: `own_stack(embedded=None, directory=None)`."""
+    """Yield a factory for started stacks of this test's own: `own_stack(embedded=None, directory=None)`."""
     made = []
 
     def make(*, embedded: bool | None = None, directory: Path | None = None) -> DevStack:
-        stack = DevStack(directory, embedded, java_options=SMALL_JAVA, report=_reporter(pytestconfig))
+        stack = DevStack(directory, embedded, small=True, report=_reporter(pytestconfig))
         made.append(stack)
         stack.start()
         return stack
@@ -214,14 +220,14 @@ def _cluster(pytestconfig):
 
 @pytest.fixture
 def cluster(_cluster):
-    """Three brokers of the session's own, all in sync at the start of each test, to be killed at will."""
+    """Return three brokers of the session's own, all in sync at the start of each test, which may kill them."""
     _cluster.start()
     return _cluster
 
 
 @pytest.fixture
 def topic_name():
-    """A factory for topic names (or group names) that no other test uses: `topic_name("orders")`."""
+    """Return a factory for topic names (or group names) that no other test uses: `topic_name("orders")`."""
 
     def make(prefix: str = "test") -> str:
         return f"{prefix}-{uuid.uuid4().hex[:12]}"
@@ -231,7 +237,7 @@ def topic_name():
 
 @pytest.fixture
 def make_topic(request, topic_name):
-    """A factory for topics; it returns the name.
+    """Return a factory for topics, which returns the name.
 
     `make_topic(partitions=4, config={...}, name=None, bootstrap=None, replicas=1)`
 
@@ -254,9 +260,15 @@ def make_topic(request, topic_name):
 
 
 def as_role(url: str, role: str) -> str:
-    """The same database for another role; roles of tests need no password."""
+    """Return the same database for another role; roles of tests need no password."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{role}@{rest.rpartition('@')[2]}"
+
+
+@cache
+def _asks_for_session(path):
+    """Tell whether a test or fixture of this file uses the Spark session."""
+    return re.search(r"^def \w+\([^)]*\bspark\b", path.read_text(), re.MULTILINE) is not None
 
 
 def _needs_kafka(item):
@@ -274,14 +286,14 @@ def _shared_stack(config) -> DevStack:
     if stack is None:
         given = os.environ.get("OUTBOX_DEVSTACK_DIR")
         directory = given or getattr(config, "workerinput", {}).get(_STACK_DIRECTORY)
-        stack = config.stash[_SHARED] = DevStack(directory, java_options=SMALL_JAVA, report=_reporter(config))
+        stack = config.stash[_SHARED] = DevStack(directory, small=True, report=_reporter(config))
         if given and not stack.is_running:
             pytest.exit(f"OUTBOX_DEVSTACK_DIR={given}: nothing runs there; python -m devstack up --dir {given}")
     return stack
 
 
 def _is_ours_to_stop(config):
-    """Whether the shared stack ends with this process."""
+    """Tell whether the shared stack ends with this process."""
     return not os.environ.get("OUTBOX_DEVSTACK_DIR") and not hasattr(config, "workerinput")
 
 

@@ -47,8 +47,8 @@ class Application:
     Attributes:
         name: its name, and its database's.
         dsn_variable: environment variable in which it finds that.
-        topics: where its messages go.
-        ledger: SQL for what it committed: topic, key, number within the key, event id.
+        topics: the topics of its messages.
+        ledger: SQL for its committed records: topic, key, number within the key, event id.
         migrate: command that makes its tables.
         harvest: command that publishes its outbox.
         load: command that runs its transactions; `--count` and so on are added.
@@ -65,7 +65,7 @@ class Application:
     batch: Batch
 
     def batch_for(self, records: int) -> Batch:
-        """At least so many records."""
+        """Return a batch that stashes at least so many records."""
         times = math.ceil(records / self.batch.records)
         return Batch(self.batch.transactions * times, self.batch.records * times)
 

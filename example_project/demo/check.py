@@ -1,4 +1,4 @@
-"""The verdict: what was committed against what arrived.
+"""The verdict: committed records against received ones.
 
 - *lost*: committed, and never received;
 - *repeated*: copies of a record beyond the first;
@@ -25,7 +25,7 @@ class Stashed(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A record as the consumer got it, and when (seconds on the monotonic clock)."""
+    """A record as the consumer received it, and the time of that (seconds on the monotonic clock)."""
 
     topic: str
     key: str
@@ -37,7 +37,7 @@ class Received(NamedTuple):
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What became of one topic's records."""
+    """The counts of one topic's records that arrived, and of those that did not arrive as they should."""
 
     topic: str
     stashed: int = 0
@@ -49,17 +49,17 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is there, in order. Repeats are what "at least once" allows."""
+        """Tell whether all records arrived, in order; repeats are allowed in at-least-once delivery."""
         return not (self.lost or self.reordered or self.invented)
 
 
 def check(topics: Iterable[str], stashed: Iterable[Stashed], received: Iterable[Received]) -> list[Verdict]:
-    """Compare, topic by topic.
+    """Compare the ledger with the received records, topic by topic.
 
     Args:
-        topics: what to report about.
-        stashed: all that was committed.
-        received: all that arrived, in the order of arrival.
+        topics: the topics of the report.
+        stashed: all committed records.
+        received: all received records, in the order of arrival.
     """
     committed: dict[str, set[str]] = defaultdict(set)
     for row in stashed:
@@ -87,7 +87,7 @@ def _check_topic(topic: str, committed: set[str], arrived: Sequence[Received]) -
 
 
 def _reordered(records: Sequence[Received]) -> int:
-    """How many records of one key came too late; one in another partition has no order with the others at all."""
+    """Count the records of one key that came too late, and those in another partition, which have no order."""
     count = 0
     latest = records[0]
     for record in records[1:]:

@@ -39,17 +39,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Return its process id."""
         return self._process.pid
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Tell whether it has not ended."""
         return self._process.poll() is None
 
     @property
     def output(self) -> str:
-        """What it has written to stdout."""
+        """Return the text that it has written to stdout."""
         return self._output.read_text()
 
     def signal(self, number: signal.Signals) -> None:
@@ -124,7 +124,7 @@ def run_all(children: Sequence[Child], seconds: float) -> None:
 
 
 def child_environment(additional: Mapping[str, str]) -> dict[str, str]:
-    """Our environment without settings that are meant for another outbox, and with `additional`."""
+    """Return our environment without settings that are meant for another outbox, and with `additional`."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")}
     return {
         **ours,

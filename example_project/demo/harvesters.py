@@ -1,6 +1,6 @@
-"""The harvesters of one outbox: who leads, and for how long nobody did.
+"""The harvesters of one outbox: the current leader, and the time without one.
 
-Each serves `/healthz`, as it would for an orchestrator; its answer says whether it leads.
+Each serves `/healthz`, as it would for an orchestrator; the answer says whether it leads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Harvesters:
     """Two harvesters of one outbox, started at once.
 
     Attributes:
-        leader: the one that led when last looked at, or None.
+        leader: the one that led at the last probe, or None.
         killed: the one that was killed, or None.
         took_over_after: seconds from that to its successor's leadership, or None while there is none.
     """
@@ -46,17 +46,17 @@ class Harvesters:
 
     @property
     def are_ready(self) -> bool:
-        """Whether one leads and the others stand by."""
+        """Tell whether one leads and the others stand by."""
         return self.leader is not None and all(self._leads(child) is not None for child in self._alive())
 
     @property
     def seconds_without_leader(self) -> float:
-        """How long nobody led, since somebody first did."""
+        """Return the seconds without a leader, counted from the first leadership."""
         since = self._leaderless_since
         return self._seconds_without + (time.monotonic() - since if since is not None else 0.0)
 
     def look(self) -> None:
-        """Find out who leads.
+        """Probe all harvesters, and note the leader.
 
         Raises:
             DemoError: a harvester ended by itself.
@@ -86,7 +86,7 @@ class Harvesters:
         return [child for child in self._port_of if child is not self.killed]
 
     def _leads(self, child: Child) -> bool | None:
-        """Whether it leads; None if it does not answer (yet)."""
+        """Tell whether it leads; None if it does not answer (yet)."""
         try:
             url = f"http://{LOCALHOST}:{self._port_of[child]}/healthz"
             with _DIRECT.open(url, timeout=_PROBE_SECONDS) as answer:

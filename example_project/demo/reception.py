@@ -1,4 +1,4 @@
-"""The consumer: reads all topics from their beginning, on a thread of its own, and keeps what it got."""
+"""The consumer: it reads all topics from their beginning, on a thread of its own, and keeps every record."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BATCH = 500
 
 
 class Reception:
-    """Receives until `finish`, or until the context ends.
+    """A thread that receives records until `finish`, or until the context ends.
 
     `received` belongs to the thread until that has ended; `distinct` may be read at any time.
 
@@ -50,7 +50,7 @@ class Reception:
 
     @property
     def distinct(self) -> int:
-        """How many different records have arrived."""
+        """Return the number of different records that have arrived."""
         return len(self._ids)
 
     def check(self) -> None:
@@ -59,7 +59,7 @@ class Reception:
             raise DemoError(f"the consumer failed: {self._failure}")
 
     def finish(self) -> list[Received]:
-        """Read on to what is now the end of every topic; return all that was received, in order of arrival."""
+        """Read on to the present end of every topic; return all received records, in order of arrival."""
         self._finishing.set()
         self._thread.join()
         self.check()
@@ -74,7 +74,7 @@ class Reception:
         self._thread.join()
 
     def _make(self, topic: str) -> list[int]:
-        """Partitions of a topic; both brokers make one that is asked for by name."""
+        """Return the partitions of a topic; both brokers make one that is requested by name."""
         deadline = time.monotonic() + _SECONDS_TO_APPEAR
         while not (known := self._consumer.list_topics(topic, timeout=10).topics[topic].partitions):
             if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ class Reception:
             self._consumer.close()
 
     def _read_to_the_end(self) -> None:
-        """No transactions are open and nobody writes any more, so the high watermarks are the ends."""
+        """Read up to the high watermarks: they are the ends, as all writers are done and no transaction is open."""
         ends = {
             partition: self._consumer.get_watermark_offsets(TopicPartition(*partition), timeout=10)[1]
             for partition in self._partitions

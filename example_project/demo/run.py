@@ -1,4 +1,4 @@
-"""What happens in the demo, in order: services, tables, harvesters, transactions, a kill, and the reckoning."""
+"""The steps of the demo, in order: services, tables, harvesters, transactions, a kill, and the comparison."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SECONDS_IN_ALL = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What may be asked for.
+    """The options of the command line.
 
     Attributes:
-        records: how many both applications stash at least, together.
+        records: least number that both applications stash together.
         embedded: use the embedded broker even where a real one can be had.
         keep: leave Postgres and the broker running.
     """
@@ -46,7 +46,7 @@ class Options:
 
     @property
     def load_seconds(self) -> float:
-        """How long the transactions take at least, so that on a fast machine too they go on around the kill."""
+        """Return the least duration of the transactions: on a fast machine, too, they must go on around the kill."""
         return min(20.0, max(4.0, self.records / 1000))
 
 
@@ -61,24 +61,24 @@ class Outbox:
     load: Child
 
     def stashed(self) -> list[Stashed]:
-        """The application's ledger."""
+        """Read the application's ledger."""
         with psycopg.connect(self.dsn) as connection:
             rows = connection.execute(self.application.ledger).fetchall()
         return [Stashed(*row) for row in rows]
 
     def count(self, connection: psycopg.Connection) -> int:
-        """How many rows the ledger has by now."""
+        """Count the rows of the ledger by now."""
         row = connection.execute(f"SELECT count(*) FROM ({self.application.ledger}) AS ledger").fetchone()
         return row[0] if row else 0
 
     @property
     def is_past_its_crisis(self) -> bool:
-        """Whether all its transactions are over and its dead leader has a successor."""
+        """Tell whether all its transactions are over and its dead leader has a successor."""
         return not self.load.is_running and self.harvesters.took_over_after is not None
 
     @property
     def rolled_back(self) -> dict[str, int]:
-        """Records of transactions that rolled back, by topic, as the application counted them."""
+        """Return records of transactions that rolled back, by topic, as the application counted them."""
         output = self.load.output
         if not output:
             raise DemoError(f"the transactions of {self.application.name} did not end in time")
@@ -87,7 +87,7 @@ class Outbox:
 
 
 def run(options: Options, screen: Screen, log_directory: Path) -> list[Result]:
-    """Run the demo; return what became of the records.
+    """Run the demo; return a result for each outbox.
 
     Raises:
         DemoError: something failed that has nothing to do with the records.
@@ -139,7 +139,7 @@ def _migrate(children: Children, screen: Screen) -> None:
 
 
 def _start_harvesters(children: Children, screen: Screen) -> list[Harvesters]:
-    """Two for each outbox; wait until one of each leads and the other stands by."""
+    """Start two for each outbox; wait until one of each leads and the other stands by."""
     screen.say("starting two harvesters for each outbox")
     all_harvesters = [Harvesters(application, children) for application in APPLICATIONS]
     deadline = time.monotonic() + _SECONDS_TO_LEAD
@@ -173,7 +173,7 @@ def _start_transactions(
 
 
 def _watch(outboxes: Sequence[Outbox], reception: Reception, live: Live, screen: Screen) -> None:
-    """Kill each leader half-way; return when all is received, or nothing has come for too long."""
+    """Kill each leader half-way; return when all records are received, or when none has come for too long."""
     give_up_at = time.monotonic() + _SECONDS_IN_ALL
     silent_since, received = time.monotonic(), 0
     connections = [psycopg.connect(outbox.dsn, autocommit=True) for outbox in outboxes]
@@ -197,7 +197,7 @@ def _watch(outboxes: Sequence[Outbox], reception: Reception, live: Live, screen:
 
 
 def _follow(outbox: Outbox, count: int, screen: Screen) -> None:
-    """See who leads, and kill the leader when half of the records are stashed."""
+    """Find the leader, and kill it when half of the records are stashed."""
     harvesters = outbox.harvesters
     outbox.load.check()
     had_successor = harvesters.took_over_after is not None

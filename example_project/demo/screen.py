@@ -1,4 +1,4 @@
-"""What the demo shows: live progress on a terminal, a line now and then elsewhere, and the table at the end."""
+"""The demo's output: live progress on a terminal, a line now and then elsewhere, and the table at the end."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of one outbox's records.
+    """The result of one outbox.
 
     Attributes:
         name: of the application.
         verdicts: one for each topic.
         rolled_back: records stashed in transactions that rolled back, by topic.
         seconds: from the first transaction to the last record received.
-        seconds_without_leader: how much of that nobody led.
+        seconds_without_leader: the part of that without a leader.
         best_second: the most records received within one second.
     """
 
@@ -52,7 +52,7 @@ class Result:
 
 
 class Screen:
-    """A console that also knows what to do when it is a file or a pipe."""
+    """A console that also suits a file or a pipe."""
 
     def __init__(self) -> None:
         is_terminal = Console().is_terminal
@@ -64,11 +64,11 @@ class Screen:
         self._console.print(text, markup=False, style=style, soft_wrap=True)
 
     def progress(self, total: int) -> Live:
-        """Progress of so many records, to be used as a context manager."""
+        """Return a context manager that shows the progress of so many records."""
         return Live(self, self._console, total)
 
     def show(self, results: Sequence[Result]) -> None:
-        """The final table: a row for each topic, and one for each outbox as a whole."""
+        """Print the final table: a row for each topic, and one for each outbox as a whole."""
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("topic", no_wrap=True)
         for column in _COLUMNS:
@@ -90,7 +90,7 @@ class Screen:
 
 
 class Live:
-    """Two bars and a line about the leaders, or lines where nothing can be redrawn."""
+    """Two bars and a line about the leaders; simple lines for output that cannot be redrawn."""
 
     def __init__(self, screen: Screen, console: Console, total: int) -> None:
         self._screen = screen
@@ -110,7 +110,7 @@ class Live:
             self._tasks = [self._bars.add_task(name, total=total, note="") for name in ("stashed", "received")]
 
     def update(self, stashed: int, received: int, note: str) -> None:
-        """Show where it stands."""
+        """Show the present counts and leaders."""
         if self._bars is not None:
             self._bars.update(self._tasks[0], completed=stashed)
             self._bars.update(self._tasks[1], completed=received, note=note)

@@ -26,10 +26,10 @@ class Clients:
 
     Args:
         url: of the shop.
-        products: ids of what can be ordered.
-        orders: how many.
-        threads: how many clients.
-        seconds: how long it shall take at least, all together.
+        products: ids of the products on sale.
+        orders: number of orders.
+        threads: number of clients.
+        seconds: least duration of all together.
     """
 
     def __init__(self, url: str, products: list[int], *, orders: int, threads: int, seconds: float) -> None:
@@ -52,7 +52,7 @@ class Clients:
 
     @property
     def are_done(self) -> bool:
-        """Whether all orders are placed.
+        """Tell whether all orders are placed.
 
         Raises:
             DemoError: a client got an answer that it cannot go on with.
@@ -96,7 +96,7 @@ class Clients:
 
 
 def _insist(request: Callable[[], httpx.Response]) -> httpx.Response:
-    """Send a request until it is answered."""
+    """Repeat a request until it is answered."""
     for attempt in range(_ATTEMPTS):
         try:
             answer = request()

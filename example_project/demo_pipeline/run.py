@@ -51,15 +51,15 @@ Figures = Mapping[tuple[object, ...], tuple[int, int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What the demo has shown.
+    """The outcome of the demo.
 
     Attributes:
-        orders: placed.
-        cancelled: how many of them were cancelled.
+        orders: number of placed orders.
+        cancelled: number of cancelled ones among them.
         from_orders: revenue straight from the orders table.
         from_pipeline: revenue as the pipeline has it.
         shown: the total on the shop's page, in cents.
-        kills: whom was killed.
+        kills: the killed processes.
     """
 
     orders: int
@@ -71,12 +71,12 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is equal, to the cent, after both kills."""
+        """Tell whether all figures are equal, to the cent, after both kills."""
         return self.from_orders == self.from_pipeline and self.shown == cents(self.from_orders) and len(self.kills) == 2
 
 
 def cents(figures: Figures) -> int:
-    """The total."""
+    """Return the total."""
     return sum(earned for _, earned in figures.values())
 
 
@@ -153,7 +153,7 @@ class _Demo:
 
     @contextmanager
     def _shop(self) -> Iterator[str]:
-        """The shop's API, as a process of its own; its URL."""
+        """Start the shop's API as a process of its own; return its URL."""
         port = free_ports(1)[0]
         shop = self._children.start("shop", [*_SHOP, f"--host={LOCALHOST}", f"--port={port}", "--log-level=warning"])
         url, deadline = f"http://{LOCALHOST}:{port}", time.monotonic() + _SECONDS_TO_START
@@ -237,6 +237,6 @@ class _Demo:
 
 
 def _total_on(page: str) -> int | None:
-    """What the shop's page shows as the total."""
+    """Read the total from the shop's page."""
     shown = page.partition('<strong id="total">')[2].partition("<")[0]
     return int(shown) if shown.isdecimal() else None

@@ -50,7 +50,7 @@ async def payments(request: Request) -> JSONResponse:
 
 
 def _read_payment(body: bytes) -> tuple[int, int, int]:
-    """Payer, payee and amount; ValueError says what is wrong with them."""
+    """Return payer, payee and amount; ValueError says what is wrong with them."""
     match json.loads(body):
         case {"payer": payer, "payee": payee, "amount_cents": amount} if (
             payer != payee

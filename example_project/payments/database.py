@@ -1,4 +1,4 @@
-"""Where the database is: PAYMENTS_DATABASE_DSN, else OUTBOX_POSTGRES_DSN as `python -m devstack up` prints it."""
+"""The database's address: PAYMENTS_DATABASE_DSN, else OUTBOX_POSTGRES_DSN as `python -m devstack up` prints it."""
 
 import os
 from collections.abc import AsyncIterator
@@ -15,14 +15,14 @@ Sessions = async_sessionmaker[AsyncSession]
 
 
 def database_url() -> URL:
-    """The database's URL, good for synchronous and asynchronous engines."""
+    """Return the database's URL, for synchronous and asynchronous engines."""
     environ = os.environ
     return sqlalchemy_url(environ.get("PAYMENTS_DATABASE_DSN") or environ.get("OUTBOX_POSTGRES_DSN") or _DEFAULT)
 
 
 @asynccontextmanager
 async def open_sessions(connections: int = 10) -> AsyncIterator[Sessions]:
-    """A factory of sessions, over a pool of at most `connections` connections."""
+    """Yield a factory of sessions, over a pool of at most `connections` connections."""
     engine = create_async_engine(database_url(), pool_size=connections, max_overflow=0)
     try:
         yield async_sessionmaker(engine, expire_on_commit=False)

@@ -1,6 +1,6 @@
 """Accounts, payments between them, and each account's entries: the history that Kafka gets.
 
-An account's entries are numbered from 1. Each is one message, so whoever reads the topic can tell if one is missing or
+An account's entries are numbered from 1. Each is one message, so a reader of the topic can tell if one is missing or
 out of order. The outbox's table belongs to the same metadata, for Alembic's autogenerate to know it.
 """
 
@@ -29,7 +29,7 @@ class Base(DeclarativeBase):
 
 
 class Account(Base):
-    """Somebody's money. Whoever changes `balance_cents` holds the row's lock."""
+    """Somebody's money. A transaction that changes `balance_cents` holds the row's lock."""
 
     __tablename__ = "account"
     __table_args__ = (CheckConstraint("balance_cents >= 0", name="balance"),)

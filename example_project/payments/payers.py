@@ -24,14 +24,14 @@ _BALANCE_CENTS = 100_000_000
 
 @dataclass
 class Tally:
-    """What a run did: payments made, and how many stashed records were rolled back, by topic."""
+    """The result of a run: payments made, and the number of stashed records that were rolled back, by topic."""
 
     paid: int = 0
     rolled_back: Counter[str] = field(default_factory=Counter)
 
 
 async def open_accounts(sessions: Sessions) -> list[int]:
-    """The ids of all accounts; if there are none yet, open some."""
+    """Return the ids of all accounts; if there are none yet, open some."""
     async with sessions() as session, session.begin():
         ids = list(await session.scalars(select(Account.id)))
         if not ids:
@@ -46,7 +46,7 @@ async def make_payments(count: int, *, concurrency: int, rollback_share: float, 
     Args:
         count: payments that commit; those that roll back come on top.
         concurrency: tasks, each with a session of its own.
-        rollback_share: how often a transaction that rolls back comes before one that commits, from 0 to 1.
+        rollback_share: share of payments before which a transaction rolls back, from 0 to 1.
         rate: payments per second at most, or None for as many as possible.
     """
     tally = Tally()
@@ -59,7 +59,7 @@ async def make_payments(count: int, *, concurrency: int, rollback_share: float, 
 
 
 class _Turns:
-    """Hands out `count` turns, no faster than `rate` a second."""
+    """A source of `count` turns, no faster than `rate` a second."""
 
     def __init__(self, count: int, rate: float | None) -> None:
         self._numbers = iter(range(count))
@@ -85,7 +85,7 @@ async def _pay_and_pay(
 
 
 async def _change_ones_mind(sessions: Sessions, accounts: list[int]) -> Counter[str]:
-    """Make a payment in a transaction that rolls back at the very end; return what it had stashed."""
+    """Make a payment in a transaction that rolls back at the very end; return its stashed records."""
     async with sessions() as session:
         await pay(session, *random.sample(accounts, 2), random.randint(1, 100))
         await session.rollback()

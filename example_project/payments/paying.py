@@ -57,7 +57,7 @@ async def _lock_accounts(session: AsyncSession, *ids: int) -> dict[int, Account]
 
 
 def _book(account: Account, payment: Payment, amount_cents: int) -> Entry:
-    """Change the balance of a locked account, and write that down."""
+    """Change the balance of a locked account, and add an entry for it."""
     account.balance_cents += amount_cents
     account.entries_count += 1
     return Entry(

@@ -1,4 +1,4 @@
-"""A shop: orders take stock, and tell the world by Kafka in the same transaction.
+"""A shop: orders take stock, and stash Kafka records in the same transaction.
 
-`ordering` has the transactions, `messages` what they say; views and commands are doors to them.
+`ordering` has the transactions, `messages` their records; views and commands are doors to them.
 """

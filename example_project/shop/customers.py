@@ -28,21 +28,21 @@ _CANCEL_EVERY = 10
 
 @dataclass
 class Tally:
-    """What a run did: orders placed and cancelled, and how many stashed records were rolled back, by topic."""
+    """The result of a run: orders placed and cancelled, and the number of rolled-back records, by topic."""
 
     placed: int = 0
     cancelled: int = 0
     rolled_back: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Tally) -> None:
-        """Count another thread's share."""
+        """Add another thread's counts."""
         self.placed += other.placed
         self.cancelled += other.cancelled
         self.rolled_back.update(other.rolled_back)
 
 
 def fill_shelves() -> list[int]:
-    """The ids of all products; if there are none yet, make some."""
+    """Return the ids of all products; if there are none yet, make some."""
     if not Product.objects.exists():
         Product.objects.bulk_create(
             Product(name=f"Product {number:03}", price_cents=100 + 7 * number, stock=_STOCK)
@@ -57,7 +57,7 @@ def place_orders(count: int, *, concurrency: int, rollback_share: float, rate: f
     Args:
         count: orders that commit; those that roll back come on top.
         concurrency: threads, each with a connection of its own.
-        rollback_share: how often a transaction that rolls back comes before one that commits, from 0 to 1.
+        rollback_share: share of orders before which a transaction rolls back, from 0 to 1.
         rate: orders per second at most, or None for as many as possible.
     """
     products = fill_shelves()
@@ -77,7 +77,7 @@ def place_orders(count: int, *, concurrency: int, rollback_share: float, rate: f
 
 
 class _Turns:
-    """Hands out the numbers below `count`, each once, no faster than `rate` a second."""
+    """A source of the numbers below `count`, each once, no faster than `rate` a second."""
 
     def __init__(self, count: int, rate: float | None) -> None:
         self._numbers = iter(range(count))
@@ -109,7 +109,7 @@ def _order(turns: _Turns, products: list[int], rollback_share: float) -> Tally:
 
 
 def _change_ones_mind(products: list[int]) -> Counter[str]:
-    """Place an order in a transaction that rolls back at the very end; return what it had stashed."""
+    """Place an order in a transaction that rolls back at the very end; return its stashed records."""
     with transaction.atomic():
         place_order("nobody", _basket(products))
         transaction.set_rollback(True)

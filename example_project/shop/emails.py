@@ -23,20 +23,20 @@ from outbox_queue import Message, Queue, QueueConfig, QueueService, Reject
 
 @functools.cache
 def order_emails() -> Queue:
-    """The queue of orders whose customers are to be told."""
+    """Return the queue of orders whose customers await an e-mail."""
     return QueueService(QueueConfig(**settings.QUEUES)).queue("order-emails")
 
 
 def request_confirmation(order: Order) -> None:
-    """Have the customer told, if the transaction commits."""
+    """Queue an e-mail to the customer, in the current transaction."""
     order_emails().stash(connection, {"order": order.pk})
 
 
 def send_confirmation(message: Message) -> None:
-    """Tell a customer what they ordered; the handler of the queue.
+    """Send the customer an e-mail with the order; the handler of the queue.
 
     Raises:
-        Reject: if the job makes no sense, and never will.
+        Reject: if the job can never be done.
     """
     order = _order_of(message)
     lines = [f"{line.quantity} x {line.product.name}" for line in order.lines.select_related("product")]
@@ -49,7 +49,7 @@ def send_confirmation(message: Message) -> None:
 
 
 def _address_of(customer: str) -> str:
-    """An address in our own domain, whatever the name is: `@`, a comma or a line break would make another one of it."""
+    """Return an address in our own domain for any name: `@`, a comma or a line break would make another one of it."""
     words = re.findall(r"\w+", customer.lower())
     return f"{'.'.join(words) or 'customer'}@example.org"
 

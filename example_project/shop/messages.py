@@ -1,4 +1,4 @@
-"""What the shop tells the world: one Kafka record for each row of its histories.
+"""The messages of the shop: one Kafka record for each row of its histories.
 
 The headers carry the row's own id and its number within the key, so that a consumer can check that it got everything,
 in order, without opening values.
@@ -12,7 +12,7 @@ STOCK = "shop.stock"
 
 
 def order_placed(event: OrderEvent, order: Order) -> OutboxRecord:
-    """The whole order, lines included."""
+    """Return the record of an order, lines included."""
     lines = [
         {"product": line.product_id, "quantity": line.quantity, "price_cents": line.price_cents}
         for line in order.lines.all()
@@ -28,12 +28,12 @@ def order_placed(event: OrderEvent, order: Order) -> OutboxRecord:
 
 
 def order_cancelled(event: OrderEvent) -> OutboxRecord:
-    """A tombstone: on a compacted topic the order disappears."""
+    """Return a tombstone: on a compacted topic the order disappears."""
     return OutboxRecord(topic=ORDERS, key=event.order_id, value=None, headers=_headers("order-cancelled", event))
 
 
 def stock_moved(movement: StockMovement) -> OutboxRecord:
-    """How many there are now, and why."""
+    """Return the record of a movement: the product's new stock, and the reason."""
     value = {
         "product": movement.product_id,
         "order": movement.order_id,

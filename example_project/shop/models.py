@@ -1,7 +1,7 @@
-"""What the shop knows: its products and orders, and the history of both.
+"""The shop's data: its products and orders, and the history of both.
 
 Every change of an order or of a product's stock is a row of a history, numbered from 1 for each order and each product.
-Each of these rows is one message on Kafka, so whoever reads the topics can tell if one is missing or out of order.
+Each of these rows is one message on Kafka, so a reader of the topics can tell if one is missing or out of order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from django.db import models
 
 
 class Product(models.Model):
-    """Something to sell. Whoever changes `stock` holds the row's lock."""
+    """Something on sale. A transaction that changes `stock` holds the row's lock."""
 
     name = models.CharField(max_length=80)
     price_cents = models.PositiveIntegerField()
@@ -25,10 +25,10 @@ class Product(models.Model):
 
 
 class Order(models.Model):
-    """What somebody ordered."""
+    """An order of a customer."""
 
     class Status(models.TextChoices):
-        """An order is placed, and may be cancelled."""
+        """The states of an order."""
 
         PLACED = "placed"
         CANCELLED = "cancelled"
@@ -41,7 +41,7 @@ class Order(models.Model):
     idempotency_key = models.CharField(max_length=1000, default="", blank=True)
 
     class Meta:
-        """Orders are looked up by their request's key."""
+        """The index by which an order is found by its request's key."""
 
         indexes: ClassVar = [
             models.Index(
@@ -74,7 +74,7 @@ class OrderEvent(models.Model):
     status = models.CharField(max_length=10, choices=Order.Status)
 
     class Meta:
-        """An order's steps are numbered."""
+        """The numbering of an order's steps."""
 
         constraints: ClassVar = [models.UniqueConstraint(fields=["order", "number"], name="shop_orderevent_numbered")]
 
@@ -93,7 +93,7 @@ class StockMovement(models.Model):
     stock_after = models.PositiveIntegerField()
 
     class Meta:
-        """A product's movements are numbered."""
+        """The numbering of a product's movements."""
 
         constraints: ClassVar = [
             models.UniqueConstraint(fields=["product", "number"], name="shop_stockmovement_numbered")

@@ -47,7 +47,7 @@ def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str =
     Args:
         customer: their name.
         basket: quantities by product id.
-        idempotency_key: whatever the client sends again with the same request; "" if it sends none. A request that
+        idempotency_key: the key that a client repeats with the same request; "" if it sends none. A request that
             was refused frees its key.
 
     Raises:
@@ -97,7 +97,7 @@ def cancel_order(order_id: int) -> Order:
 
 
 def _order_of(idempotency_key: str, customer: str, basket: Mapping[int, int]) -> Order:
-    """The order that this very request has placed before."""
+    """Return the order that this very request has placed before."""
     order = Order.objects.filter(idempotency_key=idempotency_key).latest("pk")
     if (order.customer, dict(order.lines.values_list("product_id", "quantity"))) != (customer, basket):
         raise KeyReused(f"the idempotency key {idempotency_key!r} belongs to a request for something else")
@@ -109,7 +109,7 @@ def _lock_products(basket: Mapping[int, int]) -> dict[int, Product]:
 
 
 def _move_stock(order: Order, products: Mapping[int, Product], quantities: Mapping[int, int]) -> list[StockMovement]:
-    """Change the stock of locked products, and write that down."""
+    """Change the stock of locked products, and add a movement for each."""
     movements = []
     for number, quantity in quantities.items():
         product = products[number]

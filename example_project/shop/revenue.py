@@ -23,13 +23,13 @@ _TOTAL = "SELECT coalesce(sum(quantity), 0), coalesce(sum(cents), 0) FROM shop_r
 
 @dataclass(frozen=True, kw_only=True)
 class HourOfProduct:
-    """What a product has earned within an hour.
+    """The revenue of a product within an hour.
 
     Attributes:
         hour: its beginning.
         product: the product's name.
         quantity: pieces sold, those of cancelled orders not included.
-        cents: what they cost.
+        cents: their revenue.
     """
 
     hour: datetime
@@ -54,7 +54,7 @@ class Revenue:
 
 
 def read_revenue() -> Revenue | None:
-    """The revenue; None if no pipeline has ever run."""
+    """Read the revenue; None if no pipeline has ever run."""
     with connection.cursor() as cursor:
         cursor.execute(_IS_THERE)
         if not cursor.fetchone()[0]:

@@ -1,6 +1,6 @@
-"""The shop through Django's client: `python example_project/manage.py test example_project.shop`.
+"""The tests of the shop through Django's client: `python example_project/manage.py test example_project.shop`.
 
-Real transactions that commit (`TransactionTestCase`), for they are what this is about.
+Their transactions really commit (`TransactionTestCase`), as the outbox is about commits.
 """
 # ruff: noqa: PT009, PT027  Django's own test runner runs unittest's assertions
 
@@ -22,10 +22,10 @@ from outbox_queue import Reject
 
 
 class ShopTests(TransactionTestCase):
-    """Orders and what they stash."""
+    """Orders and the records that they stash."""
 
     def setUp(self) -> None:
-        """Two products."""
+        """Make two products."""
         self.pen = Product.objects.create(name="Pen", price_cents=150, stock=10)
         self.ink = Product.objects.create(name="Ink", price_cents=700, stock=1)
 
@@ -37,7 +37,7 @@ class ShopTests(TransactionTestCase):
         )
 
     def written(self) -> list[int]:
-        """How many rows each table has that an order writes."""
+        """Count the rows of each table that an order writes to."""
         return [model.objects.count() for model in (Order, OrderLine, OrderEvent, StockMovement, Outbox)]
 
     def test_an_order_is_placed_with_its_messages(self) -> None:
@@ -81,7 +81,7 @@ class ShopTests(TransactionTestCase):
         self.assertEqual(self.written(), [0] * 5)
 
     def test_an_order_that_fails_after_its_stash_leaves_nothing(self) -> None:
-        """What goes wrong after the stash rolls the records back, together with the order."""
+        """An error after the stash rolls the records back, together with the order."""
         self.client.raise_request_exception = False
         stash_many = "example_project.shop.ordering.outbox.stash_many"
         from outbox_django import stash_many as real
@@ -128,7 +128,7 @@ class ShopTests(TransactionTestCase):
         self.assertEqual(self.written(), [1, 1, 1, 1, 3])
 
     def test_a_refused_request_frees_its_key(self) -> None:
-        """What was refused may be sent again with the same key; what was placed may not be asked for differently."""
+        """A refused request may come again with the same key; a placed order's key with another basket is refused."""
         self.assertEqual(self.order({self.ink.pk: 2}, key="k1").status_code, 409)
         Product.objects.filter(pk=self.ink.pk).update(stock=2)
         self.assertEqual(self.order({self.ink.pk: 2}, key="k1").status_code, 201)
@@ -151,7 +151,7 @@ class ShopTests(TransactionTestCase):
         self.assertEqual([_header(row, "number") for row in (placed, cancelled)], ["1", "2"])
 
     def test_a_job_becomes_an_email(self) -> None:
-        """The worker's handler tells the customer what was ordered, and rejects a job that never can be done."""
+        """The worker's handler sends the customer the order, and rejects a job that can never be done."""
         number = self.order({self.pen.pk: 3}).json()["order"]
         send_confirmation(Mock(payload=json.dumps({"order": number}).encode()))
         (email,) = mail.outbox
@@ -162,7 +162,7 @@ class ShopTests(TransactionTestCase):
                 send_confirmation(Mock(payload=payload))
 
     def test_an_email_goes_to_our_own_domain(self) -> None:
-        """A customer's name becomes one address there, whatever is in it."""
+        """Any customer's name becomes a single address in our domain."""
         for customer, address in (
             ("Ada, eve@example.com", "ada.eve.example.com@example.org"),
             ('"a b"@x', "a.b.x@example.org"),
@@ -173,14 +173,14 @@ class ShopTests(TransactionTestCase):
             self.assertEqual(mail.outbox[-1].to, [address])
 
     def test_the_front_page_shows_products_and_orders(self) -> None:
-        """The page lists what there is and what was ordered, escaped."""
+        """The page lists products and orders, escaped."""
         self.order({self.pen.pk: 3}, customer="<Zoë>")
         page = self.client.get("/", headers=_LOCAL).content.decode()
         for text in ("Pen", "Ink", "&lt;Zoë&gt;", "3 &times; Pen"):
             self.assertIn(text, page)
 
     def test_place_orders_counts_what_it_did(self) -> None:
-        """The command places exactly so many orders; what it rolled back is neither in the data nor in the outbox."""
+        """The command places exactly so many orders; rolled-back ones are neither in the data nor in the outbox."""
         Product.objects.all().delete()
         output = StringIO()
         call_command("place_orders", "--count=20", "--concurrency=3", "--rollback-share=0.5", stdout=output)

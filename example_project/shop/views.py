@@ -28,14 +28,14 @@ _LONGEST_NAME = 80
 
 @require_GET
 def front_page(request: HttpRequest) -> HttpResponse:
-    """What there is, and what was ordered last."""
+    """Show the products and the latest orders."""
     latest = Order.objects.prefetch_related("lines__product").order_by("-pk")[:_LATEST]
     return render(request, "shop/front_page.html", {"products": Product.objects.order_by("name"), "orders": latest})
 
 
 @require_GET
 def revenue_page(request: HttpRequest) -> HttpResponse:
-    """What was earned in the latest hours."""
+    """Show the revenue of the latest hours."""
     return render(request, "shop/revenue.html", {"revenue": read_revenue()})
 
 
@@ -70,7 +70,7 @@ def order(request: HttpRequest, order_id: int) -> HttpResponse:
 
 
 def _read_order(body: bytes) -> tuple[str, dict[int, int]]:
-    """Customer and basket; ValueError says what is wrong with them."""
+    """Return customer and basket; ValueError says what is wrong with them."""
     try:
         document = json.loads(body)
     except RecursionError:

@@ -1,16 +1,11 @@
-"""The command `outbox`.
-
-`schema` prints DDL, `harvest` publishes an outbox's records, `hold` says which it is not to publish, `status` shows
-what waits, `doctor` looks for what is wrong, `inbox prune` forgets old messages.
+"""The command `outbox`: `schema`, `harvest`, `hold`, `status`, `doctor` and `inbox prune`.
 
 Other packages add commands by entry points of the group `outbox.commands`: a function that takes the arguments behind
-the command's name and returns the exit code. It is imported when its command is run.
+the command's name and returns the exit code.
 
-Exit codes: 0 for success, 2 for anything wrong before work began (arguments, settings, a service that cannot be
-reached, a table that is not there), 1 for a harvester that was ended by an error and for a doctor who found a problem,
-130 and 143 after a second SIGINT or SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
-
-Nothing here needs more than the base install until one of the others but `schema` is run.
+Exit codes: 0 for success, 2 for an error before work began (arguments, settings, an unreachable service, a missing
+table), 1 for a harvester that an error ended and for a doctor that found a problem, 130 and 143 after a second SIGINT
+or SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
 """
 
 from __future__ import annotations
@@ -33,7 +28,7 @@ _EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+    """Run the command line, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _run(arguments)
@@ -47,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `outbox`, with its subcommands."""
+    """Return the parser of `outbox`, with its subcommands."""
     parser = argparse.ArgumentParser(prog="outbox", description="A transactional outbox for PostgreSQL and Kafka.")
     parser.add_argument("--version", action="version", version=f"kafka-outbox {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -16,16 +16,10 @@ DATA_SOURCE_VARIABLE = "OUTBOX_POSTGRES_DSN"
 
 
 def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[object, ...]], TableName]:
-    """Open an autocommit connection on which no schema can put functions of its own in the way, and find a table.
+    """Open an autocommit connection, and return it with the table's full name.
 
-    Args:
-        dsn: `key=value` pairs or a URL; None for what the environment says.
-        name: a table. It is returned with its schema, or, if it is not there, as it is.
-
-    Raises:
-        MissingExtra: if psycopg is not installed.
-        InvalidConfig: if there is no DSN, or it is none.
-        StoreUnavailable: if the database does not answer.
+    No schema can put functions of its own in the connection's way. Without `dsn` the environment's counts. A table that
+    does not exist keeps its name. Raises MissingExtra, InvalidConfig or StoreUnavailable.
     """
     try:
         import psycopg
@@ -34,7 +28,7 @@ def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[
     dsn = dsn or os.environ.get(DATA_SOURCE_VARIABLE)
     if not dsn:
         raise InvalidConfig(f"no database: pass --dsn or set {DATA_SOURCE_VARIABLE}")
-    from outbox_core.stores.sessions import one_line, pin_search_path
+    from outbox_core.stores.postgres.connection import one_line, pin_search_path
 
     try:
         connection = psycopg.connect(_as_libpq_reads_it(dsn), autocommit=True, connect_timeout=10)
@@ -48,7 +42,7 @@ def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[
 
 
 def _as_libpq_reads_it(dsn: str) -> str:
-    """The notations of `outbox harvest`; where only psycopg is installed, libpq's own."""
+    """Return the DSN from the notations of `outbox harvest`, or from libpq's own where only psycopg is installed."""
     try:
         from outbox_core.config import normalise_data_source
     except ImportError:

@@ -1,8 +1,4 @@
-"""`outbox doctor` and `outbox status`, and what Django's commands of these names share with them.
-
-Both take the options, the file and the environment of `outbox harvest`, so that they look at what it would work with;
-neither changes anything. Importing this needs only the base install.
-"""
+"""`outbox doctor` and `outbox status`, shared with Django's commands; importing them needs only the base install."""
 
 from __future__ import annotations
 
@@ -15,9 +11,9 @@ from dataclasses import asdict
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outbox_core.cli.harvest import add_source_arguments, overrides_from, shown
-from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
-from outbox_core.examination import Finding, Verdict, fine, problem, warning
+from outbox_core.cli.harvest import add_source_arguments, missing_extra, overrides_from, shown
+from outbox_core.doctor.findings import Finding, Verdict, fine, problem, warning
+from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_core.printable import printable
 from outbox_core.schema import TableName
 
@@ -25,13 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from outbox_core.config import HarvestConfig
-    from outbox_core.ports import Sight
+    from outbox_core.stores.interface import SequenceSnapshot
 
 EXIT_PROBLEM = 1
 
 
 class Output(Protocol):
-    """Where to print: `sys.stdout`, or what Django gives to a command."""
+    """The output: `sys.stdout`, or the one of a Django command."""
 
     def write(self, text: str, /) -> object:
         """Print text that ends in a newline."""
@@ -60,7 +56,7 @@ def add_format_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def print_findings(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
-    """Examine, print what was found, return the exit code."""
+    """Examine database and Kafka, print the findings, and return the exit code."""
     findings = list(_findings(config))
     if as_json:
         shapes = [asdict(found) | {"verdict": found.verdict.value} for found in findings]
@@ -75,7 +71,7 @@ def print_findings(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
 
 
 def print_status(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
-    """Print what waits and who leads; return the exit code."""
+    """Print the backlog, the holds and the harvesters, and return the exit code."""
     status = _status(config)
     if as_json:
         _print_json(status, out)
@@ -126,13 +122,13 @@ def _config(options: argparse.Namespace) -> HarvestConfig:
     try:
         from outbox_core.config import load_config, read_document
     except ImportError as error:
-        raise _missing_extra(error) from None
+        raise missing_extra(error) from None
     document = read_document(options.file) if options.file is not None else None
     return load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
 
 
 def _findings(config: HarvestConfig) -> Iterator[Finding]:
-    """What there is to say, database first: the names of everything in Kafka derive from the table's identity."""
+    """Yield all findings, the database's first: the names of everything in Kafka derive from the table's identity."""
     try:
         TableName.parse(config.outbox_table)
     except InvalidConfig as error:
@@ -152,22 +148,22 @@ def _findings(config: HarvestConfig) -> Iterator[Finding]:
 
 
 def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, str, list[str]]:
-    store, examination = _database(config)
-    with closing(store), closing(examination):
+    store, checks = _database(config)
+    with closing(store), closing(checks):
         identity = store.check()
         findings = [
-            *examination.findings(without_marks=config.delivery == "exactly-once"),
-            *(_obstacle(what, examination.role) for what in store.obstacles()),
-            examination.holds(needed=config.on_poison == "dead-letter"),
+            *checks.findings(without_marks=config.delivery == "exactly-once"),
+            *(_obstacle(what, checks.role) for what in store.table.obstacles()),
+            checks.holds(needed=config.on_poison == "dead-letter"),
         ]
         if config.notify:
             findings.append(_examine_notices(config))
-        findings.append(_settled_floor(store.sight()))
-        return findings, identity, store.server_id(), [head.topic for head in examination.topics_at_head()]
+        findings.append(_settled_floor(store.sequence.snapshot()))
+        return findings, identity, store.server_id(), [head.topic for head in checks.topics_at_head()]
 
 
 def _examine_notices(config: HarvestConfig) -> Finding:
-    from outbox_core.stores.notices import CommitNotices, NoNotices
+    from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
 
     notices = CommitNotices(config.data_source, config.outbox_table, application_name="kafka-outbox doctor")
     try:
@@ -180,7 +176,7 @@ def _examine_notices(config: HarvestConfig) -> Finding:
 
 
 def _obstacle(what: str, role: str) -> Finding:
-    """Something between the harvester and the rows that it deletes and marks."""
+    """Return the finding on something between the harvester and the rows that it deletes and marks."""
     is_certain = what.startswith("rule ") or what.endswith("(it has no policy)")
     return (problem if is_certain else warning)(
         "obstacle",
@@ -190,7 +186,7 @@ def _obstacle(what: str, role: str) -> Finding:
     )
 
 
-def _settled_floor(sight: Sight) -> Finding:
+def _settled_floor(sight: SequenceSnapshot) -> Finding:
     if sight.unusable:
         remedy = "nothing is lost, but while old snapshots are open harvesting gets slower the more is harvested"
         return warning("settled floor", f"is off: {sight.unusable}", remedy)
@@ -223,9 +219,9 @@ def _examine_kafka(config: HarvestConfig, identity: str | None, server_id: str, 
 
 
 def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:
-    """Who leads, by its heartbeats, and whether it leads for this very outbox."""
+    """Return the finding on the leader, by its heartbeats: it must lead for this very outbox."""
     from outbox_core.election import NeliConfig
-    from outbox_core.election.watch import next_heartbeat
+    from outbox_core.election.observer import next_heartbeat
 
     contest = NeliConfig.of(config, identity, server_id)
     heartbeat = next_heartbeat(contest)
@@ -245,12 +241,12 @@ def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:
 
 
 def _status(config: HarvestConfig) -> dict[str, Any]:
-    store, examination = _database(config)
-    with closing(store), closing(examination):
+    store, checks = _database(config)
+    with closing(store), closing(checks):
         identity = store.check()
         backlog = store.backlog()
-        topics = [head._asdict() for head in examination.topics_at_head()]
-        held = examination.held()
+        topics = [head._asdict() for head in checks.topics_at_head()]
+        held = checks.held()
     group, _ = config.leader_names(identity)
     with _kafka(config) as kafka:
         harvesters = [contender._asdict() for contender in kafka.contenders(group)]
@@ -268,27 +264,21 @@ def _status(config: HarvestConfig) -> dict[str, Any]:
 
 def _database(config: HarvestConfig) -> tuple[Any, Any]:
     try:
-        from outbox_core.stores.postgres import PostgresStore
-        from outbox_core.stores.postgres_examination import PostgresExamination
+        from outbox_core.doctor.postgres import PostgresChecks
+        from outbox_core.stores.postgres.store import PostgresStore
     except ImportError as error:
-        raise _missing_extra(error) from None
+        raise missing_extra(error) from None
     store = PostgresStore(config.data_source, config.outbox_table, application_name="kafka-outbox doctor")
-    return store, PostgresExamination(config.data_source, config.outbox_table)
+    return store, PostgresChecks(config.data_source, config.outbox_table)
 
 
 def _kafka(config: HarvestConfig) -> Any:
     try:
-        from outbox_core.kafka_examination import KafkaExamination
+        from outbox_core.doctor.kafka import KafkaChecks
     except ImportError as error:
-        raise _missing_extra(error) from None
-    return KafkaExamination(config.base_kafka_config)
+        raise missing_extra(error) from None
+    return KafkaChecks(config.base_kafka_config)
 
 
 def _print_json(document: object, out: Output) -> None:
     out.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-
-
-def _missing_extra(error: ImportError) -> MissingExtra:
-    if (error.name or "").startswith("outbox_core"):
-        raise error
-    return MissingExtra(f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[harvester]'")

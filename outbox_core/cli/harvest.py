@@ -1,7 +1,4 @@
-"""`outbox harvest`, and what Django's `run_harvester` shares with it: options, and `run`.
-
-Importing this needs only the base install; what the extra `[harvester]` brings is imported when it is needed.
-"""
+"""`outbox harvest`, shared with Django's `run_harvester`; importing it needs only the base install."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import sys
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from outbox_core.cli.garbage import garbage_is_collected_rarely
+from outbox_core.cli.gc_tuning import tune_gc
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
@@ -47,7 +44,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what to harvest and how. Read them with `overrides_from`."""
+    """Add the options of harvesting. Read them with `overrides_from`."""
     parser.add_argument("--drain", action="store_true", help="end with exit code 0 once the table is empty")
     add_source_arguments(parser)
     parser.add_argument(
@@ -80,7 +77,7 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which outbox it is and which Kafka cluster."""
+    """Add the options that name the outbox and the Kafka cluster."""
     parser.add_argument("--dsn", metavar="DSN", help="the database: key=value pairs or a postgresql:// URL")
     parser.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help="the Kafka cluster")
     parser.add_argument("--table", metavar="NAME", help="the outbox table, `table` or `schema.table`")
@@ -100,49 +97,26 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options as fields of `HarvestConfig`, for the `overrides` of `load_config`.
+    """Return the given options as fields of `HarvestConfig`, for the `overrides` of `load_config`."""
+    from outbox_core.config.names import BOOTSTRAP_SERVERS, ON_COMMAND_LINE, option_name
 
-    Args:
-        options: parsed options by name: `vars(namespace)`, or what Django hands to `handle`.
-    """
     properties = dict(options.get("kafka_properties") or ())
-    if options.get("bootstrap_servers"):
-        properties["bootstrap.servers"] = options["bootstrap_servers"]
-    fields = {
-        "data_source": options.get("dsn"),
-        "outbox_table": options.get("table"),
-        "base_kafka_config": properties or None,
-        **{name: options.get(name) for name in _SAME_NAME},
-    }
+    servers = options.get(option_name(BOOTSTRAP_SERVERS))
+    if servers:
+        properties[BOOTSTRAP_SERVERS[1]] = servers
+    fields = {field: options.get(option_name((field,))) for field in ON_COMMAND_LINE}
+    fields["base_kafka_config"] = properties or None
     return {name: value for name, value in fields.items() if value is not None}
 
 
-_SAME_NAME = (
-    "leader_topic",
-    "leader_group_id",
-    "delivery",
-    "accept_marked",
-    "accept_moved",
-    "on_poison",
-    "dead_letter_topic",
-    "notify",
-    "name",
-    "metrics_port",
-    "metrics_host",
-)
-
-
 def run(config: HarvestConfig, *, drain: bool = False) -> int:
-    """Harvest until a signal, an error, or, with `drain`, an empty table; return the exit code.
-
-    Errors are written to stderr, one line each.
-    """
+    """Harvest until a signal, an error, or, with `drain`, an empty table, and return the exit code."""
     try:
         harvester, metrics = _make_harvester(config, drain=drain)
-        with ExitStack() as surroundings:
-            _serve_metrics(config, harvester, metrics, surroundings)
-            surroundings.enter_context(stop_on_signals(harvester.stop))
-            surroundings.enter_context(garbage_is_collected_rarely())
+        with ExitStack() as stack:
+            _serve_metrics(config, harvester, metrics, stack)
+            stack.enter_context(stop_on_signals(harvester.stop))
+            stack.enter_context(tune_gc())
             harvester.start()
             return _wait_for_end(harvester)
     except OutboxError as error:
@@ -150,13 +124,13 @@ def run(config: HarvestConfig, *, drain: bool = False) -> int:
 
 
 def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
-    """Write one line about an error to stderr; return the exit code."""
+    """Write one line about an error to stderr, and return the exit code."""
     sys.stderr.write(f"outbox: error: {printable(' '.join(message.split()))}\n")
     return code
 
 
 def shown(error: Exception) -> str:
-    """The text of an error, without the secrets that a driver may have put into it."""
+    """Return the text of an error, without the secrets that a driver may have put into it."""
     try:
         from outbox_core.config import redact
     except ImportError:  # the base install; whatever it can fail of says nothing that was not checked
@@ -165,7 +139,7 @@ def shown(error: Exception) -> str:
 
 
 def configure_logging(level: int) -> None:
-    """Log to stderr, one line for each record, with secrets hidden and names escaped whoever logs them."""
+    """Log to stderr, one line for each record, with secrets hidden and names escaped."""
     from outbox_core.config import redact
 
     class _Redacting(logging.Formatter):
@@ -185,7 +159,7 @@ def _harvest(options: argparse.Namespace) -> int:
     try:
         from outbox_core.config import load_config, log_level, read_document
     except ImportError as error:
-        raise _missing_extra(error) from None
+        raise missing_extra(error) from None
     document = read_document(options.file) if options.file is not None else None
     configure_logging(log_level(document, environ=os.environ, override=options.log_level))
     config = load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
@@ -201,20 +175,18 @@ def _make_harvester(config: HarvestConfig, *, drain: bool) -> tuple[Harvester, H
         from outbox_core.harvest.harvester import Harvester
         from outbox_core.metrics import HarvestMetrics
     except ImportError as error:
-        raise _missing_extra(error) from None
+        raise missing_extra(error) from None
     metrics = HarvestMetrics(outbox_name=config.outbox_name or "")
     return Harvester(config, _log_event, metrics=metrics, drain=drain), metrics
 
 
-def _serve_metrics(
-    config: HarvestConfig, harvester: Harvester, metrics: HarvestMetrics, surroundings: ExitStack
-) -> None:
+def _serve_metrics(config: HarvestConfig, harvester: Harvester, metrics: HarvestMetrics, stack: ExitStack) -> None:
     if config.metrics_port is None:
         return
     from outbox_core.metrics import MetricsServer
 
     server = MetricsServer(config.metrics_host, config.metrics_port, metrics.registry, harvester.health)
-    surroundings.enter_context(server)
+    stack.enter_context(server)
     _log.info("serving /metrics and /healthz on %s port %d", config.metrics_host, server.port)
 
 
@@ -252,7 +224,8 @@ def _property(text: str) -> tuple[str, str]:
     return name.strip(), value
 
 
-def _missing_extra(error: ImportError) -> MissingExtra:
+def missing_extra(error: ImportError) -> MissingExtra:
+    """Return the error for a missing module of the extra, or re-raise it if the module is one of ours."""
     if (error.name or "").startswith("outbox_core"):
         raise error
     return MissingExtra(f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[harvester]'")

@@ -1,6 +1,4 @@
-"""`outbox hold`: list, add, release, skip and dead-letter; and what Django's command `outbox_hold` shares with it.
-
-Each is one transaction; a harvester that runs takes notice within a second, one that does not when it starts.
+"""`outbox hold`, shared with Django's `outbox_hold`: list, add, release, skip and dead-letter.
 
 Importing this needs only the base install; running it needs psycopg 3, and nothing else of the extra `[harvester]`.
 """
@@ -90,16 +88,7 @@ def add_actions(parser: argparse.ArgumentParser, parents: list[argparse.Argument
 
 
 def run_action(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> str:
-    """Do what the parsed options say; return what there is to tell.
-
-    Args:
-        connection: on which each statement commits by itself.
-        holds: of which outbox.
-        options: parsed by a parser that `add_actions` was given.
-
-    Raises:
-        OutboxError: saying what is wrong with the options or the tables.
-    """
+    """Do what the options of `add_actions` say, on a connection that commits each statement, and return the report."""
     run = {"list": _list, "add": _add, "release": _release, "skip": _skip, "dead-letter": _dead_letter}
     return run[options["action"]](connection, holds, options)
 
@@ -207,7 +196,7 @@ def _run(options: argparse.Namespace) -> int:
         import psycopg
 
         try:
-            told = run_action(connection, holds, vars(options))
+            report = run_action(connection, holds, vars(options))
         except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
             raise OutboxTableError(f"{holds.table} is no table of holds: {error.diag.message_primary}") from None
         except psycopg.errors.InsufficientPrivilege as error:
@@ -215,5 +204,5 @@ def _run(options: argparse.Namespace) -> int:
             raise OutboxTableError(f"{error.diag.message_primary}; role {connection.info.user} needs {needs}") from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"the database failed: {error}; run the command again") from None
-    sys.stdout.write(told)
+    sys.stdout.write(report)
     return 0

@@ -1,7 +1,4 @@
-"""`outbox inbox prune`, and what Django's `prune_inbox` shares with it: how ages are written.
-
-Importing this needs only the base install; pruning needs psycopg 3, and nothing else of the extra `[harvester]`.
-"""
+"""`outbox inbox prune`, and the notation of ages that Django's `prune_inbox` shares; pruning needs psycopg 3."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what to prune, and how."""
+    """Add the options of pruning."""
     parser.add_argument("--older-than", type=_age, required=True, metavar="AGE", help="for example 7d, 12h or 1d12h")
     parser.add_argument(
         "--batch", type=_count, default=PRUNE_BATCH, metavar="ROWS", help="rows of a transaction; default: %(default)s"
@@ -52,11 +49,7 @@ def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_age(text: str) -> timedelta:
-    """Read `7d`, `12h`, `30m`, `45s` or several of them in a row.
-
-    Raises:
-        ValueError: saying how to write it.
-    """
+    """Read `7d`, `12h`, `30m`, `45s` or several of them in a row, or raise ValueError with the right notation."""
     parts = _PART.findall(text)
     if not parts or "".join(number + unit for number, unit in parts) != text:
         raise ValueError(f"{text!r} is not an age; write for example `7d`, `12h` or `1d12h`")
@@ -67,7 +60,7 @@ def parse_age(text: str) -> timedelta:
 
 
 def report(pruned: int, table: object) -> str:
-    """What a run says when it is done."""
+    """Return the report of a run."""
     return f"pruned {pruned} message{'' if pruned == 1 else 's'} from {table}\n"
 
 

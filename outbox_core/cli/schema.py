@@ -1,4 +1,4 @@
-"""`outbox schema`: the DDL of an outbox table and its holds, or of an inbox table; and the grants of an outbox."""
+"""`outbox schema`: the DDL of an outbox table with its holds, or of an inbox table, or the grants of an outbox."""
 
 from __future__ import annotations
 
@@ -34,13 +34,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("--dialect", choices=["postgresql"], default="postgresql", help="default: %(default)s")
     tables = parser.add_mutually_exclusive_group()
     tables.add_argument("--table", metavar="NAME", default="outbox", help="`table` or `schema.table`; default: outbox")
-    tables.add_argument(
-        "--inbox",
-        metavar="NAME",
-        nargs="?",
-        const="inbox",
-        help="print an inbox table instead; its name; default: inbox",
-    )
+    inbox = "print an inbox table instead; its name; default: inbox"
+    tables.add_argument("--inbox", metavar="NAME", nargs="?", const="inbox", help=inbox)
     parser.add_argument(
         "--only",
         choices=["outbox", "hold", "checks"],
@@ -100,7 +95,7 @@ def _inbox(options: argparse.Namespace) -> str:
 
 
 def _checks(name: TableName, layout: Literal["binary", "text"]) -> str:
-    """What adds the constraints, and what is left to do, as a comment: rows may have to be looked at in between."""
+    """Return the DDL of the constraints, with the next steps as a comment: rows may have to be mended in between."""
     checks = checks_of(layout)
     later = (
         "Rows from before are not looked at. When this finds none:",

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Within the context, the first signal calls `stop` and the second exits with 128 + its number.
+    """Call `stop` at the first signal within the context, and exit with 128 + its number at the second.
 
     `stop` is called on another thread, and must return soon. Old handlers are restored at the end. Outside the main
     thread, where Python allows no handlers, this does nothing.
@@ -51,7 +51,7 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def _do_nothing(*_: object) -> None:
-    """What counts happens in `_watch`."""
+    """Do nothing: `_watch` acts."""
 
 
 def _watch(reader: socket.socket, stop: Callable[[], None]) -> None:

@@ -1,8 +1,7 @@
 """Settings of the harvester: frozen, keyword-only, validated once, with units in their types.
 
 The names are those of goharvest (seed 001): `HarvestConfig(leader_topic=...)` in Python, `leaderTopic:` in YAML,
-`OUTBOX_LEADER_TOPIC` in the environment. `HarvestConfig` is complete in itself; `load_config` and `load_file` gather it
-from a document, the environment and the command line, the later ones winning. Needs the extra `[harvester]`.
+`OUTBOX_LEADER_TOPIC` in the environment. Needs the extra `[harvester]`.
 
 Secrets (passwords, tokens, private keys) never show in a `repr`, a log line or an error; see `redact`.
 """

@@ -1,11 +1,11 @@
-"""Where the outbox's database is: any of the usual notations, made into one that libpq reads as it was meant.
+"""The outbox's database in any of the usual notations, made into one that libpq reads as it was meant.
 
-Accepted are libpq's `key=value` pairs, `postgresql://` and `postgres://` URLs, and SQLAlchemy's
-`postgresql+psycopg://` (any driver's name). Two things are put right:
+Accepts libpq's `key=value` pairs, `postgresql://` and `postgres://` URLs, and SQLAlchemy's `postgresql+psycopg://` (any
+driver's name), and puts two things right:
 
-- goharvest's documentation writes `password= dbname=postgres`. To libpq (and to Go's driver) that is the *password*
-  `dbname=postgres`. An empty value followed by another of libpq's keywords is taken to be empty.
-- Options that only Go's driver knows are dropped.
+- goharvest's documentation writes `password= dbname=postgres`, in which libpq (and Go's driver) reads the *password*
+  `dbname=postgres`. An empty value before another of libpq's keywords counts as empty.
+- It drops options that only Go's driver knows.
 
 Errors never contain a part of the data source: it may be a part of the password.
 """
@@ -38,11 +38,7 @@ _BROKEN_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})|%00")
 
 
 def normalise_data_source(text: str) -> str:
-    """The data source as libpq reads it.
-
-    Raises:
-        ValueError: if it is neither `key=value` pairs nor a PostgreSQL URL.
-    """
+    """Return the data source as libpq reads it, or raise ValueError if it is no notation of PostgreSQL."""
     text = text.strip()
     if not text:
         raise ValueError("is empty; write for example `host=localhost dbname=postgres user=postgres`")

@@ -20,12 +20,9 @@ _LONGEST = timedelta(days=365)
 
 
 def parse_duration(value: object) -> timedelta:
-    """Read a `timedelta`, or text in Go's notation.
+    """Read a `timedelta` or text in Go's notation, or raise ValueError with the right notation.
 
-    A bare number is refused: goharvest's YAML would take it for nanoseconds, Python programmers for seconds.
-
-    Raises:
-        ValueError: saying how to write it.
+    Refuses a bare number: goharvest's YAML would take it for nanoseconds, Python programmers for seconds.
     """
     if isinstance(value, timedelta):
         return value
@@ -45,7 +42,7 @@ def parse_duration(value: object) -> timedelta:
 
 
 def format_duration(duration: timedelta) -> str:
-    """Write it as `parse_duration` reads it: `100ms`, `5s`, `1.5s`, `1m30s`."""
+    """Return the duration as `parse_duration` reads it: `100ms`, `5s`, `1.5s`, `1m30s`."""
     microseconds = duration // timedelta(microseconds=1)
     if microseconds < 1_000_000:
         return f"{microseconds / 1000:g}ms" if microseconds else "0s"

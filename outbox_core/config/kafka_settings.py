@@ -1,4 +1,4 @@
-"""What the harvester asks of librdkafka, and which settings it cannot work with.
+"""The settings of librdkafka that the harvester needs, and those it cannot work with.
 
 Any property is passed through untouched, except where a record could be lost (`acks`, idempotence, transactions,
 suppressed delivery reports: refused) or sent by a process that no longer leads (`delivery.timeout.ms`: capped).
@@ -21,11 +21,10 @@ _MAX_POLL_INTERVAL = "max.poll.interval.ms"
 _LIBRDKAFKA_MAX_POLL_INTERVAL = 300_000
 _QUEUE_LENGTH = "queue.buffering.max.messages"
 _LIBRDKAFKA_QUEUE_LENGTH = 100_000
-_BATCH_BYTES = ("batch.size", "message.max.bytes")
-_LIBRDKAFKA_BATCH_BYTES = 1_000_000
 _COMPRESSION = ("compression.type", "compression.codec")
 _MAX_MESSAGE_BYTES = "message.max.bytes"
-_LIBRDKAFKA_MAX_MESSAGE_BYTES = 1_000_000
+_BATCH_BYTES = ("batch.size", _MAX_MESSAGE_BYTES)
+_LIBRDKAFKA_BYTES = 1_000_000  # its default for both
 _TRUE = ("true", "t", "1")
 _LEASE_SHARE_FOR_SENDING = 0.6
 
@@ -41,19 +40,14 @@ class Refusal(NamedTuple):
 
 
 class BatchSettings(NamedTuple):
-    """What settings say of the producer's batches.
-
-    Attributes:
-        largest: how many bytes a batch may have.
-        is_compressed: whether it has less on the wire.
-    """
+    """The largest batch of the producer, in bytes before any compression."""
 
     largest: int
     is_compressed: bool
 
 
 def refused_settings(settings: KafkaSettings) -> Iterator[Refusal]:
-    """The properties that no client understands, or with which the producer could lose records."""
+    """Yield properties that no client understands, or with which the producer could lose records."""
     for name, value in settings.items():
         if value is None:
             yield Refusal(name, "has no value")
@@ -85,12 +79,12 @@ def _losing_settings(settings: KafkaSettings) -> Iterator[Refusal]:
 
 
 def longest_delivery_timeout(heartbeat_timeout: timedelta) -> timedelta:
-    """A send must be over before a lease that was fresh when it began can end."""
+    """Return the longest delivery timeout: a send ends before a lease that was fresh when it began."""
     return heartbeat_timeout * _LEASE_SHARE_FOR_SENDING
 
 
 def wanted_delivery_timeout(base: KafkaSettings, producer: KafkaSettings) -> timedelta | None:
-    """What the user set, the producer's own settings first; librdkafka's 0 means for ever."""
+    """Return the user's delivery timeout, the producer's own first; librdkafka's 0 means for ever."""
     for settings in (producer, base):
         for name in _DELIVERY_TIMEOUT:
             if name in settings:
@@ -100,20 +94,20 @@ def wanted_delivery_timeout(base: KafkaSettings, producer: KafkaSettings) -> tim
 
 
 def batch_settings(settings: KafkaSettings) -> BatchSettings:
-    """How large batches are with these settings; what is no number is librdkafka's to refuse."""
-    sizes = [settings.get(name, _LIBRDKAFKA_BATCH_BYTES) for name in _BATCH_BYTES]
-    largest = min((int(size) for size in map(str, sizes) if size.isdecimal()), default=_LIBRDKAFKA_BATCH_BYTES)
+    """Return the settings of batches, without those that are no numbers, which librdkafka refuses."""
+    sizes = [settings.get(name, _LIBRDKAFKA_BYTES) for name in _BATCH_BYTES]
+    largest = min((int(size) for size in map(str, sizes) if size.isdecimal()), default=_LIBRDKAFKA_BYTES)
     codec = next((str(settings[name]).lower() for name in _COMPRESSION if name in settings), "none")
     return BatchSettings(largest, codec != "none")
 
 
 def max_poll_interval(settings: KafkaSettings) -> timedelta:
-    """How long a hand-over may take before the group takes the leader for dead."""
+    """Return the limit of a hand-over, after which the group takes the leader for dead."""
     return timedelta(milliseconds=_milliseconds(settings.get(_MAX_POLL_INTERVAL, "")) or _LIBRDKAFKA_MAX_POLL_INTERVAL)
 
 
 def linger(settings: KafkaSettings) -> timedelta:
-    """How long the producer waits for a batch to fill."""
+    """Return the time for which the producer waits for a batch to fill."""
     for name in _LINGER:
         if name in settings:
             return timedelta(milliseconds=_milliseconds(settings[name]) or 0)
@@ -121,15 +115,15 @@ def linger(settings: KafkaSettings) -> timedelta:
 
 
 def max_message_bytes(settings: KafkaSettings) -> int:
-    """How many bytes a message may have for the client to take it."""
+    """Return the limit of a message, in bytes."""
     value = str(settings.get(_MAX_MESSAGE_BYTES, ""))
-    return int(value) if value.isdecimal() else _LIBRDKAFKA_MAX_MESSAGE_BYTES
+    return int(value) if value.isdecimal() else _LIBRDKAFKA_BYTES
 
 
 def build_producer_settings(
     settings: KafkaSettings, *, name: str, delivery_timeout: timedelta, max_in_flight_records: int
 ) -> dict[str, Any]:
-    """Settings of the publishing producer, from the merged ones of the user."""
+    """Return the settings of the publishing producer, from the merged ones of the user."""
     kept = {key: value for key, value in settings.items() if key not in _DELIVERY_TIMEOUT + _ACKS}
     queue_length = int(kept.get(_QUEUE_LENGTH, _LIBRDKAFKA_QUEUE_LENGTH))
     if not any(key in kept for key in _LINGER):

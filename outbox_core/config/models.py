@@ -1,4 +1,4 @@
-"""The settings themselves."""
+"""The settings of the harvester."""
 
 from __future__ import annotations
 
@@ -9,34 +9,47 @@ import os
 import re
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasGenerator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
 from outbox_core.config import kafka_settings
 from outbox_core.config.data_source import DEFAULT_DATA_SOURCE, normalise_data_source
 from outbox_core.config.durations import format_duration, parse_duration
+from outbox_core.config.names import yaml_name
 from outbox_core.config.problems import InvalidSettings, Problem, Settings
 from outbox_core.config.redaction import redact, redact_settings
+from outbox_core.topic_names import MAX_TOPIC_LENGTH, must_be_legal
 
 _log = logging.getLogger("outbox_core.config")
 
 _WITHOUT_EFFECT = {
-    "queue_timeout": "queueTimeout",
-    "send_concurrency": "sendConcurrency",
-    "send_buffer": "sendBuffer",
-    "poll_duration": "pollDuration",
-    "max_poll_interval": "maxPollInterval",
-    "drain_interval": "drainInterval",
+    "queue_timeout",
+    "send_concurrency",
+    "send_buffer",
+    "poll_duration",
+    "max_poll_interval",
+    "drain_interval",
 }
 """goharvest's limits that have nothing to limit here; docs/configuration.md gives the reasons."""
+
+_NAMED_AS_IN_YAML = ConfigDict(alias_generator=AliasGenerator(validation_alias=yaml_name))
 
 _MOST_ROWS_OF_A_MANIFEST = 50_000  # 16 bytes each, of the 1 MB that brokers take by default
 _SHORTEST_DELIVERY_TIMEOUT = timedelta(milliseconds=100)
 _DEFAULT_SERVERS = {"bootstrap.servers": "localhost:9092"}
-_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}\Z")
 _INTERNAL_TOPICS = ("__consumer_offsets", "__transaction_state", "__share_group_state")
 
 
@@ -60,7 +73,7 @@ _Lease = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_b
 _Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=10_000_000)]
 _Bytes = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=2**10, le=2**40)]
 _Port = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0, le=65535)]
-_Name = Annotated[str, Field(min_length=1)]
+_Name = Annotated[str, StringConstraints(min_length=1)]  # a Field would clash with the factory of a default
 
 
 class Limits(Settings):
@@ -69,34 +82,36 @@ class Limits(Settings):
     Attributes:
         min_poll_interval: the shortest time between two of the leader's heartbeats, unless fewer than five would fit
             into `heartbeat_timeout`.
-        heartbeat_timeout: how long leadership lasts without an own heartbeat coming back.
-        mark_backoff: the longest pause between two looks at the table while it has nothing new. Pauses begin with a
-            millisecond and grow up to it. While `notify` works they may grow to two seconds.
+        heartbeat_timeout: the time for which leadership lasts without an own heartbeat coming back.
+        mark_backoff: the longest pause between two queries while the table has nothing new. Pauses begin with a
+            millisecond and grow up to it, or to two seconds while `notify` works.
         io_error_backoff: the pause after a statement failed.
-        statement_timeout: after how long the database gives up a statement of the harvester.
-        max_in_flight_records: how many records may be marked and not yet purged, in memory.
-        max_in_flight_bytes: how many bytes their values and headers may have. One statement fetches a quarter of that,
-            or a single larger record. The Kafka client holds a second copy of what is under way.
-        mark_query_records: how many records one statement marks at most.
-        lane_capacity: how many records of one key may wait in memory for their turn.
+        statement_timeout: the time after which the database cancels a statement of the harvester.
+        max_in_flight_records: the most records in memory, marked and not yet purged.
+        max_in_flight_bytes: the most bytes of their values and headers. One statement fetches a quarter of that, or a
+            single larger record. The Kafka client holds a second copy of records under way.
+        mark_query_records: the most records that one statement marks.
+        lane_capacity: the most records of one key that wait in memory for their turn.
         min_metrics_interval: the shortest time between two `MeterRead` events.
-        transaction_timeout: how long a transaction of exactly-once delivery may be open before Kafka aborts it; readers
+        transaction_timeout: the time after which Kafka aborts an open transaction of exactly-once delivery; readers
             wait that long at most when a harvester dies.
-        drain_timeout: how long a graceful stop waits for the acknowledgement of what is in flight.
+        drain_timeout: the time for which a graceful stop waits for acknowledgements.
     """
 
-    min_poll_interval: _Pause = Field(default=timedelta(milliseconds=100), validation_alias="minPollInterval")
-    heartbeat_timeout: _Lease = Field(default=timedelta(seconds=5), validation_alias="heartbeatTimeout")
-    mark_backoff: _Pause = Field(default=timedelta(milliseconds=250), validation_alias="markBackoff")
-    io_error_backoff: _Pause = Field(default=timedelta(milliseconds=500), validation_alias="ioErrorBackoff")
-    statement_timeout: _Pause = Field(default=timedelta(seconds=30), validation_alias="statementTimeout")
-    max_in_flight_records: _Count = Field(default=20_000, validation_alias="maxInFlightRecords")
-    max_in_flight_bytes: _Bytes = Field(default=32 * 2**20, validation_alias="maxInFlightBytes")
-    mark_query_records: _Count = Field(default=5_000, validation_alias="markQueryRecords")
-    lane_capacity: _Count = Field(default=1_000, validation_alias="laneCapacity")
-    min_metrics_interval: _Pause = Field(default=timedelta(seconds=5), validation_alias="minMetricsInterval")
-    transaction_timeout: _Lease = Field(default=timedelta(seconds=15), validation_alias="transactionTimeout")
-    drain_timeout: _Pause = Field(default=timedelta(seconds=10), validation_alias="drainTimeout")
+    model_config = _NAMED_AS_IN_YAML
+
+    min_poll_interval: _Pause = timedelta(milliseconds=100)
+    heartbeat_timeout: _Lease = timedelta(seconds=5)
+    mark_backoff: _Pause = timedelta(milliseconds=250)
+    io_error_backoff: _Pause = timedelta(milliseconds=500)
+    statement_timeout: _Pause = timedelta(seconds=30)
+    max_in_flight_records: _Count = 20_000
+    max_in_flight_bytes: _Bytes = 32 * 2**20
+    mark_query_records: _Count = 5_000
+    lane_capacity: _Count = 1_000
+    min_metrics_interval: _Pause = timedelta(seconds=5)
+    transaction_timeout: _Lease = timedelta(seconds=15)
+    drain_timeout: _Pause = timedelta(seconds=10)
 
     @model_validator(mode="before")
     @classmethod
@@ -109,7 +124,7 @@ class Limits(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        """Defaults give way to what was set: a smaller `max_in_flight_records` takes the others down with it."""
+        """Lower defaults that do not fit: a smaller `max_in_flight_records` takes the others down with it."""
         for name in ("mark_query_records", "lane_capacity"):
             if name not in self.model_fields_set:
                 self.__dict__[name] = min(getattr(self, name), self.max_in_flight_records)
@@ -123,14 +138,14 @@ class Limits(Settings):
 
 
 class LeaderNames(NamedTuple):
-    """The group in which harvesters of one outbox compete, and the topic they compete for."""
+    """The group in which harvesters of one outbox compete, and their leader topic."""
 
     group_id: str
     topic: str
 
 
 class TrackingNames(NamedTuple):
-    """What exactly-once delivery of one outbox is known by in Kafka."""
+    """The names in Kafka of exactly-once delivery of one outbox."""
 
     transactional_id: str
     topic: str
@@ -143,36 +158,34 @@ def _default_name() -> str:
 
 
 class HarvestConfig(Settings):
-    """Everything a harvester needs to know.
+    """The settings of a harvester.
 
     Attributes:
         base_kafka_config: librdkafka properties of every client, TLS and SASL included. From Python also callables
             (`oauth_cb`). `bootstrap.servers` is `localhost:9092` unless set.
         producer_kafka_config: librdkafka properties on top of those, for the producer that publishes.
         leader_topic: the topic of the election; None for the leader group's name with `.neli` behind it.
-        leader_group_id: the group of the election, one for each outbox; None to derive it from database, schema and
-            table.
+        leader_group_id: the group of the election, one for each outbox; None for its database, schema and table.
         data_source: the outbox's database; see `outbox_core.config.data_source`.
         outbox_table: the outbox's table, `table` or `schema.table`.
         delivery: `at-least-once`, or `exactly-once` for readers with `isolation.level=read_committed`.
         transactional_id: of exactly-once delivery, the same for every harvester of the outbox and no other; None to
             derive it from the outbox's identity and the leader group.
-        tracking_topic: where exactly-once delivery keeps its manifests; None to derive it from the outbox's identity
-            and the leader group, with `.manifests` behind it.
+        tracking_topic: the topic of exactly-once delivery's manifests; None to derive it likewise, with `.manifests`
+            behind it.
         accept_marked: let exactly-once delivery publish rows that an at-least-once leader left marked, although some
             may have been published before.
         accept_moved: let exactly-once delivery go on although the last manifest names another database server: the
             database was moved here by other means than physical replication.
-        on_poison: what becomes of a record that Kafka refuses for good: `hold` it, with the later records of its key
-            behind it, until somebody decides; or publish it to the `dead-letter` topic, and go on.
-        dead_letter_topic: where dead letters go; None to derive it from the outbox's identity, with `.dead-letter`
-            behind it.
-        notify: listen for the notices of the trigger that `outbox schema --notify` prints, and look at the table when
-            one comes; without them, or while they do not come, at growing intervals.
+        on_poison: `hold` a record that Kafka refuses for good, with the later records of its key behind it, until an
+            operator decides; or publish it to the `dead-letter` topic, and go on.
+        dead_letter_topic: None to derive it from the outbox's identity, with `.dead-letter` behind it.
+        notify: listen for the notices of the trigger that `outbox schema --notify` prints; without notices, query the
+            table at growing intervals.
         name: the name of this instance in logs, and the default `client.id`.
-        outbox_name: what stands before the row's id in the id header; None for database, schema and table.
+        outbox_name: the text before the row's id in the id header; None for database, schema and table.
         id_header: the name of the header that tells repeats apart; empty for none.
-        metrics_port: where to serve `/metrics` and `/healthz`; 0 for any free port, None for not at all.
+        metrics_port: the port of `/metrics` and `/healthz`; 0 for any free port, None for no server.
         metrics_host: the address to serve them on.
         limits: bounds on time and memory.
 
@@ -180,30 +193,30 @@ class HarvestConfig(Settings):
         InvalidConfig: naming every setting that is wrong.
     """
 
-    base_kafka_config: dict[str, Any] = Field(
-        default_factory=dict, validation_alias="baseKafkaConfig", validate_default=True
-    )
-    producer_kafka_config: dict[str, Any] = Field(default_factory=dict, validation_alias="producerKafkaConfig")
-    leader_topic: str | None = Field(default=None, validation_alias="leaderTopic")
-    leader_group_id: _Name | None = Field(default=None, validation_alias="leaderGroupID")
+    model_config = _NAMED_AS_IN_YAML
+
+    base_kafka_config: dict[str, Any] = Field(default_factory=dict, validate_default=True)
+    producer_kafka_config: dict[str, Any] = Field(default_factory=dict)
+    leader_topic: str | None = None
+    leader_group_id: _Name | None = None
     data_source: Annotated[str, AfterValidator(normalise_data_source)] = Field(
-        default=DEFAULT_DATA_SOURCE, validation_alias="dataSource", validate_default=True
+        default=DEFAULT_DATA_SOURCE, validate_default=True
     )
-    outbox_table: _Name = Field(default="outbox", validation_alias="outboxTable")
-    delivery: Literal["at-least-once", "exactly-once"] = Field(default="at-least-once", validation_alias="delivery")
-    transactional_id: _Name | None = Field(default=None, validation_alias="transactionalID")
-    tracking_topic: str | None = Field(default=None, validation_alias="trackingTopic")
-    accept_marked: bool = Field(default=False, validation_alias="acceptMarked")
-    accept_moved: bool = Field(default=False, validation_alias="acceptMoved")
-    on_poison: Literal["hold", "dead-letter"] = Field(default="hold", validation_alias="onPoison")
-    dead_letter_topic: str | None = Field(default=None, validation_alias="deadLetterTopic")
-    notify: bool = Field(default=False, validation_alias="notify")
-    name: _Name = Field(default_factory=_default_name, validation_alias="name")
-    outbox_name: _Name | None = Field(default=None, validation_alias="outboxName")
-    id_header: str = Field(default="outbox-id", validation_alias="idHeader")
-    metrics_port: _Port | None = Field(default=None, validation_alias="metricsPort")
-    metrics_host: _Name = Field(default="127.0.0.1", validation_alias="metricsHost")
-    limits: Limits = Field(default_factory=Limits, validation_alias="limits")
+    outbox_table: _Name = "outbox"
+    delivery: Literal["at-least-once", "exactly-once"] = "at-least-once"
+    transactional_id: _Name | None = None
+    tracking_topic: str | None = None
+    accept_marked: bool = False
+    accept_moved: bool = False
+    on_poison: Literal["hold", "dead-letter"] = "hold"
+    dead_letter_topic: str | None = None
+    notify: bool = False
+    name: _Name = Field(default_factory=_default_name)
+    outbox_name: _Name | None = None
+    id_header: str = "outbox-id"
+    metrics_port: _Port | None = None
+    metrics_host: _Name = "127.0.0.1"
+    limits: Limits = Field(default_factory=Limits)
 
     @model_validator(mode="before")
     @classmethod
@@ -240,9 +253,7 @@ class HarvestConfig(Settings):
     def _a_topic_of_its_own(cls, topic: str | None) -> str | None:
         if topic is None:
             return None
-        if not _TOPIC.match(topic) or topic in (".", ".."):
-            raise ValueError("is not a topic name: 1 to 249 of the characters a-z A-Z 0-9 . _ -")
-        if topic in _INTERNAL_TOPICS:
+        if must_be_legal(topic) in _INTERNAL_TOPICS:
             raise ValueError("is one of Kafka's own topics, which clients must not write to; name another")
         return topic
 
@@ -275,23 +286,23 @@ class HarvestConfig(Settings):
 
     @property
     def delivery_timeout(self) -> timedelta:
-        """How long a record may take from `produce()` to its acknowledgement: never longer than a lease allows."""
+        """The limit from `produce()` to the acknowledgement: no longer than a lease allows."""
         longest = kafka_settings.longest_delivery_timeout(self.limits.heartbeat_timeout)
         wanted = kafka_settings.wanted_delivery_timeout(self.base_kafka_config, self.producer_kafka_config)
         return longest if wanted is None else min(wanted, longest)
 
     @property
     def shortest_delivery_timeout(self) -> timedelta:
-        """The shortest that may become for a while: records must have time to leave the producer, and to arrive."""
+        """The least to which the delivery timeout may be lowered, so that records can leave the producer and arrive."""
         return max(_SHORTEST_DELIVERY_TIMEOUT, 2 * kafka_settings.linger(self._merged))
 
     @property
     def max_message_bytes(self) -> int:
-        """How many bytes a message may have for the producer to take it."""
+        """The limit of a message, in bytes."""
         return kafka_settings.max_message_bytes(self._merged)
 
     def producer_settings(self) -> dict[str, Any]:
-        """The librdkafka settings of the producer that publishes."""
+        """Return the librdkafka settings of the producer that publishes."""
         return kafka_settings.build_producer_settings(
             self._merged,
             name=self.name,
@@ -300,16 +311,16 @@ class HarvestConfig(Settings):
         )
 
     def neli_settings(self, group_id: str) -> dict[str, Any]:
-        """The librdkafka settings of the election's clients; `producer_kafka_config` does not apply to them."""
+        """Return the librdkafka settings of the election's clients, without `producer_kafka_config`."""
         return {"client.id": self.name, **self.base_kafka_config, "group.id": group_id}
 
     def leader_names(self, identity: str) -> LeaderNames:
-        """Group and topic of the election, for an outbox of this identity (`<database>.<schema>.<table>`)."""
+        """Return group and topic of the election, for an outbox of this identity (`<database>.<schema>.<table>`)."""
         group_id = self.leader_group_id or identity
         return LeaderNames(group_id, self.leader_topic or _topic_name(group_id, ".neli"))
 
     def tracking_names(self, identity: str) -> TrackingNames:
-        """What exactly-once delivery is known by in Kafka, for an outbox of this identity; a relay's topic too."""
+        """Return the names of exactly-once delivery, and a relay's topic, for an outbox of this identity."""
         group_id = self.leader_group_id or identity
         default_id = identity if group_id == identity else f"{identity}:{group_id}"
         return TrackingNames(
@@ -319,22 +330,28 @@ class HarvestConfig(Settings):
         )
 
     def dead_letter_name(self, identity: str) -> str:
-        """The dead-letter topic, for an outbox of this identity."""
+        """Return the dead-letter topic, for an outbox of this identity."""
         return self.dead_letter_topic or _topic_name(identity, ".dead-letter")
 
     @property
     def batch_settings(self) -> kafka_settings.BatchSettings:
-        """What the producer's settings say of batches."""
+        """The settings of the producer's batches."""
         return kafka_settings.batch_settings(self._merged)
 
-    def lone_producer_settings(self) -> dict[str, Any]:
-        """The librdkafka settings of the producer whose batches have one record each."""
+    def unbatched_producer_settings(self) -> dict[str, Any]:
+        """Return the librdkafka settings of the producer whose batches have one record each."""
         aliases = ("linger.ms", "queue.buffering.max.ms", "batch.num.messages")
         kept = {name: value for name, value in self.producer_settings().items() if name not in aliases}
         return {**kept, "linger.ms": 0, "batch.num.messages": 1}
 
+    def lone_producer_settings(self) -> dict[str, Any]:
+        """Return `unbatched_producer_settings()`; deprecated."""
+        name = "HarvestConfig.unbatched_producer_settings"
+        warnings.warn(f"HarvestConfig.lone_producer_settings is now {name}", DeprecationWarning, stacklevel=2)
+        return self.unbatched_producer_settings()
+
     def transactional_settings(self, transactional_id: str) -> dict[str, Any]:
-        """The librdkafka settings of the transactional producer."""
+        """Return the librdkafka settings of the transactional producer."""
         timeout = self.limits.transaction_timeout // timedelta(milliseconds=1)
         return {
             # A topic that does not exist holds up its transaction no longer than this.
@@ -354,16 +371,16 @@ class HarvestConfig(Settings):
 
 
 def _topic_name(text: str, suffix: str) -> str:
-    """The text as a topic name; where it has to change, a digest keeps different texts apart."""
+    """Return the text as a topic name; where it has to change, a digest keeps different texts apart."""
     legal = re.sub(r"[^A-Za-z0-9._-]", "_", text)
-    if legal == text and len(text + suffix) <= 249:
+    if legal == text and len(text + suffix) <= MAX_TOPIC_LENGTH:
         return text + suffix
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{legal[:200]}-{digest}{suffix}"
 
 
 def _split_limits(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    without_effect = set(_WITHOUT_EFFECT) | set(_WITHOUT_EFFECT.values())
+    without_effect = _WITHOUT_EFFECT.union(map(yaml_name, _WITHOUT_EFFECT))
     dropped = [name for name in values if name in without_effect]
     return {name: value for name, value in values.items() if name not in without_effect}, dropped
 
@@ -375,5 +392,5 @@ def _say_without_effect(names: list[str]) -> None:
 
 @functools.cache
 def _say_once(message: str) -> None:
-    """Once per process: settings may be validated by a system check and again by the harvester."""
+    """Log once per process: settings may be validated by a system check and again by the harvester."""
     _log.warning(message)

@@ -1,4 +1,4 @@
-"""Validation errors in the words of whoever wrote the settings, without the values: a value may be a password."""
+"""Validation errors in the words of the settings' author, without the values: a value may be a password."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from outbox_core.config.names import Path
 from outbox_core.config.redaction import redact
 from outbox_core.errors import InvalidConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-Path = tuple[str, ...]
-
 
 class Problem(NamedTuple):
-    """What is wrong with one setting."""
+    """A fault of one setting."""
 
     path: Path
     message: str
 
 
 class InvalidSettings(InvalidConfig):
-    """One or more settings are unknown, missing or out of range; all of them are named."""
+    """One or more settings that are unknown, missing or out of range, all of them named."""
 
     def __init__(self, problems: Sequence[Problem], name_of: Callable[[Path], str] = ".".join) -> None:
         self.problems = tuple(problems)
@@ -44,7 +43,7 @@ class Settings(BaseModel):
 
     @classmethod
     def names(cls) -> dict[str, str]:
-        """Every field's Python name, with its name in YAML."""
+        """Return every field's Python name, with its name in YAML."""
         return {name: str(field.validation_alias or name) for name, field in cls.model_fields.items()}
 
 
@@ -61,13 +60,13 @@ def _problems(error: ValidationError, model: type[Settings]) -> Iterable[Problem
 
 
 def _python_path(path: Path, model: type[Settings]) -> Path:
-    """The path with the field's Python name, whichever name it was given by."""
+    """Return the path with the field's Python name, for either of its names."""
     python_names = {yaml: name for name, yaml in model.names().items()}
     return tuple(python_names.get(part, part) for part in path[:1]) + path[1:]
 
 
 def unknown_field(name: str, known: dict[str, str]) -> str:
-    """The message for a setting that does not exist; suggests one, in the way of writing that was used."""
+    """Return the message for a setting that does not exist, with a suggestion in the same notation."""
     candidates = list(known) if "_" in name else list(known.values())
     folded = {candidate.lower(): candidate for candidate in candidates}
     close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)

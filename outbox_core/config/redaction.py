@@ -1,7 +1,4 @@
-"""Hiding secrets in whatever is shown: logs, errors, the `repr` of settings.
-
-Errs on the side of hiding too much.
-"""
+"""Redaction of secrets, and in doubt of more, in logs, errors and the `repr` of settings."""
 
 from __future__ import annotations
 
@@ -31,19 +28,19 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-
 
 
 def redact(text: str) -> str:
-    """The text with passwords of URLs and of `name=value` pairs, tokens and private keys replaced by `***`."""
+    """Return the text with passwords of URLs and of `name=value` pairs, tokens and private keys as `***`."""
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _URL_USER.sub(rf"\g<user>{HIDDEN}@", text)
     return _ASSIGNMENT.sub(rf"\g<name>\g<between>{HIDDEN}", text)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name holds a secret."""
+    """Tell whether a setting of this name holds a secret."""
     return _NAME_ALONE.fullmatch(name) is not None
 
 
 def redact_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of librdkafka settings that can be shown."""
+    """Return a copy of librdkafka settings without secrets."""
     return {
         name: HIDDEN if is_secret(name) else redact(value) if isinstance(value, str) else value
         for name, value in settings.items()

@@ -1,18 +1,10 @@
 """Gathering settings: command line over environment over file over defaults.
 
-The file is the YAML of goharvest's `reaper`: `harvest:` holds the settings, `logging:` a level. The environment's
-variables are
+The file is the YAML of goharvest's `reaper`: `harvest:` holds the settings, `logging:` a level. Environment variables
+are named by `names.py`, and `OUTBOX_LIMITS_<LIMIT>`, `OUTBOX_KAFKA_<PROPERTY>` and `OUTBOX_PRODUCER_KAFKA_<PROPERTY>`
+with `_` for `.`: `OUTBOX_KAFKA_SECURITY_PROTOCOL` is `security.protocol`.
 
-- `OUTBOX_POSTGRES_DSN` (data source), `OUTBOX_KAFKA_BOOTSTRAP` (bootstrap servers), `OUTBOX_TABLE`;
-- `OUTBOX_LEADER_TOPIC`, `OUTBOX_LEADER_GROUP_ID`, `OUTBOX_DELIVERY`, `OUTBOX_NOTIFY`,
-  `OUTBOX_TRANSACTIONAL_ID`, `OUTBOX_TRACKING_TOPIC`, `OUTBOX_ON_POISON`, `OUTBOX_DEAD_LETTER_TOPIC`,
-  `OUTBOX_NAME`, `OUTBOX_OUTBOX_NAME`, `OUTBOX_ID_HEADER`,
-  `OUTBOX_METRICS_PORT`, `OUTBOX_METRICS_HOST`, `OUTBOX_LOG_LEVEL`;
-- `OUTBOX_LIMITS_<LIMIT>`, for example `OUTBOX_LIMITS_MARK_BACKOFF`;
-- `OUTBOX_KAFKA_<PROPERTY>` and `OUTBOX_PRODUCER_KAFKA_<PROPERTY>`, with `_` for `.`:
-  `OUTBOX_KAFKA_SECURITY_PROTOCOL` is `security.protocol`.
-
-A variable that is set to nothing counts as not set, except `OUTBOX_ID_HEADER`, where that turns the header off.
+An empty variable counts as not set, except `OUTBOX_ID_HEADER`, where it turns the header off.
 """
 
 from __future__ import annotations
@@ -23,7 +15,8 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from outbox_core.config.models import HarvestConfig, Limits
-from outbox_core.config.problems import InvalidSettings, Path, Problem, unknown_field
+from outbox_core.config.names import BOOTSTRAP_SERVERS, MAPPINGS, PER_RUN, Path, option, variable, yaml_name
+from outbox_core.config.problems import InvalidSettings, Problem, unknown_field
 from outbox_core.config.redaction import is_secret
 from outbox_core.config.yaml_file import read_yaml
 from outbox_core.errors import InvalidConfig
@@ -33,42 +26,20 @@ _log = logging.getLogger("outbox_core.config")
 Document = Mapping[str, Any]
 
 _SECTIONS: dict[str, dict[str, str]] = {
-    "base_kafka_config": {},
-    "producer_kafka_config": {},
-    "limits": {yaml: name for name, yaml in Limits.names().items()},
+    **{field: {} for field in MAPPINGS},
+    "limits": {yaml_name(name): name for name in Limits.names()},
 }
 """The fields that are mappings, with the YAML names of what is in them (none: any name goes)."""
 
 _FIELDS = {yaml: name for name, yaml in HarvestConfig.names().items()}
 _DOCUMENT = {"harvest": "harvest", "logging": "logging"}
 _LOGGING = {"level": "level"}
-
-_VARIABLES: dict[str, Path] = {
-    "OUTBOX_POSTGRES_DSN": ("data_source",),
-    "OUTBOX_KAFKA_BOOTSTRAP": ("base_kafka_config", "bootstrap.servers"),
-    "OUTBOX_TABLE": ("outbox_table",),
-    "OUTBOX_LEADER_TOPIC": ("leader_topic",),
-    "OUTBOX_LEADER_GROUP_ID": ("leader_group_id",),
-    "OUTBOX_DELIVERY": ("delivery",),
-    "OUTBOX_TRANSACTIONAL_ID": ("transactional_id",),
-    "OUTBOX_TRACKING_TOPIC": ("tracking_topic",),
-    "OUTBOX_ON_POISON": ("on_poison",),
-    "OUTBOX_DEAD_LETTER_TOPIC": ("dead_letter_topic",),
-    "OUTBOX_NOTIFY": ("notify",),
-    "OUTBOX_NAME": ("name",),
-    "OUTBOX_OUTBOX_NAME": ("outbox_name",),
-    "OUTBOX_ID_HEADER": ("id_header",),
-    "OUTBOX_METRICS_PORT": ("metrics_port",),
-    "OUTBOX_METRICS_HOST": ("metrics_host",),
-    **{f"OUTBOX_LIMITS_{name.upper()}": ("limits", name) for name in Limits.names()},
-}
-_OPTIONS: dict[Path, str] = {
-    ("data_source",): "--dsn",
-    ("outbox_table",): "--table",
-    ("base_kafka_config", "bootstrap.servers"): "--bootstrap-servers",
-}
-"""Options of the command line that are not named like their fields."""
-
+_PATHS: list[Path] = [
+    *((field,) for field in HarvestConfig.names() if field not in MAPPINGS + PER_RUN),
+    *(("limits", name) for name in Limits.names()),
+    BOOTSTRAP_SERVERS,
+]
+_VARIABLES = {variable(path): path for path in _PATHS}
 _PROPERTY_PREFIXES = {"OUTBOX_PRODUCER_KAFKA_": "producer_kafka_config", "OUTBOX_KAFKA_": "base_kafka_config"}
 _LOG_LEVEL = "OUTBOX_LOG_LEVEL"
 _OF_OTHERS = ("OUTBOX_DEVSTACK_", "OUTBOX_TEST_", "OUTBOX_DEMO_", "OUTBOX_BENCH_")
@@ -91,12 +62,12 @@ _LEVELS = {
 def load_file(
     path: str | FilePath, *, environ: Mapping[str, str] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> HarvestConfig:
-    """`load_config` of a YAML file. Raises InvalidConfig, also when the file cannot be read."""
+    """Load settings as `load_config` does, from a YAML file."""
     return load_config(read_document(path), environ=environ, overrides=overrides)
 
 
 def read_document(path: str | FilePath) -> Document:
-    """Read a YAML file without looking at what it says; an empty file is an empty document."""
+    """Read a YAML file without checking its content; an empty file is an empty document."""
     document = read_yaml(FilePath(path))
     if not isinstance(document, dict):
         raise InvalidConfig(f"{path}: must be a mapping with `harvest:` and `logging:`")
@@ -112,7 +83,7 @@ def load_config(
     """Gather settings and validate them.
 
     Args:
-        document: what the YAML file holds, `{"harvest": {...}, "logging": {...}}`, with names of goharvest or ours.
+        document: the content of the YAML file, `{"harvest": {...}, "logging": {...}}`, with names of goharvest or ours.
         environ: environment variables, for example `os.environ`; None for none.
         overrides: settings that win over both, by our names; sections are merged, None means not given.
 
@@ -135,7 +106,7 @@ def load_config(
 def log_level(
     document: Document | None, *, environ: Mapping[str, str] | None = None, override: str | None = None
 ) -> int:
-    """The level for `logging`, from logrus' names or Python's; INFO unless set.
+    """Return the level for `logging`, from logrus' names or Python's, INFO unless set.
 
     Raises:
         InvalidConfig: if there is no such level.
@@ -154,7 +125,7 @@ def log_level(
 
 
 class _Gathered:
-    """Settings by our names, with the name under which each was last set, and what could not be understood."""
+    """Settings by our names, with the name under which each was last set, and the problems."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -162,7 +133,7 @@ class _Gathered:
         self._names: dict[Path, str] = {}
 
     def name_of(self, path: Path) -> str:
-        """How the user wrote this setting."""
+        """Return the name by which the user wrote this setting."""
         return self._names.get(path) or self._names.get(path[:1]) or ".".join(path)
 
     def take_document(self, document: Document) -> None:
@@ -200,24 +171,24 @@ class _Gathered:
         self._set((section, name), value, shown)
 
     def take_environment(self, environ: Mapping[str, str]) -> None:
-        for variable, text in environ.items():
-            if not variable.startswith("OUTBOX_") or variable.startswith(_OF_OTHERS) or variable == _LOG_LEVEL:
+        for name, text in environ.items():
+            if not name.startswith("OUTBOX_") or name.startswith(_OF_OTHERS) or name == _LOG_LEVEL:
                 continue
-            path = _VARIABLES.get(variable) or _property_path(variable)
+            path = _VARIABLES.get(name) or _property_path(name)
             if path is None:
-                _log.warning("%s: %s; it is ignored", variable, _unknown_variable(variable))
-            elif text or variable == "OUTBOX_ID_HEADER":
-                self._set(path, text, variable)
+                _log.warning("%s: %s; it is ignored", name, _unknown_variable(name))
+            elif text or path == ("id_header",):
+                self._set(path, text, name)
 
     def take_overrides(self, overrides: Mapping[str, Any]) -> None:
         for field, value in overrides.items():
             if field in _SECTIONS and isinstance(value, Mapping):
                 for key, entry in value.items():
-                    self._set((field, key), entry, _option((field, key)))
+                    self._set((field, key), entry, option((field, key)))
                     if field == "base_kafka_config" and "producer_kafka_config" in self.values:
                         self.values["producer_kafka_config"].pop(key, None)  # the command line wins over the file
             elif value is not None:
-                self._set((field,), value, _option((field,)))
+                self._set((field,), value, option((field,)))
 
     def _set(self, path: Path, value: Any, shown: str) -> None:
         self._names[path] = shown
@@ -238,12 +209,6 @@ def _property_path(variable: str) -> Path | None:
         if variable.startswith(prefix) and variable != prefix:
             return section, variable.removeprefix(prefix).lower().replace("_", ".")
     return None
-
-
-def _option(path: Path) -> str:
-    if path in _OPTIONS:
-        return _OPTIONS[path]
-    return f"-X {path[-1]}" if len(path) > 1 else "--" + path[0].replace("_", "-")
 
 
 def _unknown_variable(variable: str) -> str:

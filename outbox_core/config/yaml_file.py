@@ -1,4 +1,4 @@
-"""Reading YAML as strictly as goharvest does, and without quoting it in errors: it holds passwords."""
+"""YAML, read as strictly as goharvest does, and not quoted in errors: it holds passwords."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> Any:
-    """What the file holds, `{}` if that is nothing.
-
-    Raises:
-        InvalidConfig: naming the file, and line and column of what is wrong.
-    """
+    """Return the content of the file, `{}` if it is empty; errors name the file, line and column."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -1,9 +1,9 @@
 """Settings of an elector, validated once, and the client settings that follow from them.
 
-Three times must fit together, so that nobody is elected while a cut-off leader's lease still runs: the broker gives the
-partition away `session.timeout.ms` after the last group heartbeat it got, which may be `heartbeat.interval.ms` older
-than the heartbeat that renewed the lease for the last time. So a session lasts at least the lease, the interval between
-group heartbeats and a margin for delays together.
+No successor may be elected while a cut-off leader's lease still runs. The broker gives the partition away
+`session.timeout.ms` after the last group heartbeat it got, which may be `heartbeat.interval.ms` older than the
+heartbeat that last renewed the lease. So a session lasts at least the lease, that interval and a margin for delays
+together.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
-from outbox_core.election.claims import LONGEST_GROUP, LONGEST_OUTBOX, Contest
+from outbox_core.election.messages import LONGEST_GROUP, LONGEST_OUTBOX, Contest
 from outbox_core.errors import InvalidConfig
+from outbox_core.topic_names import MAX_TOPIC_LENGTH, is_legal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +31,6 @@ _GROUP_HEARTBEAT = timedelta(milliseconds=200)
 _LONGEST_GROUP_HEARTBEAT = timedelta(milliseconds=500)
 _MAX_POLL_INTERVAL = timedelta(minutes=5)
 _LONGEST_SOCKET_TIMEOUT_MS = 300_000  # librdkafka's
-_LONGEST_TOPIC_NAME = 249
 
 _ONLY_VALUE = {
     "group.protocol": ("classic", "the session timeout must be the client's to choose"),
@@ -62,7 +62,7 @@ _GROUP_ONLY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeliConfig:
-    """Who contends for what, and how fast.
+    """The settings of an elector.
 
     Attributes:
         kafka: librdkafka settings for all clients, at least `bootstrap.servers`. May set `session.timeout.ms` and
@@ -70,10 +70,10 @@ class NeliConfig:
         group_id: the consumer group of all processes that contend with each other.
         topic: the leader topic; empty for `<group_id>.neli`. Made with one partition if it is missing.
         name: of this process in logs and messages, for people; empty for host name and process ID.
-        heartbeat_timeout: how long a lease lasts from the heartbeat that renews it; at least 0.5 s.
+        heartbeat_timeout: the time for which a heartbeat renews the lease; at least 0.5 s.
         min_poll_interval: heartbeats are no closer than this, unless there were fewer than five in `heartbeat_timeout`.
-        role: which of several leaderships on one topic: role j belongs to partition j modulo the number of partitions.
-        outbox: identity of what the leader works on, for all members to compare; '' for what needs no comparing.
+        role: of several leaderships on one topic: role j belongs to partition j modulo the number of partitions.
+        outbox: identity of the outbox, for all members to compare; '' for none.
         server_id: of the database server that has it (`OutboxStore.server_id`), compared likewise; '' if unknown.
 
     Raises:
@@ -104,13 +104,7 @@ class NeliConfig:
 
     @classmethod
     def of(cls, config: HarvestConfig, identity: str, server_id: str) -> Self:
-        """Return the settings with which the harvesters of one outbox contend.
-
-        Args:
-            config: the harvester's.
-            identity: the outbox's, see `OutboxStore.check`.
-            server_id: its database server's, see `OutboxStore.server_id`.
-        """
+        """Return the settings for the harvesters of one outbox, from its `OutboxStore.check` and `server_id`."""
         group_id, topic = config.leader_names(identity)
         return cls(
             kafka=config.neli_settings(group_id),
@@ -125,7 +119,7 @@ class NeliConfig:
 
     @property
     def contest(self) -> Contest:
-        """What the leader leads, as its messages say it."""
+        """The outbox of the contest, as messages name it."""
         return Contest(self.group_id, self.outbox[:LONGEST_OUTBOX], self.server_id)
 
     @property
@@ -144,7 +138,7 @@ class NeliConfig:
         return self._milliseconds("session.timeout.ms", max(_SHORTEST_SESSION, self._shortest_session))
 
     def consumer_settings(self) -> dict[str, Any]:
-        """What the group member is made with."""
+        """Return librdkafka settings of the group member."""
         poll_interval = self._milliseconds("max.poll.interval.ms", max(_MAX_POLL_INTERVAL, self.session_timeout))
         defaults = {
             "socket.timeout.ms": self._socket_timeout,
@@ -169,7 +163,7 @@ class NeliConfig:
         return defaults | self._kafka_without(_PRODUCER_OWN) | owned
 
     def producer_settings(self) -> dict[str, Any]:
-        """What heartbeats are written with: at once, once, or not at all, as the next one follows soon."""
+        """Return librdkafka settings for heartbeats: sent at once, and once, as the next one follows soon."""
         timeout = _ms(self.heartbeat_timeout)
         defaults = {"socket.timeout.ms": self._socket_timeout, "reconnect.backoff.max.ms": 1000}
         owned = {
@@ -184,7 +178,7 @@ class NeliConfig:
 
     @property
     def _socket_timeout(self) -> int:
-        """Milliseconds after which a connection that does not answer is made anew: as soon as the lease is gone."""
+        """Milliseconds after which a silent connection is replaced: as soon as the lease is gone."""
         return min(max(1000, _ms(self.heartbeat_timeout)), _LONGEST_SOCKET_TIMEOUT_MS)
 
     @property
@@ -192,11 +186,10 @@ class NeliConfig:
         return self.heartbeat_timeout + self.group_heartbeat_interval + _SESSION_MARGIN
 
     def _check_topic(self) -> None:
-        legal = all(letter.isascii() and (letter.isalnum() or letter in "._-") for letter in self.topic)
-        if not legal or len(self.topic) > _LONGEST_TOPIC_NAME or self.topic in {".", ".."}:
+        if not is_legal(self.topic):
             raise InvalidConfig(
                 f"topic: {self.topic!r} is no legal topic name (letters, digits, '.', '_' and '-', at most "
-                f"{_LONGEST_TOPIC_NAME})"
+                f"{MAX_TOPIC_LENGTH})"
             )
         if self.role < 0:
             raise InvalidConfig(f"role: must not be negative, is {self.role}")
@@ -238,7 +231,7 @@ class NeliConfig:
             )
 
     def _milliseconds(self, name: str, default: timedelta) -> timedelta:
-        """A duration of the Kafka settings, which may be numbers or text."""
+        """Return a duration of the Kafka settings, which may be numbers or text."""
         value = self.kafka.get(name)
         if value is None:
             return default

@@ -1,6 +1,6 @@
 """NELI: leader election by means of Kafka alone ("Fast NELI", exclusive mode; seed 000, "Contention and availability").
 
-Processes that contend are members of one consumer group, subscribed to one leader topic. Kafka gives each of its
+Contending processes are members of one consumer group, subscribed to one leader topic. Kafka gives each of its
 partitions to at most one member; the owner of partition 0 may lead:
 
     join the group --> standby --- partition assigned ---> owner --- own heartbeat came back ---> leader
@@ -8,21 +8,18 @@ partitions to at most one member; the owner of partition 0 may lead:
                           |                                  +--- lease over or higher claim -------+  LeaderFenced
                           +--- partition revoked: LeaderRevoked; lost: LeaderFenced ----------------+
 
-Being assigned a partition says only what the group's coordinator thought when it said so. So the owner proves that it
-still owns the partition *and* can reach Kafka: it writes to the partition and leads while it reads its own writing.
-`election/tenure.py` is that protocol as a state machine, with what it guarantees and why; `election/pulse.py` runs it
-on Kafka clients; this module holds the threads. Why no two lead at once:
+An assignment says only what the group's coordinator thought at the time. So the owner writes to the partition, and
+leads while it reads its own writing. `election/protocol.py` is that protocol as a state machine; `election/member.py`
+runs it on Kafka clients; this module holds the threads. Why no two lead at once:
 
 1. While Kafka works, the partition has one owner, and an owner hands over (`LeaderRevoked`, which may block) before the
    coordinator elects another.
-2. An owner that is cut off stops by itself when its lease ends, `heartbeat_timeout` after it *sent* the last heartbeat
-   that came back. The coordinator waits for `session.timeout.ms` after the last group heartbeat, which is longer by
-   more than a group heartbeat's interval (`election/config.py` insists), so nobody is elected before that.
+2. An owner that is cut off stops when its lease ends, before the coordinator elects a successor (`election/config.py`).
 3. If both fail (an owner cut off from the coordinator alone, say) the successor's claim is in the partition before its
    first heartbeat, and deposes the old owner when it reads that far.
 
-What no lease can do: a thread that compares the lease and is then paused, before it acts. Whoever needs to exclude that
-must fence where the action takes effect, as the harvester's modes do.
+A lease cannot stop a thread that is paused between comparing it and acting. To exclude that too, fence where the action
+takes effect, as the harvester's modes do.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ import threading
 import time
 from typing import TYPE_CHECKING, Self
 
-from outbox_core.election.leadership import Leadership, now
-from outbox_core.election.pulse import Pulse
-from outbox_core.election.worker import Worker
+from outbox_core.election.leading import BackgroundTask
+from outbox_core.election.lease import Leadership, now
+from outbox_core.election.member import Member
 from outbox_core.errors import OutboxError
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced, LeaderRevoked
-from outbox_core.kafka import ensure_leader_topic
+from outbox_core.kafka.topics import ensure_leader_topic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +48,7 @@ _LEAVE_SECONDS = 10.0
 
 
 class Neli:
-    """Contends for leadership of a group, on a thread of its own.
+    """An elector: contends for leadership of a group, on a thread of its own.
 
         def on_event(event): print(event)
 
@@ -62,8 +59,8 @@ class Neli:
 
     Args:
         config: The settings.
-        on_event: Told LeaderAcquired, LeaderRevoked and LeaderFenced, on the elector's thread. While it blocks nothing
-            renews the lease, so it ends on time; only LeaderRevoked may block for long. What it raises is logged.
+        on_event: Called with LeaderAcquired, LeaderRevoked and LeaderFenced, on the elector's thread. While it blocks
+            the lease is not renewed, so it ends on time; only LeaderRevoked may block for long. Its errors are logged.
     """
 
     def __init__(self, config: NeliConfig, on_event: EventHandler | None = None) -> None:
@@ -72,45 +69,45 @@ class Neli:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"neli-{config.group_id}", daemon=True)
         self._starting = threading.Lock()
-        self._pulse: Pulse | None = None
-        self._worker: Worker | None = None
+        self._member: Member | None = None
+        self._task: BackgroundTask | None = None
         self._handling = False
         self._failure: BaseException | None = None
 
     @property
     def leadership(self) -> Leadership | None:
         """The present lease, or None. It may be over: ask it with `is_valid(now())`, at each use."""
-        pulse = self._pulse
-        return pulse.leadership if pulse is not None else None
+        member = self._member
+        return member.leadership if member is not None else None
 
     @property
     def is_leader(self) -> bool:
-        """Whether this process leads, looked up in the lease at every call; not while LeaderRevoked is handled."""
-        pulse = self._pulse
-        if pulse is None or pulse.is_handing_over:
+        """True while this process leads, by the lease at every call; not while LeaderRevoked is handled."""
+        member = self._member
+        if member is None or member.is_handing_over:
             return False
-        lease = pulse.leadership
+        lease = member.leadership
         return lease is not None and lease.is_valid(now())
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the elector against its will, or None."""
+        """The error that ended the elector, or None."""
         return self._failure
 
     @property
     def trouble(self) -> str | None:
-        """What keeps the group from having a leader, for people; None while it works, whoever leads.
+        """The reason why the group has no leader, for people; None while it works, even if another process leads.
 
-        A group that has had no leader for three sessions, one that leads for another outbox, a leader topic that has
-        refused our messages for as long as a lease lasts, Kafka that does not answer; or what ended this elector.
+        There is none for three sessions, or it leads for another outbox; the leader topic has refused our messages for
+        as long as a lease lasts; Kafka does not answer; or this elector was ended by an error.
         """
         if self._failure is not None:
             return str(self._failure)
-        pulse = self._pulse
-        return pulse.trouble if pulse is not None else None
+        member = self._member
+        return member.trouble if member is not None else None
 
     def start(self) -> None:
-        """Join the group, having made the leader topic if it is missing. Does nothing if that was done before.
+        """Join the group, and make the leader topic if it is missing. Idempotent.
 
         Raises:
             KafkaUnavailable: Kafka does not answer.
@@ -131,20 +128,20 @@ class Neli:
                     self._config.topic,
                     width,
                 )
-            pulse = Pulse(self._config, width, self._notify, self._await_worker)
+            member = Member(self._config, width, self._notify, self._await_task)
             try:
-                pulse.join()
+                member.join()
             except BaseException:
-                pulse.close()
+                member.close()
                 raise
-            self._pulse = pulse
+            self._member = member
             self._thread.start()
 
     def stop(self) -> None:
-        """Hand leadership over, if held, and leave the group, so that a successor is elected at once.
+        """Hand leadership over, if held, and leave the group, so that a successor is elected at once. Idempotent.
 
         Waits for that, and as long as an event handler blocks; otherwise no longer than it takes to find out that Kafka
-        does not answer. Idempotent. Called from a handler or a background task it only asks for the stop.
+        does not answer. From a handler or a background task it only asks for the stop.
         """
         self._stopping.set()
         if not self._thread.is_alive() or self._is_called_from_within():
@@ -156,19 +153,16 @@ class Neli:
             logger.warning("%s: Kafka does not answer; gave up waiting to leave the group", self._config.name)
 
     def background(self, task: Callable[[], object]) -> Self:
-        """Start if that was not done, and call `task` again and again while leading, on another thread.
+        """Start unless that was done, and call `task` again and again while leading, on another thread.
 
-        The task is a small unit of work: leadership is looked at between two calls, and a hand-over waits for the
-        present call to return, as long as the lease lasts. What it raises ends the elector: leadership is handed over,
-        and `join` raises it. There is one task at most.
-
-        Returns:
-            This elector.
+        The task is a small unit of work: the elector checks leadership between two calls, and a hand-over waits for the
+        present call to return, as long as the lease lasts. An error of the task ends the elector: it hands leadership
+        over, and `join` raises the error. There is one task at most. Returns this elector.
         """
-        if self._worker is not None:
+        if self._task is not None:
             raise OutboxError("this elector has a background task already")
         self.start()
-        self._worker = Worker(
+        self._task = BackgroundTask(
             f"neli-{self._config.group_id}-task",
             task,
             may_work=lambda: self.is_leader,
@@ -182,7 +176,7 @@ class Neli:
 
         Raises:
             TimeoutError: it has not within `timeout` seconds.
-            BaseException: what ended it, if it was not `stop`.
+            BaseException: the error that ended it.
         """
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -201,34 +195,33 @@ class Neli:
         self.stop()
 
     def _run(self) -> None:
-        """The elector's thread."""
-        pulse = self._pulse
-        if pulse is None:
+        member = self._member
+        if member is None:
             return
         try:
             while not self._stopping.is_set():
-                pulse.turn()
+                member.run_once()
         except Exception as error:
             if not isinstance(error, OutboxError):
                 logger.exception("%s: leader election failed", self._config.name)
             self._fail(error)
-            pulse.lose(f"leader election failed: {error}")
+            member.lose(f"leader election failed: {error}")
         finally:
-            pulse.close()
-            self._pulse = None
+            member.close()
+            self._member = None
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
         self._stopping.set()
 
-    def _await_worker(self, lease: Leadership) -> None:
-        if self._worker is not None:
-            self._worker.pause(timeout=lease.remaining(now()))
+    def _await_task(self, lease: Leadership) -> None:
+        if self._task is not None:
+            self._task.pause(timeout=lease.remaining(now()))
 
     def _notify(self, event: Event) -> None:
         self._log(event)
-        if isinstance(event, LeaderAcquired) and self._worker is not None:
-            self._worker.resume()
+        if isinstance(event, LeaderAcquired) and self._task is not None:
+            self._task.resume()
         if self._on_event is None:
             return
         self._handling = True
@@ -250,5 +243,5 @@ class Neli:
                 logger.warning("%s no longer leads %s: %s", name, group, event.reason)
 
     def _is_called_from_within(self) -> bool:
-        worker = self._worker.thread if self._worker is not None else None
+        worker = self._task.thread if self._task is not None else None
         return threading.current_thread() in {self._thread, worker}

@@ -1,4 +1,4 @@
-"""Harvesting: publish what is in the outbox. `Harvester` is the door."""
+"""Harvesting: publish the records of the outbox. `Harvester` is the door."""
 
 from outbox_core.harvest.harvester import Harvester
 

@@ -1,10 +1,8 @@
-"""The harvester's life: check the surroundings, contend for leadership, harvest while leading, stop in good order.
+"""The harvester's life: check everything, contend for leadership, harvest while leading, stop in good order.
 
-Threads: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the terms), one
-thread for each of the two database connections, and one that counts the backlog for the metrics. What they share is
-in `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`. One more, `outbox-watch`,
-gives leadership up when the process can do nothing with it. All are daemon threads: a process whose main thread ends
-without `stop` stops its harvesters in good order while the interpreter exits (`_stop_with_process`).
+Threads, all daemons: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the
+terms), one for each of the two database connections, one that counts the backlog, and `outbox-watch`. They share
+`_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
 
                  LeaderAcquired                         lease over, LeaderFenced
     standing by ----------------> harvesting (a term) ---------------------------> finishing --> standing by
@@ -23,40 +21,32 @@ from types import TracebackType
 from typing import Self
 from uuid import UUID
 
-from outbox_core import doorbell
+from outbox_core import commit_signal
 from outbox_core.config import HarvestConfig, redact
-from outbox_core.election import Neli, NeliConfig
-from outbox_core.election.leadership import now
-from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.election.interface import ElectorFactory
+from outbox_core.election.lease import now
+from outbox_core.errors import StoreUnavailable
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
-from outbox_core.harvest.at_least_once import AtLeastOnce
+from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
-from outbox_core.harvest.batch_sizes import BatchSizes
-from outbox_core.harvest.exactly_once import ExactlyOnce
-from outbox_core.harvest.floor import SettledFloor
-from outbox_core.harvest.listening import Listening
+from outbox_core.harvest.context import HarvestContext, HarvestLimits
+from outbox_core.harvest.exactly_once.terms import ExactlyOnce
+from outbox_core.harvest.exhaustion import ExhaustionMonitor
 from outbox_core.harvest.meter import Meter
-from outbox_core.harvest.outage import Outage
-from outbox_core.harvest.pace import News
-from outbox_core.harvest.publisher import Publisher
-from outbox_core.harvest.recovery import Step, Transactions
-from outbox_core.harvest.send_window import SendWindow
+from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
+from outbox_core.harvest.polling import CommitFlag
 from outbox_core.harvest.store_thread import StoreThread
-from outbox_core.harvest.surroundings import DeadLetters, Surroundings, Timing
-from outbox_core.harvest.watch import Watch
-from outbox_core.kafka import (
-    Producer,
-    TopicLimits,
-    check_connection,
-    ensure_dead_letter_topic,
-    ensure_tracking_topic,
-    forbidden_topics,
-    grant,
-    make_producer,
-)
+from outbox_core.harvest.wakeup import CommitListener
+from outbox_core.harvest.watermark import LowWatermark
+from outbox_core.kafka.admin import check_connection
+from outbox_core.kafka.batch_sizes import BatchSizes
+from outbox_core.kafka.errors import grant
+from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
+from outbox_core.kafka.topics import TopicLimits, ensure_tracking_topic
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.ports import ElectorFactory, LeaderElector, OutboxStore, StoreFactory
+from outbox_core.outage import Outage
 from outbox_core.printable import escape_log_lines
+from outbox_core.stores.interface import OutboxStore, RowQuery, StoreFactory
 
 _log = logging.getLogger(__name__)
 
@@ -66,23 +56,19 @@ _UNHEALTHY_AFTER_SECONDS = 30.0
 _STALLED_AFTER_SECONDS = 5.0
 _LEAVE_SECONDS = 10.0
 
-ProducerFactory = Callable[[], Producer]
-
 
 class Harvester:
-    """Publishes the records of one outbox table to Kafka, whenever it leads.
+    """The publisher of one outbox table's records to Kafka while it leads; a context manager.
 
     Args:
         config: settings.
         on_event: called with every `outbox_core.events.Event`; see there what it may do.
-        metrics: where to count. Without it nobody will look, and the backlog is not counted.
-        drain: end by itself once the table is empty, whoever emptied it.
-        store_factory: makes the stores, one for each thread that needs one; by default PostgreSQL.
+        metrics: counters and gauges; without them the backlog is not counted.
+        drain: end once the table is empty, whichever process emptied it.
+        store_factory: makes a store for each thread that needs one; by default PostgreSQL.
         elector_factory: makes the elector from an event handler; by default NELI through Kafka.
         producer_factory: makes the Kafka producer of at-least-once delivery.
         reached: called at every step of exactly-once delivery, on the harvest thread; for tests that stop the process.
-
-    It may be used as a context manager: starts on entry, stops and joins on exit.
     """
 
     def __init__(
@@ -95,19 +81,17 @@ class Harvester:
         store_factory: StoreFactory | None = None,
         elector_factory: ElectorFactory | None = None,
         producer_factory: ProducerFactory | None = None,
-        reached: Callable[[Step], None] = lambda _: None,
+        reached: Callable[[Failpoint], None] = lambda _: None,
     ) -> None:
         self.config = config
-        self._user_handler = on_event
+        self._on_event = on_event
         self._metrics = metrics
         self._drain = drain
-        self._make_store = store_factory or self._postgres_store
-        self._make_elector = elector_factory
-        self._make_producer = producer_factory
+        self._parts = Parts(config, store_factory, elector_factory, producer_factory)
         self._reached = reached
         self._wake = threading.Event()
-        self._news = News(self._wake)
-        self._listening: Listening | None = None
+        self._commits = CommitFlag(self._wake)
+        self._commit_listener: CommitListener | None = None
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._term_changed = threading.Condition()
@@ -115,12 +99,9 @@ class Harvester:
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
         self._leads_as: UUID | None = None  # the leadership, as event handlers see it: from Acquired, until Revoked
         self._failure: BaseException | None = None
-        self._elector: LeaderElector | None = None
+        self._ctx: HarvestContext | None = None
         self._thread: threading.Thread | None = None
-        self._database = Outage("database", _log)
-        self._kafka = Outage("delivery to Kafka", _log)
         self._topic_limits = TopicLimits(config.base_kafka_config)
-        self._removal = Outage("removal of published records", _log)
 
     # -- life
 
@@ -128,41 +109,34 @@ class Harvester:
         """Check database, table, Kafka and leader topic, and begin to contend for leadership.
 
         Raises:
-            OutboxError: of the kind that fits what is wrong. Nothing keeps running then.
+            OutboxError: of the kind that fits the problem. No thread keeps running then.
         """
         if self._thread is not None:
             raise RuntimeError("a harvester is started once")
         escape_log_lines("outbox_core")
-        identity, server_id = self._identify()
+        identity = self._parts.identify()
         check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
-        self.metrics.outbox_name = self.metrics.outbox_name or identity
-        self._elector = (
-            self._make_elector(self._on_leadership) if self._make_elector else self._neli(identity, server_id)
-        )
-        self._transactions_of_outbox = Transactions.of(self.config, identity, self._reached)
+        self.metrics.outbox_name = self.metrics.outbox_name or identity.outbox
+        self._transactions = TransactionalIdentity.of(self.config, identity.outbox, self._reached)
         if self.config.delivery == "exactly-once":
-            ensure_tracking_topic(self.config.base_kafka_config, self._transactions_of_outbox.tracking_topic)
-            self._transactions_of_outbox.new_producer()  # a wrong setting of it is to be known now
-        self._dead_letters_of_outbox = self._dead_letters(identity)
-        if self._dead_letters_of_outbox.on_poison:
-            self._check_dead_letters()
-        self._publisher_of_outbox = self._publisher(identity)
-        self._send_window = self._make_send_window()
-        self._listening = self._make_listening() if self.config.notify else None
+            ensure_tracking_topic(self.config.base_kafka_config, self._transactions.tracking_topic)
+            self._transactions.new_producer()  # finds wrong settings now
+        self._publisher = self._parts.publisher(identity, self._transactions.topics)
+        self._commit_listener = self._parts.commit_listener(self._commits)
         with ExitStack() as undo:
-            surroundings = self._surroundings(self._elector, undo)
-            self._elector.start()
-            undo.callback(self._elector.stop)
-            self._thread = threading.Thread(
-                target=self._run, args=(surroundings, self._backlog_observer()), name="outbox-harvest", daemon=True
-            )
+            ctx = self._ctx = self._context(identity, undo)
+            ctx.elector.start()
+            undo.callback(ctx.elector.stop)
+            interval = self.config.limits.min_metrics_interval.total_seconds()
+            observer = BacklogObserver(self._parts.store(), self, interval)
+            self._thread = threading.Thread(target=self._run, args=(ctx, observer), name="outbox-harvest", daemon=True)
             self._thread.start()
             undo.pop_all()
         atexit.register(self._stop_with_process)
 
     def stop(self) -> None:
-        """Ask for a graceful end: finish what is in flight, clear marks, hand leadership over. See `join`."""
+        """Ask for a graceful end: finish the records in flight, clear marks, hand leadership over. See `join`."""
         with self._term_changed:
             self._stopping.set()
             if self._term is not None:
@@ -170,10 +144,10 @@ class Harvester:
         self._wake.set()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the end, at most `timeout` seconds; return whether it has come.
+        """Wait for the end, at most `timeout` seconds; return False if it has not come.
 
         Raises:
-            BaseException: what ended the harvester, if it was not `stop` or an empty table.
+            BaseException: the error that ended the harvester, if any.
         """
         if not self._ended.wait(timeout):
             return False
@@ -195,13 +169,13 @@ class Harvester:
 
     @property
     def is_leader(self) -> bool:
-        """Whether it leads and the lease is valid now; not any more while leadership is handed over."""
-        leadership = self._elector.leadership if self._elector else None
+        """True if it leads and the lease is valid now; False while it hands leadership over."""
+        leadership = self._ctx.elector.leadership if self._ctx else None
         return leadership is not None and leadership.leader_id == self._leads_as and now() < leadership.deadline
 
     @property
     def leader_id(self) -> UUID | None:
-        """The ID that marks carry now, in the handler of LeaderAcquired that of the event; None while not leading."""
+        """The ID that marks carry now; in the handler of LeaderAcquired that of the event. None while not leading."""
         term = self._term
         is_new = self._leads_as is not None and self._announced is None  # then the last term may not have ended yet
         if term is not None and not is_new:
@@ -215,7 +189,7 @@ class Harvester:
         return term.in_flight_records if term is not None else 0
 
     def health(self) -> Health:
-        """Tell whether it works, by what it has done lately; what an orchestrator's probe asks."""
+        """Return the health of recent work, for an orchestrator's probe."""
         leader = self.is_leader
         if self._failure is not None:
             trouble: str | None = str(self._failure) or type(self._failure).__name__
@@ -230,162 +204,67 @@ class Harvester:
         return Health(ok=True, leader=leader, detail=_one_line(detail))
 
     def _trouble(self, *, leads: bool) -> str | None:
-        """Return what is wrong while it runs, or None."""
-        if self._elector is None or self._thread is None:
+        ctx = self._ctx
+        if ctx is None or self._thread is None:
             return "not started"
-        for outage in (self._database, self._kafka, self._removal):
+        for outage in ctx.outages:
             if outage.lasted_seconds > _UNHEALTHY_AFTER_SECONDS:
                 return outage.describe()
         if leads:
-            return self._send_window.trouble(_UNHEALTHY_AFTER_SECONDS) or self.metrics.activity.trouble(
+            return ctx.send_window.trouble(_UNHEALTHY_AFTER_SECONDS) or self.metrics.activity.trouble(
                 _UNHEALTHY_AFTER_SECONDS, look_interval=self.config.limits.mark_backoff.total_seconds()
             )
-        return self._elector.trouble
+        return ctx.elector.trouble
 
     @property
     def counts_backlog(self) -> bool:
-        """Whether to count what waits: it leads, or there is nobody who does."""
-        return self.is_leader or (self._elector is not None and self._elector.trouble is not None)
+        """True if it counts the waiting records: it leads, or there is no leader."""
+        return self.is_leader or (self._ctx is not None and self._ctx.elector.trouble is not None)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether it leads, and something that it needs fails, or nothing was done for some seconds."""
-        if not self.is_leader:
+        """True if it leads, and a service that it needs fails, or it has been idle for some seconds."""
+        if self._ctx is None or not self.is_leader:
             return False
-        fails = any(outage.lasted_seconds for outage in (self._database, self._kafka, self._removal))
+        fails = any(outage.lasted_seconds for outage in self._ctx.outages)
         return fails or self.metrics.activity.idle_seconds > _STALLED_AFTER_SECONDS
 
     def give_up(self, error: BaseException) -> None:
-        """End because of an error, and hand leadership back whatever the harvest thread does. From any thread."""
+        """End because of an error, and hand leadership back even if the harvest thread is stuck. From any thread."""
         self._failure = self._failure or error
         _log.error("leadership is given up: %s", error)
         self.stop()
-        if self._elector is not None:
-            self._elector.stop()
+        if self._ctx is not None:
+            self._ctx.elector.stop()
 
-    # -- making the parts
+    # -- making the context
 
-    def _postgres_store(self) -> OutboxStore:
-        # Here, so that a store of another kind, and the parts that queues share, need no psycopg.
-        from outbox_core.stores.postgres import PostgresStore
-
-        config = self.config
-        return PostgresStore(
-            config.data_source,
-            config.outbox_table,
-            application_name=self._application_name,
-            statement_timeout=config.limits.statement_timeout.total_seconds(),
-            max_message_bytes=config.max_message_bytes,
-        )
-
-    @property
-    def _application_name(self) -> str:
-        return f"kafka-outbox {self.config.name}"[:63]
-
-    def _make_listening(self) -> Listening:
-        from outbox_core.stores.notices import CommitNotices
-
-        config = self.config
-        notices = CommitNotices(config.data_source, config.outbox_table, application_name=self._application_name)
-        return Listening(notices, self._news)
-
-    def _identify(self) -> tuple[str, str]:
-        """The outbox's identity, and the ID of its server."""
-        store = self._make_store()
-        try:
-            return store.check(), store.server_id()
-        finally:
-            store.close()
-
-    def _neli(self, identity: str, server_id: str) -> Neli:
-        return Neli(NeliConfig.of(self.config, identity, server_id), self._on_leadership)
-
-    def _publisher(self, identity: str) -> Publisher | None:
-        """The producer of at-least-once delivery; exactly-once delivery makes one for each term."""
-        if self.config.delivery == "exactly-once":
-            return None
-        config, make = self.config, self._make_producer
-        return Publisher(
-            lambda limits: make() if make else make_producer({**config.producer_settings(), **limits}),
-            lambda limits: make_producer({**config.lone_producer_settings(), **limits}),
-            id_header=self.config.id_header,
-            outbox_name=self.config.outbox_name or identity,
-            topics=self._transactions_of_outbox.topics,
-        )
-
-    def _make_send_window(self) -> SendWindow:
-        config = self.config
-        # A producer of the user's own making has the delivery timeout that it has.
-        shortest = None if self._make_producer else config.shortest_delivery_timeout.total_seconds()
-        return SendWindow(config.delivery_timeout.total_seconds(), self.metrics, shortest=shortest)
-
-    def _dead_letters(self, identity: str) -> DeadLetters:
-        topic, kafka = self.config.dead_letter_name(identity), self.config.base_kafka_config
-        return DeadLetters(
-            topic=topic,
-            on_poison=self.config.on_poison == "dead-letter",
-            ensure=lambda: ensure_dead_letter_topic(kafka, topic),
-            forbidden=lambda topics: forbidden_topics(kafka, topics),
-        )
-
-    def _check_dead_letters(self) -> None:
-        """See that a bad record can go to the dead-letter topic: a hold is what takes it there."""
-        store = self._make_store()
-        try:
-            holds = store.holds()
-            if holds is None or not holds.may_change:
-                raise OutboxTableError(
-                    f"on_poison: dead-letter needs the holds of {self.config.outbox_table}, which cannot be used (the "
-                    "log says why); make their table with `outbox schema --only hold`, with Alembic or with "
-                    "`manage.py migrate`"
-                )
-        finally:
-            store.close()
-        self._dead_letters_of_outbox.ensure()
-
-    def _surroundings(self, elector: LeaderElector, undo: ExitStack) -> Surroundings:
-        config = self.config
-        marker = StoreThread(self._make_store(), "outbox-mark", self._wake.set)
+    def _context(self, identity: Identity, undo: ExitStack) -> HarvestContext:
+        config, limits = self.config, HarvestLimits.of(self.config)
+        largest, is_compressed = config.batch_settings
+        dead_letters = self._parts.dead_letter_topic(identity)
+        marker = StoreThread(self._parts.store(), "outbox-mark", self._wake.set)
         undo.callback(marker.close)
-        purger = StoreThread(self._make_store(), "outbox-purge", self._wake.set)
+        purger = StoreThread(self._parts.store(), "outbox-purge", self._wake.set)
         undo.callback(purger.close)
-        return Surroundings(
-            elector=elector,
+        return HarvestContext(
+            elector=self._parts.elector(identity, self._on_leadership),
+            limits=limits,
             marker=marker,
             purger=purger,
-            floor=SettledFloor(self.metrics, now),
+            watermark=LowWatermark(self.metrics, now),
             metrics=self.metrics,
             meter=Meter(config.limits.min_metrics_interval.total_seconds(), now),
             emit=self._emit,
             wake=self._wake,
-            news=self._news,
-            database=self._database,
-            kafka=self._kafka,
+            commits=self._commits,
+            database=Outage("database", _log),
+            kafka=Outage("delivery to Kafka", _log),
+            dead_letters=dead_letters,
             grant_write=grant("WRITE", config.producer_settings()),
-            send_window=self._send_window,
-            batches=self._batch_sizes(),
-            removal=self._removal,
-        )
-
-    def _batch_sizes(self) -> BatchSizes:
-        config = self.config
-        largest, is_compressed = config.batch_settings
-        return BatchSizes(self._topic_limits.ask, self._wake.set, largest=largest, is_compressed=is_compressed)
-
-    def _backlog_observer(self) -> BacklogObserver:
-        return BacklogObserver(self._make_store(), self, self.config.limits.min_metrics_interval.total_seconds())
-
-    def _timing(self) -> Timing:
-        limits = self.config.limits
-        return Timing(
-            mark_query_records=limits.mark_query_records,
-            max_in_flight_records=limits.max_in_flight_records,
-            max_in_flight_bytes=limits.max_in_flight_bytes,
-            lane_capacity=limits.lane_capacity,
-            mark_backoff=limits.mark_backoff.total_seconds(),
-            io_error_backoff=limits.io_error_backoff.total_seconds(),
-            delivery_timeout=self.config.delivery_timeout.total_seconds(),
-            drain_timeout=limits.drain_timeout.total_seconds(),
+            send_window=self._parts.send_window(self.metrics),
+            batches=BatchSizes(self._topic_limits.ask, self._wake.set, largest=largest, is_compressed=is_compressed),
+            removal=Outage("removal of published records", _log),
         )
 
     # -- the elector's thread
@@ -398,8 +277,8 @@ class Harvester:
         self.metrics.leading(isinstance(event, LeaderAcquired))
         self._emit(event)
         self._announced = event.leader_id if isinstance(event, LeaderAcquired) else None
-        if self._listening is not None:
-            self._listening.lead(self._announced is not None)
+        if self._commit_listener is not None:
+            self._commit_listener.set_leading(self._announced is not None)
         self._wake.set()
 
     def _hand_over(self) -> None:
@@ -412,29 +291,28 @@ class Harvester:
                 _log.warning("records were still in flight %.0f s after leadership was asked back", limit)
 
     def _emit(self, event: Event) -> None:
-        if self._user_handler is None:
+        if self._on_event is None:
             return
         try:
-            self._user_handler(event)
+            self._on_event(event)
         except Exception:
             _log.exception("the event handler failed on %s", type(event).__name__)
 
     # -- the harvest thread
 
-    def _run(self, surroundings: Surroundings, observer: BacklogObserver) -> None:
-        """Harvest until the end, then end the parts, each whatever becomes of the others."""
+    def _run(self, ctx: HarvestContext, observer: BacklogObserver) -> None:
         try:
             with ExitStack() as parts:
-                # Whoever keeps this object keeps no Kafka client by that.
+                # A reference to this object keeps no Kafka client.
                 parts.callback(self._topic_limits.close)
-                if self._publisher_of_outbox is not None:
-                    parts.callback(self._publisher_of_outbox.close)
-                parts.callback(surroundings.purger.close)
-                parts.callback(surroundings.marker.close)
-                parts.callback(surroundings.elector.stop)
+                if self._publisher is not None:
+                    parts.callback(self._publisher.close)
+                parts.callback(ctx.purger.close)
+                parts.callback(ctx.marker.close)
+                parts.callback(ctx.elector.stop)
                 self._start_helpers(parts, observer)
                 try:
-                    self._harvest_whenever_leading(surroundings)
+                    self._harvest_whenever_leading(ctx)
                 except BaseException as error:
                     self._failure = self._failure or error
         except BaseException as error:  # a part that cannot end, an elector of the user's, for example
@@ -445,22 +323,18 @@ class Harvester:
             atexit.unregister(self._stop_with_process)
 
     def _start_helpers(self, parts: ExitStack, observer: BacklogObserver) -> None:
-        helpers: list[BacklogObserver | Listening | Watch] = [Watch(self)]
+        helpers: list[BacklogObserver | CommitListener | ExhaustionMonitor] = [ExhaustionMonitor(self)]
         if self._metrics is not None:
             helpers.append(observer)
-        if self._listening is not None:
-            helpers.append(self._listening)
+        if self._commit_listener is not None:
+            helpers.append(self._commit_listener)
         for helper in helpers:
             helper.start()
             parts.callback(helper.stop)
-        parts.callback(doorbell.answer(self._news.tell))
+        parts.callback(commit_signal.subscribe(self._commits.notify))
 
     def _stop_with_process(self) -> None:
-        """Stop in good order when the interpreter exits: no row stays marked, and the successor need not wait.
-
-        Called on the main thread once all threads that are no daemons have ended. It waits no longer than a stop may
-        take, so that the process ends.
-        """
+        """Stop in good order when the interpreter exits, on the main thread; wait no longer than a stop may take."""
         self.stop()
         limits = self.config.limits
         patience = limits.drain_timeout.total_seconds() + limits.heartbeat_timeout.total_seconds() + _LEAVE_SECONDS
@@ -469,13 +343,13 @@ class Harvester:
             if self._thread.is_alive():
                 _log.warning("the process ends before its harvester: rows may stay marked; call stop() and join()")
 
-    def _harvest_whenever_leading(self, surroundings: Surroundings) -> None:
-        elector = surroundings.elector
-        standby = _StandbyDrain(surroundings) if self._drain else None
+    def _harvest_whenever_leading(self, ctx: HarvestContext) -> None:
+        elector = ctx.elector
+        standby = _StandbyDrain(ctx) if self._drain else None
         while not self._stopping.is_set():
             if elector.failure is not None:
                 raise elector.failure
-            term = self._begin_term(surroundings)
+            term = self._begin_term(ctx)
             if term is None:
                 if standby is not None and standby.is_drained():
                     return
@@ -488,48 +362,32 @@ class Harvester:
                 with self._term_changed:
                     self._term = None
                     self._term_changed.notify_all()
-                for outage in (self._database, self._kafka, self._removal):
-                    outage.dismissed()  # whoever leads now finds out whether it still is so
+                for outage in ctx.outages:
+                    outage.forget()  # the next leader finds out if it lasts
             if term.drained:
                 return
 
-    def _begin_term(self, surroundings: Surroundings) -> AtLeastOnce | ExactlyOnce | None:
-        leadership = surroundings.elector.leadership
+    def _begin_term(self, ctx: HarvestContext) -> AtLeastOnce | ExactlyOnce | None:
+        leadership = ctx.elector.leadership
         if leadership is None or now() >= leadership.deadline:
             return None
         with self._term_changed:
             if self._announced != leadership.leader_id or self._stopping.is_set():
                 return None
-            self._term = self._new_term(leadership.leader_id, surroundings)
+            self._term = self._new_term(leadership.leader_id, ctx)
             return self._term
 
-    def _new_term(self, leader_id: UUID, surroundings: Surroundings) -> AtLeastOnce | ExactlyOnce:
-        timing, transactions, publisher = self._timing(), self._transactions_of_outbox, self._publisher_of_outbox
-        if publisher is None:
-            return ExactlyOnce(
-                leader_id,
-                timing,
-                surroundings,
-                transactions,
-                dead_letters=self._dead_letters_of_outbox,
-                drain=self._drain,
-            )
-        return AtLeastOnce(
-            leader_id,
-            timing,
-            surroundings,
-            publisher,
-            transactions,
-            dead_letters=self._dead_letters_of_outbox,
-            drain=self._drain,
-        )
+    def _new_term(self, leader_id: UUID, ctx: HarvestContext) -> AtLeastOnce | ExactlyOnce:
+        if self._publisher is None:
+            return ExactlyOnce(leader_id, ctx, self._transactions, drain=self._drain)
+        return AtLeastOnce(leader_id, ctx, self._publisher, self._transactions, drain=self._drain)
 
 
 class _StandbyDrain:
-    """While another process leads, sees now and then whether it has emptied the table but for what is held."""
+    """A check, while another process leads, if the table is empty but for held rows."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._with = surroundings
+    def __init__(self, ctx: HarvestContext) -> None:
+        self._ctx = ctx
         self._next_at = now() + _STANDBY_DRAIN_CHECK_SECONDS
 
     def is_drained(self) -> bool:
@@ -537,23 +395,22 @@ class _StandbyDrain:
             return False
         began = now()
         try:
-            drained = self._with.marker.submit(_nothing_waits).result()
+            drained = self._ctx.marker.submit(_nothing_waits).result()
         except StoreUnavailable as error:
-            self._with.database.began(error)
+            self._ctx.database.failed(error)
             return False
         finally:
             # Behind a large backlog that is held the look takes its time: a fifth of the database's, at most.
             self._next_at = now() + max(_STANDBY_DRAIN_CHECK_SECONDS, 4 * (now() - began))
-        self._with.database.ended()
+        self._ctx.database.recovered()
         return drained
 
 
 def _nothing_waits(store: OutboxStore) -> bool:
-    """Whether every row is held, and none of them to go to the dead-letter topic."""
-    holds = store.holds()
+    holds = store.holds.read()
     if not holds:
         return store.is_empty()
-    return not holds.requests and not store.scan(1, (), holds=holds)
+    return not holds.requests and not store.scan(RowQuery(1, holds=holds))
 
 
 def _one_line(text: str) -> str:

@@ -8,12 +8,7 @@ from outbox_core.events import MeterStats
 
 
 class Meter:
-    """Counts records and now and then says how fast they go.
-
-    Args:
-        interval_seconds: shortest time between two readings.
-        clock: a monotonic clock, in seconds.
-    """
+    """A counter of records that reports their rate at most once in `interval_seconds`."""
 
     def __init__(self, interval_seconds: float, clock: Callable[[], float]) -> None:
         self._interval = interval_seconds
@@ -22,7 +17,7 @@ class Meter:
         self._total = self._in_interval = 0
 
     def add(self, count: int) -> MeterStats | None:
-        """Count records; return a reading when one is due. Nothing is due while nothing is published."""
+        """Count records; return a reading when one is due."""
         self._total += count
         self._in_interval += count
         now = self._clock()

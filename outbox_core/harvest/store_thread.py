@@ -1,7 +1,6 @@
 """A thread that owns one store, so that the harvest thread never waits for the database.
 
-Not an executor of `concurrent.futures`: those refuse work as soon as the main thread has returned, and what is in
-flight must still be settled then.
+Executors of `concurrent.futures` refuse work once the main thread has returned, when marks must still be cleared.
 """
 
 from __future__ import annotations
@@ -12,19 +11,13 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from outbox_core.ports import OutboxStore
+from outbox_core.stores.interface import OutboxStore
 
 T = TypeVar("T")
 
 
 class StoreThread:
-    """Runs calls on a store, one after the other, from its making until `close`.
-
-    Args:
-        store: used on this thread only.
-        name: the thread's name.
-        on_done: called on this thread after each call, to wake whoever waits for the result.
-    """
+    """A thread that runs calls on a store, one after the other, until `close`; `on_done` is called on it after each."""
 
     def __init__(self, store: OutboxStore, name: str, on_done: Callable[[], None]) -> None:
         self._store = store
@@ -33,20 +26,20 @@ class StoreThread:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work: Callable[[OutboxStore], T]) -> Future[T]:
-        """Run `work(store)` after what was submitted before. After `close` nothing is run any more."""
+        """Run `work(store)` after earlier calls. After `close` no call is run."""
         future: Future[T] = Future()
         self._submitted.put((future, work))
         return future
 
     def close(self) -> None:
-        """Close the store once the work under way is done. Does not wait for it."""
+        """Close the store once the call under way is done, without waiting for that."""
         self._submitted.put(None)
 
     def _run(self) -> None:
         try:
             while (submitted := self._submitted.get()) is not None:
                 self._carry_out(*submitted)
-                del submitted  # while waiting for the next, nothing of this one is kept
+                del submitted  # keeps no result alive while it waits for the next call
                 self._on_done()
         finally:
             self._store.close()

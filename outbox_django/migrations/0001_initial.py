@@ -9,7 +9,7 @@ from outbox_django.settings import model_table
 
 
 class Migration(migrations.Migration):
-    """Make the table, with the storage parameters of a queue."""
+    """The table, with the storage parameters of a queue."""
 
     initial = True
 

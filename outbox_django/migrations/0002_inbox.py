@@ -6,7 +6,7 @@ from outbox_django.settings import inbox_model_table
 
 
 class Migration(migrations.Migration):
-    """Make the table, with its index for pruning."""
+    """The table, with its index for pruning."""
 
     dependencies = (("outbox_django", "0001_initial"),)
 

@@ -6,7 +6,7 @@ from outbox_django.settings import hold_model_table
 
 
 class Migration(migrations.Migration):
-    """Make the table."""
+    """The table."""
 
     dependencies = (("outbox_django", "0002_inbox"),)
 

@@ -6,7 +6,7 @@ from outbox_django.operations import AddChecks
 
 
 class Migration(migrations.Migration):
-    """Add them, under a short lock."""
+    """The constraints, added under a short lock."""
 
     dependencies = (("outbox_django", "0003_hold"),)
 

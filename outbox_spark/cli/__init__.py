@@ -1,11 +1,9 @@
 """The command `outbox-spark`: a pipeline by its name and a YAML file, and `doctor`.
 
-Exit codes: 0 for success (an audit: clean), 1 for a pipeline that was ended by an error, an audit that found something
-or a doctor who did, 2 for anything wrong before work began. Each failure is one line on stderr, beginning with
-`outbox-spark: error:`. The first SIGTERM or SIGINT stops between two batches, or cancels what has none (`audit`,
-`replay`); a second one ends the process at once.
-
-Importing this imports no PySpark.
+Exit codes: 0 for success (an audit: clean), 1 for a pipeline that an error ended and for findings of `audit` or
+`doctor`, 2 for errors before the work began. Each failure is one line on stderr, beginning with `outbox-spark: error:`.
+A first SIGTERM or SIGINT stops between two batches, or cancels `audit` and `replay`, which have none; a second one ends
+the process at once. Importing this package imports no PySpark.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ EXIT_NOT_STARTED = 2
 _HELP = {
     "project": "topics -> a typed, deduplicated table in PostgreSQL or Parquet",
     "archive": "topics -> Parquet by topic and event date",
-    "replay": "archive -> topics; says what it would do, unless --publish is given",
-    "audit": "archive, or what was stashed, against topics: lost, repeated, reordered",
-    "relay": "outbox table -> topics, where a harvester is too small",
+    "replay": "archive -> topics; a dry run, unless --publish is given",
+    "audit": "archive, or stashed records, against topics: lost, repeated, reordered",
+    "relay": "outbox table -> topics, for backlogs that outgrow one harvester",
 }
 
 
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fail(error: Exception, code: int) -> int:
-    """Write one line about an error to stderr; return the exit code."""
+    """Write an error to stderr in one line, without secrets; return the exit code."""
     try:
         from outbox_core.config import redact
     except ImportError:  # pydantic itself is missing: the message is our own
@@ -62,7 +60,7 @@ def fail(error: Exception, code: int) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of `outbox-spark`, with a subcommand for each pipeline."""
+    """Build the parser, with a subcommand for each pipeline."""
     parser = argparse.ArgumentParser(prog="outbox-spark", description="Pipelines on Apache Spark for Kafka topics.")
     parser.add_argument("--version", action="version", version=f"kafka-outbox {__version__}")
     pipelines = parser.add_subparsers(title="pipelines", dest="pipeline", metavar="NAME", required=True)
@@ -72,11 +70,11 @@ def build_parser() -> argparse.ArgumentParser:
             "-f", "--file", required=True, metavar="FILE", help="YAML file with a section of this name"
         )
         if name in ("project", "archive", "relay"):
-            pipeline.add_argument("--once", action="store_true", help="take what is there now, then end")
+            pipeline.add_argument("--once", action="store_true", help="end at the present end of the topics or table")
         if name == "replay":
-            pipeline.add_argument("--publish", action="store_true", help="do it; else only say what would be done")
+            pipeline.add_argument("--publish", action="store_true", help="publish; without it, only print the plan")
     doctor = pipelines.add_parser(
-        "doctor", help="see whether pipelines can run here", description="See whether pipelines can run here."
+        "doctor", help="check whether pipelines can run here", description="Check whether pipelines can run here."
     )
-    doctor.add_argument("-f", "--file", metavar="FILE", help="look also at the services that this file names")
+    doctor.add_argument("-f", "--file", metavar="FILE", help="check also the services that this file names")
     return parser

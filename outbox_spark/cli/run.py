@@ -1,4 +1,4 @@
-"""Running a pipeline: its file, a Spark session, progress in the log, signals, the exit code."""
+"""One run of a pipeline: its file, a Spark session, progress in the log, signals, the exit code."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from outbox_core.cli.harvest import configure_logging
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.cli import EXIT_NOT_STARTED, fail
-from outbox_spark.config import PipelineFile, load_pipeline
-from outbox_spark.failures import reason_of
+from outbox_spark.config import PipelineFile, SparkSettings, load_pipeline
+from outbox_spark.runtime.failures import reason_of
 from outbox_spark.session import start_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 EXIT_ENDED_BY_ERROR = 1
-_LOOK_SECONDS = 0.2
-_LOCAL = "local[*,4]"
-"""All cores of this machine; a task that fails is tried four times, as on a cluster."""
+_POLL_SECONDS = 0.2
+_LOCAL = "local[*,4]"  # a failed task is tried four times, as on a cluster
 
 _log = logging.getLogger("outbox_spark")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the pipeline that the command line names; return the exit code.
-
-    Raises:
-        OutboxError: it could not begin.
-    """
+    """Run the pipeline that the command line names; return the exit code. Raises OutboxError if it cannot begin."""
     file = load_pipeline(options.file, options.pipeline, os.environ)
     if options.pipeline == "replay" and options.publish:
         file.require_kafka()
     configure_logging(file.level)
     logging.getLogger("py4j").setLevel(logging.WARNING)
-    spark = _start(file)
+    try:
+        spark = open_session(file.pipeline, file.spark)
+    except (OutboxError, ImportError):
+        raise
+    except Exception as error:
+        _log.debug("Spark did not start", exc_info=True)
+        raise NotStarted(f"Spark did not start: {reason_of(error)}; see `outbox-spark doctor`") from None
     stop = threading.Event()
-    # Of an audit, 1 would say that it has found something.
+    # The exit code 1 of an audit means findings.
     ended = EXIT_NOT_STARTED if options.pipeline == "audit" else EXIT_ENDED_BY_ERROR
     try:
-        with stop_on_signals(stop.set), _jobs_end_with(stop, spark, options.pipeline):
+        with stop_on_signals(stop.set), _cancel_jobs_on(stop, spark, options.pipeline):
             return _PIPELINES[options.pipeline](spark, file, options, stop)
-    except Stopped as error:
-        return fail(error, ended)
     except InvalidConfig as error:
         return fail(error, EXIT_NOT_STARTED)
     except OutboxError as error:
@@ -62,37 +61,23 @@ def main(options: argparse.Namespace) -> int:
 
 
 class NotStarted(OutboxError):
-    """Spark does not start."""
+    """A Spark that does not start."""
 
 
 class Stopped(OutboxError):
-    """A signal has ended a pipeline that does not go from batch to batch."""
-
-
-def _start(file: PipelineFile) -> SparkSession:
-    try:
-        return open_session(file)
-    except (OutboxError, ImportError):
-        raise
-    except Exception as error:
-        _log.debug("Spark did not start", exc_info=True)
-        raise NotStarted(f"Spark did not start: {reason_of(error)}; see `outbox-spark doctor`") from None
+    """A pipeline without batches that a signal has ended."""
 
 
 @contextmanager
-def _jobs_end_with(stop: threading.Event, spark: SparkSession, pipeline: str) -> Iterator[None]:
-    """Cancel Spark's jobs, each that is begun, when it is to stop: of pipelines that do not look at `stop`.
-
-    Raises:
-        Stopped: instead of the error that this gives.
-    """
+def _cancel_jobs_on(stop: threading.Event, spark: SparkSession, pipeline: str) -> Iterator[None]:
+    """Cancel a pipeline that does not check `stop`; raise Stopped in place of the cancelled job's error."""
     if pipeline not in ("audit", "replay"):
         yield
         return
     over = threading.Event()
 
     def cancel() -> None:
-        while not over.wait(_LOOK_SECONDS):
+        while not over.wait(_POLL_SECONDS):
             if stop.is_set():
                 spark.sparkContext.cancelAllJobs()
 
@@ -109,24 +94,21 @@ def _jobs_end_with(stop: threading.Event, spark: SparkSession, pipeline: str) ->
         watcher.join()
 
 
-def open_session(file: PipelineFile) -> SparkSession:
-    """Start Spark as the file says; under `spark-submit`, as that says."""
+def open_session(name: str, spark: SparkSettings) -> SparkSession:
+    """Start Spark by the file's settings; under `spark-submit`, by its own."""
     is_submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    master = file.spark.master or (None if is_submitted else _LOCAL)
-    settings = {"spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "16"} | file.spark.settings
-    return start_session(f"outbox-spark {file.pipeline}", settings, master=master)
+    master = spark.master or (None if is_submitted else _LOCAL)
+    settings = {"spark.log.level": "ERROR", "spark.sql.shuffle.partitions": "16"} | spark.settings
+    return start_session(f"outbox-spark {name}", settings, master=master)
 
 
-def _project(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
-    from outbox_spark.pipelines import project
+def _follow(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
+    from outbox_spark.pipelines import archive, project
 
-    return _followed(project.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say))
-
-
-def _archive(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
-    from outbox_spark.pipelines import archive
-
-    return _followed(archive.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say))
+    run: Any = {"archive": archive.run, "project": project.run}[file.pipeline]
+    counts = run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say)
+    _say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")
+    return 0
 
 
 def _replay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, _: threading.Event) -> int:
@@ -167,20 +149,14 @@ def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace,
     return 0
 
 
-def _followed(counts: Mapping[str, int]) -> int:
-    _say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")
-    return 0
-
-
 def _say(what: object) -> None:
     _log.info("%s", what)
 
 
 def _say_progress(progress: Mapping[str, Any]) -> None:
-    """What Spark says of a batch of the relay."""
     seconds = progress.get("durationMs", {}).get("triggerExecution", 0) / 1000
     rows, rate = progress.get("numInputRows", 0), progress.get("processedRowsPerSecond") or 0.0
     _say(f"batch {progress.get('batchId')}: {rows:,} records in {seconds:.1f} s ({rate:,.0f}/s)")
 
 
-_PIPELINES = {"project": _project, "archive": _archive, "replay": _replay, "audit": _audit, "relay": _relay}
+_PIPELINES = {"project": _follow, "archive": _follow, "replay": _replay, "audit": _audit, "relay": _relay}

@@ -1,11 +1,11 @@
-"""Settings of the pipelines: a YAML file with a section for each, validated before anything is started.
-
-Importing this imports no PySpark.
-"""
+"""Settings of the pipelines, validated before the work begins. Importing this imports no PySpark."""
 
 from __future__ import annotations
 
-from outbox_spark.config.document import PIPELINES, PipelineFile, load_pipeline, read_document, understand
+import warnings
+from typing import Any
+
+from outbox_spark.config.document import PIPELINES, PipelineFile, load_pipeline, read_document, validate
 from outbox_spark.config.models import (
     ArchiveSettings,
     AuditSettings,
@@ -38,5 +38,13 @@ __all__ = [
     "TotalsSettings",
     "load_pipeline",
     "read_document",
-    "understand",
+    "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return `validate` by its deprecated name."""
+    if name != "understand":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("outbox_spark.config.understand is now validate", DeprecationWarning, stacklevel=2)
+    return validate

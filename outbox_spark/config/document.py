@@ -7,10 +7,10 @@
       settings: {spark.driver.memory: 2g}
     logging: {level: info}    # optional
     project: ...              # a section for each pipeline; a file may have several
-    harvest: ...              # with `relay:`, what `outbox harvest` reads
+    harvest: ...              # with `relay:`, the section of `outbox harvest`
 
-`${NAME}` in a value is replaced by the environment variable NAME, `$${` stands for `${`. Errors name the setting as it
-is written in the file, and never show values: they may be passwords.
+`${NAME}` in a value is the environment variable NAME, `$${` stands for `${`. Errors name settings as the file does, and
+never show values, which may be passwords.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ PIPELINES: dict[str, type[Settings]] = {
     "audit": AuditSettings,
     "relay": RelaySettings,
 }
-"""Every pipeline, with what its section of the file must be."""
 
 _SHARED = ("kafka", "spark", "logging", "harvest")
 _SERVERS = "bootstrap.servers"
@@ -51,16 +50,7 @@ _VARIABLE = re.compile(r"\$\$\{|\$\{([^}]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineFile:
-    """What a file says about one pipeline.
-
-    Attributes:
-        pipeline: its name.
-        settings: its section.
-        kafka: librdkafka's properties; empty if the file has none.
-        spark: how Spark is started.
-        level: for `logging`.
-        harvest: with the relay, its outbox; else None.
-    """
+    """The settings of one pipeline in a file; `level` is for `logging`, `harvest` is the relay's outbox, else None."""
 
     pipeline: str
     settings: Any
@@ -70,26 +60,18 @@ class PipelineFile:
     harvest: HarvestConfig | None = None
 
     def require_kafka(self) -> None:
-        """See that the file says where Kafka is. Raises InvalidConfig."""
+        """Check that the file names Kafka's servers. Raises InvalidConfig."""
         if _SERVERS not in self.kafka:
             raise InvalidSettings([Problem(("kafka", _SERVERS), f"is missing: `{self.pipeline}` needs it")])
 
 
 def load_pipeline(path: str | Path, pipeline: str, environ: Mapping[str, str]) -> PipelineFile:
-    """Read a file and validate what concerns one pipeline.
-
-    Raises:
-        InvalidConfig: naming every setting that is wrong, or why the file cannot be read.
-    """
-    return understand(read_document(path, environ), pipeline, where=str(path))
+    """Read a file and validate one pipeline's sections. Raises InvalidConfig with every wrong setting."""
+    return validate(read_document(path, environ), pipeline, where=str(path))
 
 
 def read_document(path: str | Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The file's content, with environment variables filled in and nothing validated but its sections' names.
-
-    Raises:
-        InvalidConfig: the file cannot be read, a variable is not set, or there is no such section.
-    """
+    """Read a file and fill in environment variables; validate only its sections' names. Raises InvalidConfig."""
     document = read_yaml(Path(path))
     if not isinstance(document, dict):
         raise InvalidConfig(f"{path}: must be a mapping with `kafka:` and a section for each pipeline")
@@ -101,8 +83,8 @@ def read_document(path: str | Path, environ: Mapping[str, str]) -> dict[str, Any
     return filled
 
 
-def understand(document: Mapping[str, Any], pipeline: str, *, where: str = "the file") -> PipelineFile:
-    """Validate what a document says about one pipeline."""
+def validate(document: Mapping[str, Any], pipeline: str, *, where: str = "the file") -> PipelineFile:
+    """Validate the sections of one pipeline. Raises InvalidConfig."""
     problems: list[Problem] = []
     section = document.get(pipeline)
     if not isinstance(section, Mapping):
@@ -116,18 +98,14 @@ def understand(document: Mapping[str, Any], pipeline: str, *, where: str = "the 
     if problems:
         raise InvalidSettings(problems)
     harvest = load_config({"harvest": document.get("harvest") or {}}) if pipeline == "relay" else None
+    level = log_level(document)
     return PipelineFile(
-        pipeline=pipeline,
-        settings=settings,
-        kafka=kafka.properties,
-        spark=spark,
-        level=log_level(document),
-        harvest=harvest,
+        pipeline=pipeline, settings=settings, kafka=kafka.properties, spark=spark, level=level, harvest=harvest
     )
 
 
 def _reads_kafka(pipeline: str, settings: Any) -> bool:
-    """Whether the pipeline cannot do without the section `kafka`; a replay can, as long as it does not publish."""
+    """Tell whether the pipeline needs the section `kafka`; a replay needs it only to publish."""
     if pipeline == "audit" and settings is not None:
         return any(side.topics is not None for side in (settings.expected, settings.found))
     return pipeline in ("project", "archive")

@@ -1,1 +1,1 @@
-"""The pipelines. Each has a function that turns a DataFrame into another one, and a `run` that the command calls."""
+"""Pipelines: each has a function from DataFrame to DataFrame, and a `run` for the command."""

@@ -1,10 +1,4 @@
-"""`archive`: topics -> Parquet by topic and event date, exactly once.
-
-Every record that was committed to the topics is in the archive once, as it is: repeats that an at-least-once harvester
-has published are records of their own, so that `audit` can find them. Order within a partition is by `offset`.
-
-The folder is a `ParquetTable`: `topic=.../date=.../*.parquet`, and `_ledger/`.
-"""
+"""`archive`: topics -> Parquet by topic and event date, exactly once; repeats in a topic stay, for `audit` to find."""
 
 from __future__ import annotations
 
@@ -12,11 +6,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from outbox_spark import utc
 from outbox_spark.config import ArchiveSettings
-from outbox_spark.parquet_table import ParquetTable
-from outbox_spark.pipelines.following import BatchReport, Follower
-from outbox_spark.positions import Positions
+from outbox_spark.parquet.table import ParquetTable, ParquetTarget
+from outbox_spark.pipelines.follower import BatchReport, Follower
+from outbox_spark.runtime import utc
+from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -25,37 +19,22 @@ SCHEMA = (
     "partition INT, offset BIGINT, timestamp TIMESTAMP, key BINARY, value BINARY, "
     "headers ARRAY<STRUCT<key: STRING, value: BINARY>>, outbox_id STRING, topic STRING, date DATE"
 )
-"""Columns of an archive. `date` is the day (UTC) of `timestamp`; both are folders."""
-
-PARTITION_COLUMNS = ("topic", "date")
+"""Columns of an archive. `date` is the day (UTC) of `timestamp`; topic and date are folders."""
 
 
 def archive(records: DataFrame) -> DataFrame:
-    """Rows of `outbox_kafka` as rows of an archive.
-
-    Args:
-        records: with the columns of the format `outbox_kafka`.
-    """
-    from pyspark.sql import functions as F  # noqa: N812
-
-    return records.select(
-        "partition",
-        "offset",
-        "timestamp",
-        "key",
-        "value",
-        F.col("header_list").alias("headers"),
-        "outbox_id",
-        "topic",
-        F.expr(utc.day("timestamp")).alias("date"),
+    """Turn rows of `outbox_kafka` into rows of an archive."""
+    return records.selectExpr(
+        *("partition", "offset", "timestamp", "key", "value", "header_list AS headers", "outbox_id", "topic"),
+        f"{utc.day('timestamp')} AS date",
     )
 
 
 def open_archive(
     spark: SparkSession, path: str, *, target_size: int = 128 * 2**20, small_files: int = 24
 ) -> ParquetTable:
-    """The archive in a folder, empty if there is none."""
-    return ParquetTable(spark, path, SCHEMA, PARTITION_COLUMNS, target_size=target_size, small_files=small_files)
+    """Open the archive in a folder; it is empty if there is none."""
+    return ParquetTable(spark, path, SCHEMA, ("topic", "date"), target_size=target_size, small_files=small_files)
 
 
 def run(
@@ -67,33 +46,13 @@ def run(
     stop: threading.Event,
     report: Callable[[BatchReport], None],
 ) -> Mapping[str, int]:
-    """Archive until told to stop, or, with `once`, what is there now; return counts."""
-    target = _ArchiveTarget(spark, settings)
+    """Archive until `stop` is set, or, with `once`, up to the present end of the topics; return counts."""
+    table = open_archive(spark, settings.path, target_size=settings.target_file_size, small_files=settings.small_files)
+    tasks = spark.sparkContext.defaultParallelism
+
+    def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
+        rows = archive(records).coalesce(tasks).sortWithinPartitions("topic", "date", "partition", "offset")
+        return {"records": table.append(rows, positions)}
+
+    target = ParquetTarget("the archive", table, write)
     return Follower(spark, kafka, settings, [target], report).run(once=once, stop=stop)
-
-
-class _ArchiveTarget:
-    """The archive as a target."""
-
-    def __init__(self, spark: SparkSession, settings: ArchiveSettings) -> None:
-        self._table = open_archive(
-            spark, settings.path, target_size=settings.target_file_size, small_files=settings.small_files
-        )
-        self._tasks = spark.sparkContext.defaultParallelism
-
-    @property
-    def name(self) -> str:
-        return f"the archive {self._table.url}"
-
-    def recover(self) -> None:
-        self._table.recover()
-
-    def positions(self) -> Positions:
-        return self._table.positions
-
-    def write(self, records: DataFrame, positions: Positions) -> Mapping[str, int]:
-        rows = archive(records).coalesce(self._tasks).sortWithinPartitions("topic", "date", "partition", "offset")
-        return {"records": self._table.append(rows, positions)}
-
-    def tidy(self) -> None:
-        self._table.compact()

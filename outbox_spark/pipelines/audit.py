@@ -1,19 +1,16 @@
-"""`audit`: what should be in topics against what is there: lost, repeated, reordered and unexpected records.
+"""`audit`: expected records against those in topics: lost, repeated, reordered and unexpected ones.
 
-A record is known by its topic, key and `outbox_id`; one without an id by topic, partition and offset, as the inbox
-knows it.
+A record is identified by its topic, key and `outbox_id`; one without an id by topic, partition and offset.
 
 - *lost*: expected and not found;
-- *repeated*: found more than once; counted as often as it is too much;
-- *reordered*: within a key (and partition, where Kafka keeps an order), found behind a record that was expected after
-  it. Looked for among first occurrences: a repeat is not also out of order;
-- *unexpected*: found and not expected. Against an archive, only below the offsets that it has reached.
+- *repeated*: found more than once; counted once for each surplus;
+- *reordered*: first found, within its key and partition, behind a record that was expected after it;
+- *unexpected*: found and not expected. Against an archive, only below the archive's positions.
 
 Replays (records with the replay's header) repeat by intention; they are counted and left out.
 
-One pass: both sides are shuffled by topic and key, aggregated by id and sorted within the key, on the executors,
-spilling to disk. A small row for each record stays on the executors' disks; the driver gets counts by topic and hour,
-and as many examples as were asked for.
+Both sides are shuffled once and keep a small row for each record on the executors' disks; the driver gets counts by
+topic and hour, and some examples.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from outbox_spark import utc
 from outbox_spark.config import AuditSettings
 from outbox_spark.pipelines.audit_sides import Sides, below
+from outbox_spark.runtime import utc
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -34,13 +31,9 @@ KINDS = ("lost", "repeated", "reordered", "unexpected")
 
 @dataclass
 class AuditResult:
-    """What an audit found.
+    """The result of an audit: counts by topic and by hour, examples by topic and kind, the keys with most findings.
 
-    Attributes:
-        topics: for each topic, how many records were `expected`, `found`, `replayed`, and of each kind of finding.
-        examples: for each topic and kind, some findings.
-        hours: for each hour, how many records were found, and of each kind.
-        keys: the keys with most findings.
+    Counts are `expected`, `found` and `replayed` records, and findings of each kind.
     """
 
     topics: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -49,37 +42,33 @@ class AuditResult:
     keys: list[dict[str, Any]] = field(default_factory=list)
 
     def total(self, kind: str) -> int:
-        """Over all topics."""
+        """Sum up a count over all topics."""
         return sum(counts[kind] for counts in self.topics.values())
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found."""
+        """Tell whether there is no finding."""
         return not any(self.total(kind) for kind in KINDS)
 
 
 def audit(expected: DataFrame, found: DataFrame) -> DataFrame:
-    """The findings of a comparison.
+    """Compare two sides; return a row for each finding.
 
     Args:
-        expected: `topic`, `id`, `key`, `partition`, `offset`, `timestamp` of what should be there; offsets (any
-            growing number) give the order within a partition.
-        found: the same of what is there, and `is_replay`.
+        expected: columns `topic`, `id`, `key`, `partition`, `offset`, `timestamp`; offsets, of any growing number, give
+            the order within a partition.
+        found: the same columns, and `is_replay`.
 
     Returns:
-        one row for each finding: `kind`, `topic`, `key`, `id`, `times` (1; how often too much, for a repeat),
-        `partition`, `offset`, `timestamp` (of the found record; the last one of a repeat; of the expected record if it
-        is lost), and `other_id`, `other_partition`, `other_offset`: the first occurrence of a repeat, or the record
-        that came before a reordered one and should not have.
+        `kind`, `topic`, `key`, `id`, `times` (1, or the surplus of a repeat); `partition`, `offset`, `timestamp` of the
+        found record (the last one of a repeat; the expected one if lost); `other_id`, `other_partition`, `other_offset`
+        of a repeat's first occurrence, or of the record that wrongly came before a reordered one.
     """
     return findings_of(compare(expected, found))
 
 
 def compare(expected: DataFrame, found: DataFrame) -> DataFrame:
-    """One small row for each record: `topic`, `hour`, `expected`, `found`, `replayed` (times), and its `findings`.
-
-    The hour is the microsecond at which it begins.
-    """
+    """Return a row for each record: `topic`, `hour` (in microseconds), `expected`, `found`, `replayed`, `findings`."""
     from pyspark.sql import Window
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -96,7 +85,7 @@ def compare(expected: DataFrame, found: DataFrame) -> DataFrame:
     both = expected.selectExpr(*columns, "0 AS side").unionByName(
         found.selectExpr(*columns, "IF(is_replay, 2, 1) AS side")
     )
-    # All that a record and its key need comes together once: no further shuffle.
+    # One shuffle brings together everything about a key.
     records = (
         both.repartition("topic", "lane")
         .groupBy("topic", "lane", "keyed", "id")
@@ -123,15 +112,15 @@ def compare(expected: DataFrame, found: DataFrame) -> DataFrame:
 
 
 def findings_of(compared: DataFrame) -> DataFrame:
-    """What `compare` has found, a row for each finding."""
+    """Return the findings of `compare`, a row for each."""
     found = compared.where("size(findings) > 0").selectExpr("topic", "explode(findings) AS finding")
-    return found.selectExpr("finding.kind", "topic", *(f"finding.{name}" for name in _FINDING if name != "kind"))
+    return found.selectExpr("finding.kind", "topic", *(f"finding.{name}" for name in _FINDING))
 
 
 _TIMES = ("expected", "found", "replayed")
 _PLACE_BITS = 44
+# As one number, partition and offset aggregate by hash; a pair would have to be sorted.
 _PLACE = f"shiftleft(cast(partition AS BIGINT), {_PLACE_BITS}) + offset"
-"""Partition and offset as one number, which aggregates by hash where a pair would have to be sorted."""
 
 
 def _finding(kind: str, condition: str, *, times: str, place: str, partition: str, at: str, other: str) -> str:
@@ -147,19 +136,8 @@ def _other(id_: str, partition: str, offset: str) -> str:
     return f"'other_id', {id_}, 'other_partition', cast({partition} AS INT), 'other_offset', cast({offset} AS BIGINT)"
 
 
-_FINDING = (
-    "kind",
-    "key",
-    "id",
-    "times",
-    "partition",
-    "offset",
-    "timestamp",
-    "other_id",
-    "other_partition",
-    "other_offset",
-)
-_NOBODY = _other("cast(NULL AS STRING)", "NULL", "NULL")
+_FINDING = ("key", "id", "times", "partition", "offset", "timestamp", "other_id", "other_partition", "other_offset")
+_NONE = _other("cast(NULL AS STRING)", "NULL", "NULL")
 _FIRST = _other("id", "partition", _offset("first", "partition"))
 _AHEAD = _other("ahead.id", "partition", _offset("ahead.first", "partition"))
 _IS_BEHIND = "keyed AND found > 0 AND expected > 0 AND ahead.rank > rank"
@@ -167,18 +145,14 @@ _OF_FOUND = {"place": "first", "partition": "partition", "at": "found_at"}
 _OF_LAST = {"place": "last", "partition": "last_partition", "at": "found_at"}
 _OF_EXPECTED = {"place": "rank", "partition": "of", "at": "expected_at"}
 _FINDINGS = f"""array_compact(array(
-    {_finding("lost", "found = 0 AND expected > 0", times="1L", other=_NOBODY, **_OF_EXPECTED)},
+    {_finding("lost", "found = 0 AND expected > 0", times="1L", other=_NONE, **_OF_EXPECTED)},
     {_finding("repeated", "found > 1", times="found - 1", other=_FIRST, **_OF_LAST)},
     {_finding("reordered", _IS_BEHIND, times="1L", other=_AHEAD, **_OF_FOUND)},
-    {_finding("unexpected", "expected = 0 AND found > 0", times="1L", other=_NOBODY, **_OF_FOUND)}))"""
+    {_finding("unexpected", "expected = 0 AND found > 0", times="1L", other=_NONE, **_OF_FOUND)}))"""
 
 
 def run(spark: SparkSession, kafka: Mapping[str, str], settings: AuditSettings) -> AuditResult:
-    """Compare both sides.
-
-    Raises:
-        InvalidConfig: a side cannot be read.
-    """
+    """Compare both sides. Raises InvalidConfig if one cannot be read."""
     from pyspark import StorageLevel
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -200,17 +174,17 @@ def run(spark: SparkSession, kafka: Mapping[str, str], settings: AuditSettings) 
 def _summarised(compared: DataFrame, settings: AuditSettings, topics: list[str]) -> AuditResult:
     from pyspark.sql import functions as F  # noqa: N812
 
-    nothing = dict.fromkeys((*_TIMES, *KINDS), 0)
-    result, hours = AuditResult({topic: dict(nothing) for topic in topics}), dict[Any, dict[str, int]]()
+    zeros = dict.fromkeys((*_TIMES, *KINDS), 0)
+    result, hours = AuditResult({topic: dict(zeros) for topic in topics}), dict[Any, dict[str, int]]()
     sums = [F.sum(name).alias(name) for name in _TIMES]
     kinds = [
         F.sum(F.expr(f"aggregate(findings, 0L, (sum, f) -> sum + IF(f.kind = '{kind}', f.times, 0))")).alias(kind)
         for kind in KINDS
     ]
     for row in compared.groupBy("topic", "hour").agg(*sums, *kinds).collect():
-        of_topic = result.topics.setdefault(row.topic, dict(nothing))
-        of_hour = hours.setdefault(row.hour, dict(nothing))
-        for name in nothing:
+        of_topic = result.topics.setdefault(row.topic, dict(zeros))
+        of_hour = hours.setdefault(row.hour, dict(zeros))
+        for name in zeros:
             of_topic[name] += row[name]
             of_hour[name] += row[name]
     known = sorted(hour for hour in hours if hour is not None)
@@ -238,7 +212,6 @@ def _add_examples(result: AuditResult, findings: DataFrame, number: int) -> None
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as JSON can have it."""
     key = row["key"]
     if key is not None:
         row["key"] = bytes(key).decode("utf-8", "backslashreplace")
@@ -248,5 +221,5 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _iso(micros: int) -> str:
-    """A time that was collected, as `2026-11-21T08:00:00Z`."""
+    """Format a collected time as `2026-11-21T08:00:00Z`."""
     return f"{utc.from_micros(micros):%Y-%m-%dT%H:%M:%S.%f}".removesuffix(".000000") + "Z"

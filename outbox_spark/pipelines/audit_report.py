@@ -1,4 +1,4 @@
-"""An audit's report, for programs (JSON) and for people (one HTML page with charts, without scripts)."""
+"""Reports of an audit: JSON for programs, and one HTML page with charts, without scripts, for people."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ small { color: #5f6368 }
 """
 
 
-def to_document(result: AuditResult) -> dict[str, Any]:
-    """The report for programs."""
-    return {
+def to_json(result: AuditResult) -> str:
+    """Format the report for programs."""
+    document = {
         "clean": result.is_clean,
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "totals": {name: result.total(name) for name in ("expected", "found", "replayed", *KINDS)},
@@ -46,14 +46,11 @@ def to_document(result: AuditResult) -> dict[str, Any]:
         "keys": result.keys,
         "examples": result.examples,
     }
+    return json.dumps(document, indent=2) + "\n"
 
 
 def write(path: str, text: str) -> None:
-    """Write a report on the driver's disk.
-
-    Raises:
-        OutboxError: it cannot be written.
-    """
+    """Write a report on the driver's disk. Raises OutboxError if that fails."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(text, encoding="utf-8")
@@ -61,13 +58,8 @@ def write(path: str, text: str) -> None:
         raise OutboxError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def to_json(result: AuditResult) -> str:
-    """The report for programs, as text."""
-    return json.dumps(to_document(result), indent=2) + "\n"
-
-
 def to_html(result: AuditResult) -> str:
-    """The report for people: a verdict, counts and a chart by topic, a chart by hour, the worst keys, examples."""
+    """Format the page: a verdict, counts and a chart by topic, a chart by hour, the worst keys, examples."""
     verdict = (
         '<p class="clean">Clean: every expected record was found, once and in order.</p>'
         if result.is_clean
@@ -137,7 +129,7 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, texts: int = 
 
 
 def _bars(result: AuditResult) -> str:
-    """For each topic that has findings, a bar of them."""
+    """Draw the findings of each topic that has some."""
     topics = {topic: counts for topic, counts in sorted(result.topics.items()) if any(counts[kind] for kind in KINDS)}
     if not topics:
         return ""
@@ -155,7 +147,7 @@ def _bars(result: AuditResult) -> str:
 
 
 def _timeline(hours: Sequence[Mapping[str, Any]]) -> str:
-    """Records found by hour in grey, and findings in colour above each other, on a scale of their own."""
+    """Draw found records by hour in grey, and findings above them in colour, on a scale of their own."""
     if not hours:
         return "<p>No record has a time.</p>"
     width = max(3.0, min(24.0, 900 / len(hours)))

@@ -1,8 +1,9 @@
-"""The two sides of an audit: archives, Parquet folders, topics, and tables of what was stashed, all in one form."""
+"""The two sides of an audit: archives, Parquet folders, topics, and tables of stashed records, in one form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +11,16 @@ from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
 from outbox_spark.pipelines.archive import open_archive
-from outbox_spark.pipelines.following import read_topics
-from outbox_spark.positions import Positions, flat
-from outbox_spark.topics import TopicLog
+from outbox_spark.pipelines.follower import read_topics
+from outbox_spark.topics.positions import Positions, flat
+from outbox_spark.topics.ranges import TopicLog
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SIDE = "topic STRING, id STRING, key BINARY, partition INT, offset BIGINT, timestamp TIMESTAMP"
 _TABLE_ROWS = 50_000
+# Counts ids, and does not subtract them: a row may have any.
 _FIRSTS = f"""
 SELECT id FROM (SELECT id, row_number() OVER (ORDER BY id) AS number FROM {{table}}) AS numbered
 WHERE number % {_TABLE_ROWS} = 1 ORDER BY id
@@ -33,7 +35,7 @@ WHERE id BETWEEN %s AND %s
 
 
 def below(found: DataFrame, reached: Positions) -> DataFrame:
-    """What an archive that has reached these positions should have."""
+    """Select the records that an archive with these positions should have."""
     from pyspark.sql import functions as F  # noqa: N812
 
     ends = [(topic, int(partition), offset) for topic, partition, offset in flat(reached)]
@@ -44,7 +46,7 @@ def below(found: DataFrame, reached: Positions) -> DataFrame:
 
 
 class Sides:
-    """Reads either side of the comparison."""
+    """A reader of either side of the comparison."""
 
     def __init__(self, spark: SparkSession, kafka: Mapping[str, str], settings: AuditSettings) -> None:
         self._spark = spark
@@ -52,7 +54,7 @@ class Sides:
         self._settings = settings
 
     def read(self, side: AuditSide) -> tuple[DataFrame, Positions | None]:
-        """A side's records, and, of an archive, the positions that it has reached."""
+        """Return a side's records, and the positions of an archive."""
         from pyspark.sql import functions as F  # noqa: N812
 
         settings, reached = self._settings, None
@@ -74,7 +76,6 @@ class Sides:
         return rows, reached
 
     def _records(self, rows: DataFrame) -> DataFrame:
-        """Rows of an archive or of `outbox_kafka`."""
         name = self._settings.replay_header.replace("\\", "\\\\").replace("'", "\\'")
         replay = f"exists(headers, header -> header.key = '{name}')" if "headers" in rows.columns else "false"
         return rows.selectExpr(
@@ -97,18 +98,14 @@ class Sides:
         )
 
     def _topics(self, topics: list[str]) -> DataFrame:
-        log = TopicLog(self._kafka, topics)
-        try:
+        with closing(TopicLog(self._kafka, topics)) as log:
             start = log.starting("earliest")
-        finally:
-            log.close()
         reader = read_topics(self._spark, self._kafka, topics, streaming=False, starting=start)
         tasks = str(2 * self._spark.sparkContext.defaultParallelism)
         rows: DataFrame = reader.option("minPartitions", tasks).load()
         return rows.drop("headers").withColumnRenamed("header_list", "headers")
 
     def _table(self, table: SnapshotTable) -> DataFrame:
-        """What was stashed: ids in ranges, each read by a task."""
         ranges, name, outbox = extent_of(table)
         frame = self._spark.createDataFrame(ranges, "first BIGINT, last BIGINT")
         spread = frame.repartition(max(1, min(len(ranges), 4 * self._spark.sparkContext.defaultParallelism)))
@@ -116,16 +113,10 @@ class Sides:
 
 
 def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, str]:
-    """Ranges of ids, first and last, with so many rows each; the table's full name; and the outbox's.
-
-    Ids are counted, not subtracted: a row may have any.
-
-    Raises:
-        InvalidConfig: if the table cannot be read.
-    """
+    """Return ranges of ids (first, last) of about as many rows, the table's full name, and the outbox's name."""
     import psycopg
 
-    from outbox_spark.postgres import connect, one_line
+    from outbox_spark.postgres.connection import connect, one_line
 
     named = TableName.parse(table.table)
     try:
@@ -145,8 +136,6 @@ def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, s
 
 @dataclass(frozen=True)
 class _ReadTable:
-    """What a task does with its ranges of ids; sent to the workers."""
-
     dsn: str
     table: TableName
     outbox: str
@@ -157,32 +146,23 @@ class _ReadTable:
     def __call__(self, batches: Any) -> Any:
         import pyarrow as pa
 
-        from outbox_spark.postgres import connect, with_parameters
+        from outbox_spark.postgres.connection import connect, with_parameters
 
-        schema = pa.schema(
-            [
-                *(("topic", pa.string()), ("id", pa.string()), ("key", pa.binary()), ("partition", pa.int32())),
-                *(("offset", pa.int64()), ("timestamp", pa.timestamp("us", tz="UTC"))),
-            ]
-        )
         connection, (name,) = connect(self.dsn, self.table, what=f"audit of {self.table}")
         statement = _ROWS.format(table=with_parameters(name))
         with connection:
             connection.execute("SET TIME ZONE 'UTC'")
             for batch in batches:
                 for first, last in zip(*batch.to_pydict().values(), strict=True):
-                    yield self._rows(connection.execute(statement, (first, last)).fetchall(), schema)
-
-    def _rows(self, rows: list[Any], schema: Any) -> Any:
-        import pyarrow as pa
-
-        topics, ids, keys, times = zip(*rows, strict=True) if rows else ((), (), (), ())
-        columns = [
-            pa.array(topics, pa.string()),
-            pa.array([f"{self.outbox}:{number}" for number in ids], pa.string()),
-            pa.array([None if key is None else key.encode() for key in keys], pa.binary()),
-            pa.array([0] * len(ids), pa.int32()),
-            pa.array(ids, pa.int64()),
-            pa.array(times, pa.string()).cast(pa.timestamp("us", tz="UTC")),
-        ]
-        return pa.RecordBatch.from_arrays(columns, schema=schema)
+                    rows = connection.execute(statement, (first, last)).fetchall()
+                    topics, ids, keys, times = zip(*rows, strict=True) if rows else ((), (), (), ())
+                    yield pa.RecordBatch.from_pydict(
+                        {
+                            "topic": pa.array(topics, pa.string()),
+                            "id": pa.array([f"{self.outbox}:{number}" for number in ids], pa.string()),
+                            "key": pa.array([None if key is None else key.encode() for key in keys], pa.binary()),
+                            "partition": pa.array([0] * len(ids), pa.int32()),
+                            "offset": pa.array(ids, pa.int64()),
+                            "timestamp": pa.array(times, pa.string()).cast(pa.timestamp("us", tz="UTC")),
+                        }
+                    )

@@ -1,14 +1,13 @@
 """The pipeline `relay`: an outbox table into topics by many tasks at once, exactly once, in order per key.
 
-For backlogs that outgrow one harvester. The relay contends in the harvesters' group: while it leads, no harvester
-publishes, and the other way round. A leadership is one run of a Spark query:
+The relay contends in the harvesters' group: while it leads, no harvester publishes, and the other way round. A
+leadership is one run of a Spark query:
 
     standby --- elected ---> query: mark a batch -> shards, in parallel, each one transaction -> purge -> ...
        ^                       |
-       +--- lease over --------+   query stopped, then: fence all shards, delete what they published, clear the marks
+       +--- lease over --------+   query stopped, then: fence all shards, delete published rows, clear the marks
 
-What makes it exactly once is told in `outbox_spark.outbox_stream` (batches), `shard_writer` (transactions) and
-`takeover` (changes of leadership). The checkpoint is not needed for it: it may be deleted.
+Its parts are in `outbox_spark.relay`: `stream` (batches), `shard_writer` (transactions), `fencing` (new leaders).
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership
-from outbox_core.election.leadership import now
+from outbox_core.election.lease import now
 from outbox_core.errors import InvalidConfig, OutboxError, StoreUnavailable
-from outbox_core.events import Event, LeaderAcquired, LeaderRevoked
-from outbox_core.harvest.recovery import Transactions
-from outbox_core.kafka import check_connection, ensure_tracking_topic
-from outbox_spark import takeover
-from outbox_spark.batch_store import BatchStore
-from outbox_spark.leadership import make_elector
-from outbox_spark.outbox_options import options_of
-from outbox_spark.shard_writer import MOST_ROWS
+from outbox_core.kafka.admin import check_connection
+from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.topics import ensure_tracking_topic
+from outbox_spark.relay import fencing
+from outbox_spark.relay.batch_store import BatchStore
+from outbox_spark.relay.leadership import Contender
+from outbox_spark.relay.options import options_of
+from outbox_spark.relay.shard_writer import MOST_ROWS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -40,15 +39,14 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_TICK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _EMPTY_CHECK_SECONDS = 0.5
 _TRIGGER = "100 milliseconds"
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _CLEAN_UP_SECONDS = 30.0
-_SHARDS = 2
-# Trying again does not help with these.
-_HOPELESS = (
+# A restart does not fix these.
+_PERMANENT = (
     "InvalidConfig",
     "InvalidRecord",
     "InvalidSettings",
@@ -61,26 +59,23 @@ OnProgress = Callable[[dict[str, Any]], None]
 
 
 class RelayFailed(OutboxError):
-    """The relay's query failed, and trying again would not help."""
+    """A failure of the relay's query that a restart would not fix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RelayConfig:
-    """Settings of a relay.
+    """Settings of a relay. Raises InvalidConfig, naming the setting.
 
     Attributes:
         harvest: settings of the outbox, the same as those of its harvesters.
-        checkpoint: directory where Spark keeps how far it is.
-        shards: how many tasks publish at once, each with a transactional.id of its own; keys are spread over them.
-        batch_records: how many records a batch has at most.
-
-    Raises:
-        InvalidConfig: naming the setting.
+        checkpoint: directory of Spark's checkpoint.
+        shards: number of tasks that publish at once, each with a transactional.id; keys are spread over them.
+        batch_records: maximum number of records in a batch.
     """
 
     harvest: HarvestConfig
     checkpoint: str
-    shards: int = _SHARDS
+    shards: int = 2
     batch_records: int = MOST_ROWS
 
     def __post_init__(self) -> None:
@@ -96,7 +91,7 @@ class RelayConfig:
 
 
 def relay(outbox: DataFrame) -> DataFrame:
-    """What is published of the outbox's rows: all of them, as they are."""
+    """Return the rows to publish: all of the outbox's, unchanged."""
     return outbox
 
 
@@ -109,30 +104,21 @@ def run_relay(
     stopping: threading.Event | None = None,
     transform: Callable[[DataFrame], DataFrame] = relay,
 ) -> None:
-    """Relay, whenever this process leads, until it is told to stop.
+    """Relay while this process leads, until `stopping` is set. Raises OutboxError if that cannot work, or go on.
 
     Args:
         spark: a session with our formats registered.
         config: settings.
-        once: end when what was in the table at the beginning of the leadership has been published, or when another
+        once: end when the rows in the table at the beginning of the leadership have been published, or when another
             leader has emptied the table.
         on_progress: called with Spark's progress of each batch that had rows.
         stopping: set it to end.
-        transform: rows of the format `outbox` -> what is published; must not move rows between partitions.
-
-    Raises:
-        OutboxError: if it cannot work, or cannot go on.
+        transform: rows of the format `outbox` -> rows to publish; must not move rows between partitions.
     """
-    Relay(spark, config, on_progress, stopping or threading.Event(), transform).run(once=once)
+    _Relay(spark, config, on_progress, stopping or threading.Event(), transform).run(once=once)
 
 
-class Relay:
-    """A process that contends for leadership and relays while it leads; see `run_relay`.
-
-    The elector's thread calls `_on_leadership`; everything else happens on the caller's thread. They share `_announced`
-    and `_busy`, under `_changed`.
-    """
-
+class _Relay:
     def __init__(
         self,
         spark: SparkSession,
@@ -147,105 +133,62 @@ class Relay:
         self._stopping = stopping
         self._transform = transform
         self._store = BatchStore(config.harvest.data_source, config.harvest.outbox_table)
-        self._changed = threading.Condition()
-        self._announced: Leadership | None = None
-        self._busy = False
         self._pause = _FIRST_PAUSE_SECONDS
-        self._told_batch = -1
+        self._reported = -1  # the last batch whose progress was reported
 
     def run(self, *, once: bool) -> None:
-        """See `run_relay`."""
-        self._identity = self._store.check()
-        self._transactions = Transactions.of(self._config.harvest, self._identity)
-        check_connection(self._config.harvest.base_kafka_config)
-        ensure_tracking_topic(self._transactions.kafka, self._transactions.relay_topic, width=self._config.shards)
-        self._server_id = self._store.server_id()
-        self._elector = make_elector(self._config.harvest, self._identity, self._server_id, self._on_leadership)
-        self._elector.start()
+        harvest = self._config.harvest
+        self._identity = TransactionalIdentity.of(harvest, self._store.outbox.check())
+        check_connection(harvest.base_kafka_config)
+        ensure_tracking_topic(self._identity.kafka, self._identity.relay_topic, width=self._config.shards)
+        self._server_id = self._store.outbox.server_id()
+        self._contender = Contender(harvest, self._identity.outbox, self._server_id)
+        self._contender.start()
         try:
             while not self._stopping.is_set():
-                if self._elector.failure is not None:
-                    raise self._elector.failure
-                lease = self._begin()
+                lease = self._contender.begin()
                 if lease is None:
                     if once and self._is_empty():
                         return
-                    self._stopping.wait(_TICK_SECONDS if not once else _EMPTY_CHECK_SECONDS)
-                elif self._lead(lease, once=once):
-                    return
+                    self._stopping.wait(_EMPTY_CHECK_SECONDS if once else _POLL_SECONDS)
+                    continue
+                try:
+                    finished = self._run_query(lease, once=once)
+                    if self._clean_up(lease) and finished:
+                        return
+                finally:
+                    self._contender.end()
         finally:
-            self._elector.stop()
+            self._contender.stop()
             self._store.close()
 
     def _is_empty(self) -> bool:
-        """Whether another process has emptied the table while this one stood by."""
+        """Tell whether another process has emptied the table while this one stood by."""
         try:
-            return self._store.is_empty()
+            return self._store.outbox.is_empty()
         except StoreUnavailable as error:
             _log.warning("the database is away: %s", error)
             return False
 
-    # -- leadership
-
-    def _on_leadership(self, event: Event) -> None:
-        """On the elector's thread. A hand-over waits until the query has stopped: nobody is elected before."""
-        with self._changed:
-            self._announced = self._elector.leadership if isinstance(event, LeaderAcquired) else None
-            if isinstance(event, LeaderRevoked):
-                self._changed.wait_for(
-                    lambda: not self._busy, self._config.harvest.limits.drain_timeout.total_seconds()
-                )
-
-    def _begin(self) -> Leadership | None:
-        with self._changed:
-            lease = self._elector.leadership
-            if lease is None or self._announced is None or lease.leader_id != self._announced.leader_id:
-                return None
-            if not lease.is_valid(now()):
-                return None
-            self._busy = True
-            return lease
-
-    def _leads(self, lease: Leadership) -> bool:
-        present = self._elector.leadership
-        return (
-            self._announced is not None
-            and present is not None
-            and present.leader_id == lease.leader_id
-            and present.is_valid(now())
-        )
-
-    def _lead(self, lease: Leadership, *, once: bool) -> bool:
-        """One leadership, or one try of it; whether all is done."""
-        try:
-            finished = self._serve(lease, once=once)
-            return self._clean_up(lease) and finished
-        finally:
-            with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-
-    # -- the query
-
-    def _serve(self, lease: Leadership, *, once: bool) -> bool:
-        """Run the query until it ends; whether it ended because everything is done."""
+    def _run_query(self, lease: Leadership, *, once: bool) -> bool:
+        """Run the query until it ends; tell whether it ended because all rows are published."""
         query = self._start(lease.term, once=once)
         try:
-            while query.isActive and self._leads(lease) and not self._stopping.is_set():
-                self._tell(query)
-                time.sleep(_TICK_SECONDS)
+            while query.isActive and self._contender.leads(lease) and not self._stopping.is_set():
+                self._report(query)
+                time.sleep(_POLL_SECONDS)
         finally:
             was_active = query.isActive
             query.stop()
-        self._tell(query)
+        self._report(query)
         failure = query.exception()
         if failure is None:
             return once and not was_active
-        self._bear(str(failure))
+        self._pause_after(str(failure))
         return False
 
     def _start(self, term: int, *, once: bool) -> StreamingQuery:
-        options = options_of(self._config.harvest, self._identity, term, self._server_id)
+        options = options_of(self._config.harvest, self._identity.outbox, term, self._server_id)
         rows = (
             self._spark.readStream.format("outbox")
             .options(**options, shards=self._config.shards, maxRecordsPerBatch=self._config.batch_records)
@@ -257,22 +200,21 @@ class Relay:
             .options(**options)
             .option("checkpointLocation", self._config.checkpoint)
         )
-        self._told_batch = -1
+        self._reported = -1
         return (writer.trigger(availableNow=True) if once else writer.trigger(processingTime=_TRIGGER)).start()
 
-    def _tell(self, query: StreamingQuery) -> None:
-        """Report the batches that have ended since the last time."""
+    def _report(self, query: StreamingQuery) -> None:
         for progress in query.recentProgress:
             number = int(progress["batchId"])
-            if number > self._told_batch and progress["numInputRows"]:
-                self._told_batch = number
+            if number > self._reported and progress["numInputRows"]:
+                self._reported = number
                 self._pause = _FIRST_PAUSE_SECONDS
                 if self._on_progress is not None:
                     self._on_progress(dict(progress))
 
-    def _bear(self, failure: str) -> None:
-        """Wait before the next try, or raise if there must be none."""
-        for name in _HOPELESS:
+    def _pause_after(self, failure: str) -> None:
+        """Wait before the next try. Raises RelayFailed if a restart would not fix the failure."""
+        for name in _PERMANENT:
             found = re.search(rf"\b{name}: (.+)", failure)
             if found is not None:
                 raise RelayFailed(found[1].strip())
@@ -283,24 +225,15 @@ class Relay:
         self._pause = min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
 
     def _clean_up(self, lease: Leadership) -> bool:
-        """Settle our own transactions, so that nothing waits for a successor: no open transaction, no marked row.
-
-        Returns:
-            whether that was done.
-        """
+        """Leave no open transaction and no marked row to a successor; tell whether that succeeded."""
         give_up_at = now() + _CLEAN_UP_SECONDS
         try:
-            takeover.settle(
-                self._transactions, self._store, lambda: now() > give_up_at or not self._may_clean_up(lease)
+            fencing.fence_and_purge(
+                self._identity, self._store, lambda: now() > give_up_at or not self._contender.holds(lease)
             )
-            if self._may_clean_up(lease):
+            if self._contender.holds(lease):
                 self._store.release()
                 return True
         except OutboxError as error:
-            _log.warning("what the relay published is left to be settled by its successor: %s", error)
+            _log.warning("the relay's successor will purge the rows that it published: %s", error)
         return False
-
-    def _may_clean_up(self, lease: Leadership) -> bool:
-        """Until the lease is over, also while it is being handed over."""
-        present = self._elector.leadership
-        return present is not None and present.leader_id == lease.leader_id and present.is_valid(now())

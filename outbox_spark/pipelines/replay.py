@@ -1,16 +1,14 @@
 """`replay`: archive -> topics, in order per key, each record once.
 
 Records of an archived partition are one *shard*, which one task publishes by offset, in transactions. Each transaction
-has one more thing in it: the position behind its last record, as the offset of a consumer group
-`outbox-replay.<name>.<topic>.<partition>` that nobody is a member of. A task that begins, for the first time or again,
-first fences its predecessor (`init_transactions` of the shard's transactional id settles what that one had open), then
-reads that position and goes on there. So a replay of a name happens once, however often it is interrupted or started.
-A task whose last transaction may have been ended twice (`outbox_core.harvest.transaction`) begins again in this way.
+also holds the position behind its last record, as the offset of a consumer group without members,
+`outbox-replay.<name>.<topic>.<partition>`. A task that begins, or begins again, first fences its predecessor
+(`init_transactions` settles the open transaction of the shard's transactional.id), then goes on at that position. So a
+replay of a name happens once, after any interruption.
 
-The position is kept on partition 0 of the target topic, which exists; the number is the archived partition's offset.
-
-Values, keys, headers and `outbox-id` are as they were, so that a consumer that has seen a record drops it. One header
-more says that this is a replay, and which.
+The group's offset is on partition 0 of the target topic, which exists; its number is the archived partition's offset.
+Values, keys and headers are unchanged, so that a consumer that has seen a record drops it; one more header names the
+replay.
 """
 
 from __future__ import annotations
@@ -18,18 +16,19 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
-from outbox_core.harvest.transaction import Aborted, Ended, Outcome, TransactionalProducer
-from outbox_core.harvest.verdicts import Verdict, verdict_on
-from outbox_core.kafka import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
-from outbox_spark import utc
+from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
+from outbox_core.kafka.errors import ErrorKind, kind_of
+from outbox_core.kafka.transactions import Aborted, Ended, Outcome, TransactionalProducer
 from outbox_spark.config import ReplaySettings
 from outbox_spark.pipelines.archive import open_archive
-from outbox_spark.topics import TopicLog
+from outbox_spark.runtime import utc
+from outbox_spark.topics.ranges import TopicLog
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,26 +36,16 @@ if TYPE_CHECKING:
 
 _SECONDS = 30.0
 _ANY_PARTITION = -1
-_COUNTS = "topic STRING, partition INT, target STRING, published BIGINT, skipped BIGINT"
+_COUNTS = "published BIGINT, skipped BIGINT"
 
 
 class ReplayFailed(OutboxError):
-    """A record was not taken by Kafka; start the replay again to go on, when that is mended."""
+    """A record that Kafka refused; after the remedy, start the replay again to go on."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a replay would publish of one topic.
-
-    Attributes:
-        topic: of the archive.
-        target: where to.
-        records: how many.
-        keys: of how many keys.
-        first: the time of the earliest, in UTC.
-        last: the time of the latest, in UTC.
-        without_headers: how many had headers that could not be read; they are published with the replay's alone.
-    """
+    """The part of a replay from one topic; records `without_headers` had unreadable ones, and get only the replay's."""
 
     topic: str
     target: str
@@ -68,15 +57,9 @@ class Planned:
 
 
 def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
-    """Rows of an archive as the records to be published.
+    """Select the rows of an archive to publish, with their `target` topic and the replay's header.
 
-    Args:
-        archived: with the columns of an archive.
-        settings: topics, keys, times, targets and the header.
-
-    Returns:
-        the selected rows, with `target` (the topic to publish to), the marked `headers`, and `without_headers`:
-        whether the archive does not know what they were (NULL there).
+    `without_headers` tells whether their own headers are unreadable (NULL in the archive).
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -101,7 +84,7 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
 
 
 def plan(rows: DataFrame) -> list[Planned]:
-    """What would be published: the dry run."""
+    """Plan the replay of these rows, topic by topic."""
     from pyspark.sql import functions as F  # noqa: N812
 
     found = (
@@ -128,11 +111,11 @@ def run(
     publish: bool,
     say: Callable[[str], None],
 ) -> Mapping[str, int]:
-    """Say what a replay would publish; with `publish`, do it. Return counts.
+    """Report the plan of a replay; with `publish`, carry it out. Return counts.
 
     Raises:
-        InvalidConfig: there is no archive, or a target topic is missing or too small.
-        ReplayFailed: Kafka did not take a record.
+        InvalidConfig: there is no archive, or a target topic is missing or has too few partitions.
+        ReplayFailed: Kafka refused a record.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -169,12 +152,8 @@ def _check_targets(
     settings: ReplaySettings,
     planned: list[Planned],
 ) -> None:
-    """See that the target topics are there, with the partitions that are wanted."""
-    log = TopicLog(kafka, [part.target for part in planned])
-    try:
+    with closing(TopicLog(kafka, [part.target for part in planned])) as log:
         ends = log.bounds()[1]
-    finally:
-        log.close()
     for part in planned:
         wanted, found = 1 + max(map(int, archived.get(part.topic, {"0": 0}))), len(ends[part.target])
         if settings.keep_partitions and found < wanted:
@@ -186,8 +165,6 @@ def _check_targets(
 
 @dataclass(frozen=True)
 class _PublishTask:
-    """What a task does with its shards; sent to the workers."""
-
     kafka: Mapping[str, str]
     settings: ReplaySettings
 
@@ -199,51 +176,32 @@ class _PublishTask:
 
         rows = (row for batch in batches for row in batch.to_pylist())
         for (topic, partition), of_shard in itertools.groupby(rows, key=lambda row: (row["topic"], row["partition"])):
-            shard = _Shard(self.kafka, self.settings, topic, partition)
-            target, published, skipped = shard.publish(of_shard)
-            yield pa.RecordBatch.from_pydict(
-                {
-                    "topic": [topic],
-                    "partition": pa.array([partition], pa.int32()),
-                    "target": [target],
-                    "published": [published],
-                    "skipped": [skipped],
-                }
-            )
+            published, skipped = _Shard(self.kafka, self.settings, topic, partition).publish(of_shard)
+            yield pa.RecordBatch.from_pydict({"published": [published], "skipped": [skipped]})
 
 
 class _Shard:
-    """The records of one archived partition, published in order."""
-
     def __init__(self, kafka: Mapping[str, str], settings: ReplaySettings, topic: str, partition: int) -> None:
         self._kafka = kafka
         self._settings = settings
         self._partition = partition
         self._name = f"outbox-replay.{settings.name}.{topic}.{partition}"
 
-    def publish(self, rows: Iterator[Mapping[str, Any]]) -> tuple[str, int, int]:
-        """Publish what was not yet; return the target topic, and how many were published and left out."""
+    def publish(self, rows: Iterator[Mapping[str, Any]]) -> tuple[int, int]:
+        """Publish the rows behind the shard's position; return the numbers of rows published and skipped."""
         first = next(rows)
         target: str = first["target"]
-        settings = {
-            "linger.ms": 5,
-            **self._kafka,
-            "transactional.id": self._name,
-            "enable.idempotence": True,
-            "acks": "all",
-        }
-        consumer = make_consumer(
-            {**self._kafka, "group.id": self._name, "enable.auto.commit": False, "isolation.level": "read_committed"}
-        )
-        producer = TransactionalProducer(settings, timeout_seconds=_SECONDS)
+        reader = {"group.id": self._name, "enable.auto.commit": False, "isolation.level": "read_committed"}
+        consumer = make_consumer({**self._kafka, **reader})
+        producer = self._new_producer()
+        published = skipped = 0
         try:
             reached = self._begin(producer, consumer, target)
-            published = skipped = 0
             for batch in _batches(itertools.chain([first], rows), self._settings.transaction_records):
                 if producer.must_replace:
-                    # Its successor fences whoever has fenced it: what that one has published is in the position.
+                    # Its successor fences a rival that has fenced it: the position tells what that one has published.
                     producer.discard()
-                    producer = TransactionalProducer(settings, timeout_seconds=_SECONDS)
+                    producer = self._new_producer()
                     reached = self._begin(producer, consumer, target)
                 fresh = [row for row in batch if row["offset"] >= reached]
                 skipped += len(batch) - len(fresh)
@@ -255,7 +213,11 @@ class _Shard:
         finally:
             producer.discard()
             consumer.close()
-        return target, published, skipped
+        return published, skipped
+
+    def _new_producer(self) -> TransactionalProducer:
+        ours = {"transactional.id": self._name, "enable.idempotence": True, "acks": "all"}
+        return TransactionalProducer({"linger.ms": 5, **self._kafka, **ours}, timeout_seconds=_SECONDS)
 
     def _begin(self, producer: TransactionalProducer, consumer: Consumer, target: str) -> int:
         """Fence our predecessor, which settles its transaction; then return the offset to go on from."""
@@ -267,14 +229,16 @@ class _Shard:
         self, producer: TransactionalProducer, group: Any, target: str, rows: list[Mapping[str, Any]]
     ) -> None:
         self._must_go_on(producer.begin())
+        partition = self._partition if self._settings.keep_partitions else _ANY_PARTITION
         for row in rows:
+            headers = [(header["key"], header["value"]) for header in row["headers"]]
             try:
-                self._produce(producer, target, row)
+                producer.produce(target, row["value"], row["key"], partition, headers)
             except KafkaException as error:
                 cause: KafkaError = error.args[0]
-                if cause.code() == KafkaError._STATE:  # noqa: SLF001  it has failed before: the commit says of what
+                if cause.code() == KafkaError._STATE:  # noqa: SLF001  it has failed before: the commit tells the cause
                     break
-                if verdict_on(cause) is not Verdict.RECORD:
+                if kind_of(cause) is not ErrorKind.POISON:
                     raise
                 producer.abort(cause)
                 raise ReplayFailed(
@@ -303,11 +267,6 @@ class _Shard:
 
     def _unavailable(self, reason: str) -> KafkaUnavailable:
         return KafkaUnavailable(f"replay of {self._name}: {reason}; start it again to go on")
-
-    def _produce(self, producer: TransactionalProducer, target: str, row: Mapping[str, Any]) -> None:
-        partition = self._partition if self._settings.keep_partitions else _ANY_PARTITION
-        headers = [(header["key"], header["value"]) for header in row["headers"]]
-        producer.produce(target, row["value"], row["key"], partition, headers)
 
 
 def _batches(rows: Iterator[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:

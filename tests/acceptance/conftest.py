@@ -7,7 +7,7 @@ from tests.acceptance.site import Site
 
 @pytest.fixture
 def make_site(tmp_path, make_topic):
-    """A factory for sites: `make_site(name, dsn, bootstrap, ...)`, with two topics each; all ended after the test."""
+    """Yield a factory for sites of two topics each: `make_site(name, dsn, bootstrap, ...)`; all end after the test."""
     made = []
 
     def make(name, dsn, bootstrap, **settings):

@@ -1,7 +1,7 @@
-"""Harvester processes that contend for one outbox, and what can be done to them.
+"""Harvester processes that contend for one outbox, and the signals that end, pause and resume them.
 
-A process is `tests.acceptance.worker`, or the real `outbox harvest`, whose log then stands in for the journal: it tells
-who leads, though nothing of leases.
+A process is `tests.acceptance.worker`, or the real `outbox harvest`, whose log then stands in for the journal: it
+names the leader, but not the deadlines of its leases.
 """
 
 import json
@@ -56,36 +56,36 @@ class HarvesterProcess:
         return self._process.poll() is None
 
     def kill(self) -> float:
-        """SIGKILL; returns when, on the clock of leases."""
+        """Send SIGKILL; return the time of that on the clock of leases."""
         return self._end(signal.SIGKILL, -signal.SIGKILL)
 
     def terminate(self) -> float:
-        """SIGTERM, once it listens to that, and wait for its good end; returns when it was asked."""
+        """Send SIGTERM once it is handled, and wait for a good end; return the time of the signal."""
         assert wait_until(self._catches_sigterm, timeout=_PATIENCE), f"{self.name} does not start: {self.output()}"
         return self._end(signal.SIGTERM, 0)
 
     def pause(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         self.is_paused = True
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.kill(self._process.pid, signal.SIGCONT)
         self.is_paused = False
 
     def discard(self) -> None:
-        """End it whatever its state, at the end of a test."""
+        """End it in any state, at the end of a test."""
         if self.is_running:
             self._process.kill()
             self._process.wait()
 
     def output(self) -> str:
-        """What it wrote to stdout and stderr."""
+        """Return the text that it wrote to stdout and stderr."""
         return self._log.read_text(errors="replace")
 
     def journal(self) -> list[dict[str, Any]]:
-        """What it noted so far; see `worker`."""
+        """Return the notes that it has written so far; see `worker`."""
         if self._journal is None:
             return _read_log(self.output())
         if not self._journal.exists():
@@ -94,17 +94,17 @@ class HarvesterProcess:
         return [json.loads(line) for line in complete.splitlines()]
 
     def leader_ids(self) -> list[str]:
-        """All IDs that its marks may carry."""
+        """Return all IDs that its marks may carry."""
         return [
             entry["leader_id"] for entry in self.journal() if entry["event"] in {"LeaderAcquired", "LeaderRefreshed"}
         ]
 
     def terms(self) -> list[Term]:
-        """When it led."""
+        """Return the terms in which it led."""
         return terms_of(self.name, self.journal())
 
     def count(self, event: str) -> int:
-        """How often it noted that."""
+        """Count its notes of this event."""
         return sum(entry["event"] == event for entry in self.journal())
 
     def _catches_sigterm(self) -> bool:
@@ -125,7 +125,7 @@ class Fleet:
     """The harvester processes of one outbox.
 
     Args:
-        settings: what all of them are told, but `name` and `journal`.
+        settings: those of all processes, but for `name` and `journal`.
         directory: for journals and logs.
         command: whether they are `outbox harvest`.
     """
@@ -144,7 +144,7 @@ class Fleet:
         return started
 
     def leader(self, *, besides: HarvesterProcess | None = None, delivered: bool = True) -> HarvesterProcess:
-        """Who leads, once somebody does and has delivered a first record (`delivered`)."""
+        """Wait for a leader, which with `delivered` has delivered a first record, and return it."""
         found: list[HarvesterProcess] = []
 
         def look() -> bool:
@@ -161,11 +161,11 @@ class Fleet:
         return [process for process in self.processes if process.is_running]
 
     def terms(self) -> list[Term]:
-        """Who led when, all processes together."""
+        """Return the terms of all processes together."""
         return sorted((term for process in self.processes for term in process.terms()), key=lambda term: term.begin)
 
     def stop(self) -> None:
-        """SIGTERM to all that run, standbys first so that leadership does not wander."""
+        """Send SIGTERM to all that run, standbys first so that leadership does not wander."""
         running = sorted(self.running(), key=lambda process: _leads(process, delivered=False))
         for process in running:
             process.terminate()
@@ -175,16 +175,16 @@ class Fleet:
             process.discard()
 
     def count(self, event: str) -> int:
-        """How often that was noted, by all processes together."""
+        """Count the notes of this event by all processes together."""
         return sum(process.count(event) for process in self.processes)
 
     def takeover_seconds(self, since: float) -> float:
-        """From that moment to the first record that a leadership begun after it delivered."""
+        """Return the seconds from that moment to the first record that a leadership begun after it delivered."""
         notes = [entry for process in self.processes for entry in _deliveries_of_terms(process, since)]
         return min(notes) - since if notes else float("nan")
 
     def tails(self) -> str:
-        """The last lines of every process's log."""
+        """Return the last lines of every process's log."""
         return "\n".join(f"--- {process.name}\n{process.output()[-1500:]}" for process in self.processes)
 
     def _start_one(self, number: int) -> HarvesterProcess:
@@ -225,9 +225,9 @@ def _command(settings: Settings) -> list[str]:
 
 
 def _read_log(text: str) -> list[dict[str, Any]]:
-    """The leadership events in the log of `outbox harvest`.
+    """Read the leadership events from the log of `outbox harvest`.
 
-    Of leases and first records it says nothing: a lease is taken to last, and a first record to arrive at once.
+    The log does not name leases and first records: a lease is taken to last, and a first record to arrive at once.
     """
     journal: list[dict[str, Any]] = []
     behind = time.time() - now()

@@ -2,7 +2,8 @@
 
 Each record carries the number of its key, drawn from a counter whose row stays locked until the transaction ends; so
 the numbers of a key follow the order in which its transactions commit. A ledger is written in the same transactions:
-the application's own data, with which what was published must agree, whatever became of a commit that got no answer.
+the application's own data, with which the published records must agree, whether or not a commit without an answer
+took effect.
 """
 
 import random
@@ -24,11 +25,11 @@ _PADDING = b" " + b"." * 80
 
 
 class Load:
-    """Records for one outbox table, which it makes.
+    """A load of records for one outbox table, which it makes.
 
     Args:
         dsn: the database.
-        topics: where to.
+        topics: the topics of its records.
         table: name of the outbox table.
         threads: number of concurrent sessions.
         keys: number of keys on each topic. The first is in every fourth transaction.
@@ -90,27 +91,27 @@ class Load:
             )
 
     def committed(self) -> list[Item]:
-        """Everything that was committed so far."""
+        """Read all committed records from the ledger."""
         with psycopg.connect(self._dsn) as connection:
             rows = connection.execute(f"SELECT topic, NULLIF(key, ''), n FROM {self._ledger}").fetchall()
         return [Item(*row) for row in rows]
 
     def pending(self) -> int:
-        """Number of rows in the outbox."""
+        """Count the rows in the outbox."""
         return self._count("true")
 
     def harvested(self) -> int:
-        """Number of records that were committed and have left the outbox."""
+        """Count the records that were committed and have left the outbox."""
         with psycopg.connect(self._dsn) as connection:
             query = f"SELECT (SELECT count(*) FROM {self._ledger}) - (SELECT count(*) FROM {self._table})"
             return connection.execute(query).fetchone()[0]
 
     def marked_by(self, leader_ids: list[str]) -> int:
-        """Number of rows in the outbox that carry one of these marks."""
+        """Count the rows in the outbox that carry one of these marks."""
         return self._count("leader_id = ANY (%s::uuid[])", leader_ids)
 
     def marked(self) -> int:
-        """Number of rows in the outbox that carry a mark."""
+        """Count the rows in the outbox that carry a mark."""
         return self._count("leader_id IS NOT NULL")
 
     def _count(self, condition: str, *parameters: Any) -> int:
@@ -123,7 +124,7 @@ class Load:
         with psycopg.connect(self._dsn) as connection:
             connection.execute(create_table_sql(TableName.parse(self._table)))
             connection.execute(create_hold_sql(TableName.parse(self._table)))
-            connection.execute(notify_sql(TableName.parse(self._table)))  # whoever harvests with `notify` listens
+            connection.execute(notify_sql(TableName.parse(self._table)))  # harvesters with `notify` listen
             connection.execute(
                 f"CREATE TABLE {self._ledger} (topic text, key text, n bigint, PRIMARY KEY (topic, key, n))"
             )

@@ -1,4 +1,4 @@
-"""Consumers and trackers of one queue, as processes that are killed and replaced, and what they leave in the topics."""
+"""Consumers and trackers of one queue, as processes that are killed and replaced, and their traces in the topics."""
 
 import json
 import random
@@ -9,22 +9,23 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from outbox_queue import headers, wire
-from outbox_queue.redelivery import REDELIVERED
+from outbox_queue.protocol import headers
+from outbox_queue.protocol import markers as wire
+from outbox_queue.redelivery.redeliverer import REDELIVERED
 from tests.kafka_reader import read_topic
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class QueueFleet:
-    """So many consumers and trackers at all times.
+    """A constant number of consumers and trackers.
 
     Args:
         config: settings of the queue.
         queue: its name.
         directory: for journals and logs.
-        consumers: how many.
-        trackers: how many.
+        consumers: number of consumers.
+        trackers: number of trackers.
     """
 
     def __init__(self, config, queue, directory, *, consumers, trackers):
@@ -46,7 +47,7 @@ class QueueFleet:
         self._running[role].append(process)
 
     def kill_one(self, role):
-        """SIGKILL one at random, and start another in its place."""
+        """Send SIGKILL to one at random, and start another in its place."""
         process = self._running[role].pop(random.randrange(len(self._running[role])))
         process.kill()
         process.wait()
@@ -54,7 +55,7 @@ class QueueFleet:
         self.begin(role)
 
     def end(self):
-        """Stop all of them; the exit codes of those that had not been killed."""
+        """Stop all of them; return the exit codes of those that had not been killed."""
         processes = [process for running in self._running.values() for process in running]
         for process in processes:
             process.send_signal(signal.SIGTERM)
@@ -69,14 +70,14 @@ class QueueFleet:
         return codes
 
     def journal(self):
-        """What the consumers did: (what, payload, attempt)."""
+        """Return the consumers' notes: (action, payload, attempt)."""
         lines = []
         for path in self._directory.glob("*.journal"):
             lines += (tuple(line.split()) for line in path.read_text().splitlines())
         return [(what, payload.encode(), int(attempt)) for what, payload, attempt in lines]
 
     def logs(self):
-        """What they wrote to their logs."""
+        """Return the text of their logs."""
         return "".join(path.read_text() for path in sorted(self._directory.glob("*.log")))
 
     def _worker(self, name):
@@ -96,7 +97,7 @@ class QueueFleet:
 
 @dataclass
 class Verdict:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         lost: messages that were neither acknowledged nor, if they are poison, set aside.
@@ -116,7 +117,7 @@ class Verdict:
 
 
 def judge(config, sent, journal, *, is_poison):
-    """Compare what was sent with what was done and what is in the topics."""
+    """Compare the sent messages with the journals and with the topics."""
     verdict = Verdict()
     acknowledged = {payload for what, payload, _ in journal if what == "ack"}
     dead_attempts = {}
@@ -144,7 +145,7 @@ def judge(config, sent, journal, *, is_poison):
 
 
 def _read_markers(config, verdict):
-    """Note what came after an end; the places that were started more than once."""
+    """Note the markers that follow an end; return the places that were started more than once."""
     starts = Counter()
     ended = set()
     for record in read_topic(config.bootstrap_servers, config.marker_topic, timeout=120):

@@ -1,6 +1,6 @@
 """A process that works on a queue, badly: it acknowledges most messages, and gives back, forgets or extends others.
 
-Each thing it does is a line of its journal, written before or after the call as the verdict needs it, so that a SIGKILL
+Each action is a line of its journal, written before or after the call as the verdict needs it, so that a SIGKILL
 loses no line.
 """
 

@@ -16,7 +16,7 @@ class Site:
     """One outbox table, a load on it, and harvesters.
 
     Args:
-        directory: for what the processes write; its name becomes theirs.
+        directory: for the files of the processes; its name becomes theirs.
         dsn: the database.
         bootstrap: the broker.
         topics: topics that exist.
@@ -51,7 +51,7 @@ class Site:
         self.load.start()
 
     def settle(self) -> Verdict:
-        """End the load, let the harvesters empty the outbox and stop, and judge what they published."""
+        """End the load, let the harvesters empty the outbox and stop, and judge the published records."""
         self.load.stop()
         empty = wait_until(lambda: self.load.pending() == 0, timeout=_PATIENCE, interval=0.2)
         assert empty, f"{self.load.pending()} rows are left in the outbox; {self.fleet.tails()}"
@@ -59,7 +59,7 @@ class Site:
         return judge(self.load.committed(), read_sightings(self._bootstrap, self._topics))
 
     def assert_one_leader(self, *, strays: bool = False) -> None:
-        """At no moment two processes led, and (unless `strays`) nothing was sent without a lease."""
+        """Assert that never two processes led, and (unless `strays`) that no record was sent without a lease."""
         terms = self.fleet.terms()
         assert terms, "nobody ever led"
         both = overlaps(terms)
@@ -67,6 +67,6 @@ class Site:
         assert strays or self.fleet.count("stray") == 0, "records were sent without a lease"
 
     def discard(self) -> None:
-        """Stop whatever still runs."""
+        """Stop all that still run."""
         self.load.stop()
         self.fleet.discard()

@@ -1,4 +1,4 @@
-"""Who led when, from the journals of the harvester processes (see `worker`).
+"""The terms of the harvester processes, from their journals (see `worker`).
 
 A term begins when its process announces `LeaderAcquired`. It ends at the earlier of `LeaderRevoked` or `LeaderFenced`
 and the deadline of its lease, whichever way its process ended: a successor must wait even for the lease of the dead.
@@ -14,9 +14,9 @@ class Term(NamedTuple):
     """One leadership of one process, in seconds on the clock of leases.
 
     Attributes:
-        process: who led.
-        begin: when it said so.
-        end: when it no longer could.
+        process: the leader.
+        begin: the time of its announcement.
+        end: the time from which it could not lead any more.
         leader_id: the leadership's.
     """
 
@@ -27,7 +27,7 @@ class Term(NamedTuple):
 
 
 def terms_of(process: str, journal: Iterable[Mapping[str, Any]]) -> list[Term]:
-    """The leaderships in one process's journal."""
+    """Return the leaderships in one process's journal."""
     terms: list[Term] = []
     for entry in journal:
         kind, leader_id = entry["event"], entry.get("leader_id")
@@ -42,7 +42,7 @@ def terms_of(process: str, journal: Iterable[Mapping[str, Any]]) -> list[Term]:
 
 
 def overlaps(terms: Iterable[Term]) -> list[tuple[Term, Term]]:
-    """Pairs of terms of different processes that have a moment in common."""
+    """Return the pairs of terms of different processes that have a moment in common."""
     found = []
     longest: Sequence[Term] = ()
     for term in sorted(terms, key=lambda term: term.begin):

@@ -1,4 +1,4 @@
-"""A queue whose consumers and trackers are killed while it is worked on: nothing is lost, nothing finished comes again.
+"""A queue whose consumers and trackers are killed at work: no message is lost, and no finished one comes again.
 
 `make test-queues` runs it with 100,000 messages.
 """
@@ -10,18 +10,18 @@ import time
 import pytest
 
 from outbox_queue import QueueConfig, QueueService
-from outbox_queue.stats import queue_stats
+from outbox_queue.operations.stats import queue_stats
 from tests.acceptance.queue_fleet import QueueFleet, judge
 from tests.acceptance.queue_worker import POISON
 
-MESSAGES = int(os.environ.get("OUTBOX_TEST_QUEUE_MESSAGES", "6000"))
+MESSAGES = int(os.environ.get("OUTBOX_TEST_QUEUE_MESSAGES", "1200"))
 MAX_ATTEMPTS = 6
 QUIET_SECONDS = 120 + MESSAGES / 200
 
 
 @pytest.fixture
 def settings(kafka_bootstrap, make_topic):
-    """Settings with topics of their own and short timeouts."""
+    """Return settings with topics of their own and short timeouts."""
     return {
         "bootstrap_servers": kafka_bootstrap,
         "message_topic": make_topic(8),
@@ -35,12 +35,12 @@ def settings(kafka_bootstrap, make_topic):
 
 
 def is_poison(payload):
-    """Whether no attempt succeeds."""
+    """Tell whether every attempt at this message fails."""
     return payload.startswith(POISON)
 
 
 def send_all(service, fleet, queue):
-    """Send in portions and kill between them; what was sent."""
+    """Send in portions and kill a process after each; return the sent payloads."""
     sent = [b"%s-%d" % (POISON if number % 100 == 0 else b"m", number) for number in range(MESSAGES)]
     portion = max(1, MESSAGES // 12)
     with service.queue(queue).producer() as producer:
@@ -54,7 +54,7 @@ def send_all(service, fleet, queue):
 
 
 def wait_until_finished(config, queue):
-    """Wait until nothing waits and nothing is in progress."""
+    """Wait until no message waits or is in progress."""
     deadline = time.monotonic() + QUIET_SECONDS
     while time.monotonic() < deadline:
         (stats,) = queue_stats(config, queue)
@@ -69,7 +69,7 @@ def wait_until_finished(config, queue):
 @pytest.mark.timeout(QUIET_SECONDS * 3 + 120)
 @pytest.mark.parametrize("transactional", [False, True] if MESSAGES > 50_000 else [False])
 def test_killed_consumers_and_trackers(settings, tmp_path, topic_name, say, *, transactional):
-    """Every message is acknowledged or, if it is poison, set aside; attempts are counted; nothing ended comes again."""
+    """Every message is acknowledged or, if poison, set aside; attempts are counted; no ended message comes again."""
     settings |= {"transactional": transactional}
     queue = topic_name("faults")
     config = QueueConfig(**settings)

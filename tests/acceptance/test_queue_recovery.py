@@ -10,10 +10,10 @@ import pytest
 from confluent_kafka import Consumer, TopicPartition
 
 from devstack.processes import wait_until
-from outbox_queue import wire
-from outbox_queue.clients import TRACKER_GROUP
-from outbox_queue.topic_reader import read_to_end
-from outbox_queue.tracker import RedeliveryTracker
+from outbox_queue.operations.topic_reader import read_to_end
+from outbox_queue.protocol import markers as wire
+from outbox_queue.protocol.clients import TRACKER_GROUP
+from outbox_queue.redelivery.tracker import RedeliveryTracker
 from tests.queueing import PATIENCE, Markers, ended_ids, eventually, messages_in, queue_config, tracking
 
 pytestmark = [pytest.mark.alone, pytest.mark.real_broker]
@@ -25,19 +25,19 @@ ALLOWANCE_MS = 8_000  # for a machine that runs other tests, too
 
 @pytest.fixture
 def config(kafka_bootstrap, make_topic):
-    """Queues with topics of their own."""
+    """Return the settings of queues with topics of their own."""
     return queue_config(kafka_bootstrap, make_topic)
 
 
 @pytest.fixture
 def markers(config):
-    """Writes to the marker topic."""
+    """Return a writer to the marker topic."""
     return Markers(config.bootstrap_servers, config.marker_topic)
 
 
 @pytest.fixture
 def begin_tracker(config, tmp_path):
-    """A factory for `outbox queue tracker` processes; returns the process and its log."""
+    """Yield a factory for `outbox queue tracker` processes, which returns the process and its log."""
     begun = []
 
     def begin(*, waits=True):
@@ -60,12 +60,12 @@ def begin_tracker(config, tmp_path):
 
 
 def caught_up(log):
-    """Whether the tracker has said so."""
+    """Tell whether the tracker has logged that it has caught up."""
     return "caught up" in log.read_text()
 
 
 def committed(config):
-    """Where the trackers' group is: partition -> offset."""
+    """Return the offsets that the trackers' group has committed: partition -> offset."""
     consumer = Consumer({"bootstrap.servers": config.bootstrap_servers, "group.id": TRACKER_GROUP})
     asked = [TopicPartition(config.marker_topic, number) for number in range(4)]
     found = {one.partition: one.offset for one in consumer.committed(asked, timeout=30)}
@@ -74,7 +74,7 @@ def committed(config):
 
 
 def last_expiry_ms(config):
-    """When the last message with the shorter timeout had been in progress for that long, by the broker's clock."""
+    """Return the time at which the last message with the shorter timeout expired, by the broker's clock."""
     records = ((record, wire.Marker.FromString(record.value)) for record in read_to_end(config, config.marker_topic))
     return AFTER_MS + max(
         record.timestamp[1]
@@ -84,7 +84,7 @@ def last_expiry_ms(config):
 
 
 def last_copy_ms(config):
-    """When the last message was sent again."""
+    """Return the time at which the last message was sent again."""
     return max(record.timestamp[1] for record in read_to_end(config, config.message_topic))
 
 
@@ -98,7 +98,7 @@ def test_a_killed_trackers_successor_redelivers_what_expires(config, markers, be
     markers.flush()
     assert eventually(lambda: min(committed(config).values()) >= 0)
     tracker.kill()
-    for number in range(2, IN_PROGRESS, 4):  # while nobody looks
+    for number in range(2, IN_PROGRESS, 4):  # while no tracker reads
         markers.end(number)
     for number in range(0, IN_PROGRESS, 4):
         markers.keep_alive(number, 600_000)
@@ -118,7 +118,7 @@ def test_a_killed_trackers_successor_redelivers_what_expires(config, markers, be
 
 
 def test_a_stalled_tracker_redelivers_nothing_that_was_finished_meanwhile(config, markers, begin_tracker):
-    """A tracker that is stopped until everything looks expired first reads what it has missed."""
+    """A tracker that was stopped until all messages seem expired reads the missed markers before it redelivers."""
     tracker, _ = begin_tracker()
     for number in range(200):
         markers.start(number, 3000)
@@ -130,7 +130,7 @@ def test_a_stalled_tracker_redelivers_nothing_that_was_finished_meanwhile(config
     for number in range(150, 190):
         markers.keep_alive(number, 600_000)
     markers.flush()
-    time.sleep(4)  # less than its session: nobody takes over
+    time.sleep(4)  # less than its session: no other takes over
     tracker.send_signal(signal.SIGCONT)
     expected = {b"payload %d" % number: [2] for number in range(190, 200)}
     assert eventually(lambda: len(messages_in(config)) >= len(expected))
@@ -139,7 +139,7 @@ def test_a_stalled_tracker_redelivers_nothing_that_was_finished_meanwhile(config
 
 
 def test_a_tracker_that_was_replaced_does_not_redeliver_again(config, markers, begin_tracker):
-    """Two trackers that both take a partition for theirs redeliver each message once."""
+    """Two trackers that both believe to own a partition redeliver each message once."""
     tracker, _ = begin_tracker()
     for number in range(300):
         markers.start(number, 9_000)
@@ -156,7 +156,7 @@ def test_a_tracker_that_was_replaced_does_not_redeliver_again(config, markers, b
 
 
 def test_a_stopped_tracker_commits_and_hands_over_at_once(config, markers, begin_tracker):
-    """SIGTERM ends a tracker with exit code 0; what it had read, its successor need not read."""
+    """A tracker that gets SIGTERM commits and ends with exit code 0; its successor need not read the same markers."""
     tracker, _ = begin_tracker()
     for number in range(100):
         markers.start(number)
@@ -173,7 +173,7 @@ def test_a_stopped_tracker_commits_and_hands_over_at_once(config, markers, begin
 
 
 def test_trackers_share_the_partitions(config, markers):
-    """With several trackers each has a part of the partitions, and one that leaves is replaced by the rest."""
+    """Several trackers divide the partitions; when one leaves, the others take over its part."""
     with tracking(config) as first:
         with tracking(config) as second:
             assert eventually(lambda: first.health().detail.startswith("2 ") and second.health().leader)
@@ -190,7 +190,7 @@ def test_trackers_share_the_partitions(config, markers):
 
 
 def test_a_brokers_outage(own_stack, make_topic):
-    """What expires while the broker is away is redelivered once when it is back; stopping without a broker ends."""
+    """Messages that expire during a broker's outage are redelivered once; a tracker can stop without a broker."""
     stack = own_stack(embedded=False)
     bootstrap = stack.kafka.bootstrap
     config = queue_config(

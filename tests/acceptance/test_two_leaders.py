@@ -26,7 +26,7 @@ CREATE TRIGGER audit AFTER UPDATE OR DELETE ON outbox_both FOR EACH ROW EXECUTE 
 
 @pytest.fixture
 def audited(make_site, database, kafka_bootstrap):
-    """A site with two harvesters that always lead, and 2% failing deliveries, so that there are resets."""
+    """Return a site with two harvesters that always lead, and 2% failing deliveries, so that there are resets."""
     site = make_site(
         "both",
         database,
@@ -42,7 +42,7 @@ def audited(make_site, database, kafka_bootstrap):
 
 
 def test_two_leaders_leave_each_others_rows_alone(audited, database, say):
-    """Purges and resets touch only rows with an own mark, though each steals rows from the other; nothing is lost."""
+    """Purges and resets touch only rows with an own mark, though each leader takes the other's rows; none is lost."""
     audited.start(harvesters=2)
     time.sleep(_LOAD_SECONDS)
     verdict = audited.settle()

@@ -1,4 +1,4 @@
-"""The judges of the fault tests find what they are for."""
+"""The judges of the fault tests: each kind of fault is found."""
 
 from tests.acceptance.terms import Term, overlaps, terms_of
 from tests.acceptance.verdict import Item, Sighting, judge
@@ -13,7 +13,7 @@ def _sightings(*numbers, key="k", topic="t"):
 
 
 def test_a_complete_topic_in_order_is_flawless():
-    """Nothing is found where nothing is wrong, with keys interleaved."""
+    """A complete topic is flawless though its keys are interleaved."""
     mixed = [
         sighting for pair in zip(_sightings(1, 2, 3), _sightings(1, 2, 3, key="l"), strict=True) for sighting in pair
     ]
@@ -23,19 +23,19 @@ def test_a_complete_topic_in_order_is_flawless():
 
 
 def test_a_missing_record_is_lost():
-    """A loss is found, at the end as well as in the middle, and named."""
+    """A lost record is named, whether it was the last one or in the middle."""
     verdict = judge(_items(1, 2, 3, 4), _sightings(1, 3))
     assert verdict.lost == _items(2, 4)
     assert not verdict.reversals
 
 
 def test_a_rolled_back_record_is_a_stranger():
-    """What was never committed must not be on the topic."""
+    """A record that was never committed is a stranger on the topic."""
     assert judge(_items(1), _sightings(1, 2)).strangers == _items(2)
 
 
 def test_adjacent_repeats_are_no_reversal():
-    """R0 R0 R1 is what at least once may do; messages of other keys in between do not matter."""
+    """R0 R0 R1 is allowed at least once, also with messages of other keys in between."""
     others = _sightings(1, key="l")
     verdict = judge(_items(1, 2) + _items(1, key="l"), [*_sightings(1), *others, *_sightings(1, 1, 2)])
     verdict.assert_in_order()
@@ -43,7 +43,7 @@ def test_adjacent_repeats_are_no_reversal():
 
 
 def test_a_distant_repeat_is_a_reversal():
-    """R0 R1 R0 R1 is complete, and is a reversal."""
+    """R0 R1 R0 R1 is complete, and yet a reversal."""
     verdict = judge(_items(1, 2), _sightings(1, 2, 1, 2))
     verdict.assert_complete()
     assert verdict.reversals == [(Item("t", "k", 2), Item("t", "k", 1))]
@@ -58,12 +58,12 @@ def test_an_overtaken_record_is_a_reversal():
 
 
 def test_the_same_key_on_two_topics_is_two_keys():
-    """Order is per topic and key."""
+    """Order holds within a topic and key."""
     judge(_items(1, 2) + _items(1, 2, topic="u"), _sightings(1, 2) + _sightings(1, 2, topic="u")).assert_flawless()
 
 
 def test_records_without_a_key_have_no_order():
-    """Any order is right for them; repeats are counted, and losses found."""
+    """Records without a key may come in any order; their repeats are counted, and their losses found."""
     sightings = [Sighting(Item("t", None, n), f"x:{n}") for n in (3, 1, 2, 1)]
     verdict = judge(_items(1, 2, 3, 4, key=None), sightings)
     assert not verdict.reversals
@@ -71,13 +71,13 @@ def test_records_without_a_key_have_no_order():
 
 
 def test_an_outbox_id_on_two_records_is_found():
-    """A consumer that drops repeats by their id would lose the second one."""
+    """One outbox-id on two records is a fault: a consumer that drops repeats by id would lose the second record."""
     sightings = [Sighting(Item("t", "k", 1), "x:1"), Sighting(Item("t", "k", 2), "x:1")]
     assert judge(_items(1, 2), sightings).mislabelled == ["x:1"]
 
 
 def test_a_repeat_under_another_outbox_id_is_found():
-    """A consumer that drops repeats by their id would keep this one."""
+    """A repeat with another outbox-id is a fault: a consumer that drops repeats by id would keep it."""
     sightings = [Sighting(Item("t", "k", 1), "x:1"), Sighting(Item("t", "k", 1), "x:2")]
     assert judge(_items(1), sightings).mislabelled == _items(1)
 
@@ -87,7 +87,7 @@ def _journal(*entries):
 
 
 def test_a_term_ends_with_its_lease_or_its_event_whichever_is_earlier():
-    """Renewals extend it, an event cuts it short, an event after the deadline does not extend it."""
+    """Renewals extend a term, an event cuts it short, and an event after the deadline does not extend it."""
     journal = _journal(
         ("LeaderAcquired", "a", 1.0, {"deadline": 6.0}),
         ("lease", "a", 2.0, {"deadline": 7.0}),
@@ -101,7 +101,7 @@ def test_a_term_ends_with_its_lease_or_its_event_whichever_is_earlier():
 
 
 def test_the_lease_of_a_killed_leader_still_counts():
-    """A journal that breaks off ends with the last lease."""
+    """The term of a journal that breaks off ends with the last lease."""
     journal = _journal(("LeaderAcquired", "a", 1.0, {"deadline": 6.0}), ("lease", "a", 2.0, {"deadline": 7.0}))
     assert terms_of("p", journal) == [Term("p", 1.0, 7.0, "a")]
 
@@ -114,5 +114,5 @@ def test_two_leaders_at_once_are_found():
 
 
 def test_terms_that_only_touch_do_not_overlap():
-    """A term may begin when another ends, and a process's own terms are not compared."""
+    """Terms do not overlap if one begins when another ends, nor if they are of the same process."""
     assert not overlaps([Term("p", 0.0, 1.0, "a"), Term("q", 1.0, 2.0, "b"), Term("q", 1.5, 3.0, "c")])

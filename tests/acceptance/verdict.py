@@ -1,4 +1,4 @@
-"""What became of the records: compares what was committed with what the topics hold.
+"""The verdict on a run: the committed records compared with those on the topics.
 
 The promise under test is at least once, in order: of each key (that is, topic and key) the numbers on the topic,
 adjacent repeats removed, are 1 2 3 ... to the last one committed. `1 1 2` is fine, `1 2 1 2` is a reversal.
@@ -35,14 +35,14 @@ class Sighting(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How far what was received differs from what was committed.
+    """The differences between committed and received records.
 
     Attributes:
         committed: records committed.
         received: messages on the topics, repeats included.
-        lost: committed and not received.
-        strangers: received and not committed, so rolled back by the application.
-        reversals: where a key's number is lower than the one before it.
+        lost: records committed and not received.
+        strangers: records received and not committed, so rolled back by the application.
+        reversals: pairs of successive records of a key, the second with the lower number.
         adjacent_repeats: messages that repeat the message of their key just before them.
         distant_repeats: messages that repeat an earlier one of their key, with others in between.
         mislabelled: outbox ids that stand on different records, and records that carry different ids.
@@ -59,7 +59,7 @@ class Verdict:
 
     @property
     def repeats(self) -> int:
-        """Messages beyond the first of each record."""
+        """Count the messages beyond the first of each record."""
         return self.adjacent_repeats + self.distant_repeats
 
     def __str__(self) -> str:
@@ -70,19 +70,19 @@ class Verdict:
         )
 
     def assert_complete(self) -> None:
-        """Nothing lost, nothing published that was rolled back, every outbox id on one record only."""
+        """Assert that no record is lost or published after a rollback, and every outbox id is on one record only."""
         assert not self.lost, f"{self}; lost: {self.lost[:10]}"
         assert not self.strangers, f"{self}; strangers: {self.strangers[:10]}"
         assert not self.mislabelled, f"{self}; mislabelled: {self.mislabelled[:10]}"
 
     def assert_in_order(self) -> None:
-        """Complete, and of each key in order but for adjacent repeats."""
+        """Assert that it is complete, and of each key in order but for adjacent repeats."""
         self.assert_complete()
         assert not self.reversals, f"{self}; reversals: {self.reversals[:10]}"
         assert not self.distant_repeats, str(self)
 
     def assert_flawless(self) -> None:
-        """Complete, in order and without any repeat."""
+        """Assert that it is complete, in order and without any repeat."""
         self.assert_in_order()
         assert not self.repeats, str(self)
 
@@ -116,14 +116,14 @@ def judge(committed: Iterable[Item], sightings: Iterable[Sighting]) -> Verdict:
 
 
 def _mislabelled(sightings: list[Sighting]) -> list[object]:
-    """An id that is on two records would make a consumer that drops repeats lose one; two ids, keep a repeat."""
+    """Return ids on several records, which break consumers that drop repeats by id, and records with several ids."""
     pairs = {(sighting.item, sighting.identity) for sighting in sightings}
     items, identities = Counter(item for item, _ in pairs), Counter(identity for _, identity in pairs)
     return [thing for counts in (items, identities) for thing, count in counts.items() if count > 1]
 
 
 def read_sightings(bootstrap: str, topics: Iterable[str]) -> list[Sighting]:
-    """Everything on these topics, in order within each partition."""
+    """Read all messages of these topics, in order within each partition."""
     sightings = []
     for topic in topics:
         partition_of: dict[bytes, int] = {}

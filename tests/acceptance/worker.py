@@ -8,8 +8,8 @@ machine share. Lines are written at once, so a process that is killed leaves a c
     sent, delivered  {}                             the first record of a leadership was sent, was acknowledged
     stray            {lease}                        a record was sent without a valid lease
 
-What can be told to go wrong: some `produce` calls raise, some delivery reports of delivered records say that they
-failed, all of them come late, and the elector may say yes to everybody.
+Faults on demand: some `produce` calls raise, some delivery reports of delivered records say that they failed, all
+of them come late, and the elector may let every process lead.
 """
 
 import json
@@ -33,14 +33,14 @@ from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership, now
 from outbox_core.events import Event, LeaderAcquired, LeaderRevoked, MeterRead
 from outbox_core.harvest import Harvester
-from outbox_core.kafka import make_producer
+from outbox_core.kafka.clients import make_producer
 
 _LEASE_LOOKUP_SECONDS = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a worker is told.
+    """The settings of a worker.
 
     Attributes:
         name: of the process; its database sessions are called `kafka-outbox <name>`.
@@ -48,7 +48,7 @@ class Settings:
         bootstrap: the broker.
         table: the outbox table.
         journal: path of its journal.
-        always_leads: whether the elector says yes without asking anybody.
+        always_leads: whether the elector lets it lead without an election.
         refused: share of `produce` calls that raise.
         misreported: share of delivery reports that say failed although the record was delivered.
         report_delay: seconds by which delivery reports come late.
@@ -94,7 +94,7 @@ class Journal:
 
 
 class AlwaysLeads:
-    """An elector that says yes: every process that has one leads, until it stops."""
+    """An elector that lets every process lead until it stops."""
 
     failure = None
 
@@ -117,7 +117,7 @@ class AlwaysLeads:
 
 
 class Worker:
-    """The harvester with its journal. Its parts look at each other's `is_fresh` only for the first-record notes."""
+    """The harvester with its journal. Its parts read each other's `is_fresh` only for the first-record notes."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -133,8 +133,8 @@ class Worker:
 
     @property
     def lease(self) -> Leadership | None:
-        elector = self.harvester._elector
-        return elector.leadership if elector is not None else None
+        ctx = self.harvester._ctx
+        return ctx.elector.leadership if ctx is not None else None
 
     @property
     def refuses(self) -> bool:
@@ -176,7 +176,7 @@ class Worker:
 
 
 class WatchedProducer:
-    """A producer that notes what is sent without a lease, lets some records fail, and may report late."""
+    """A producer that notes records sent without a lease, lets some records fail, and may report late."""
 
     def __init__(self, worker: Worker, producer: Any, report_delay: float) -> None:
         self._worker = worker

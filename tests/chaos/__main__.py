@@ -15,7 +15,7 @@ _OUTBOXES = 5
 
 
 def main() -> int:
-    """Run and report; 0 if the run was clean."""
+    """Run and report; return 0 if the run was clean."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--mode", choices=["exactly-once", "at-least-once"], default="exactly-once")

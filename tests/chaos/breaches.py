@@ -1,4 +1,4 @@
-"""The rules of exactly-once delivery, each deliberately broken: what `test_rules` puts in the product's place.
+"""The rules of exactly-once delivery, each broken by a class that `test_rules` puts in the place of the product.
 
 Every class here changes as little as possible of the class it derives from. `Forced...` classes break nothing: they
 only bring about, every time, the moment at which the rule matters, for the right product and the broken one alike.
@@ -9,31 +9,33 @@ from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox_core.election.leadership import now
+from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable
-from outbox_core.harvest import recovery
-from outbox_core.harvest.record_producer import RecordProducer
+from outbox_core.harvest.exactly_once.term import Term
 from outbox_core.harvest.recovery import Recovery
-from outbox_core.harvest.term import Term
-from outbox_core.harvest.tracking import _Reader, reader_settings
-from outbox_core.harvest.transaction import Aborted, Committed, Ended
-from outbox_core.kafka import TopicPartition, make_consumer
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.harvest.store_calls import StoreCall
+from outbox_core.kafka import identity
+from outbox_core.kafka.clients import TopicPartition, make_consumer
+from outbox_core.kafka.reader import reader_settings
+from outbox_core.kafka.record_producer import RecordProducer
+from outbox_core.kafka.tracking import LedgerReader
+from outbox_core.kafka.transactions import Aborted, Committed, Ended
+from outbox_core.stores.postgres.store import PostgresStore
 
 # -- 1. The set of ids in flight is copied before the scan is sent, and that copy applies
 
 
 class ForcedOverlap(Term):
-    """The next batch is scanned before this one is committed, and looked at once this one is purged.
+    """A term that scans the next batch before it commits this one, and uses that scan once this one is purged.
 
-    From the head, as where there is no settled floor, which would hide that the set is wrong.
+    It scans from the head, as without a settled floor, which would hide that the set is wrong.
     """
 
     def _start_scan(self):
-        self._with.floor.reset("the set of ids alone must do")
+        self._ctx.watermark.reset("the set of ids alone must do")
         super()._start_scan()
-        if self._scanning is not None:
-            self._waiting.until_done(self._scanning)
+        if self._scan.is_running:
+            self._wait.until_done(self._scan)
 
     def _collect_scan(self):
         self._purge_is_committed(None)
@@ -41,7 +43,7 @@ class ForcedOverlap(Term):
 
 
 class ScansWhatIsInFlight(ForcedOverlap):
-    """The scan excludes what awaits its purge, but not the batch that is being published."""
+    """A term whose scan excludes records that await their purge, but not the batch that is being published."""
 
     def _start_scan(self):
         in_flight, self._in_flight = self._in_flight, {record[0] for record in self._unpurged}
@@ -50,7 +52,7 @@ class ScansWhatIsInFlight(ForcedOverlap):
 
 
 class ExcludesAfterTheScan(ForcedOverlap):
-    """The scan is compared with the ids that are in flight when it has ended."""
+    """A term that excludes the ids in flight at the end of the scan, not at its beginning."""
 
     def _start_scan(self):
         in_flight, self._in_flight = self._in_flight, set()
@@ -62,20 +64,20 @@ class ExcludesAfterTheScan(ForcedOverlap):
         return scanned._replace(records=[record for record in scanned.records if record[0] not in self._in_flight])
 
 
-# -- 2. An abort throws away what was scanned and not published
+# -- 2. An abort throws away scanned rows that are not published
 
 
 class KeepsScannedRows(Term):
-    """The batch that was scanned meanwhile is published although the one before it was aborted."""
+    """A term that publishes the batch scanned meanwhile although the one before it was aborted."""
 
     def _discard(self, aborted, records):
-        scanning, self._scanning = self._scanning, None
+        scan, self._scan = self._scan, StoreCall(self._ctx.marker, self._ctx)
         super()._discard(aborted, records)
-        self._scanning = scanning
+        self._scan = scan
 
 
 class FailsOnce(RecordProducer):
-    """The broker could not take a record of the first transaction."""
+    """A producer that fails its first transaction as if the broker could not take a record."""
 
     failed = False
 
@@ -90,25 +92,25 @@ class FailsOnce(RecordProducer):
 
 
 class MatchesIdsAlone(PostgresStore):
-    """Rows of the manifest are recognised by their ids."""
+    """A store that recognises the manifest's rows by their ids alone."""
 
-    def settle(self, ids, create_times):
+    def delete_published(self, ids, create_times):
         del create_times
-        return self._execute(self._format("DELETE FROM {table} WHERE id = ANY (%(ids)s)"), {"ids": list(ids)}).rowcount
+        return self.table.execute("DELETE FROM {table} WHERE id = ANY (%(ids)s)", {"ids": list(ids)})
 
 
 # -- 4. The manifest is read after init_transactions()
 
 
 class ReadsManifestFirst(Recovery):
-    """The predecessor may still commit between our reading and the fence."""
+    """A recovery that reads the manifest before the fence, so that the predecessor may still commit in between."""
 
     def settle(self, producer):
         with_all, partition = self._transactions, TopicPartition(self._transactions.tracking_topic, 0)
         settings = reader_settings(with_all.kafka, with_all.group) | {"isolation.level": "read_uncommitted"}
         end = make_consumer(settings).get_watermark_offsets(partition, timeout=10, cached=False)[1]
         names = with_all.tracking_topic, 0, with_all.transactional_id
-        ledger = recovery.read_ledger(with_all.kafka, with_all.group, *names, end=end - 3, give_up=self._over)
+        ledger = identity.read_ledger(with_all.kafka, with_all.group, *names, end=end - 3, give_up=self._over)
         ended = producer.init(self._over)
         if ended is None and ledger.manifest is not None:
             self._delete(ledger.manifest.ids, ledger.manifest.create_times)
@@ -119,7 +121,7 @@ class ReadsManifestFirst(Recovery):
 
 
 class CommitsBeforePurge(Term):
-    """The last manifest alone no longer lists all that is in Kafka and still in the table."""
+    """A term that commits before the purge: the last manifest does not list all published rows of the table."""
 
     def _commit(self, producer, records):
         producer.all_arrive(10)
@@ -127,33 +129,32 @@ class CommitsBeforePurge(Term):
 
 
 class NeverPurges(PostgresStore):
-    """The database does not take deletes."""
+    """A store whose deletes all fail."""
 
-    def settle(self, ids, create_times):
+    def delete_published(self, ids, create_times):
         del ids, create_times
         raise StoreUnavailable("injected: no deletes", in_doubt=True)
 
 
-# -- 6. The tracking topic is read up to the barrier, whatever its end is said to be
+# -- 6. The tracking topic is read up to the barrier, even if its reported end is another
 
 
-class ReadsToStableOffset(_Reader):
-    """What lies behind another's open transaction, or is not told by a broker, is taken not to exist."""
+class ReadsToStableOffset(LedgerReader):
+    """A reader that ends at the stable offset, and misses records behind another's open transaction."""
 
     def ledger(self, transactional_id, end):
-        place = TopicPartition(self._topic, self._partition)
-        stable = self._consumer.get_watermark_offsets(place, timeout=10, cached=False)[1]
+        stable = self._consumer.get_watermark_offsets(self._place, timeout=10, cached=False)[1]
         return super().ledger(transactional_id, min(end, stable))
 
 
-# -- 7. Nobody knows the outcome of a commit that timed out
+# -- 7. The outcome of a commit that timed out is unknown
 
 
 class TimesOutOnce(RecordProducer):
-    """The answer to the first commit never comes.
+    """A producer that never gets the answer to its first commit.
 
     Attributes:
-        arrives: whether the commit does.
+        arrives: whether the commit takes effect.
     """
 
     arrives = True
@@ -191,7 +192,7 @@ class _Unanswered:
 
 
 class TrustsTimeout(TimesOutOnce):
-    """A commit that timed out is taken to have failed."""
+    """A producer that takes a commit that timed out for failed."""
 
     def commit(self, *arguments):
         outcome = super().commit(*arguments)
@@ -199,7 +200,7 @@ class TrustsTimeout(TimesOutOnce):
 
 
 class TrustsCommit(TimesOutOnce):
-    """A commit that timed out is taken to have arrived."""
+    """A producer that takes a commit that timed out for done."""
 
     def commit(self, *arguments):
         outcome = super().commit(*arguments)
@@ -210,7 +211,7 @@ class TrustsCommit(TimesOutOnce):
 
 
 class TrustsItsEpoch(RecordProducer):
-    """The producer goes on in its epoch although a late EndTxn may be on its way."""
+    """A producer that stays in its epoch although a late EndTxn may be on its way."""
 
     must_replace = False
 
@@ -223,7 +224,7 @@ class TrustsItsEpoch(RecordProducer):
 
 
 class TakesTransactionsForWhole(Term):
-    """The manifest is produced behind the records, whether they arrive or not, and nothing before them."""
+    """A term without an opening, which writes the manifest behind the records whether or not they arrive."""
 
     def _send_opening(self, producer, records):
         del producer, records
@@ -235,7 +236,7 @@ class TakesTransactionsForWhole(Term):
 
 
 class Gate:
-    """Something that happens once, for which threads wait."""
+    """An event that happens once, for which threads wait."""
 
     def __init__(self) -> None:
         self._opened = threading.Event()

@@ -1,9 +1,9 @@
-"""The checker: what a reader with `read_committed` received, against what the database committed.
+"""The checker: it compares the messages of a `read_committed` reader with the records that the database committed.
 
 The load numbers the records of a key 1 2 3 ... in the order in which they were committed. So of each key the reader
 must see 1 2 3 ... to the last one committed, each once. Records without a key have no order, and each arrives once.
 
-It judges each message as it arrives, which tells when something went wrong:
+It judges each message as it arrives, so that the time of a fault is known:
 
     repeated    adjacent: the message of its key just before once more; distant: with others of its key in between
     reordered   a record that arrives after a later one of its key
@@ -32,9 +32,9 @@ class Arrival(NamedTuple):
         key: its key, or None.
         n: its number.
         row: id of its row, from the id header; None without one.
-        partition: where it was.
-        offset: where it was.
-        sent_at: when it was produced, in seconds since the epoch.
+        partition: its partition.
+        offset: its offset.
+        sent_at: time of its production, in seconds since the epoch.
     """
 
     topic: str
@@ -47,7 +47,7 @@ class Arrival(NamedTuple):
 
 
 class Violation(NamedTuple):
-    """Something that must not be."""
+    """A message, or the lack of one, that breaks a promise."""
 
     kind: str
     topic: str
@@ -62,7 +62,7 @@ class Violation(NamedTuple):
 
 @dataclass
 class _LaneState:
-    """What was seen of one key."""
+    """The messages of one key so far."""
 
     highest: int = 0
     previous: int = 0
@@ -73,11 +73,11 @@ class _LaneState:
 
 
 class Checker:
-    """Judges arrivals. Used by one thread.
+    """A judge of arrivals. Used by one thread.
 
     Attributes:
         received: messages received, repeats included.
-        violations: what was found so far; `finish` adds what is missing.
+        violations: those found so far; `finish` adds the losses.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Checker:
             self._see_in_lane(self._lanes[arrival.topic, arrival.key], arrival)
 
     def finish(self, committed: Mapping[Lane, Iterable[int]]) -> None:
-        """Compare with everything that was committed.
+        """Compare with all committed records.
 
         Args:
             committed: numbers by lane.
@@ -112,7 +112,7 @@ class Checker:
                 self._complain("stranger", lane, n, "was never committed")
 
     def count(self, *kinds: str) -> int:
-        """How many violations of these kinds there are."""
+        """Count the violations of these kinds."""
         return sum(violation.kind in kinds for violation in self.violations)
 
     def _seen(self, lane: Lane) -> set[int]:

@@ -1,4 +1,4 @@
-"""The services of the chaos suite: of its own, as everything is killed here, and quick to notice it."""
+"""The services of the chaos suite: of its own, as its faults kill them, and quick to notice failures."""
 
 import os
 
@@ -10,14 +10,14 @@ from tests.chaos.services import Services
 
 @pytest.fixture(scope="session")
 def services():
-    """Postgres and Kafka of the chaos suite, for one run at a time; both running at the end of each."""
+    """Yield Postgres and Kafka of the chaos suite, for one run at a time; both are running at the end of each."""
     with Services() as services:
         yield services
 
 
 @pytest.fixture
 def three_brokers(cluster):
-    """Postgres, and the session's three brokers behind proxies."""
+    """Yield Postgres, and the session's three brokers behind proxies."""
     with Services(cluster=cluster) as services:
         yield services
 
@@ -35,7 +35,7 @@ def say(capsys):
 
 @pytest.fixture
 def make_run(request, tmp_path, say):
-    """A factory for runs, on the shared services unless others are named; OUTBOX_TEST_SEED repeats a schedule."""
+    """Return a factory for runs, by default on the shared services; OUTBOX_TEST_SEED repeats a schedule."""
 
     def make(name, services=None, **settings):
         services = services or request.getfixturevalue("services")

@@ -1,12 +1,12 @@
-"""Failpoints: places in a harvester process where it can be told to die or to freeze.
+"""Failpoints: places at which a harvester process dies or freezes on demand.
 
 A failpoint is written `STEP:COUNT[:ACTION[:DELAY]]`, for example `commit-sent:3` or `after-produce:1:stop`. The
 COUNT-th time from then on that the process reaches the step, ACTION happens: `kill` (SIGKILL, the default) or `stop`
 (SIGSTOP). With a DELAY, in seconds, it happens that much later, while the process goes on: so it meets a commit that is
-under way. `commit-sent` has a small delay unless told otherwise, as its step comes just before the request is sent.
+under way. `commit-sent` has a small delay by default, as its step comes just before the request is sent.
 
 The environment variable OUTBOX_FAILPOINT arms a process from its start; lines on its stdin arm it later. The product
-knows nothing of this: the steps of exactly-once delivery are reported to `Harvester(reached=...)`, those of
+has no code for this: the steps of exactly-once delivery are reported to `Harvester(reached=...)`, those of
 at-least-once delivery are seen from outside by a store and a producer that are wrapped (`tests.chaos.worker`).
 """
 
@@ -17,22 +17,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
-from outbox_core.harvest.recovery import Step
+from outbox_core.kafka.identity import Failpoint
 
 VARIABLE = "OUTBOX_FAILPOINT"
-EXACTLY_ONCE_STEPS = tuple(step.value for step in Step)
+EXACTLY_ONCE_STEPS = tuple(step.value for step in Failpoint)
 AT_LEAST_ONCE_STEPS = ("after-mark", "after-send", "before-purge", "after-purge")
 _COMMIT_UNDER_WAY_SECONDS = 0.003
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
 @dataclass(frozen=True)
-class Failpoint:
-    """What is to happen where.
+class ArmedFailpoint:
+    """A step of a process, and the action there.
 
     Attributes:
         step: name of the step.
-        count: at which visit from now on, from 1.
+        count: number of the visit from now on, from 1.
         action: "kill" or "stop".
         delay: seconds after the step was reached.
     """
@@ -50,7 +50,7 @@ class Failpoint:
         count, action, delay = (*rest, *("1", "kill", "")[len(rest) :])
         if action not in _SIGNALS:
             raise ValueError(f"no such action: {text!r}")
-        default = _COMMIT_UNDER_WAY_SECONDS if step == Step.COMMIT_SENT.value else 0.0
+        default = _COMMIT_UNDER_WAY_SECONDS if step == Failpoint.COMMIT_SENT.value else 0.0
         return cls(step, int(count), action, float(delay) if delay else default)
 
     def __str__(self) -> str:
@@ -58,26 +58,26 @@ class Failpoint:
 
 
 class Trap:
-    """Holds the armed failpoint of this process and springs it. `reached` may be called from any thread.
+    """A holder of this process's armed failpoint, which it springs. `reached` may be called from any thread.
 
     Args:
-        note: told which failpoint springs, just before.
+        note: called with the failpoint just before it springs.
     """
 
-    def __init__(self, note: Callable[[Failpoint], None]) -> None:
+    def __init__(self, note: Callable[[ArmedFailpoint], None]) -> None:
         self._note = note
-        self._armed: Failpoint | None = None
+        self._armed: ArmedFailpoint | None = None
         self._left = 0
         self._lock = threading.Lock()
 
-    def arm(self, failpoint: Failpoint | None) -> None:
+    def arm(self, failpoint: ArmedFailpoint | None) -> None:
         """Replace the failpoint; None for none."""
         with self._lock:
             self._armed = failpoint
             self._left = failpoint.count if failpoint is not None else 0
 
     def reached(self, step: str) -> None:
-        """The process is at this step."""
+        """Note that the process is at this step; spring the failpoint if it is armed for it."""
         with self._lock:
             failpoint = self._armed
             if failpoint is None or failpoint.step != step:
@@ -91,6 +91,6 @@ class Trap:
         else:
             self._spring(failpoint)
 
-    def _spring(self, failpoint: Failpoint) -> None:
+    def _spring(self, failpoint: ArmedFailpoint) -> None:
         self._note(failpoint)
         os.kill(os.getpid(), _SIGNALS[failpoint.action])

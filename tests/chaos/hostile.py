@@ -1,7 +1,7 @@
 """Hostile rows: a role with INSERT alone writes every row of `tests.hostile_rows` all the time.
 
-Somebody cleans up behind it, as an operator would: holds of such rows are released and the rows removed, so that a long
-run does not measure how a table of holds grows.
+It cleans up behind itself, as an operator would: holds of such rows are released and the rows removed, so that a long
+run does not measure the growth of the table of holds.
 """
 
 import random
@@ -26,16 +26,16 @@ _IS_OF_LOAD = "octet_length(kafka_value) > 0 AND get_byte(kafka_value, 0) BETWEE
 
 
 class HostileWriter:
-    """Writes until told to stop. A context manager, which begins at once.
+    """A writer of hostile rows until `stop`. A context manager, which begins at once.
 
     Args:
         dsn: the database, as its owner.
         table: the outbox.
-        topics: to which others' records go, too.
+        topics: topics of others' records, too.
         constrained: whether the table keeps its CHECK constraints; without them it is one of an older release.
 
     Attributes:
-        written: how many rows were written, and how many refused, by what the database said.
+        written: counts of the written rows, and of the refused ones by the database's error.
     """
 
     def __init__(self, dsn: str, table: str, topics: list[str], *, constrained: bool) -> None:
@@ -111,7 +111,7 @@ class HostileWriter:
             self.written[type(error).__name__] += 1
 
     def _clean(self) -> None:
-        """Remove the hostile rows that are held, and then their holds; what is not held is for the harvester."""
+        """Remove the held hostile rows, and then their holds; the other rows are left to the harvester."""
         held = f"SELECT record_id FROM {self._table}_hold WHERE record_id IS NOT NULL"
         strange = f"NOT coalesce({_IS_OF_LOAD}, false)"
         with suppress(psycopg.OperationalError), psycopg.connect(self._dsn) as connection:

@@ -1,7 +1,7 @@
 """Late requests: one is taken off its connection, the client repeats it on another, and the first copy arrives later.
 
-What librdkafka sends twice without a word, and in which order brokers may see it, is told in
-`devstack.frame_proxy`. Here is which requests of an outbox can be late, and when they are delivered.
+`devstack.frame_proxy` describes the requests that librdkafka repeats silently, and the order in which brokers may see
+them. This module lists the requests of an outbox that can be late, and delivers them at a chosen time.
 """
 
 import time
@@ -26,7 +26,7 @@ class LateKind:
     Attributes:
         api: its API key.
         commits: of EndTxn, whether it commits.
-        comes_with: what makes a harvester send it: "load", "bad-record" (which aborts a transaction) or "new-leader".
+        comes_with: its cause: "load", "bad-record" (which aborts a transaction) or "new-leader".
     """
 
     api: Api
@@ -47,7 +47,7 @@ LATE_KINDS = {
 
 @dataclass(frozen=True)
 class LateArrival:
-    """What became of a late request.
+    """A late request and its fate.
 
     Attributes:
         request: its name.
@@ -66,7 +66,7 @@ class Net:
     """The same rule at several proxies, of which one request is wanted.
 
     Args:
-        proxies: where the request may come along.
+        proxies: the proxies that the request may pass.
         make_rule: makes the rule at a proxy.
     """
 
@@ -75,7 +75,7 @@ class Net:
         self.caught: Trap | None = None
 
     def wait(self, timeout: float) -> Trap | None:
-        """The first request that was caught, after which none is caught any more; None if none was in time."""
+        """Return the first request that was caught, and catch no more; None if none came in time."""
 
         def look() -> bool:
             self.caught = next((trap for _, trap in self._traps if trap.wait_until_held(0)), None)
@@ -86,11 +86,11 @@ class Net:
         return self.caught
 
     def watched(self, timeout: float) -> bool:
-        """Whether a request came along in time, of a rule that only watches."""
+        """Tell whether a request came along in time, for a rule that only watches."""
         return wait_until(lambda: any(trap.wait_until_delivered(0) for _, trap in self._traps), timeout, _POLL_SECONDS)
 
     def close(self) -> None:
-        """Take the rules away, and lose what else they have caught. May be called again."""
+        """Remove the rules, and drop other requests that they have caught. May be called again."""
         for proxy, trap in self._traps:
             proxy.forget(trap)
             if trap is not self.caught:
@@ -99,7 +99,7 @@ class Net:
 
 @contextmanager
 def caught_in(net: Net) -> Iterator[Net]:
-    """Close a net in the end, whatever happens."""
+    """Close a net at the end of the context."""
     try:
         yield net
     finally:
@@ -107,12 +107,12 @@ def caught_in(net: Net) -> Iterator[Net]:
 
 
 def of_transactions(api: Api, transactional_id: str, *, commits: bool | None = None, nth: int = 1) -> Match:
-    """Requests about a transactional.id."""
+    """Match requests about a transactional.id."""
     return Match(api, commits=commits, transactional_id=transactional_id, nth=nth)
 
 
 def of_clients(api: Api, prefix: str, *, mentions: bytes = b"") -> Match:
-    """Requests of clients whose names begin so, with these bytes in them."""
+    """Match requests with these bytes from clients whose names begin with the prefix."""
 
     def is_wanted(request: Request) -> bool:
         return (request.client_id or "").startswith(prefix) and mentions in request.frame

@@ -2,10 +2,10 @@
 
 Each outbox gets the load of the fault tests (`tests.acceptance.load`: concurrent transactions, of which some roll back,
 a hot key, records without a key, late commits), and now and then a burst in one transaction, so that harvesters meet
-full batches. What was committed stands in each outbox's ledger.
+full batches. Each outbox's ledger has its committed records.
 
-It makes the tables, says `ready`, begins when stdin says so and ends with stdin; then it prints how many records were
-rolled back. While the database is away it waits.
+It makes the tables, says `ready`, begins when stdin says so and ends with stdin; then it prints the number of records
+that were rolled back. While the database is away it waits.
 """
 
 import json
@@ -34,7 +34,7 @@ class LoadSettings:
     Attributes:
         dsn: the database.
         table: the outbox table.
-        topics: where to.
+        topics: the topics of its records.
         keys: number of keys on each topic.
         records_per_second: wanted on average.
     """
@@ -47,7 +47,7 @@ class LoadSettings:
 
 
 class LoadProcess:
-    """The process, as the test holds it. Made with its tables."""
+    """The process, in the hands of the test. Its constructor makes the tables."""
 
     def __init__(self, settings: list[LoadSettings]) -> None:
         text = json.dumps([asdict(one) for one in settings])
@@ -106,7 +106,7 @@ _LANES_AT_ONCE = 40
 
 
 class _Bursts:
-    """Now and then many records in one transaction, written by the server itself, as the load has one core at most."""
+    """Occasional transactions of many records, written by the server itself, as the load has one core at most."""
 
     def __init__(self, settings: LoadSettings, records_per_second: float) -> None:
         self._dsn = settings.dsn

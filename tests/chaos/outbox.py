@@ -21,7 +21,7 @@ from outbox_core.config.models import TrackingNames
 from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from tests.chaos.checker import STRANGER, Lane
-from tests.chaos.failpoints import Failpoint
+from tests.chaos.failpoints import ArmedFailpoint
 from tests.chaos.late import LATE_KINDS, LateArrival, LateKind, Net, caught_in, deliver, of_clients, of_transactions
 from tests.chaos.process import HarvesterProcess
 from tests.chaos.schedule import Fault
@@ -56,9 +56,9 @@ class Hit(NamedTuple):
     """A fault that was done.
 
     Attributes:
-        what: details.
-        at: when it took effect, in seconds since the epoch.
-        late: what became of a late request.
+        what: its details.
+        at: the time of its effect, in seconds since the epoch.
+        late: the fate of a late request.
     """
 
     what: str
@@ -67,12 +67,12 @@ class Hit(NamedTuple):
 
 
 class Missed(Exception):
-    """The fault could not be done: nobody led, or the step was not reached in time."""
+    """A fault that could not be done: there was no leader, or the step was not reached in time."""
 
 
 @dataclass
 class Crew:
-    """The harvesters of one outbox, one on each side, and those that do not belong."""
+    """The harvesters of one outbox: one on each side, and extra ones that believe to lead, too."""
 
     members: list[HarvesterProcess | None] = field(default_factory=lambda: [None] * SIDES)
     extras: list[HarvesterProcess] = field(default_factory=list)
@@ -90,7 +90,7 @@ class ChaosOutbox:
         name: of the outbox; its table is called like it, and its topics begin with it.
         delivery: the harvesters' mode.
         always_leads: whether all of its harvesters always believe to lead.
-        limits: what differs from the quick limits of the suite.
+        limits: those that differ from the quick ones of the suite.
         breach: a rule that its harvesters break (`tests.chaos.worker.BREACHES`), '' for none.
     """
 
@@ -127,7 +127,7 @@ class ChaosOutbox:
         self.ensure()
 
     def ensure(self) -> None:
-        """Replace the dead, as whoever runs harvesters would."""
+        """Replace the dead harvesters, as a supervisor would."""
         for side in range(SIDES):
             process = self._crew.members[side]
             if process is None or not process.is_running:
@@ -138,7 +138,7 @@ class ChaosOutbox:
                 process.thaw()
 
     def replace(self, side: int, delivery: str) -> None:
-        """SIGTERM to one harvester, and another in its place that delivers in this mode."""
+        """Send SIGTERM to one harvester, and start another in its place that delivers in this mode."""
         self.delivery = delivery
         process = self._crew.members[side]
         if process is not None:
@@ -146,7 +146,7 @@ class ChaosOutbox:
         self.ensure()
 
     def leader(self, timeout: float = _LEADER_SECONDS) -> HarvesterProcess:
-        """Who leads. If several believe that, the one that began last, or any if all always do."""
+        """Wait for a leader; of several the one that began last, or any one if all always lead."""
         found: list[HarvesterProcess] = []
 
         def look() -> bool:
@@ -162,14 +162,14 @@ class ChaosOutbox:
         return random.choice(found) if self._always_leads else found[-1]
 
     def running(self) -> list[HarvesterProcess]:
-        """The living members of the crew, with what they last noted."""
+        """Return the living members of the crew, each with its journal read up to now."""
         members = [process for process in self._crew.members if process is not None and process.is_running]
         for process in members:
             process.look()
         return members
 
     def stop(self) -> None:
-        """SIGTERM to all."""
+        """Send SIGTERM to all."""
         for side, process in enumerate(self._crew.members):
             if process is not None:
                 process.terminate()
@@ -177,7 +177,7 @@ class ChaosOutbox:
                 self._crew.members[side] = None
 
     def discard(self) -> None:
-        """End whatever still runs, whatever its state."""
+        """End all processes that still run, in any state."""
         for process in (*self._crew.members, *self._crew.extras):
             if process is not None and process.is_running:
                 process.kill()
@@ -186,12 +186,12 @@ class ChaosOutbox:
 
     @property
     def failures(self) -> list[str]:
-        """Harvesters that ended by themselves, with the ends of their logs."""
+        """Return the harvesters that ended by themselves, with the ends of their logs."""
         return self._crew.failures
 
     @property
     def committed_by_side(self) -> list[int]:
-        """Transactions committed by the harvesters of each side."""
+        """Count the transactions committed by the harvesters of each side."""
         running = self._crew.members
         return [
             done + (process.committed if process is not None else 0)
@@ -222,10 +222,10 @@ class ChaosOutbox:
         )
         return HarvesterProcess(settings, self._directory / f"{name}.log")
 
-    # -- what is in the database
+    # -- the database
 
     def pending(self) -> int:
-        """Rows of the load in the outbox: their values begin with a number."""
+        """Count the load's rows in the outbox: their values begin with a number."""
         query = (
             f"SELECT count(*) FROM {self.name} "
             "WHERE octet_length(kafka_value) > 0 AND get_byte(kafka_value, 0) BETWEEN 48 AND 57"
@@ -234,7 +234,7 @@ class ChaosOutbox:
             return connection.execute(query).fetchone()[0]
 
     def committed(self) -> dict[Lane, list[int]]:
-        """Everything that was committed, by lane."""
+        """Read all committed records, by lane."""
         lanes: dict[Lane, list[int]] = {}
         with psycopg.connect(self._services.postgres.dsn) as connection:
             query = f"SELECT topic, NULLIF(key, ''), array_agg(n) FROM {self.name}_ledger GROUP BY 1, 2"
@@ -254,8 +254,10 @@ class ChaosOutbox:
         doing: dict[str, Callable[[], Hit]] = {
             "kill-leader": self._kill_leader,
             "freeze-leader": lambda: self._freeze_leader(fault),
-            "kill": lambda: self._spring(Failpoint(what, fault.count, "kill", _delay(what, fault)))[1],
-            "stop": lambda: self._spring_and_thaw(Failpoint(what, fault.count, "stop", _delay(what, fault)), fault),
+            "kill": lambda: self._spring(ArmedFailpoint(what, fault.count, "kill", _delay(what, fault)))[1],
+            "stop": lambda: self._spring_and_thaw(
+                ArmedFailpoint(what, fault.count, "stop", _delay(what, fault)), fault
+            ),
             "cut-database": lambda: self._cut_database(what, fault),
             "hold-topic": lambda: self._hold(what, fault, records=False),
             "hold-records": lambda: self._hold(what, fault, records=True),
@@ -342,7 +344,7 @@ class ChaosOutbox:
             raise Missed(f"the database is away: {error}") from None
 
     def _broker_of(self, fault: Fault, *, coordinator: bool) -> tuple[int, str, int]:
-        """The broker that coordinates our transactions, or leads one of our partitions; with that partition."""
+        """Return the broker that coordinates our transactions, or leads one of our partitions; with that partition."""
         cluster = self._services.cluster
         if coordinator:
             partition = cluster.coordinating_partition(self._transactional_id)
@@ -414,19 +416,19 @@ class ChaosOutbox:
         return self._thaw_later(leader, fault)
 
     def _thaw_later(self, process: HarvesterProcess, fault: Fault) -> Hit:
-        """After the transaction has timed out; sometimes before, sometimes after another has taken over."""
+        """Thaw a frozen process after its transaction's timeout, sometimes before and sometimes after a takeover."""
         frozen_at, seconds = time.time(), TRANSACTION_SECONDS + 0.7 + fault.share * (SESSION_SECONDS + 2.0)
         time.sleep(seconds)
         process.thaw()
         return Hit(f"{process.name} for {seconds:.1f} s", frozen_at)
 
-    def _spring_and_thaw(self, failpoint: Failpoint, fault: Fault) -> Hit:
+    def _spring_and_thaw(self, failpoint: ArmedFailpoint, fault: Fault) -> Hit:
         return self._thaw_later(self._spring(failpoint)[0], fault)
 
-    def _spring(self, failpoint: Failpoint) -> tuple[HarvesterProcess, Hit]:
+    def _spring(self, failpoint: ArmedFailpoint) -> tuple[HarvesterProcess, Hit]:
         """Arm the leader and wait until it has died or frozen."""
         armed = [self.leader()]
-        if failpoint.step == "after-init":  # a term must begin: whoever is left takes over
+        if failpoint.step == "after-init":  # a term must begin: another harvester takes over
             failpoint = replace(failpoint, count=1)
             armed[0].kill()
             self.ensure()
@@ -456,7 +458,7 @@ class ChaosOutbox:
         return Hit(f"{leader.name} for {seconds:.1f} s", at)
 
     def _two_leaders(self, fault: Fault) -> Hit:
-        """Another process that believes to lead, for some seconds; then it is killed or stopped."""
+        """Start another process that believes to lead, for some seconds; then kill or stop it."""
         pretender = self._new_process(self._crew.started % SIDES, always_leads=True)
         self._crew.extras.append(pretender)
 
@@ -479,7 +481,7 @@ class ChaosOutbox:
         return Hit(f"{pretender.name} committed {pretender.committed}", at)
 
     def _rival(self, fault: Fault, *, lingers: bool) -> Hit:
-        """A producer with the same transactional.id fences the leader, leaves a transaction open and goes away."""
+        """Fence the leader by a producer of its transactional.id, which leaves a transaction open and goes away."""
         names = self._names
         bootstrap = self._services.kafka.bootstrap
         try:
@@ -541,5 +543,5 @@ def cut_off(proxy: TcpProxy | ProxyGroup, how: str, seconds: float) -> None:
 
 
 def _delay(step: str, fault: Fault) -> float:
-    """While a commit is under way means at some moment of the milliseconds that it takes."""
+    """Return the delay of a fault: during a commit, a random moment of the milliseconds that it takes."""
     return 0.0005 + 0.012 * fault.share if step == "commit-sent" else 0.0

@@ -1,4 +1,4 @@
-"""A harvester process of the chaos suite, as the test holds it: to start, arm, freeze, thaw and kill."""
+"""A harvester process of the chaos suite, in the hands of a test: to start, arm, freeze, thaw and kill."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from devstack.processes import wait_until
-from tests.chaos.failpoints import VARIABLE, Failpoint
+from tests.chaos.failpoints import VARIABLE, ArmedFailpoint
 from tests.chaos.worker import WorkerSettings
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -23,18 +23,18 @@ class HarvesterProcess:
     """One process, running from the start. Used by one thread at a time.
 
     Args:
-        settings: what it is told.
+        settings: the worker's settings.
         log: where its output goes.
-        failpoint: what it is armed with from its start.
+        failpoint: the failpoint that is armed from its start.
 
     Attributes:
         name: of the process.
-        led_at: when it last became leader, on the clock of leases; None while it does not lead, as far as it noted.
+        led_at: time of its last LeaderAcquired, on the clock of leases; None while it does not lead by its journal.
         committed: transactions it committed, a moment ago.
-        failure: why it ended by itself, if it did.
+        failure: the reason for which it ended by itself, if it did.
     """
 
-    def __init__(self, settings: WorkerSettings, log: Path, failpoint: Failpoint | None = None) -> None:
+    def __init__(self, settings: WorkerSettings, log: Path, failpoint: ArmedFailpoint | None = None) -> None:
         self.name = settings.name
         self.led_at: float | None = None
         self.committed = 0
@@ -67,14 +67,14 @@ class HarvesterProcess:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it is stopped by SIGSTOP now."""
+        """Tell whether it is stopped by SIGSTOP now."""
         try:
             status = Path(f"/proc/{self._process.pid}/stat").read_text()
         except OSError:
             return False
         return status.rpartition(")")[2].split()[0] in {"T", "t"}
 
-    def arm(self, failpoint: Failpoint | None) -> None:
+    def arm(self, failpoint: ArmedFailpoint | None) -> None:
         """Arm or disarm it. Does nothing if it is dead."""
         if not self.is_running or self._process.stdin is None:
             return
@@ -85,7 +85,7 @@ class HarvesterProcess:
             return  # it has just died
 
     def kill(self) -> None:
-        """SIGKILL, frozen or not, and wait."""
+        """Send SIGKILL, frozen or not, and wait."""
         self._process.kill()
         self._process.wait()
 
@@ -96,7 +96,7 @@ class HarvesterProcess:
         self._process.send_signal(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """SIGTERM, once it listens to that, and wait for its good end."""
+        """Send SIGTERM once it is handled, and wait for a good end."""
         wait_until(lambda: not self.is_running or self._catches_sigterm(), timeout=_START_SECONDS)
         if not self.is_running:
             return
@@ -131,7 +131,7 @@ class HarvesterProcess:
             self.failure = f"{self.name}: {entry['error']}"
 
     def tail(self, size: int = 3000) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return self._log.read_text(errors="replace")[-size:]
 
     def _catches_sigterm(self) -> bool:

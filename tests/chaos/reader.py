@@ -1,7 +1,7 @@
 """The reader: one consumer with `read_committed` that follows all topics of a run from beginning to end.
 
-It reads while the run goes on, so that what goes wrong is known when it happens, and so that it meets what consumers
-meet: open transactions, aborted ones, a broker that restarts.
+It reads while the run goes on, so that a fault is known when it happens, and so that it meets the same as consumers
+do: open transactions, aborted ones, a broker that restarts.
 """
 
 import threading
@@ -12,7 +12,7 @@ from typing import Any
 
 from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 
-from outbox_core.kafka import headers_of
+from outbox_core.kafka.messages import headers_of
 from tests.chaos.checker import Arrival, Checker
 
 ID_HEADER = "outbox-id"
@@ -31,13 +31,13 @@ _SETTINGS = {
 
 @dataclass
 class Pulse:
-    """How an outbox's records come in, in seconds on the monotonic clock.
+    """The times at which an outbox's records arrive, in seconds on the monotonic clock.
 
     Attributes:
-        arrived_at: when the last one came.
+        arrived_at: time of the last one.
         sent_at: latest time of production, in seconds since the epoch.
-        longest_pause: longest time without any, while somebody wanted to know.
-        paused_at: when that pause began, in seconds since the epoch.
+        longest_pause: longest time without any, while `Reader.measuring` was set.
+        paused_at: beginning of that pause, in seconds since the epoch.
     """
 
     arrived_at: float = 0.0
@@ -47,18 +47,18 @@ class Pulse:
 
 
 class Reader:
-    """Reads on a thread of its own until told to finish.
+    """A reader on a thread of its own, until `finish`.
 
     Args:
         bootstrap: the broker, undisturbed.
-        topics: what to read, with the name of the outbox that feeds it.
+        topics: the topics, each with the name of the outbox that feeds it.
         partitions: of each topic.
 
     Attributes:
-        checker: judges what is read. To be looked at from other threads only for its counts.
+        checker: the judge of the messages. Other threads may read only its counts.
         pulses: by outbox.
         measuring: whether pauses count.
-        odd: records that are not of the load but of hostile rows.
+        odd: number of records that are of hostile rows, not of the load.
     """
 
     def __init__(self, bootstrap: str, topics: dict[str, str], partitions: int) -> None:
@@ -78,7 +78,7 @@ class Reader:
         self._thread.start()
 
     def finish(self, timeout: float) -> list[str]:
-        """Read to the end of every partition, and stop. Returns the partitions whose end was not reached."""
+        """Read to the end of every partition, and stop; return the partitions whose end was not reached."""
         deadline = time.monotonic() + timeout
         ends = self._retry(self._ends, deadline)
         while time.monotonic() < deadline and self.failure is None:
@@ -101,7 +101,7 @@ class Reader:
             self._thread.join(10)
 
     def wait_for_delivery(self, outbox: str, since: float, timeout: float) -> float | None:
-        """Seconds from `since` (since the epoch) until a record produced after it was read; None if none came."""
+        """Return the seconds from `since` (on the epoch) to a read record produced after it; None after the timeout."""
         deadline = time.monotonic() + timeout
         while self.pulses[outbox].sent_at <= since:
             if time.monotonic() > deadline:
@@ -144,7 +144,7 @@ class Reader:
         pulse.sent_at = max(pulse.sent_at, sent_at)
 
     def _ends(self) -> dict[tuple[str, int], int]:
-        """Where partitions end, open transactions included."""
+        """Return the ends of the partitions, open transactions included."""
         consumer = _consumer(self._bootstrap, "read_uncommitted")
         try:
             return {

@@ -1,4 +1,4 @@
-"""What a chaos run found, as JSON and as Markdown."""
+"""The findings of a chaos run, as JSON and as Markdown."""
 
 import json
 from collections import Counter, defaultdict
@@ -25,10 +25,10 @@ class Happened:
         ended_at: the same.
         where: the outbox, or "services".
         kind: as in the schedule.
-        what: details.
+        what: its details.
         recovered: seconds from the fault's beginning to the next record produced after it that was read; None if none
             came in time.
-        late: what became of a late request.
+        late: the fate of a late request.
     """
 
     at: float
@@ -48,11 +48,11 @@ class Report:
     Attributes:
         excused: in at-least-once mode, violations within the reach of a frozen process: bytes that were already on
             their way arrive late, which only exactly once excludes.
-        drained: seconds from the end of the last fault and of the load until nothing waited; None if something still
-            did in the end.
+        drained: seconds from the end of the last fault and of the load until the outboxes were empty; None if they
+            never were.
         odd: records of hostile rows that were published.
-        hostile: hostile rows that were written, by what the database said to them.
-        setting: of the run, for whoever reads the report.
+        hostile: counts of hostile rows, by the database's answer to them.
+        setting: of the run, for readers of the report.
     """
 
     delivery: str
@@ -85,17 +85,17 @@ class Report:
 
     @property
     def late(self) -> list[LateArrival]:
-        """The late requests that were delivered."""
+        """Return the late requests that were delivered."""
         return [fault.late for fault in self.faults if fault.late is not None and fault.late.end != "lost"]
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """How many faults of each kind were done."""
+        """Count the faults of each kind."""
         return dict(sorted(Counter(fault.kind for fault in self.faults).items()))
 
     @property
     def problems(self) -> list[str]:
-        """Why the run is not clean; empty if it is."""
+        """Return the reasons for which the run is not clean; empty if it is."""
         found = {
             "lost": self.lost,
             "strangers": self.strangers,
@@ -116,7 +116,7 @@ class Report:
         return [f"{what}: {number}" for what, number in found.items() if number]
 
     def write(self, directory: Path) -> Path:
-        """Write `report.json` and `report.md`; returns the latter."""
+        """Write `report.json` and `report.md`; return the path of the latter."""
         directory.mkdir(parents=True, exist_ok=True)
         data = {
             **asdict(self),
@@ -130,7 +130,7 @@ class Report:
         return path
 
     def summary(self) -> str:
-        """On a few lines."""
+        """Summarise the run on a few lines."""
         return (
             f"{self.delivery}, seed {self.seed}, {self.seconds:.0f} s, {len(self.faults)} faults of "
             f"{len(self.by_kind)} kinds, {self.outboxes} outboxes, {self.transactions} transactions\n"
@@ -151,7 +151,7 @@ class Report:
         return "?" if self.drained is None else f"{self.drained:.1f} s after the last fault"
 
     def late_table(self) -> list[str]:
-        """Late requests by their kind and by what brokers said."""
+        """Tabulate the late requests by their kind and the brokers' answers."""
         codes = Counter((arrival.request, arrival.end, arrival.code) for arrival in self.late)
         lines = ["", "| Late request | End | Code | Times |", "|---|---|---|---|"]
         lines += [
@@ -161,7 +161,7 @@ class Report:
         return lines if codes else []
 
     def markdown(self) -> str:
-        """The whole report for people."""
+        """Return the whole report as Markdown."""
         recoveries = defaultdict(list)
         for fault in self.faults:
             recoveries[fault.kind].append(fault.recovered)
@@ -188,7 +188,7 @@ class Report:
 
 
 def within_freeze(sent_at: float, outbox: str, faults: list[Happened]) -> bool:
-    """Whether a record was produced by, or beside, a process that was frozen and woke up."""
+    """Tell whether a record was produced by, or beside, a process that was frozen and woke up."""
     return any(
         fault.where == outbox
         and fault.kind.startswith(_FROZEN_KINDS)

@@ -35,11 +35,11 @@ class ChaosRun:
     """One run. A context manager; `run` may be called once.
 
     Args:
-        services: what it runs on, for itself alone.
-        name: what its outboxes' names begin with; letters and digits.
+        services: its services, which no other run uses meanwhile.
+        name: prefix of its outboxes' names; letters and digits.
         delivery: the harvesters' mode at the beginning.
         seed: of the schedule.
-        outboxes: how many, in parallel.
+        outboxes: number of outboxes, in parallel.
         records_per_second: wanted of the load, of all outboxes together.
         keys: number of keys on each topic; at least once, one record of each is under way at a time.
         directory: for journals, logs and the report; a temporary one by default.
@@ -48,7 +48,7 @@ class ChaosRun:
         deck: of faults (`tests.chaos.schedule`).
         breach: a rule that the harvesters break (`tests.chaos.worker.BREACHES`), '' for none.
         hostile: whether a role with INSERT alone writes hostile rows all the time.
-        say: told how it goes.
+        say: called with a line of progress.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class ChaosRun:
         """Load and faults for a while, then quiet, and the verdict.
 
         Args:
-            seconds: how long faults are done and the load goes on.
+            seconds: duration of the faults and of the load.
             least_faults: go on until so many have been done.
             late_requests: go on until so many have been delivered.
             least_records: go on until so many have been read.
@@ -177,7 +177,7 @@ class ChaosRun:
 
     @contextmanager
     def under_load(self) -> Iterator[None]:
-        """Load and harvesters run within, and every one of them has begun to deliver."""
+        """Run load and harvesters within the context, which begins when every outbox has begun to deliver."""
         for outbox in self.outboxes:
             outbox.start()
         self.reader.start()
@@ -197,7 +197,7 @@ class ChaosRun:
             telling.join()
 
     def settle(self, seconds: float) -> Report:
-        """End the load, let the outboxes run empty, stop the harvesters, read to the end and judge."""
+        """End the load, let the outboxes run empty, stop the harvesters, read to the end and return the report."""
         if self._errors:
             raise self._errors[0]
         self.load.stop()
@@ -229,7 +229,7 @@ class ChaosRun:
         )
 
     def _actors(self, *, one_of_each: bool) -> list[threading.Thread]:
-        """Threads that do the faults: one for each outbox, one for the services."""
+        """Return the threads that do the faults: one for each outbox, one for the services."""
         cards = [self.schedule.of_services(), *map(self.schedule.of_outbox, range(self._number))]
         if one_of_each:
             sizes = self.schedule.sizes()
@@ -251,7 +251,7 @@ class ChaosRun:
             self._errors.append(error)
 
     def _do(self, outbox: ChaosOutbox | None, fault: Fault) -> bool:
-        """Do a fault, and wait until records come in again. False if it could not be done."""
+        """Do a fault, and wait until records come in again; return False if it could not be done."""
         try:
             hit = outbox.suffer(fault) if outbox is not None else self._disturb_services(fault)
         except Missed as missed:
@@ -324,7 +324,7 @@ class ChaosRun:
     # -- the end
 
     def _drain(self) -> tuple[int, float | None]:
-        """Wait until the outboxes are empty; returns the rows that are left, and how long it took if none are."""
+        """Wait until the outboxes are empty; return the number of rows left, and the seconds if there are none."""
         began = time.monotonic()
 
         def empty() -> bool:
@@ -402,7 +402,7 @@ class ChaosRun:
             )
 
     def _count_violations(self) -> int:
-        """Of those that the mode excludes; new ones are told."""
+        """Count the violations that the mode excludes, and report new ones."""
         violations = [
             violation
             for violation in list(self.reader.checker.violations)
@@ -415,5 +415,5 @@ class ChaosRun:
 
 
 def new_seed() -> int:
-    """A seed to print."""
+    """Return a seed to print."""
     return random.SystemRandom().randrange(10**6)

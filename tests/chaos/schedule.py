@@ -1,13 +1,13 @@
-"""The schedule: which fault comes when, all of it drawn from one seed before the run begins.
+"""The schedule: the faults and their order, all of it drawn from one seed before the run begins.
 
 Every outbox has a list of faults of its own, and so have the services that all share. The lists are dealt like cards:
-each kind comes once before any comes twice, so that a short run has seen all of them. A *deck* is what is dealt:
+each kind comes once before any comes twice, so that a short run has seen all of them. A *deck* is a set of kinds:
 
     faults    processes that die or freeze, connections that are cut, holds, rivals
     late      requests that arrive late (`tests.chaos.late`), half of them the end of a transaction
-    brokers   what only three brokers can suffer: leaders and coordinators that move or are cut off alone, a broker that
+    brokers   faults that need three brokers: leaders and coordinators that move or are cut off alone, a broker that
               is killed or isolated from its controller, a min ISR that is lost
-    all       everything that there can be
+    all       all of these
 """
 
 import random
@@ -19,8 +19,8 @@ from tests.chaos.failpoints import AT_LEAST_ONCE_STEPS, EXACTLY_ONCE_STEPS
 
 DECKS = ("faults", "late", "brokers", "all")
 _CUTS = ("hold", "drop", "reset")
-# What a black hole has held back arrives late once it forwards again, also from a process that has long been deposed:
-# at-least-once delivery cannot exclude that (design, section 5), so there a cut loses what it swallows.
+# Bytes that a black hole has held back arrive late once it forwards again, also from a process deposed long before:
+# at-least-once delivery cannot exclude that (design, section 5), so there a cut loses the bytes.
 _CUTS_THAT_LOSE = ("drop", "reset")
 _ENDS = ("late:end-txn-commit",) * 3 + ("late:end-txn-abort",) * 2
 _LATE_IN_TRANSACTIONS = ("late:produce", "late:add-partitions", "late:init-producer-id")
@@ -34,10 +34,10 @@ class Fault:
     """One fault, as planned.
 
     Attributes:
-        kind: what is done; `kinds` lists them.
-        gap: seconds to wait before, counted from when the last fault was over.
-        count: for failpoints: at which visit of the step.
-        share: a number from 0 to 1 that decides how long or how late, as the kind needs it.
+        kind: its kind; `kinds` lists them.
+        gap: seconds to wait before it, counted from the end of the last fault.
+        count: for failpoints: the number of the visit of the step.
+        share: a number from 0 to 1 that decides a duration or a delay, as the kind needs it.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Fault:
 
 
 def outbox_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[str]:
-    """Faults that meet one outbox, those twice that come twice as often."""
+    """List the faults that meet one outbox; those that come twice as often are listed twice."""
     exactly_once = delivery == "exactly-once"
     kinds: list[str] = []
     if deck in {"faults", "all"}:
@@ -70,7 +70,7 @@ def outbox_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[
 
 
 def shared_kinds(delivery: str, deck: str = "faults", brokers: int = 1) -> list[str]:
-    """Faults of the services that all outboxes share."""
+    """List the faults of the services that all outboxes share."""
     kinds: list[str] = []
     if deck in {"faults", "all"}:
         kinds += ["broker-kill", "postgres-restart", *(f"cut-broker:{how}" for how in _cuts(delivery))]
@@ -88,10 +88,10 @@ class Schedule:
     """The faults of a run.
 
     Args:
-        seed: from which everything is drawn.
+        seed: the seed of all draws.
         delivery: the harvesters' mode.
-        outboxes: how many there are.
-        deck: what is dealt.
+        outboxes: number of outboxes.
+        deck: the deck.
         brokers: 1 or 3.
     """
 
@@ -102,7 +102,7 @@ class Schedule:
     brokers: int = 1
 
     def kinds(self) -> set[str]:
-        """Every kind that comes."""
+        """Return every kind that comes."""
         return {*self._of_outbox(), *self._shared()}
 
     def _of_outbox(self) -> list[str]:
@@ -112,7 +112,7 @@ class Schedule:
         return shared_kinds(self.delivery, self.deck, self.brokers)
 
     def of_outbox(self, number: int) -> Iterator[Fault]:
-        """The faults of one outbox, without end."""
+        """Yield the faults of one outbox, without end."""
         kinds = self._of_outbox()
         for deal in count():
             # All outboxes shuffle the same cards in the same way and take turns.
@@ -122,12 +122,12 @@ class Schedule:
                 yield _fault(kind, generator, (_SHORTEST_GAP, _LONGEST_GAP))
 
     def sizes(self) -> list[int]:
-        """How many faults make one of each kind: for the services, then for each outbox."""
+        """Return the number of faults that make one of each kind: for the services, then for each outbox."""
         kinds = self._of_outbox()
         return [len(self._shared()), *(len(kinds[n :: self.outboxes]) for n in range(self.outboxes))]
 
     def of_services(self) -> Iterator[Fault]:
-        """The faults of the shared services, without end."""
+        """Yield the faults of the shared services, without end."""
         kinds = self._shared()
         generator = random.Random(f"{self.seed}/services")
         while kinds:

@@ -18,7 +18,7 @@ from devstack.kafka import KafkaBroker
 from devstack.ports import LOCALHOST
 from devstack.postgres import Postgres
 from devstack.proxy import TcpProxy
-from outbox_core.kafka import NewTopic, make_admin
+from outbox_core.kafka.clients import NewTopic, make_admin
 from tests.services import QUICK
 
 SIDES = 2
@@ -42,7 +42,7 @@ class Services:
         if cluster is not None or brokers > 1:
             self.kafka = cluster or KafkaCluster(place, links=True, heap="448m", **quick)
         else:
-            self.kafka = KafkaBroker(place, heap="640m", **quick)
+            self.kafka = KafkaBroker(place, heap="640m", small=True, **quick)
         self.brokers: list[ProxyGroup] = []
         self._open = ExitStack()
 
@@ -66,18 +66,18 @@ class Services:
 
     @property
     def has_cluster(self) -> bool:
-        """Whether there are three brokers."""
+        """Tell whether there are three brokers."""
         return isinstance(self.kafka, KafkaCluster)
 
     @property
     def cluster(self) -> KafkaCluster:
-        """The three brokers."""
+        """Return the three brokers."""
         if not isinstance(self.kafka, KafkaCluster):
             raise DevstackError("there is one broker only")
         return self.kafka
 
     def frame_proxies(self) -> list[FrameProxy]:
-        """Those of both sides."""
+        """Return the frame proxies of both sides."""
         return [proxy for side in self.brokers for proxy in side.of.values()]
 
     def _proxies(self, number: int) -> ProxyGroup:
@@ -86,11 +86,11 @@ class Services:
         return ProxyGroup({1: self.kafka.frame_proxied(number)})
 
     def database_proxies(self) -> list[TcpProxy]:
-        """One for each side, for one outbox; to be started."""
+        """Return proxies of the database for one outbox, one for each side, not yet started."""
         return [TcpProxy(LOCALHOST, self.postgres.port) for _ in range(SIDES)]
 
     def through(self, proxy: TcpProxy) -> str:
-        """The database's URL through a proxy."""
+        """Return the database's URL through a proxy."""
         return self.postgres.dsn.replace(f":{self.postgres.port}/", f":{proxy.port}/")
 
     def make_topics(self, names: list[str], partitions: int, config: dict[str, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The checker finds what it is for."""
+"""Tests of the checker: it finds each kind of violation."""
 
 import pytest
 
@@ -8,7 +8,7 @@ LANE = ("t", "k")
 
 
 def judged(numbers, committed, *, key="k", rows=None):
-    """The kinds of violations, for these numbers in this order."""
+    """Return the kinds of violations for these numbers in this order."""
     checker = Checker()
     for position, n in enumerate(numbers):
         row = rows[position] if rows else 10 * n
@@ -38,13 +38,13 @@ def test_a_key_is_judged_by_its_numbers(numbers, committed, found):
 
 
 def test_records_without_a_key_come_in_any_order():
-    """They are only counted."""
+    """Records without a key are only counted: in any order each must be there once."""
     assert judged([7, 3, 5], {3, 5, 7}, key=None) == []
     assert judged([7, 3, 7], {3, 5, 7}, key=None) == ["repeated (adjacent)", "lost"]
 
 
 def test_a_repeat_with_another_id_header_is_mislabelled():
-    """A consumer that drops repeats by their id would keep it."""
+    """A repeat with another id header is mislabelled, as a consumer that drops repeats by id would keep it."""
     assert judged([1, 1], [1], rows=[5, 6]) == ["repeated (adjacent)", "mislabelled"]
 
 
@@ -54,7 +54,7 @@ def test_a_row_id_that_does_not_rise_is_mislabelled():
 
 
 def test_a_key_that_was_never_committed_is_a_stranger():
-    """Also when the key as a whole is unknown to the database."""
+    """A record whose whole key is unknown to the database is a stranger."""
     checker = Checker()
     checker.see(Arrival("t", "k", 1, 1, 0, 0, 0.0))
     checker.finish({})
@@ -62,7 +62,7 @@ def test_a_key_that_was_never_committed_is_a_stranger():
 
 
 def test_a_key_that_moves_to_another_partition_is_out_of_order():
-    """No reader could restore its order."""
+    """A key in two partitions is reordered, as no reader could restore its order."""
     checker = Checker()
     checker.see(Arrival("t", "k", 1, 1, 0, 0, 0.0))
     checker.see(Arrival("t", "k", 2, 2, 1, 0, 0.0))

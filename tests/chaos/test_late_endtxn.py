@@ -1,9 +1,9 @@
-"""A request that ends a transaction arrives late, when a later one is open: nothing is lost or repeated.
+"""A request that ends a transaction arrives late, while a later one is open: no record is lost or repeated.
 
 A proxy takes an EndTxn off its connection and resets the client, which repeats it on another and goes on. The first
 copy is delivered in the middle of the next transaction. Each scene is played by the product, by versions with one of
-the two rules broken that defend against it, and by one without both, which must fail: that is what 592f1f3 did. With
-one rule broken nothing is lost, and in these scenes nothing repeated either; where the late copy comes before the
+the two rules broken that defend against it, and by one without both, which must fail: so it was in 592f1f3. With
+one rule broken no record is lost, and in these scenes none is repeated either; where the late copy comes before the
 opening is written the opening rule alone would repeat (docs/explanation-exactly-once.md).
 """
 
@@ -11,10 +11,11 @@ import pytest
 from confluent_kafka import KafkaError
 
 from devstack.frame_proxy import Api, Match
-from outbox_core.harvest import exactly_once, recovery
-from outbox_core.harvest.record_producer import RecordProducer
-from outbox_core.harvest.recovery import Step
-from outbox_core.harvest.term import Term
+from outbox_core.harvest.exactly_once import terms as exactly_once
+from outbox_core.harvest.exactly_once.term import Term
+from outbox_core.kafka import identity
+from outbox_core.kafka.identity import Failpoint
+from outbox_core.kafka.record_producer import RecordProducer
 from tests.chaos.breaches import TakesTransactionsForWhole, TrustsItsEpoch
 from tests.harvesting import GENEROUS_SECONDS, Scene, identity_of
 
@@ -33,11 +34,11 @@ VERSIONS = {
 
 
 class Crash(BaseException):
-    """Ends the harvest thread where it stands."""
+    """An error that ends the harvest thread where it stands."""
 
 
 class Stage(Scene):
-    """An outbox whose harvesters reach Kafka through a proxy, and what happens to its second transaction.
+    """An outbox whose harvesters reach Kafka through a proxy, with a late request during its second transaction.
 
     Attributes:
         trap: holds the first copy of the first transaction's EndTxn.
@@ -57,7 +58,7 @@ class Stage(Scene):
 
     def hold_end(self, *, commits):
         """Take the next EndTxn of this kind off its connection."""
-        name = self.config().tracking_names(self.harvesters[0]._identify()[0]).transactional_id
+        name = self.harvesters[0]._transactions.transactional_id
         self.trap = self.frames.hold(Match(Api.END_TXN, commits=commits, transactional_id=name))
 
     def arrives_late(self, count):
@@ -72,7 +73,7 @@ class Stage(Scene):
             raise Crash
 
     def outcome(self):
-        """What readers are missing, and what they see twice."""
+        """Return the rows that readers miss, and those that they see twice."""
         ids = [identity_of(message) for message in self.read(self.topic)]
         return {
             "lost": set(range(1, 2 * _BATCH + 1)) - set(ids),
@@ -82,7 +83,7 @@ class Stage(Scene):
 
 @pytest.fixture
 def stage(database, kafka, make_topic):
-    """Twenty rows for a topic of one partition: two transactions."""
+    """Yield an outbox with twenty rows for a topic of one partition: two transactions."""
     with kafka.frame_proxied(2) as frames:
         stage = Stage(database, kafka.bootstrap, frames, make_topic(1))
         stage.fill(stage.topic, 2 * _BATCH, keys=3)
@@ -92,9 +93,9 @@ def stage(database, kafka, make_topic):
 
 @pytest.fixture(params=VERSIONS)
 def version(request, monkeypatch):
-    """The product, or one of its broken versions."""
+    """Put the product, or one of its broken versions, in place."""
     producer, term = VERSIONS[request.param]
-    monkeypatch.setattr(recovery, "RecordProducer", producer)
+    monkeypatch.setattr(identity, "RecordProducer", producer)
     monkeypatch.setattr(exactly_once, "Term", term)
     return request.param
 
@@ -111,13 +112,14 @@ def _assert_once(stage, version):
 
 
 def test_late_abort_in_the_middle_of_the_next_transaction(stage, version, monkeypatch):
-    """The first transaction was aborted; the next is aborted by the late copy, and only its manifest would be left."""
+    """A late abort that ends the second transaction loses none of its records: its manifest does not stand alone."""
     commit = RecordProducer.commit
     calls = []
 
     def fails_once(producer, *arguments):
         calls.append(producer)
         if len(calls) == 1:
+            stage.read(stage.topic, count=_BATCH, isolation="read_uncommitted")  # an abort purges unsent records
             stage.hold_end(commits=False)
             return producer.abort(KafkaError(KafkaError.NOT_ENOUGH_REPLICAS, "injected"))
         return commit(producer, *arguments)
@@ -125,7 +127,7 @@ def test_late_abort_in_the_middle_of_the_next_transaction(stage, version, monkey
     monkeypatch.setattr(RecordProducer, "commit", fails_once)
 
     def reached(step):
-        if step is Step.AFTER_PRODUCE and stage.trap is not None and not stage.trap.answer:
+        if step is Failpoint.AFTER_PRODUCE and stage.trap is not None and not stage.trap.answer:
             stage.arrives_late(2 * _BATCH)
 
     stage.drain(reached=reached, **stage.options())
@@ -133,11 +135,11 @@ def test_late_abort_in_the_middle_of_the_next_transaction(stage, version, monkey
 
 
 def test_late_commit_in_the_middle_of_the_next_transaction(stage, version, monkeypatch):
-    """Half of the second transaction is committed by the late copy, and the rest is refused."""
+    """A late commit of half of the second transaction, whose other half is refused, repeats and loses no record."""
     produce = RecordProducer._produce
 
     def hold_first(step):
-        if step is Step.AFTER_PRODUCE and stage.trap is None:
+        if step is Failpoint.AFTER_PRODUCE and stage.trap is None:
             stage.hold_end(commits=True)
 
     def stops_halfway(producer, record, *arguments):
@@ -151,11 +153,11 @@ def test_late_commit_in_the_middle_of_the_next_transaction(stage, version, monke
 
 
 def test_late_commit_and_a_crash(stage, version):
-    """All records of the second transaction are committed by the late copy; the process dies before its manifest."""
+    """A late commit of the second transaction before its manifest, and a crash, repeat and lose no record."""
     stage.crashes = True
 
     def reached(step):
-        if step is Step.AFTER_PRODUCE:
+        if step is Failpoint.AFTER_PRODUCE:
             if stage.trap is None:
                 stage.hold_end(commits=True)
             elif not stage.trap.answer:

@@ -1,4 +1,4 @@
-"""How soon delivery goes on after a fence or a stalled database, with the limits that users get."""
+"""The time until delivery goes on after a fence or a stalled database, with the default limits."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 from devstack.ports import LOCALHOST
 from devstack.proxy import TcpProxy
 from outbox_core import OutboxRecord
-from outbox_core.harvest.recovery import Step
+from outbox_core.kafka.identity import Failpoint
 from tests.chaos.outbox import fence
 from tests.harvesting import Scene, wait_until
 
@@ -20,7 +20,7 @@ _STALLED_SECONDS = 2.5
 
 @pytest.fixture
 def scene(services):
-    """An outbox on services that give up a transaction soon after its time, with a harvester that NELI elects."""
+    """Yield an outbox on services that abort an overdue transaction soon, with a harvester that NELI elects."""
     scene = Scene(services.postgres.create_database(f"recovery_{time.time_ns()}"), services.kafka.bootstrap)
     yield scene
     scene.close()
@@ -33,13 +33,14 @@ def _seconds_until_delivered(scene, topic, number):
     return time.monotonic() - began
 
 
+@pytest.mark.complete
 def test_rival_that_fences_and_dies(scene, services, topic_name, say):
-    """A process with the same transactional.id opens a transaction and goes away: the harvester fences it in turn."""
+    """A harvester fences in turn a rival of the same transactional.id, which fenced it and left a transaction open."""
     topic = topic_name("rival")
     services.make_topics([topic], 1)
     with scene.running(config={"delivery": "exactly-once"}, elector_factory=None) as harvester:
         _seconds_until_delivered(scene, topic, 1)
-        names = harvester.config.tracking_names(harvester._identify()[0])
+        names = harvester.config.tracking_names(harvester._parts.identify().outbox)
         rival = fence(scene.bootstrap, names, [topic], timeout_seconds=60)
         del rival
         seconds = _seconds_until_delivered(scene, topic, 2)
@@ -49,13 +50,13 @@ def test_rival_that_fences_and_dies(scene, services, topic_name, say):
 
 
 def test_transaction_open_past_its_timeout(scene, services, topic_name, say):
-    """Kafka gives up a transaction that is open for too long and fences its producer, with no rival in sight."""
+    """A harvester goes on after Kafka aborted its overdue transaction and fenced its producer, without any rival."""
     topic = topic_name("open")
     services.make_topics([topic], 1)
     woke_at = []
 
     def sleep_once(step):
-        if step is Step.AFTER_PRODUCE and not woke_at:
+        if step is Failpoint.AFTER_PRODUCE and not woke_at:
             time.sleep(_OPEN_SECONDS + 2)
             woke_at.append(time.monotonic())
 
@@ -71,7 +72,7 @@ def test_transaction_open_past_its_timeout(scene, services, topic_name, say):
 
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
 def test_database_that_does_not_answer_for_a_while(scene, services, topic_name, say, delivery):
-    """A look at an empty table that took seconds, as its answer was held up, does not delay the next one for long."""
+    """A query of an empty table that took seconds, as its answer was held up, does not delay the next one for long."""
     topic = topic_name("stalled")
     services.make_topics([topic], 1)
     with TcpProxy(LOCALHOST, services.postgres.port) as proxy:

@@ -1,4 +1,4 @@
-"""What makes a run not clean."""
+"""The findings that make a run unclean."""
 
 import json
 
@@ -36,19 +36,19 @@ def _late(request, end, code):
     ids=str,
 )
 def test_every_finding_makes_a_run_unclean(found):
-    """Also if everything arrived, but something waited for too long after the last fault."""
+    """Each finding alone makes a run unclean, also records that waited for too long after the last fault."""
     assert not _report(drained=29.5).problems
     assert len(_report(**found).problems) == 1
 
 
 def test_at_least_once_may_repeat_a_record_at_once():
-    """And nothing else."""
+    """At least once may repeat a record at once, and not later."""
     assert not _report(delivery="at-least-once", repeated_adjacent=5).problems
     assert _report(delivery="at-least-once", repeated_distant=1).problems
 
 
 def test_late_requests_are_counted_by_what_they_did(tmp_path):
-    """Those that were lost with their connection did not arrive at all."""
+    """Late requests are counted by their effect, without those that were lost with their connection."""
     faults = [
         _late("END_TXN commit", "answered", 0),
         _late("END_TXN commit", "answered", 47),

@@ -1,18 +1,21 @@
 """Tests of the tests: each rule of exactly-once delivery, when it is broken, makes the checker find something.
 
-Every scene is played twice: by the product, of which nothing may be found, and by a version with one rule broken
-(`tests.chaos.breaches`), of which just that must be found for which the rule exists. Nothing is left to luck: hooks
-hold the harvester, its rival or the database at the moment that matters.
+Every scene is played twice: by the product, without any finding, and by a version with one rule broken
+(`tests.chaos.breaches`), with the very finding that the rule prevents. Hooks hold the harvester, its rival or the
+database at the moment that matters, so that luck plays no part.
 """
 
 import threading
 
 import pytest
 
-from outbox_core.harvest import exactly_once, recovery, term, tracking
-from outbox_core.harvest.recovery import Step
-from outbox_core.kafka import make_producer
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.harvest import recovery
+from outbox_core.harvest.exactly_once import term
+from outbox_core.harvest.exactly_once import terms as exactly_once
+from outbox_core.kafka import identity, tracking
+from outbox_core.kafka.clients import make_producer
+from outbox_core.kafka.identity import Failpoint
+from outbox_core.stores.postgres.store import PostgresStore
 from tests.chaos import breaches
 from tests.chaos.checker import Arrival, Checker
 from tests.harvesting import GENEROUS_SECONDS, Scene, identity_of, wait_until
@@ -28,7 +31,7 @@ REPEATED = {"repeated (adjacent)", "repeated (distant)"}
 
 
 class Crash(BaseException):
-    """Ends the harvest thread where it stands."""
+    """An error that ends the harvest thread where it stands."""
 
 
 class Stage(Scene):
@@ -63,7 +66,7 @@ class Stage(Scene):
         self.drain(config=_EXACTLY_ONCE, limits=_LIMITS, **options)
 
     def findings(self):
-        """The kinds of violations that a reader meets."""
+        """Return the kinds of violations that a reader meets."""
         checker = Checker()
         for message in self.read(self.topic):
             key = message.key.decode()
@@ -75,14 +78,14 @@ class Stage(Scene):
 
 @pytest.fixture
 def stage(database, kafka_bootstrap, make_topic):
-    """An outbox, its topic, and whatever harvesters a test runs."""
+    """Yield an outbox with its topic, for the harvesters of a test."""
     stage = Stage(database, kafka_bootstrap, make_topic())
     yield stage
     stage.close()
 
 
 def crash_at(step, times=1):
-    """A hook that crashes its harvester when it reaches a step for the n-th time."""
+    """Return a hook that crashes its harvester when it reaches a step for the n-th time."""
     left = {step: times}
 
     def reached(at):
@@ -102,7 +105,7 @@ def crash_at(step, times=1):
     ],
 )
 def test_exclusion_is_copied_before_the_scan(stage, monkeypatch, version, found):
-    """A scan that excludes anything but what was in flight when it was sent publishes rows again."""
+    """A scan that excludes other ids than those in flight when it was sent publishes rows again."""
     monkeypatch.setattr(exactly_once, "Term", version)
     stage.write(30)
     with stage.running(config=_EXACTLY_ONCE, limits=_LIMITS):
@@ -113,9 +116,9 @@ def test_exclusion_is_copied_before_the_scan(stage, monkeypatch, version, found)
 
 @pytest.mark.parametrize(("version", "found"), [(term.Term, set()), (breaches.KeepsScannedRows, {"reordered"})])
 def test_abort_throws_scanned_rows_away(stage, monkeypatch, version, found):
-    """Rows that were scanned behind an aborted batch must not be published before it."""
+    """Rows scanned behind an aborted batch must not be published before it."""
     monkeypatch.setattr(exactly_once, "Term", version)
-    monkeypatch.setattr(recovery, "RecordProducer", breaches.FailsOnce)
+    monkeypatch.setattr(identity, "RecordProducer", breaches.FailsOnce)
     monkeypatch.setattr(breaches.FailsOnce, "failed", False)
     stage.write(15)
     stage.publish_rest()
@@ -125,9 +128,9 @@ def test_abort_throws_scanned_rows_away(stage, monkeypatch, version, found):
 
 @pytest.mark.parametrize(("store", "found"), [(PostgresStore, set()), (breaches.MatchesIdsAlone, {"lost"})])
 def test_manifest_matches_create_times(stage, store, found):
-    """Ids come back after TRUNCATE ... RESTART IDENTITY: rows that were never published must not be deleted."""
+    """Rows whose ids came back after TRUNCATE ... RESTART IDENTITY are not deleted unpublished."""
     stage.write(5)
-    stage.crash(reached=crash_at(Step.BEFORE_PURGE))
+    stage.crash(reached=crash_at(Failpoint.BEFORE_PURGE))
     stage.execute("TRUNCATE outbox RESTART IDENTITY")
     stage.write(5, keys="new")
     stage.publish_rest(store_factory=lambda: store(stage.database, "outbox"))
@@ -136,22 +139,22 @@ def test_manifest_matches_create_times(stage, store, found):
 
 @pytest.mark.parametrize(("version", "found"), [(recovery.Recovery, set()), (breaches.ReadsManifestFirst, REPEATED)])
 def test_manifest_is_read_behind_the_fence(stage, monkeypatch, version, found):
-    """Before `init_transactions()` the predecessor can still commit what the manifest just read does not list."""
+    """A manifest read before `init_transactions()` misses rows that the predecessor can still commit."""
     stage.write(5)
     commits, goes_on = breaches.Gate(), breaches.Gate()
 
     def held(step):
-        """Hold the predecessor before its manifest; whatever comes of its commit, it dies after it."""
-        if step is Step.AFTER_PRODUCE:
+        """Hold the predecessor before its manifest; let it die after its commit, or when its next term begins."""
+        if step is Failpoint.AFTER_PRODUCE:
             commits.open()
             goes_on.wait()
-        elif step is Step.COMMITTED or (step is Step.AFTER_INIT and goes_on.is_open):
+        elif step is Failpoint.COMMITTED or (step is Failpoint.AFTER_INIT and goes_on.is_open):
             raise Crash(step.value)
 
     predecessor = stage.harvester(config=_EXACTLY_ONCE, limits=_LIMITS, reached=held)
     predecessor.start()
     commits.wait()
-    read = recovery.read_ledger
+    read = identity.read_ledger
 
     def read_and_let_go(*arguments, **more):
         ledger = read(*arguments, **more)
@@ -160,7 +163,7 @@ def test_manifest_is_read_behind_the_fence(stage, monkeypatch, version, found):
             predecessor.join(GENEROUS_SECONDS)
         return ledger
 
-    monkeypatch.setattr(recovery, "read_ledger", read_and_let_go)
+    monkeypatch.setattr(identity, "read_ledger", read_and_let_go)
     monkeypatch.setattr(term, "Recovery", version)
     stage.publish_rest()
     assert bool(stage.findings()) == bool(found)
@@ -169,30 +172,30 @@ def test_manifest_is_read_behind_the_fence(stage, monkeypatch, version, found):
 
 @pytest.mark.parametrize(("version", "found"), [(term.Term, set()), (breaches.CommitsBeforePurge, REPEATED)])
 def test_purge_is_committed_before_the_next_commit(stage, monkeypatch, version, found):
-    """While the first batch cannot be deleted the second must not be committed: its manifest would hide the first."""
+    """Until the first batch is deleted the second is not committed, as its manifest would hide the first."""
     monkeypatch.setattr(exactly_once, "Term", version)
     stage.write(15)
-    second, abort = crash_at(Step.COMMITTED, 2), recovery.RecordProducer.abort
+    second, abort = crash_at(Failpoint.COMMITTED, 2), identity.RecordProducer.abort
 
     def crash(producer, *arguments, **more):
         if stage.read(stage.topic):  # else it is the barrier's
             raise Crash("the second batch is given up")
         return abort(producer, *arguments, **more)
 
-    monkeypatch.setattr(recovery.RecordProducer, "abort", crash)
+    monkeypatch.setattr(identity.RecordProducer, "abort", crash)
     stage.crash(reached=second, store_factory=lambda: breaches.NeverPurges(stage.database, "outbox"))
-    monkeypatch.setattr(recovery.RecordProducer, "abort", abort)
+    monkeypatch.setattr(identity.RecordProducer, "abort", abort)
     monkeypatch.setattr(exactly_once, "Term", term.Term)
     stage.publish_rest()
     assert bool(stage.findings()) == bool(found)
     assert stage.findings() <= REPEATED
 
 
-@pytest.mark.parametrize("version", [tracking._Reader, breaches.ReadsToStableOffset])
+@pytest.mark.parametrize("version", [tracking.LedgerReader, breaches.ReadsToStableOffset])
 def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch, topic_name, caplog, version):
-    """Another transaction that is open there hides the manifest: its end must be awaited, not taken for the topic's.
+    """An open transaction in the tracking topic hides the manifest: its end must be awaited, not taken for the topic's.
 
-    A reader that does not wait takes the batch for torn. What it reads back then keeps the rows from being repeated.
+    A reader that does not wait takes the batch for torn. The rows that it reads back are then not repeated.
     """
     names = {"tracking_topic": topic_name("tracking")}
     config = _EXACTLY_ONCE | names
@@ -201,13 +204,13 @@ def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch
 
     def intrude(step):
         """Open the stranger's transaction just before the manifest, and die once that is committed."""
-        if step is Step.AFTER_PRODUCE:
+        if step is Failpoint.AFTER_PRODUCE:
             # The barrier and the opening come first, else the stranger would hide the opening too.
             read_topic(stage.bootstrap, names["tracking_topic"], count=2, isolation="read_uncommitted")
             stranger.begin_transaction()
             stranger.produce(names["tracking_topic"], b"not a manifest", "stranger", 0)
             stranger.flush(30)
-        elif step is Step.COMMITTED:
+        elif step is Failpoint.COMMITTED:
             raise Crash(step.value)
 
     stage.write(5)
@@ -215,7 +218,7 @@ def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch
     crashed.start()
     with pytest.raises(Crash):
         crashed.join(GENEROUS_SECONDS)
-    monkeypatch.setattr(tracking, "_Reader", version)
+    monkeypatch.setattr(tracking, "LedgerReader", version)
     is_misled = version is breaches.ReadsToStableOffset
     if is_misled:
         stage.drain(config=config, limits=_LIMITS)
@@ -239,12 +242,12 @@ def test_open_transaction_in_the_tracking_topic_is_waited_for(stage, monkeypatch
     ],
 )
 def test_commit_that_timed_out_is_settled_by_the_next_term(stage, monkeypatch, version, arrives, found):
-    """It may have arrived or not: who takes either for granted repeats the batch or loses it."""
+    """A commit that timed out counts as neither arrived nor failed: either assumption repeats or loses the batch."""
     breaches.TimesOutOnce.again(arrives=arrives)
-    monkeypatch.setattr(recovery, "RecordProducer", version)
+    monkeypatch.setattr(identity, "RecordProducer", version)
     stage.write(5)
     stage.publish_rest()
-    stage.publish_rest()  # ends whatever is still open
+    stage.publish_rest()  # ends any open transaction
     assert breaches.TimesOutOnce.timed_out
     assert bool(stage.findings()) == bool(found)
     assert stage.findings() <= found

@@ -1,10 +1,10 @@
-"""The schedule comes from its seed alone, and leaves no kind out."""
+"""Tests of the schedule: it comes from its seed alone, and leaves no kind out."""
 
 from itertools import islice
 
 import pytest
 
-from tests.chaos.failpoints import Failpoint
+from tests.chaos.failpoints import ArmedFailpoint
 from tests.chaos.schedule import DECKS, Schedule, outbox_kinds, shared_kinds
 
 
@@ -15,7 +15,7 @@ def _faults(seed, delivery="exactly-once", outboxes=3, each=40):
 
 
 def test_the_same_seed_gives_the_same_schedule():
-    """What is printed with a run is enough to repeat its faults."""
+    """The seed that a run prints is enough to repeat its faults."""
     assert _faults(7) == _faults(7)
     assert _faults(7) != _faults(8)
 
@@ -34,13 +34,13 @@ def test_every_kind_comes_before_any_comes_twice(delivery, deck):
 
 
 def test_half_of_the_late_requests_end_transactions():
-    """They are what does the most harm."""
+    """Half of the late requests end transactions, as these do the most harm."""
     kinds = outbox_kinds("exactly-once", "late")
     assert sum("end-txn" in kind for kind in kinds) * 2 == len(kinds)
 
 
 def test_one_broker_suffers_nothing_that_takes_three():
-    """Every deck can be played with one."""
+    """Every deck can be played with one broker."""
     for deck in DECKS:
         assert not [kind for kind in outbox_kinds("exactly-once", deck) if kind.startswith(("move-", "cut-leader"))]
 
@@ -48,20 +48,20 @@ def test_one_broker_suffers_nothing_that_takes_three():
 @pytest.mark.parametrize(
     ("text", "failpoint"),
     [
-        ("commit-sent:3", Failpoint("commit-sent", 3, "kill", 0.003)),
-        ("after-produce:1:stop", Failpoint("after-produce", 1, "stop", 0.0)),
-        ("before-purge:2:kill:0.5", Failpoint("before-purge", 2, "kill", 0.5)),
-        ("after-mark", Failpoint("after-mark", 1, "kill", 0.0)),
+        ("commit-sent:3", ArmedFailpoint("commit-sent", 3, "kill", 0.003)),
+        ("after-produce:1:stop", ArmedFailpoint("after-produce", 1, "stop", 0.0)),
+        ("before-purge:2:kill:0.5", ArmedFailpoint("before-purge", 2, "kill", 0.5)),
+        ("after-mark", ArmedFailpoint("after-mark", 1, "kill", 0.0)),
     ],
 )
 def test_a_failpoint_is_written_as_text(text, failpoint):
-    """And reads back as it was."""
-    assert Failpoint.parse(text) == failpoint
-    assert Failpoint.parse(str(failpoint)) == failpoint
+    """A failpoint written as text reads back as it was."""
+    assert ArmedFailpoint.parse(text) == failpoint
+    assert ArmedFailpoint.parse(str(failpoint)) == failpoint
 
 
 @pytest.mark.parametrize("text", ["nowhere:1", "committed:1:explode", "committed:x"])
 def test_a_failpoint_that_does_not_exist_is_refused(text):
-    """A test with a misspelt step would pass without testing."""
+    """A misspelt step is refused: otherwise the test would pass without testing."""
     with pytest.raises(ValueError, match=r"no such|invalid literal"):
-        Failpoint.parse(text)
+        ArmedFailpoint.parse(text)

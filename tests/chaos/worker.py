@@ -28,18 +28,18 @@ from outbox_core.election import now
 from outbox_core.errors import OutboxError
 from outbox_core.events import Event, MeterRead
 from outbox_core.harvest import Harvester
-from outbox_core.harvest.recovery import Step
-from outbox_core.kafka import make_producer
-from outbox_core.stores.postgres import PostgresStore
+from outbox_core.kafka.clients import make_producer
+from outbox_core.kafka.identity import Failpoint
+from outbox_core.stores.postgres.store import PostgresStore
 from tests.acceptance.worker import AlwaysLeads, Journal
 from tests.chaos import breaches
-from tests.chaos.failpoints import VARIABLE, Failpoint, Trap
+from tests.chaos.failpoints import VARIABLE, ArmedFailpoint, Trap
 
 _START_AGAIN_SECONDS = 0.5
 _COUNT_NOTED_SECONDS = 0.25
 
 _NO_NEW_EPOCH = ("outbox_core.harvest.recovery", "RecordProducer", "TrustsItsEpoch")
-_NO_OPENING = ("outbox_core.harvest.exactly_once", "Term", "TakesTransactionsForWhole")
+_NO_OPENING = ("outbox_core.harvest.exactly_once.terms", "Term", "TakesTransactionsForWhole")
 BREACHES = {
     "rule-7": [_NO_NEW_EPOCH],
     "rule-8": [_NO_OPENING],
@@ -53,7 +53,7 @@ Rule 7 is R13 of docs/explanation-exactly-once.md, rule 8 is R14 with the order 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is told.
+    """The settings of a worker.
 
     Attributes:
         name: of the process.
@@ -62,7 +62,7 @@ class WorkerSettings:
         table: the outbox table.
         journal: path of its journal.
         delivery: as in `HarvestConfig`.
-        always_leads: whether the elector says yes without asking anybody.
+        always_leads: whether the elector lets it lead without an election.
         kafka: more librdkafka settings.
         limits: as in `HarvestConfig.limits`.
         breach: a rule that it breaks, one of `BREACHES`; '' for none.
@@ -111,7 +111,7 @@ class Worker:
         self._committed = 0
         self._noted_at = 0.0
         if os.environ.get(VARIABLE):
-            self._trap.arm(Failpoint.parse(os.environ[VARIABLE]))
+            self._trap.arm(ArmedFailpoint.parse(os.environ[VARIABLE]))
 
     def run(self) -> None:
         threading.Thread(target=self._obey, daemon=True).start()
@@ -127,7 +127,7 @@ class Worker:
         self._journal.note("end")
 
     def _start(self) -> None:
-        """Start a harvester, again and again while Kafka or the database is away, as whoever runs it would."""
+        """Start a harvester, again and again while Kafka or the database is away, as a supervisor would."""
         while not self._stopping.is_set():
             harvester = self._make_harvester()
             try:
@@ -158,8 +158,8 @@ class Worker:
             reached=self._reached,
         )
 
-    def _reached(self, step: Step) -> None:
-        if step is Step.COMMITTED:
+    def _reached(self, step: Failpoint) -> None:
+        if step is Failpoint.COMMITTED:
             self._committed += 1
             if now() - self._noted_at > _COUNT_NOTED_SECONDS:
                 self._note_committed()
@@ -175,7 +175,7 @@ class Worker:
 
     def _obey(self) -> None:
         for line in sys.stdin:
-            self._trap.arm(Failpoint.parse(line) if line.strip() != "off" else None)
+            self._trap.arm(ArmedFailpoint.parse(line) if line.strip() != "off" else None)
         while not self._stopping.is_set():  # our test is gone
             os.kill(os.getpid(), signal.SIGKILL)
 

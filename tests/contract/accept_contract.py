@@ -1,6 +1,6 @@
-"""What every way of accepting must do, whatever the framework.
+"""The contract of every way of accepting, in any framework.
 
-A suite derives from `AcceptContract`, says in the fixture `adapter` how its framework opens a transaction, and inherits
+A suite derives from `AcceptContract`, opens its framework's transactions in the fixture `adapter`, and inherits
 the tests. The inbox is read back over a connection of its own.
 """
 
@@ -29,24 +29,24 @@ class Receiver(Protocol):
     def accept(self, source: object, message_id: object) -> bool: ...
 
     def savepoint(self) -> AbstractContextManager[object]:
-        """Released at the end of the block, rolled back when an exception leaves it."""
+        """Open a savepoint: released at the end of the block, rolled back when an exception leaves it."""
 
     def execute(self, sql: str) -> None:
         """Run a statement of the application in the same transaction."""
 
 
 class Adapter(Protocol):
-    """How a framework works on the database of the test. Used from any thread."""
+    """A framework's way of working on the database of the test. Used from any thread."""
 
     def transaction(self) -> AbstractContextManager[Receiver]:
-        """Committed at the end of the block, rolled back when an exception leaves it."""
+        """Open a transaction: committed at the end of the block, rolled back when an exception leaves it."""
 
     def autocommit(self) -> AbstractContextManager[Receiver]:
-        """A connection outside any transaction, in autocommit mode."""
+        """Open a connection outside any transaction, in autocommit mode."""
 
 
 class _Undo(Exception):
-    """Leaves a block that is to be rolled back."""
+    """An error that leaves a block to roll it back."""
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def _undone(block: AbstractContextManager[Receiver]):
 
 
 def accepted(database: str, table: str = "inbox"):
-    """Source and id of every row of an inbox, in order."""
+    """Return source and id of every row of an inbox, in order."""
     with psycopg.connect(database) as connection:
         return connection.execute(
             f"SELECT source, message_id FROM {TableName.parse(table).quoted} ORDER BY source, message_id"
@@ -65,7 +65,7 @@ def accepted(database: str, table: str = "inbox"):
 
 
 def wait_for_a_blocked_session(database: str) -> None:
-    """Return once some session of this database waits for another's lock."""
+    """Return once a session of this database waits for another's lock."""
     with psycopg.connect(database, autocommit=True) as connection:
         for _ in range(1200):
             waiting = connection.execute(
@@ -85,7 +85,7 @@ class AcceptContract:
 
     @pytest.fixture
     def inbox_database(self, database):
-        """A fresh database with an inbox and a table of the application."""
+        """Return a fresh database with an inbox and a table of the application."""
         with psycopg.connect(database) as connection:
             connection.execute(create_inbox_sql(TableName("inbox")))
             connection.execute("CREATE TABLE business (id int)")
@@ -93,11 +93,11 @@ class AcceptContract:
 
     @pytest.fixture
     def adapter(self, inbox_database) -> Adapter:
-        """How this framework works on `inbox_database`."""
+        """Return this framework's adapter for `inbox_database`."""
         raise NotImplementedError
 
     def test_first_and_repeat(self, adapter, inbox_database):
-        """The first time is True, a repeat False, in the same transaction and in later ones; sources are apart."""
+        """The first acceptance returns True, each later one False, in any transaction; sources are independent."""
         with adapter.transaction() as receiver:
             assert receiver.accept("api", "a") is True
             assert receiver.accept("api", "a") is False
@@ -109,7 +109,7 @@ class AcceptContract:
         assert accepted(inbox_database) == [("api", "A"), ("api", "a"), ("api", "b"), ("other", "a")]
 
     def test_rollback_frees_the_id(self, adapter, inbox_database):
-        """A rolled-back acceptance was none: the message is accepted when it comes again."""
+        """A message whose acceptance was rolled back is accepted when it comes again."""
         with _undone(adapter.transaction()) as receiver:
             assert receiver.accept("api", "a")
             receiver.execute("INSERT INTO business VALUES (1)")
@@ -118,7 +118,7 @@ class AcceptContract:
             assert receiver.accept("api", "a")
 
     def test_savepoint(self, adapter, inbox_database):
-        """Rolling back to a savepoint frees what was accepted after it, and nothing else."""
+        """Rolling back to a savepoint frees the ids accepted after it, and no others."""
         with adapter.transaction() as receiver:
             assert receiver.accept("api", "before")
             with _undone(receiver.savepoint()):
@@ -129,13 +129,13 @@ class AcceptContract:
         assert accepted(inbox_database) == [("api", "before"), ("api", "freed")]
 
     def test_autocommit_is_refused(self, adapter, inbox_database):
-        """Outside a transaction nothing is accepted."""
+        """Outside a transaction `accept` is refused."""
         with adapter.autocommit() as receiver, pytest.raises(TransactionRequired, match="acceptance would not be"):
             receiver.accept("api", "a")
         assert accepted(inbox_database) == []
 
     def test_ids_become_text(self, adapter, inbox_database):
-        """Numbers, UUIDs and UTF-8 bytes are the text that they show; any text is kept exactly, to the last byte."""
+        """Numbers, UUIDs and UTF-8 bytes become their text; any text is kept exactly, to the last byte."""
         with adapter.transaction() as receiver:
             for message_id in (42, _UUID, b"bytes \xc3\xa9", _AWKWARD, " "):
                 assert receiver.accept(7, message_id)
@@ -146,7 +146,7 @@ class AcceptContract:
         assert ("7", _AWKWARD) in accepted(inbox_database)
 
     def test_bad_ids_send_nothing(self, adapter, inbox_database):
-        """What the table cannot hold is refused by the name of its argument, and the transaction goes on."""
+        """An id that the table cannot hold is refused by the name of its argument, and the transaction goes on."""
         refused = [
             ("api", "", "message_id: is empty"),
             ("", "a", "source: is empty"),
@@ -169,7 +169,7 @@ class AcceptContract:
 
     @pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls-back"])
     def test_a_concurrent_repeat_waits_for_the_outcome(self, adapter, inbox_database, commits):
-        """While another transaction has accepted the id, accept waits: False if that commits, True if it rolls back."""
+        """While another transaction has accepted the id, `accept` waits: False if it commits, True if it rolls back."""
         answers = []
 
         def repeat():

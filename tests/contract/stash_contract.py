@@ -1,7 +1,7 @@
-"""What every way of stashing must do, whatever the framework.
+"""The contract of every way of stashing, in any framework.
 
-A suite derives from `StashContract`, says in the fixture `adapter` how its framework opens a transaction, and inherits
-the tests. What was written is read back over a connection of its own.
+A suite derives from `StashContract`, opens its framework's transactions in the fixture `adapter`, and inherits
+the tests. The rows are read back over a connection of its own.
 """
 
 from collections.abc import Iterable
@@ -28,36 +28,36 @@ class Writer(Protocol):
     def stash_many(self, records: Iterable[OutboxRecord]) -> None: ...
 
     def savepoint(self) -> AbstractContextManager[object]:
-        """Released at the end of the block, rolled back when an exception leaves it."""
+        """Open a savepoint: released at the end of the block, rolled back when an exception leaves it."""
 
     def execute(self, sql: str) -> None:
         """Run a statement of the application in the same transaction."""
 
 
 class Adapter(Protocol):
-    """How a framework writes to the database of the test."""
+    """A framework's way of writing to the database of the test."""
 
     def transaction(self) -> AbstractContextManager[Writer]:
-        """Committed at the end of the block, rolled back when an exception leaves it."""
+        """Open a transaction: committed at the end of the block, rolled back when an exception leaves it."""
 
     def autocommit(self) -> AbstractContextManager[Writer]:
-        """A connection outside any transaction, in autocommit mode."""
+        """Open a connection outside any transaction, in autocommit mode."""
 
 
 class _Undo(Exception):
-    """Leaves a block that is to be rolled back."""
+    """An error that leaves a block to roll it back."""
 
 
 @contextmanager
 def _undone(block: AbstractContextManager[Writer]):
-    """A transaction or savepoint that is left by an exception."""
+    """Leave a transaction or savepoint by an exception."""
     with suppress(_Undo), block as writer:
         yield writer
         raise _Undo
 
 
 def stashed(database: str, table: str = "outbox"):
-    """Every row of an outbox table by ascending id, as named tuples."""
+    """Return every row of an outbox table by ascending id, as named tuples."""
     with psycopg.connect(database, row_factory=namedtuple_row) as connection:
         return connection.execute(f"SELECT * FROM {TableName.parse(table).quoted} ORDER BY id").fetchall()
 
@@ -76,7 +76,7 @@ class StashContract:
 
     @pytest.fixture
     def outbox_database(self, database):
-        """A fresh database with an outbox and a table of the application."""
+        """Return a fresh database with an outbox and a table of the application."""
         with psycopg.connect(database) as connection:
             connection.execute(create_table_sql(TableName("outbox")))
             connection.execute("CREATE TABLE business (id int)")
@@ -84,11 +84,11 @@ class StashContract:
 
     @pytest.fixture
     def adapter(self, outbox_database) -> Adapter:
-        """How this framework writes to `outbox_database`."""
+        """Return this framework's adapter for `outbox_database`."""
         raise NotImplementedError
 
     def test_commit(self, adapter, outbox_database):
-        """A record is there once its transaction is committed, and not seen by others before."""
+        """Other sessions see a record once its transaction is committed, and not before."""
         with adapter.transaction() as writer:
             writer.stash(OutboxRecord("orders", "k", b"v"))
             assert stashed(outbox_database) == []
@@ -113,7 +113,7 @@ class StashContract:
         assert _value_count(outbox_database) == 2
 
     def test_savepoint_rollback(self, adapter, outbox_database):
-        """Rolling back to a savepoint discards what was stashed after it, and nothing else."""
+        """Rolling back to a savepoint discards the records stashed after it, and no others."""
         with adapter.transaction() as writer:
             writer.stash(OutboxRecord("orders", "before"))
             with _undone(writer.savepoint()):
@@ -123,7 +123,7 @@ class StashContract:
         assert _keys(outbox_database) == ["before", "after"]
 
     def test_savepoint_released(self, adapter, outbox_database):
-        """What is stashed in nested savepoints is committed with the transaction around them."""
+        """Records stashed in nested savepoints are committed with the transaction around them."""
         with adapter.transaction() as writer, writer.savepoint():
             writer.stash(OutboxRecord("orders", "outer"))
             with writer.savepoint():
@@ -131,7 +131,7 @@ class StashContract:
         assert _keys(outbox_database) == ["outer", "inner"]
 
     def test_autocommit_is_refused(self, adapter, outbox_database):
-        """Outside a transaction nothing is written, by any of the functions, not even of no records."""
+        """Outside a transaction every function refuses to stash, even no records."""
         with adapter.autocommit() as writer:
             with pytest.raises(TransactionRequired):
                 writer.stash(OutboxRecord("orders", "k"))
@@ -142,7 +142,7 @@ class StashContract:
         assert _keys(outbox_database) == []
 
     def test_bad_input_sends_nothing(self, adapter, outbox_database):
-        """Bad input leaves the transaction usable, and sends none of the records beside it."""
+        """Bad input leaves the transaction usable, and none of the records beside it is written."""
         bad = ({"topic": t} for t in ("orders", "orders", "no topic"))
         with adapter.transaction() as writer:
             with pytest.raises(InvalidRecord, match="topic"):
@@ -200,18 +200,18 @@ class StashContract:
 
 
 class TextStashContract:
-    """What a stash adapter must do on a table as goharvest makes it, called `outbox`."""
+    """The contract of every stash adapter on a table as goharvest makes it, called `outbox`."""
 
     @pytest.fixture
     def outbox_database(self, database):
-        """A fresh database with the outbox table of goharvest's documentation."""
+        """Return a fresh database with the outbox table of goharvest's documentation."""
         with psycopg.connect(database) as connection:
             connection.execute(create_table_sql(TableName("outbox"), "text"))
         return database
 
     @pytest.fixture
     def adapter(self, outbox_database) -> Adapter:
-        """How this framework writes to `outbox_database`."""
+        """Return this framework's adapter for `outbox_database`."""
         raise NotImplementedError
 
     def test_text_is_stored(self, adapter, outbox_database):

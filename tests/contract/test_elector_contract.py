@@ -1,7 +1,7 @@
-"""What every LeaderElector must do, whatever decides.
+"""The contract of every LeaderElector.
 
-A suite derives from `ElectorContract`, gives in the fixture `elector_factory` a way to make electors that contend with
-nobody else, and inherits the tests.
+A suite derives from `ElectorContract`, makes electors in the fixture `elector_factory` that contend
+with no others, and inherits the tests.
 """
 
 import threading
@@ -16,7 +16,7 @@ from outbox_core.events import LeaderAcquired, LeaderRevoked
 
 
 class AlwaysLeader:
-    """An elector that always says yes: for tests of harvesters, and to make two of them lead at once."""
+    """An elector that always leads: for tests of harvesters, and to make two of them lead at once."""
 
     def __init__(self, on_event, lease_seconds=5.0):
         self._on_event = on_event
@@ -49,12 +49,12 @@ class AlwaysLeader:
 class ElectorContract:
     @pytest.fixture
     def elector_factory(self):
-        """A function that makes an elector which tells its events to the handler it is given."""
+        """Return a function that makes an elector, which passes its events to the given handler."""
         raise NotImplementedError
 
     @pytest.fixture
     def start(self, elector_factory):
-        """A function that makes and starts an elector, and waits until it leads; stopped afterwards."""
+        """Yield a function that makes and starts an elector, and waits until it leads; each is stopped at the end."""
         started = []
 
         def make(on_event):
@@ -72,7 +72,7 @@ class ElectorContract:
             elector.stop()
 
     def test_nothing_before_the_start(self, elector_factory):
-        """An elector that was not started leads nothing and has not failed; stopping it does nothing."""
+        """An elector that was not started does not lead and has not failed; stopping it does nothing."""
         events = []
         elector = elector_factory(events.append)
         assert elector.leadership is None
@@ -99,14 +99,14 @@ class ElectorContract:
         assert lease.deadline > now()
 
     def test_no_trouble_while_it_leads(self, start):
-        """An elector that leads tells of no trouble, and neither does one that was stopped."""
+        """An elector that leads, or was stopped, reports no trouble."""
         elector = start(lambda _: None)
         assert elector.trouble is None
         elector.stop()
         assert elector.trouble is None
 
     def test_lease_goes_on(self, start):
-        """The lease is renewed without anybody's doing, under the same leader ID."""
+        """A leader's lease is renewed by itself, under the same leader ID."""
         elector = start(lambda _: None)
         first = elector.leadership
         deadline = time.monotonic() + 10
@@ -116,7 +116,7 @@ class ElectorContract:
         assert elector.leadership.leader_id == first.leader_id
 
     def test_stop_revokes_once(self, start):
-        """A stop tells LeaderRevoked once, with the lease still readable in the handler and gone afterwards."""
+        """A stop sends LeaderRevoked once, with the lease still readable in the handler and gone afterwards."""
         events = []
         readable = []
 
@@ -136,7 +136,7 @@ class ElectorContract:
         assert elector.failure is None
 
     def test_stop_waits_for_the_handler(self, start):
-        """`stop` returns only after LeaderRevoked's handler has."""
+        """`stop` returns only after the handler of LeaderRevoked has."""
         done = []
 
         def drain(event):
@@ -148,7 +148,7 @@ class ElectorContract:
         assert len(done) == 1
 
     def test_handlers_may_fail(self, start):
-        """What a handler raises neither ends the elector nor hides later events."""
+        """An exception in a handler neither ends the elector nor hides later events."""
         events = []
 
         def fail(event):
@@ -173,14 +173,14 @@ class ElectorContract:
 class TestAlwaysLeader(ElectorContract):
     @pytest.fixture
     def elector_factory(self):
-        """Electors that ask nobody."""
+        """Return electors that lead without a contest."""
         return AlwaysLeader
 
 
 class TestNeli(ElectorContract):
     @pytest.fixture
     def elector_factory(self, kafka_bootstrap, topic_name):
-        """Electors of one group on the shared broker."""
+        """Return electors of one group on the shared broker."""
         group = topic_name("contract")
 
         def make(on_event):

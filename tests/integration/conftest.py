@@ -1,4 +1,4 @@
-"""The scene that tests of harvesters share; a module whose outbox must differ has a `scene` of its own."""
+"""The scene that tests of harvesters share; a module with a different outbox defines its own `scene`."""
 
 import pytest
 

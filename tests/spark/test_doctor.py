@@ -1,18 +1,19 @@
-"""The doctor's look at a database: every right that a projection needs, each by itself."""
+"""The doctor's check of a database: every privilege that a projection needs, each by itself."""
 
 import uuid
 
 import psycopg
 import pytest
 
-from outbox_spark.cli.doctor import _postgres as look_at_postgres
-from outbox_spark.cli.doctor import look
+from outbox_core.doctor.findings import Verdict
+from outbox_spark.cli.doctor import _postgres as check_postgres
+from outbox_spark.cli.doctor import check
 from outbox_spark.config import ProjectSettings
 
 
 @pytest.fixture
 def role(database):
-    """A role that may do nothing yet, and a DSN with which one has its rights."""
+    """Yield a role without any rights, and a DSN that uses it."""
     name = f"limited_{uuid.uuid4().hex[:12]}"
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(f"CREATE ROLE {name}")
@@ -22,7 +23,7 @@ def role(database):
 
 
 def test_each_right_is_looked_at(database, role):
-    """Having one right of several on a table is not enough, and the statement that grants the others is said."""
+    """One privilege of several on a table is not enough, and the finding has the statements that grant the others."""
     name, dsn = role
     totals = {"table": "totals", "by": ["n"], "sums": {}}
     settings = ProjectSettings(
@@ -33,14 +34,14 @@ def test_each_right_is_looked_at(database, role):
         for table in ("lines", "outbox_spark_positions"):
             connection.execute(f"CREATE TABLE {table} (a int)")
             connection.execute(f"GRANT SELECT, INSERT ON {table} TO {name}")
-        found = look("PostgreSQL", look_at_postgres, settings, settings.postgres)
-        assert not found.is_well
-        remedies = found.words.partition("; ")[2].split("; ")
+        found = check("PostgreSQL", check_postgres, settings, settings.postgres)
+        assert found.verdict is Verdict.PROBLEM
+        remedies = found.detail.partition("; ")[2].split("; ")
         assert len(remedies) == 3
         for remedy in remedies:
             connection.execute(remedy)
-    found = look("PostgreSQL", look_at_postgres, settings, settings.postgres)
-    assert found.is_well, found.words
-    assert "lines is there" in found.words
-    assert "lines_quarantine will be made" in found.words
-    assert "totals will be made" in found.words
+    found = check("PostgreSQL", check_postgres, settings, settings.postgres)
+    assert found.verdict is Verdict.OK, found.detail
+    assert "lines is there" in found.detail
+    assert "lines_quarantine will be made" in found.detail
+    assert "totals will be made" in found.detail

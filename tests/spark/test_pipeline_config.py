@@ -1,4 +1,4 @@
-"""Settings of the pipelines and the command line: what is refused, and in which words."""
+"""Settings of the pipelines and the command line: refusals and their words."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 
 from outbox_core.errors import InvalidConfig
+from outbox_spark import config
 from outbox_spark.cli import main, run
 from outbox_spark.config import load_pipeline
 
@@ -26,7 +27,7 @@ project:
 
 @pytest.fixture
 def load(tmp_path):
-    """A function that loads a pipeline from text."""
+    """Return a function that loads a pipeline from text."""
 
     def run(text, pipeline="project", **environ):
         path = tmp_path / "pipeline.yaml"
@@ -37,7 +38,7 @@ def load(tmp_path):
 
 
 def test_reads_a_file(load):
-    """Names, durations, single topics and environment variables are understood."""
+    """A file may have names, durations, single topics and environment variables."""
     file = load(_PROJECT, SERVERS="kafka:9092")
     assert file.kafka["bootstrap.servers"] == "kafka:9092"
     assert file.settings.topics == ["orders"]
@@ -46,7 +47,7 @@ def test_reads_a_file(load):
 
 
 def test_shows_no_secrets(load):
-    """Passwords are in no repr and in no error."""
+    """No repr and no error shows a password."""
     assert "hunter2" not in repr(load(_PROJECT, SERVERS="kafka:9092"))
     with pytest.raises(InvalidConfig) as refused:
         load(_PROJECT.replace("table: lines", "tabel: lines"), SERVERS="x")
@@ -77,7 +78,7 @@ def test_names_what_is_wrong(load, old, new, words):
 
 
 def test_a_side_of_an_audit_is_one_thing(load):
-    """Two kinds for one side of an audit, or a table as what was found, are refused."""
+    """A side of an audit with two kinds, and a table on the found side, are refused."""
     audit = "kafka: {}\naudit:\n  expected: {archive: /a, parquet: /b}\n  found: {topics: t}\n"
     with pytest.raises(InvalidConfig, match=r"audit\.expected: needs exactly one"):
         load(audit, "audit")
@@ -95,13 +96,13 @@ def test_a_side_of_an_audit_is_one_thing(load):
 )
 @pytest.mark.parametrize("kafka", ["", "kafka: {client.id: me}\n"])
 def test_kafka_must_be_named(load, pipeline, section, kafka):
-    """What reads topics needs to know where Kafka is."""
+    """Pipelines that read topics need Kafka's address."""
     with pytest.raises(InvalidConfig, match=rf"kafka\.bootstrap\.servers: is missing: `{pipeline}` needs it"):
         load(f"{kafka}{pipeline}: {section}\n", pipeline)
 
 
 def test_kafka_need_not_be_named(load):
-    """An audit of folders reads no topic; a replay needs Kafka when it publishes."""
+    """An audit of folders needs no Kafka; a replay needs it only to publish."""
     load("audit: {expected: {archive: /a}, found: {parquet: /b}}", "audit")
     file = load("replay: {archive: /a, name: again}", "replay")
     with pytest.raises(InvalidConfig, match=r"kafka\.bootstrap\.servers: is missing"):
@@ -109,7 +110,7 @@ def test_kafka_need_not_be_named(load):
 
 
 def test_times_need_a_zone(load):
-    """A replay's times without a zone are refused: nobody would know which."""
+    """A replay's time without a zone is refused as ambiguous."""
     text = "replay: {archive: /a, name: again, since: 2026-11-21 00:00:00}"
     with pytest.raises(InvalidConfig, match=r"replay\.since: needs a time zone"):
         load(text, "replay")
@@ -142,16 +143,16 @@ class _Session:
 
 @pytest.fixture
 def replay_file(tmp_path):
-    """A file for a replay."""
+    """Return the path of a file for a replay."""
     path = tmp_path / "replay.yaml"
     path.write_text("replay: {archive: /a, name: again}\n")
     return str(path)
 
 
 def test_a_session_that_does_not_start_is_one_line(replay_file, monkeypatch, capsys):
-    """When Spark fails to start, there is no traceback, and the code says that nothing was begun."""
+    """A Spark that does not start gives no traceback, and the exit code of work not begun."""
 
-    def fail(_):
+    def fail(*_):
         raise RuntimeError("An error occurred while calling None.x.\n: java.lang.OutOfMemoryError: heap\n\tat y")
 
     monkeypatch.setattr(run, "open_session", fail)
@@ -161,7 +162,7 @@ def test_a_session_that_does_not_start_is_one_line(replay_file, monkeypatch, cap
 
 
 def test_a_replay_that_publishes_needs_kafka(replay_file, capsys):
-    """That is said before Spark is started."""
+    """A replay that publishes without Kafka's address is refused before Spark is started."""
     assert main(["replay", "-f", replay_file, "--publish"]) == 2
     assert "kafka.bootstrap.servers: is missing: `replay` needs it" in capsys.readouterr().err
 
@@ -178,8 +179,14 @@ def test_a_signal_ends_what_has_no_batches(tmp_path, monkeypatch, capsys, pipeli
 
     path = tmp_path / "pipeline.yaml"
     path.write_text("replay: {archive: /a, name: again}\naudit: {expected: {archive: /a}, found: {parquet: /b}}\n")
-    monkeypatch.setattr(run, "open_session", lambda _: session)
+    monkeypatch.setattr(run, "open_session", lambda *_: session)
     monkeypatch.setitem(run._PIPELINES, pipeline, work)
     assert main([pipeline, "-f", str(path)]) == code
     assert session.stopped
     assert f"outbox-spark: error: {pipeline} was stopped by a signal" in capsys.readouterr().err
+
+
+def test_deprecated_name_of_validate():
+    """The old name of `validate` works, with a warning."""
+    with pytest.warns(DeprecationWarning, match="validate"):
+        assert config.understand is config.validate

@@ -5,15 +5,16 @@ import pyarrow as pa
 import pytest
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.relay_marks import RelayMark
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
-from outbox_spark.batch_store import BatchStore, Shard
+from outbox_core.stores.relay_marks import RelayMark
 from outbox_spark.cli.doctor import _postgres as look_at_projection
 from outbox_spark.cli.doctor import _readable as look_at_table
 from outbox_spark.config import ProjectSettings, SnapshotTable
 from outbox_spark.pipelines.audit_sides import _ReadTable, extent_of
-from outbox_spark.projection import Misfit, ProjectedRecord, Projection, ProjectionStore, Totals
-from outbox_spark.upsert import Task, Upsert, UpsertTarget
+from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.postgres.projection_store import ProjectionStore
+from outbox_spark.postgres.upsert import Task, Upsert, UpsertTarget
+from outbox_spark.relay.batch_store import BatchStore, Shard
 
 _TRAP = """
 CREATE FUNCTION {name} RETURNS {result} LANGUAGE plpgsql AS
@@ -43,7 +44,7 @@ _OPERATORS = [
 
 @pytest.fixture
 def among_others(database):
-    """A database with an outbox of two rows, in which somebody may create functions in the schema `public`."""
+    """Return a database with an outbox of two rows, in which others may create functions in the schema `public`."""
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute(create_table_sql(TableName("outbox")))
         connection.execute(create_hold_sql(TableName("outbox_hold")))
@@ -69,7 +70,7 @@ def _record(offset, *, is_replay=False, misfit=None):
 
 @pytest.mark.parametrize("keep", ["latest", "every"])
 def test_a_projection_calls_no_functions_of_others(among_others, keep):
-    """Making its tables, reading positions and writing rows, totals and quarantine take nothing from the path."""
+    """A projection calls no functions of others when it makes tables, reads positions or writes rows and totals."""
     with ProjectionStore(among_others, _projection(keep)) as store:
         store.prepare()
         store.advance({"t": {"0": 0}})
@@ -83,7 +84,7 @@ def test_a_projection_calls_no_functions_of_others(among_others, keep):
 
 
 def test_an_upsert_calls_no_functions_of_others(among_others):
-    """Finding the table and its types, writing rows and the note take nothing from the search path."""
+    """An upsert calls no functions of others when it finds the table and its types, and writes rows and the note."""
     with psycopg.connect(among_others, autocommit=True) as connection:
         connection.execute("CREATE TABLE sales (product varchar PRIMARY KEY, total numeric)")
     writer = Upsert(UpsertTarget(among_others, "sales", ("product",)), ("product", "total"))
@@ -94,7 +95,7 @@ def test_an_upsert_calls_no_functions_of_others(among_others):
 
 
 def test_an_audit_and_the_doctor_call_no_functions_of_others(among_others):
-    """Reading an outbox for an audit, and looking at tables, take nothing from the search path."""
+    """Neither an audit of an outbox nor the doctor's check of tables calls functions of others."""
     database = psycopg.conninfo.conninfo_to_dict(among_others)["dbname"]
     (first_and_last,), name, outbox = extent_of(SnapshotTable(dsn=among_others, table="outbox"))
     assert (first_and_last, name.schema, outbox) == ((1, 2), "public", f"{database}.public.outbox")
@@ -109,7 +110,7 @@ def test_an_audit_and_the_doctor_call_no_functions_of_others(among_others):
 
 
 def test_an_audit_reads_odd_rows(database):
-    """Ids and times at the ends of their types are read as they are, or as the calendar's ends; no range is endless."""
+    """An audit reads extreme ids and times as they are, or as the calendar's ends; no range is endless."""
     odd = {
         -(2**63): "-infinity",
         5: "infinity",
@@ -133,9 +134,9 @@ def test_an_audit_reads_odd_rows(database):
 
 
 def test_a_relay_calls_no_functions_of_others(among_others):
-    """Marking, reading, adopting and purging batches take nothing from the search path."""
+    """A relay calls no functions of others when it marks, reads, adopts and purges batches."""
     store = BatchStore(among_others, "outbox")
-    store.check()
+    store.outbox.check()
     batch = store.mark_batch(RelayMark(7, 1), 10)
     assert [sum(map(len, store.read(Shard(number, 2, batch)))) for number in range(2)] in ([0, 2], [1, 1], [2, 0])
     assert store.adopt(8) == 2
@@ -146,7 +147,7 @@ def test_a_relay_calls_no_functions_of_others(among_others):
 
 
 def test_tables_are_found_and_made_by_the_sessions_own_path(database):
-    """A name without a schema is looked for along the session's path; a missing table is made in the first of it."""
+    """A table without a schema is looked up along the session's path, and made in the first schema of it."""
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute("CREATE SCHEMA mine")
         connection.execute("CREATE TABLE public.sales (product text PRIMARY KEY, total int)")
@@ -179,7 +180,7 @@ def test_names_with_percent_signs(database):
 
 @pytest.mark.parametrize("dsn", ["postgresql://me:S3cr3t P4ss@127.0.0.1:1/x", "host=127.0.0.1 password=S3cr3t P4ss"])
 def test_no_connection_shows_a_password(dsn):
-    """A DSN that libpq cannot read is named, and not quoted: it may be a part of the password."""
+    """A DSN that libpq cannot read is not quoted in errors, as any part of it may be the password."""
     table = SnapshotTable.model_construct(dsn=dsn, table="outbox", outbox_name=None)
     tries = [
         lambda: Upsert(UpsertTarget(dsn, "t"), ("a",)).write([(1,)]),

@@ -21,13 +21,13 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Django's alias of the database, and the options that say where to look."""
+        """Add Django's alias of the database, and the options that say where to look."""
         parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
         add_source_arguments(parser)
         add_format_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Look, and print."""
+        """Print the findings."""
         del args
         try:
             from outbox_django.harvesting import harvest_config

@@ -1,4 +1,4 @@
-"""`manage.py outbox_hold`: what `outbox hold` does, on Django's own connection."""
+"""`manage.py outbox_hold`: `outbox hold`, on Django's own connection."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Which outbox, and the actions of `outbox hold`."""
+        """Add the outbox's alias and the actions of `outbox hold`."""
         parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
         parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['TABLE']")
         add_actions(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Do it, and say what was done."""
+        """Run the action, and print its report."""
         del args
         try:
             name = TableName.parse(options["table"]) if options["table"] else outbox_settings().table

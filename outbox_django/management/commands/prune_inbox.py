@@ -1,4 +1,4 @@
-"""`manage.py prune_inbox`: what `outbox inbox prune` does, on Django's own connection."""
+"""`manage.py prune_inbox`: `outbox inbox prune`, on Django's own connection."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Command(BaseCommand):
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Which table, and what of it."""
+        """Add the table and the selection of its rows."""
         parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where accept writes")
         parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['INBOX_TABLE']")
         add_prune_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Prune, and say how much."""
+        """Prune, and print the number."""
         del args
         try:
             name = TableName.parse(options["table"]) if options["table"] else outbox_settings().inbox_table

@@ -30,11 +30,11 @@ class Command(BaseCommand):
         "Publish the outbox's records to Kafka, in order, until stopped: the first SIGTERM or SIGINT drains, a second "
         "one exits. DATABASES and OUTBOX say what and how; options win over them."
     )
-    # What is wrong is said in one line. The checks would also load every URL and template of the project.
+    # An error is one line. The checks would also load every URL and template of the project.
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Django's alias of the database, and the options of `outbox harvest`."""
+        """Add Django's alias of the database, and the options of `outbox harvest`."""
         parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
         add_harvest_arguments(parser)
 

@@ -5,7 +5,7 @@ import shutil
 import uuid
 from pathlib import Path
 
-from outbox_spark.folder import FileTaken, StoredFile
+from outbox_spark.parquet.folder import FileTaken, StoredFile
 
 
 class LocalFolder:
@@ -16,24 +16,24 @@ class LocalFolder:
 
     @property
     def url(self) -> str:
-        """The path."""
+        """Return the path."""
         return str(self._root)
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Tell whether there is a file or folder."""
         return (self._root / path).exists()
 
     def files(self, path: str) -> list[StoredFile]:
-        """All files below, sorted."""
+        """Return all files below, sorted."""
         found = [file for file in (self._root / path).rglob("*") if file.is_file()]
         return sorted(StoredFile(file.relative_to(self._root).as_posix(), file.stat().st_size) for file in found)
 
     def read(self, path: str) -> str:
-        """A file's text."""
+        """Read a file's text."""
         return (self._root / path).read_text(encoding="utf-8")
 
     def create(self, path: str, text: str) -> None:
-        """Write it beside, then link it: linking fails where a file exists."""
+        """Write the file under another name, then link it: linking fails if the file exists."""
         target = self._root / path
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}")

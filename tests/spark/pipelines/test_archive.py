@@ -1,4 +1,4 @@
-"""The archive: every record once, whatever dies and whatever is lost of Spark's checkpoint."""
+"""The archive: every record once, even if processes die or Spark's checkpoint is lost."""
 
 import shutil
 from datetime import UTC, datetime, timedelta, timezone
@@ -9,22 +9,22 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from devstack.frame_proxy import Api, Match
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
-from outbox_core.harvest import transaction
+from outbox_core.kafka import transactions as transaction
 from outbox_spark.config import ArchiveSettings, AuditSettings, ReplaySettings
-from outbox_spark.ledger import Ledger
+from outbox_spark.parquet.commit_log import CommitLog
 from outbox_spark.pipelines import archive, audit, replay
-from outbox_spark.pipelines.following import RecordsMissing
+from outbox_spark.pipelines.follower import RecordsMissing
 from tests.kafka_reader import read_topic
 from tests.queueing import eventually
 from tests.raw_records import NOT_UTF8, produce_raw
-from tests.spark.following import forget_last_commit, produce, run_and_die, run_once
+from tests.spark.pipelines.runs import forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
 def settings(tmp_path, make_topic):
-    """Settings of an archive of a fresh topic."""
+    """Return settings of an archive of a fresh topic."""
     return ArchiveSettings(
         name="archive",
         topics=[make_topic(3)],
@@ -39,21 +39,21 @@ def _ids(rows):
 
 
 def _archived(spark, settings):
-    """Ids in the archive, by its ledger and by its folders, which must agree."""
+    """Return the ids in the archive, by its commit log and by its folders, which must agree."""
     by_ledger = _ids(archive.open_archive(spark, settings.path).read())
     assert by_ledger == _ids(spark.read.parquet(settings.path))
     return by_ledger
 
 
 def test_archives_each_record_once(spark, settings, kafka_bootstrap):
-    """Records are archived once with all they have, aborted ones are not; small files are merged."""
+    """Committed records are archived once with all their parts, aborted ones are not; small files are merged."""
     topic = settings.topics[0]
-    for begin in range(0, 80, 20):
+    for begin in (0, 20, 40):
         produce(kafka_bootstrap, topic, range(begin, begin + 20))
         produce(kafka_bootstrap, topic, range(9000, 9005), abort=True)
         counts = run_once(archive, spark, kafka_bootstrap, settings)
         assert counts["records"] == 20
-    assert _archived(spark, settings) == list(range(80))
+    assert _archived(spark, settings) == list(range(60))
     table = archive.open_archive(spark, settings.path)
     assert len(list(Path(settings.path).rglob("*.parquet"))) < 8
     found = {(row.partition, row.offset): row for row in table.read().collect()}
@@ -64,8 +64,9 @@ def test_archives_each_record_once(spark, settings, kafka_bootstrap):
         assert row.date == row.timestamp.date()
 
 
+@pytest.mark.complete
 def test_survives_losses_of_the_checkpoint(spark, settings, kafka_bootstrap):
-    """A deleted commit-log entry and a deleted checkpoint change nothing."""
+    """A deleted commit-log entry and a deleted checkpoint neither lose nor repeat records."""
     topic = settings.topics[0]
     produce(kafka_bootstrap, topic, range(30))
     run_once(archive, spark, kafka_bootstrap, settings)
@@ -79,8 +80,9 @@ def test_survives_losses_of_the_checkpoint(spark, settings, kafka_bootstrap):
     assert _archived(spark, settings) == list(range(60))
 
 
+@pytest.mark.complete
 def test_survives_a_killed_driver(spark, settings, kafka_bootstrap):
-    """A driver killed between the archive's commit and Spark's repeats nothing."""
+    """A driver killed between the archive's commit and Spark's repeats no record."""
     produce(kafka_bootstrap, settings.topics[0], range(30))
     run_and_die("archive", kafka_bootstrap, settings)
     assert _archived(spark, settings) == list(range(30))
@@ -89,10 +91,11 @@ def test_survives_a_killed_driver(spark, settings, kafka_bootstrap):
     assert _archived(spark, settings) == list(range(40))
 
 
+@pytest.mark.complete
 def test_survives_a_failure_around_the_commit(spark, settings, kafka_bootstrap, monkeypatch):
     """A failure before the commit and one right behind it are tried again, and each record is there once."""
     produce(kafka_bootstrap, settings.topics[0], range(30))
-    commit, settle, failures = Ledger.commit, Ledger.settle, []
+    commit, finish, failures = CommitLog.commit, CommitLog.finish, []
 
     def fail_before(self, *arguments, **options):
         if len(failures) == 0:
@@ -104,17 +107,18 @@ def test_survives_a_failure_around_the_commit(spark, settings, kafka_bootstrap, 
         if self.number == 1 and len(failures) == 1:
             failures.append("behind")
             raise OSError("the disk has gone again")
-        return settle(self)
+        return finish(self)
 
-    monkeypatch.setattr(Ledger, "commit", fail_before)
-    monkeypatch.setattr(Ledger, "settle", fail_behind)
+    monkeypatch.setattr(CommitLog, "commit", fail_before)
+    monkeypatch.setattr(CommitLog, "finish", fail_behind)
     run_once(archive, spark, kafka_bootstrap, settings)
     assert failures == ["before", "behind"]
     assert _archived(spark, settings) == list(range(30))
 
 
+@pytest.mark.complete
 def test_says_when_records_would_be_missing(spark, settings, kafka_bootstrap):
-    """An archive that is behind its checkpoint is an error, and nothing is skipped."""
+    """An archive that is behind its checkpoint is an error, so that no record is skipped."""
     produce(kafka_bootstrap, settings.topics[0], range(10))
     run_once(archive, spark, kafka_bootstrap, settings)
     shutil.rmtree(settings.path)
@@ -127,7 +131,7 @@ def test_says_when_records_would_be_missing(spark, settings, kafka_bootstrap):
 
 
 def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic):
-    """A dry run publishes nothing; a replay publishes the selection in order, marked, and only once."""
+    """A dry run publishes no record; a replay publishes the selection in order, marked, and only once."""
     topic, target = settings.topics[0], make_topic(3)
     produce(kafka_bootstrap, topic, range(40))
     run_once(archive, spark, kafka_bootstrap, settings)
@@ -150,8 +154,9 @@ def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic)
         ]
 
 
+@pytest.mark.complete
 def test_a_record_that_no_calendar_or_text_holds(spark, settings, kafka_bootstrap, make_topic, topic_name):
-    """An unreadable header name and a time far ahead stop neither archive, audit nor replay."""
+    """Neither an unreadable header name nor a time far ahead stops archive, audit or replay."""
     topic = make_topic(3, config={"message.timestamp.after.max.ms": str(2**63 - 1)})
     target, kafka = make_topic(3), {"bootstrap.servers": kafka_bootstrap}
     settings = ArchiveSettings(**settings.model_dump() | {"topics": [topic]})
@@ -166,8 +171,9 @@ def test_a_record_that_no_calendar_or_text_holds(spark, settings, kafka_bootstra
     assert len(read_topic(kafka_bootstrap, target)) == 5
 
 
+@pytest.mark.complete
 def test_a_replay_of_a_time_in_any_zone(spark, settings):
-    """`since` is met by records of the day before in UTC, `until` is not included; the dry run shows times in UTC."""
+    """A replay's `since` includes records of the day before in UTC, `until` excludes; its times are shown in UTC."""
     began = datetime(2026, 11, 20, 22, tzinfo=UTC)
     rows = [
         (b"k", b"v", [], "orders", 0, number, began + timedelta(hours=number), f"x:{number}") for number in range(5)
@@ -227,7 +233,7 @@ def test_a_replay_names_a_record_that_cannot_be_sent(settings, monkeypatch):
 
 
 class _Row(dict):
-    """A row of an archive; something happens when its value is looked at."""
+    """A row of an archive that calls a function when its value is read."""
 
     def __init__(self, offset, target, meanwhile=lambda: None):
         super().__init__(offset=offset, target=target, key=b"k", value=b"%d" % offset, headers=[])
@@ -240,7 +246,7 @@ class _Row(dict):
 
 
 def _publish(shard, rows):
-    """Publish until it succeeds, as Spark tries a task again; how often it was tried."""
+    """Publish until it succeeds, as Spark tries a task again; return the number of attempts."""
     for attempt in range(1, 5):
         try:
             shard.publish(iter(rows))
@@ -251,7 +257,7 @@ def _publish(shard, rows):
 
 
 def test_a_replay_is_not_torn_by_a_late_commit(kafka, settings, make_topic, topic_name):
-    """A commit that was repeated, and arrives in the middle of the next transaction, repeats none of its records."""
+    """A late copy of a commit, in the middle of the next transaction, repeats none of that transaction's records."""
     target, arrived = make_topic(1), []
     wanted = ReplaySettings(archive=settings.path, name=topic_name(), transaction_records=2)
     with kafka.frame_proxied(2) as frames:
@@ -276,8 +282,9 @@ def test_a_replay_is_not_torn_by_a_late_commit(kafka, settings, make_topic, topi
     assert [message.value for message in read_topic(kafka.bootstrap, target)] == [b"0", b"1", b"2", b"3", b"4"]
 
 
+@pytest.mark.complete
 def test_a_replay_does_not_come_back_after_its_successor(kafka, settings, make_topic, topic_name):
-    """A task whose commit was repeated, and which was replaced meanwhile, publishes nothing of its successor again."""
+    """A replaced task whose commit was repeated publishes none of its successor's records again."""
     target = make_topic(1)
     wanted = ReplaySettings(archive=settings.path, name=topic_name(), transaction_records=1)
     rows = [_Row(offset, target) for offset in range(3)]
@@ -296,8 +303,9 @@ def test_a_replay_does_not_come_back_after_its_successor(kafka, settings, make_t
     assert [message.value for message in read_topic(kafka.bootstrap, target)] == [b"0", b"1", b"2"]
 
 
+@pytest.mark.complete
 def test_a_replay_needs_its_partitions(spark, settings, kafka_bootstrap, make_topic):
-    """A target with fewer partitions than the archive is refused before anything is published."""
+    """A target with fewer partitions than the archive is refused before any record is published."""
     topic, target = settings.topics[0], make_topic(1)
     produce(kafka_bootstrap, topic, range(5))
     run_once(archive, spark, kafka_bootstrap, settings)

@@ -1,4 +1,4 @@
-"""The audit: what it finds, between Parquet folders and between an archive and topics."""
+"""The audit: its findings between Parquet folders, and between an archive and topics."""
 
 import json
 import time
@@ -17,7 +17,7 @@ _COLUMNS = "topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, key
 
 
 def _records(number=400):
-    """Records of 20 keys in two partitions, as rows."""
+    """Return records of 20 keys in two partitions, as rows."""
     return [
         ("orders", key % 2, offset, _BEGAN + timedelta(minutes=offset), b"key-%d" % key, f"db.public.outbox:{offset}")
         for offset, key in ((offset, offset % 20) for offset in range(number))
@@ -26,7 +26,7 @@ def _records(number=400):
 
 @pytest.fixture
 def compare(spark, tmp_path):
-    """A function that audits two lists of rows and gives the result."""
+    """Return a function that audits two lists of rows and returns the result."""
 
     def run(expected, found, **settings):
         folders = []
@@ -39,8 +39,9 @@ def compare(spark, tmp_path):
     return run
 
 
+@pytest.mark.complete
 def test_equal_sides_are_clean(compare):
-    """Nothing is found where nothing is wrong."""
+    """An audit of equal sides finds no fault."""
     result = compare(_records(), _records())
     assert result.is_clean
     assert result.topics["orders"] == {
@@ -53,7 +54,7 @@ def test_equal_sides_are_clean(compare):
 
 
 def test_finds_lost_repeated_reordered_and_unexpected(compare):
-    """Each planted fault is found, as what it is and where it is, and nothing else is."""
+    """Each planted fault is found, with its kind and place, and no other fault is."""
     expected = _records()
     found = _records()
     lost = found.pop(100)
@@ -83,8 +84,9 @@ def test_finds_lost_repeated_reordered_and_unexpected(compare):
     assert by_kind["unexpected"]["id"] == "db.public.outbox:9999"
 
 
+@pytest.mark.complete
 def test_times_are_utc(spark, compare, monkeypatch):
-    """The report's hours and times are UTC, in whatever zone session and driver are."""
+    """The report's hours and times are UTC, in any time zone of session and driver."""
     before = spark.conf.get("spark.sql.session.timeZone")
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
@@ -102,8 +104,9 @@ def test_times_are_utc(spark, compare, monkeypatch):
     assert [example["timestamp"] for example in result.examples] == ["2026-11-21T09:09:00Z"]
 
 
+@pytest.mark.complete
 def test_topics_that_were_not_looked_at_are_lost(spark, monkeypatch):
-    """What is expected of a topic that the found side does not name is lost, unless `topics` leaves it out."""
+    """Expected records of a topic that the found side does not name are lost, unless `topics` leaves it out."""
     expected = spark.createDataFrame([*_records(4), ("stock", *_records(1)[0][1:])], _COLUMNS)
     expected = expected.withColumnRenamed("outbox_id", "id").selectExpr("*", "false AS is_replay")
     sides = {"expected": {"parquet": "/expected"}, "found": {"topics": ["orders"]}}
@@ -117,6 +120,7 @@ def test_topics_that_were_not_looked_at_are_lost(spark, monkeypatch):
     assert audit.run(spark, {}, AuditSettings(**sides, topics=["orders"])).is_clean
 
 
+@pytest.mark.complete
 def test_records_without_key_have_no_order(compare):
     """Records without a key may come in any order, and are still missed."""
     expected = [(*row[:4], None, row[5]) for row in _records(20)]
@@ -127,7 +131,7 @@ def test_records_without_key_have_no_order(compare):
 
 
 def test_reports_are_complete_and_escaped(compare):
-    """The JSON has counts and examples, the page shows them and escapes what records hold."""
+    """The JSON has counts and examples; the page shows them, and escapes text from records."""
     expected = [*_records(10), ("orders", 0, 99, _BEGAN, b"<script>", "x:1")]
     result = compare(expected, _records(10), findings=None)
     document = json.loads(audit_report.to_json(result))
@@ -140,8 +144,9 @@ def test_reports_are_complete_and_escaped(compare):
 
 
 @pytest.mark.real_broker
+@pytest.mark.complete
 def test_snapshot_of_the_outbox_against_topics(spark, database, kafka_bootstrap, make_topic):
-    """What was stashed, as a table, is compared with what is in the topic; replays are no repeats."""
+    """A table of stashed records is compared with the topic; replays do not count as repeats."""
     import psycopg
 
     from outbox_core.schema import TableName, create_table_sql

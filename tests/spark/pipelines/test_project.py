@@ -1,4 +1,4 @@
-"""Projection: typed rows once each, what does not fit in quarantine, totals that follow, whatever dies."""
+"""Projection: typed rows once each, misfits in quarantine, totals that follow, even if processes die."""
 
 import shutil
 import threading
@@ -13,7 +13,7 @@ from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_spark.config import ProjectSettings
 from outbox_spark.pipelines import project
 from tests.raw_records import NOT_UTF8, produce_raw
-from tests.spark.following import SCHEMA, forget_last_commit, produce, run_and_die, run_once
+from tests.spark.pipelines.runs import SCHEMA, forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
 
@@ -22,7 +22,7 @@ _COLUMNS = {"n": "n", "sku": "item.sku", "cents": "item.cents", "amount": "amoun
 
 @pytest.fixture
 def settings(tmp_path, make_topic, database):
-    """A function that makes settings of a projection of a fresh topic."""
+    """Return a function that makes settings of a projection of a fresh topic."""
     topic = make_topic(3)
 
     def make(**others):
@@ -50,7 +50,7 @@ def _numbers(database, table="lines"):
 
 
 def _check_totals(database):
-    """The totals are what the table itself sums up to."""
+    """Assert that the totals equal the sums over the table."""
     with psycopg.connect(database) as connection:
         kept = connection.execute("SELECT sku, cents, lines FROM totals ORDER BY sku").fetchall()
         summed = connection.execute("SELECT sku, sum(cents), count(*) FROM lines GROUP BY 1 ORDER BY 1").fetchall()
@@ -87,8 +87,9 @@ def test_projects_each_record_once(spark, settings, database, kafka_bootstrap):
     assert row == (Decimal("1.75"), topic, "db.public.outbox:7")
 
 
+@pytest.mark.complete
 def test_survives_a_killed_driver(spark, settings, database, kafka_bootstrap):
-    """A driver killed between the target's commit and Spark's repeats nothing."""
+    """A driver killed between the target's commit and Spark's repeats no record."""
     chosen = settings()
     produce(kafka_bootstrap, chosen.topics[0], range(30))
     run_and_die("project", kafka_bootstrap, chosen)
@@ -99,8 +100,9 @@ def test_survives_a_killed_driver(spark, settings, database, kafka_bootstrap):
     _check_totals(database)
 
 
+@pytest.mark.complete
 def test_a_task_that_fails_before_its_commit_is_tried_again(spark, settings, database, kafka_bootstrap):
-    """What failed in the middle of a transaction is not there, and comes with the next attempt."""
+    """Rows of a failed transaction are not there, and come with the next attempt."""
     chosen = settings()
     produce(kafka_bootstrap, chosen.topics[0], range(10))
     run_once(project, spark, kafka_bootstrap, chosen)
@@ -117,8 +119,9 @@ def test_a_task_that_fails_before_its_commit_is_tried_again(spark, settings, dat
     _check_totals(database)
 
 
+@pytest.mark.complete
 def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_bootstrap):
-    """Each record that cannot be projected is kept with its place and the reason, and counted."""
+    """Each record that cannot be projected is kept in quarantine with its place and the reason, and counted."""
     chosen = settings(schema=SCHEMA + ", at TIMESTAMP")
     bad = {
         b"\xff": "UTF-8",
@@ -151,6 +154,7 @@ def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_boo
         assert bad[bytes(value)] in reason
 
 
+@pytest.mark.complete
 def test_the_latest_record_of_a_key_stays(spark, settings, database, kafka_bootstrap):
     """A record replaces the rows of its key, a tombstone removes them, and the totals follow."""
     chosen = settings(keep="latest")
@@ -174,8 +178,9 @@ def test_the_latest_record_of_a_key_stays(spark, settings, database, kafka_boots
         assert connection.execute("SELECT count(*) FROM totals").fetchone() == (0,)
 
 
+@pytest.mark.complete
 def test_projects_to_parquet_without_repeats(spark, settings, tmp_path, kafka_bootstrap):
-    """Parquet has each record once, also when it is repeated in a later batch and the checkpoint is gone."""
+    """Parquet has each record once, even if a later batch repeats it and the checkpoint is gone."""
     chosen = settings(postgres=None, parquet={"path": str(tmp_path / "rows")})
     topic = chosen.topics[0]
     produce(kafka_bootstrap, topic, range(20))
@@ -200,7 +205,7 @@ def test_projects_to_parquet_without_repeats(spark, settings, tmp_path, kafka_bo
     ],
 )
 def test_wrong_settings_are_refused(spark, settings, kafka_bootstrap, change, words):
-    """Settings that do not fit each other are named before anything is read."""
+    """Contradictory settings are refused by name before any record is read."""
     with pytest.raises(InvalidConfig, match=words):
         run_once(project, spark, kafka_bootstrap, settings(**change))
 
@@ -213,8 +218,9 @@ def test_a_foreign_table_is_refused(spark, settings, database, kafka_bootstrap):
         run_once(project, spark, kafka_bootstrap, settings())
 
 
+@pytest.mark.complete
 def test_services_may_restart(spark, settings, private_stack, private_database, make_topic):
-    """PostgreSQL and the broker are restarted while it follows: each record is there once."""
+    """Restarts of PostgreSQL and the broker during a projection neither lose nor repeat records."""
     bootstrap = private_stack.kafka.bootstrap
     topic = make_topic(2, bootstrap=bootstrap)
     chosen = settings(topics=[topic], trigger="200ms", postgres={"dsn": private_database, "table": "lines"})

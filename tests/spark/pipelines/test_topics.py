@@ -1,4 +1,4 @@
-"""Reading topics by ranges of offsets, without Spark: planning with Hypothesis, reading from a real broker."""
+"""Topics read by ranges of offsets, without Spark: planning with Hypothesis, reading from a real broker."""
 
 import json
 from datetime import UTC, datetime
@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable
-from outbox_spark.kafka_source import KafkaSourceOptions, _StreamReader, to_arrow
-from outbox_spark.topics import (
+from outbox_spark.topics.ranges import (
     LATEST,
     OffsetRange,
-    RangeReader,
     RecordsExpired,
     TopicLog,
     parse_offsets,
     plan_batch,
     ranges_between,
+    read_range,
 )
+from outbox_spark.topics.source import KafkaSourceOptions, _StreamReader, to_arrow
 from tests.raw_records import NOT_UTF8, produce_raw
 
 PARTITIONS = st.dictionaries(st.integers(0, 5).map(str), st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1)
@@ -28,7 +28,7 @@ PARTITIONS = st.dictionaries(st.integers(0, 5).map(str), st.tuples(st.integers(0
 
 @given(PARTITIONS, st.one_of(st.none(), st.integers(1, 100)))
 def test_batches_cover_everything_once(partitions, limit):
-    """Batch after batch, from anywhere, every offset is read once, none beyond the end, at most the limit or so."""
+    """Successive batches, from any start, read every offset once, none beyond the end, at most the limit or so."""
     firsts = {"t": {p: first for p, (first, _) in partitions.items()}}
     ends = {"t": {p: first + length for p, (first, length) in partitions.items()}}
     start, seen = {}, []
@@ -61,7 +61,7 @@ def test_ranges_are_split_without_gaps(partitions, pieces):
 
 
 def test_a_batch_never_goes_back():
-    """A partition whose end is below the start (a topic made anew) gives nothing, rather than a negative range."""
+    """A partition whose end is below the start (a topic made anew) yields an empty range, not a negative one."""
     assert plan_batch({"t": {"0": 9}}, {"t": {"0": 4}}, {"t": {"0": 0}}, None) == {"t": {"0": 9}}
 
 
@@ -74,7 +74,7 @@ class _Log:
 
 @pytest.mark.parametrize("available_now", [True, False])
 def test_a_topic_made_anew_is_noticed(available_now):
-    """A topic that ends before what was read of it is lost data, unless that is allowed."""
+    """A topic that ends before the position already read has lost data, which is an error unless it is allowed."""
     options = {"kafka.bootstrap.servers": "h:1", "subscribe": "t"}
     reader = _StreamReader(KafkaSourceOptions.of(options, streaming=True))
     lenient = _StreamReader(KafkaSourceOptions.of({**options, "failOnDataLoss": "false"}, streaming=True))
@@ -91,13 +91,13 @@ def test_a_topic_made_anew_is_noticed(available_now):
 
 @pytest.mark.parametrize("text", ["", "first", "{}", '{"t": 3}', '{"t": {"0": "x"}}', '{"t": {"0": -3}}', "[1]"])
 def test_offsets_that_are_none_are_refused(text):
-    """What is no position is refused by the name of its option."""
+    """Text that is no position is refused by the name of its option."""
     with pytest.raises(InvalidConfig, match="startingOffsets must be earliest, latest, or JSON"):
         parse_offsets("startingOffsets", text)
 
 
 def test_offsets_as_spark_writes_them():
-    """Words in any case, and JSON."""
+    """Offsets are words, in upper or lower case, or JSON."""
     assert parse_offsets("x", " Earliest ") == "earliest"
     assert parse_offsets("x", '{"t": {"0": 17, "1": -2}}') == {"t": {"0": 17, "1": -2}}
 
@@ -118,13 +118,13 @@ def test_offsets_as_spark_writes_them():
     ],
 )
 def test_wrong_options_are_named(options, problem):
-    """An option that is missing, unknown or out of range is named, with what is wrong."""
+    """A missing, unknown or impossible option is refused by name, with the reason."""
     with pytest.raises(InvalidConfig, match=f"outbox_kafka: .*{problem}"):
         KafkaSourceOptions.of(options, streaming=True)
 
 
 def test_kafka_settings_are_passed_on():
-    """`kafka.` is taken off, and `bootstrap.servers` may stand alone."""
+    """The prefix `kafka.` is removed from settings, and `bootstrap.servers` may stand without it."""
     options = KafkaSourceOptions.of(
         {"bootstrap.servers": "h:1", "subscribe": "a, b", "kafka.client.rack": "r"}, streaming=True
     )
@@ -150,13 +150,13 @@ def produce(bootstrap, topic, values, *, transactional_id="", commit=True, heade
 
 
 def values_of(settings, wanted, **options):
-    """The numbers in a range."""
-    return [int(message.value()) for batch in RangeReader(settings, wanted, **options) for message in batch]
+    """Return the numbers in a range."""
+    return [int(message.value()) for batch in read_range(settings, wanted, **options) for message in batch]
 
 
 @pytest.mark.real_broker
 def test_ranges_end_at_markers_and_aborted_records(kafka_bootstrap, make_topic):
-    """A range that ends, or consists of, aborted records and markers ends, and holds what is committed."""
+    """A range with aborted records and markers, even if only those, ends, and yields the committed records."""
     topic = make_topic(1)
     kafka = {"bootstrap.servers": kafka_bootstrap}
     produce(kafka_bootstrap, topic, range(3), transactional_id=f"{topic}-a")  # 0..2, marker 3
@@ -174,7 +174,7 @@ def test_ranges_end_at_markers_and_aborted_records(kafka_bootstrap, make_topic):
 
 @pytest.mark.real_broker
 def test_the_end_is_what_is_stable(kafka_bootstrap, make_topic):
-    """What lies behind an open transaction is not there yet, and appears when that has ended."""
+    """Records behind an open transaction are not there yet, and appear when it has ended."""
     topic = make_topic(1)
     kafka = {"bootstrap.servers": kafka_bootstrap}
     produce(kafka_bootstrap, topic, [1])
@@ -211,7 +211,7 @@ def test_lost_records_are_an_error_unless_allowed(kafka_bootstrap, make_topic):
 
 @pytest.mark.real_broker
 def test_positions_by_words_and_numbers(kafka_bootstrap, make_topic, topic_name):
-    """-2 and -1 stand for the ends, other partitions begin at the earliest or end at the latest; no strangers."""
+    """-2 and -1 stand for the ends, unnamed partitions for the earliest or latest; unknown partitions are refused."""
     topic = make_topic(2)
     kafka = {"bootstrap.servers": kafka_bootstrap}
     produce(kafka_bootstrap, topic, range(5))
@@ -233,7 +233,7 @@ def test_headers_that_cannot_be_read_are_null(kafka_bootstrap, make_topic):
     for name in (b"h", NOT_UTF8, b"h"):
         produce_raw(kafka_bootstrap, topic, b"v", headers=[(b"outbox-id", b"o:1"), (name, b"1")])
     produce(kafka_bootstrap, topic, ["v"])
-    (batch,) = RangeReader({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 4))
+    (batch,) = read_range({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 4))
     rows = to_arrow(batch, "outbox-id").to_pylist()
     assert [row["outbox_id"] for row in rows] == ["o:1", None, "o:1", None]
     assert [None if row["headers"] is None else len(row["headers"]) for row in rows] == [2, None, 2, 0]
@@ -242,11 +242,11 @@ def test_headers_that_cannot_be_read_are_null(kafka_bootstrap, make_topic):
 
 @pytest.mark.real_broker
 def test_times_beyond_the_calendar_are_its_end(kafka_bootstrap, make_topic):
-    """A timestamp that Python's calendar does not have, which brokers may take, is the last one that it has."""
+    """A timestamp beyond Python's calendar, which brokers may take, becomes the calendar's last one."""
     topic = make_topic(1, config={"message.timestamp.after.max.ms": str(2**63 - 1)})
     for milliseconds in (2**62, 9_300_000_000_000_000, 253_402_300_800_000, 253_402_300_799_999, 1_000):
         produce_raw(kafka_bootstrap, topic, b"v", timestamp_ms=milliseconds)
-    (batch,) = RangeReader({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 5))
+    (batch,) = read_range({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 5))
     times = [row["timestamp"] for row in to_arrow(batch, "outbox-id").to_pylist()]
     last = datetime(9999, 12, 31, 23, 59, 59, 999_000, tzinfo=UTC)
     assert times == [last, last, last, last, datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC)]
@@ -254,11 +254,11 @@ def test_times_beyond_the_calendar_are_its_end(kafka_bootstrap, make_topic):
 
 @pytest.mark.real_broker
 def test_a_row_shows_all_of_a_message(kafka_bootstrap, make_topic):
-    """Headers come as a map with the last of each name and as a list with all, the id header as a column too."""
+    """Headers come as a map with the last of each name and as a list with all; the id header is a column, too."""
     topic = make_topic(1)
     headers = [("a", b"1"), ("a", None), ("outbox-id", b"db.public.outbox:42")]
     produce(kafka_bootstrap, topic, ["v"], headers=headers)
-    (batch,) = RangeReader({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 1))
+    (batch,) = read_range({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 1))
     (row,) = to_arrow(batch, "outbox-id").to_pylist()
     assert row["header_list"] == [{"key": name, "value": value} for name, value in headers]
     assert dict(row["headers"]) == dict(headers)
@@ -268,7 +268,7 @@ def test_a_row_shows_all_of_a_message(kafka_bootstrap, make_topic):
 
 @pytest.mark.real_broker
 def test_spark_reads_topics(spark, kafka_bootstrap, make_topic, tmp_path):
-    """A stream in batches of limited size, resumed from its checkpoint, reads all once; so does a batch read."""
+    """A stream in small batches, resumed from its checkpoint, reads all records once; so does a batch read."""
     topic = make_topic(3)
     producer = Producer({"bootstrap.servers": kafka_bootstrap})
     for number in range(300):

@@ -1,4 +1,4 @@
-"""Rows into a PostgreSQL table: each once, whatever is tried again; and what is wrong is said."""
+"""Rows into a PostgreSQL table: each once, even if attempts are repeated, and errors with a clear name."""
 
 import threading
 from collections.abc import Iterator
@@ -8,33 +8,33 @@ import psycopg
 import pytest
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
-from outbox_spark.postgres_sink import target_of
-from outbox_spark.upsert import Task, Upsert, UpsertTarget
+from outbox_spark.postgres.sink import target_of
+from outbox_spark.postgres.upsert import Task, Upsert, UpsertTarget
 
 COLUMNS = ("product", "total", "details")
 
 
 @pytest.fixture
 def table(database):
-    """A table with a key."""
+    """Return the URL of a database with a table with a key."""
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute('CREATE TABLE "Sales" (product text PRIMARY KEY, total int NOT NULL, details jsonb)')
     return database
 
 
 def rows_in(database):
-    """What is in the table."""
+    """Read the table."""
     with psycopg.connect(database) as connection:
         return connection.execute('SELECT product, total, details FROM "Sales" ORDER BY product').fetchall()
 
 
 def upsert(database, *, keys=("product",), on_conflict="update", columns=COLUMNS, table='"Sales"'):
-    """A writer into the table."""
+    """Return a writer into the table."""
     return Upsert(UpsertTarget(database, table, keys, on_conflict), columns)
 
 
 def task(batch, *, run="run", partition=0):
-    """A partition of a batch of the query `sales`."""
+    """Return a partition of a batch of the query `sales`."""
     return Task("sales", run, batch, partition)
 
 
@@ -54,14 +54,14 @@ def test_old_rows_may_be_kept(table):
 
 
 def test_an_older_batch_writes_nothing(table):
-    """A task that was thought dead finds the note of a later batch."""
+    """A task that was thought dead finds the note of a later batch, and writes no rows."""
     upsert(table).write([("tea", 2, None)], task(5))
     assert upsert(table).write([("tea", 1, None)], task(4)).skipped
     assert rows_in(table) == [("tea", 2, None)]
 
 
 def test_partitions_and_runs_have_notes_of_their_own(table):
-    """Another partition, and another checkpoint whose batches begin at 0 again, are not held back."""
+    """Notes of another partition, or of another checkpoint whose batches begin at 0 again, hold no task back."""
     upsert(table).write([("tea", 1, None)], task(5))
     assert not upsert(table).write([("milk", 1, None)], task(5, partition=1)).skipped
     assert not upsert(table).write([("tea", 7, None)], task(0, run="after the checkpoint was deleted")).skipped
@@ -69,7 +69,7 @@ def test_partitions_and_runs_have_notes_of_their_own(table):
 
 
 def test_rows_without_a_key_are_added_once(table):
-    """A batch that is tried again adds nothing; the next one does."""
+    """A repeated batch adds no rows; the next one does."""
     with psycopg.connect(table, autocommit=True) as connection:
         connection.execute("CREATE TABLE seen (number int)")
     writer = upsert(table, keys=(), columns=("number",), table="seen")
@@ -80,7 +80,7 @@ def test_rows_without_a_key_are_added_once(table):
 
 
 def test_attempts_of_the_first_batch_come_one_after_the_other(table):
-    """Before there is any note, too, a second attempt of a task waits for the first, and then adds nothing."""
+    """Even before the first note a second attempt of a task waits for the first, and then adds no rows."""
     with psycopg.connect(table, autocommit=True) as connection:
         connection.execute("CREATE TABLE seen (number int)")
     half_way, go_on = threading.Event(), threading.Event()
@@ -105,7 +105,7 @@ def test_attempts_of_the_first_batch_come_one_after_the_other(table):
 
 
 def test_a_failure_leaves_neither_rows_nor_note(table):
-    """A task that dies on the way has written nothing, and is not skipped when it is tried again."""
+    """A task that dies on the way has written no rows, and is not skipped when it is tried again."""
 
     def rows() -> Iterator[tuple]:
         yield ("tea", 1, None)
@@ -132,13 +132,13 @@ def test_what_does_not_fit_is_said(table, columns, keys, name, problem):
 
 
 def test_a_key_must_be_a_column():
-    """A key that the rows do not have is refused before anything is written."""
+    """A key column that the rows lack is refused before any row is written."""
     with pytest.raises(InvalidConfig, match=r"key column\(s\) id are not among"):
         Upsert(UpsertTarget("", "t", ("id",)), ("a",))
 
 
 def test_a_database_that_is_away_is_no_error_of_the_table():
-    """It is said to be unavailable, without the password."""
+    """An unreachable database is reported as unavailable, without the password."""
     target = target_of({"dsn": "host=127.0.0.1 port=1 password=hunter2", "table": "t"})
     with pytest.raises(StoreUnavailable) as error:
         Upsert(target, ("a",)).write([(1,)])
@@ -156,11 +156,12 @@ def test_a_database_that_is_away_is_no_error_of_the_table():
     ],
 )
 def test_wrong_options_are_named(options, problem):
-    """An option that is missing, unknown or out of range is named."""
+    """A missing, unknown or impossible option is refused by name."""
     with pytest.raises(InvalidConfig, match=problem):
         target_of(options)
 
 
+@pytest.mark.complete
 def test_spark_writes_a_table(spark, table, tmp_path):
     """A stream is upserted and resumed, and a batch job as well."""
     source = tmp_path / "source"

@@ -1,10 +1,10 @@
-"""Days, hours and texts of times are those of UTC, in whatever time zone the session is."""
+"""Days, hours and texts of times: always those of UTC, in any time zone of the session."""
 
 from datetime import UTC, date, datetime, timedelta
 
 import pytest
 
-from outbox_spark import utc
+from outbox_spark.runtime import utc
 
 _TIMES = [
     datetime(2026, 11, 20, 23, 30, 0, 1, UTC),

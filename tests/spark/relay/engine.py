@@ -1,42 +1,42 @@
-"""What Spark does with a stream, in a few lines: offsets are logged before a batch, commits after it, replays between.
+"""Spark's handling of a stream, in a few lines: offsets are logged before a batch, commits after it, replays between.
 
 An engine can be killed at any of its steps and started again, with its checkpoint or without.
 """
 
 from dataclasses import dataclass, field
 
-from outbox_spark.outbox_stream import BEGINNING, OutboxStream
+from outbox_spark.relay.stream import BEGINNING, OutboxStream
 
 STEPS = ("planned", "logged", "purged", "sharded", "read", "one-published", "all-published", "committed")
 
 
 class Killed(Exception):
-    """The engine dies here."""
+    """An error that stands for the death of the engine."""
 
 
 @dataclass
 class Checkpoint:
-    """What survives the engine."""
+    """The part that survives the engine."""
 
     offsets: list = field(default_factory=list)
     commits: int = 0
 
     def lose_last_commit(self):
-        """As if the last entry of the commit log had been deleted."""
+        """Delete the last entry of the commit log."""
         self.commits = max(0, self.commits - 1)
         del self.offsets[self.commits + 1 :]
 
 
 class Engine:
-    """Runs micro-batches.
+    """A runner of micro-batches.
 
     Args:
         stream: the source.
         read: a shard -> its rows.
         publish: a shard and its rows -> None; called for one shard after the other.
-        checkpoint: where the engine writes what it did.
+        checkpoint: the engine's notes of its batches.
         kill_at: (number of the batch in this engine's life, step) at which it dies; None for never.
-        limit: how many rows Spark asks for; None for all.
+        limit: number of rows that Spark asks for; None for all.
     """
 
     def __init__(self, stream: OutboxStream, read, publish, checkpoint, *, kill_at=None, limit=None):
@@ -49,7 +49,7 @@ class Engine:
         self._batches = 0
 
     def run(self):
-        """Work until there is nothing more."""
+        """Work until there are no more rows."""
         log = self.checkpoint
         while True:
             start = log.offsets[log.commits - 1] if log.commits else BEGINNING

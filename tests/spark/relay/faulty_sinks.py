@@ -5,26 +5,26 @@ import signal
 import tempfile
 from pathlib import Path
 
-from outbox_spark.kafka_sink import KafkaSink, ShardsWriter
+from outbox_spark.relay.sink import KafkaSink, ShardsWriter
 
 DIE_AT = "OUTBOX_TEST_DIE_AT"
 GROUP = "OUTBOX_TEST_GROUP"
 
 
 class FailingSink(KafkaSink):
-    """Its tasks fail once at each step for which there is a file, named after it, beside the outbox's name."""
+    """A sink whose tasks fail once at each step for which there is a file, named after it, beside the outbox's name."""
 
     def streamWriter(self, schema, overwrite):  # noqa: N802, ARG002
         return _FailingWriter(self.options)
 
 
 def flag_of(table, step):
-    """The file that makes a task of this outbox fail at a step; it goes when it does."""
+    """Return the file that makes a task of this outbox fail at a step, and that the failing task removes."""
     return Path(tempfile.gettempdir()) / f"outbox-test-{table}-{step}"
 
 
 class _FailingWriter(ShardsWriter):
-    def reached(self, step):
+    def failpoint(self, step):
         flag = flag_of(self._config.outbox_table.strip('"'), step)
         if flag.exists():
             flag.unlink()
@@ -32,7 +32,7 @@ class _FailingWriter(ShardsWriter):
 
 
 class DyingSink(KafkaSink):
-    """Kills the driver's process group when all tasks of a batch have committed, before Spark notes it."""
+    """A sink that kills the driver's process group when all tasks of a batch have committed, before Spark notes it."""
 
     def streamWriter(self, schema, overwrite):  # noqa: N802, ARG002
         return _DyingWriter(self.options)

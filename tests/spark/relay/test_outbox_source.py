@@ -6,23 +6,15 @@ import pytest
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.record import OutboxRecord
-from outbox_spark.batch_store import BatchStore, Shard
-from outbox_spark.kafka_sink import ShardsWriter
-from outbox_spark.options import Options
-from outbox_spark.outbox_options import COMMON_OPTIONS, config_of, options_of
-from outbox_spark.outbox_rows import from_arrow, to_arrow
-from outbox_spark.outbox_source import SourceOptions
+from outbox_spark.relay.batch_store import BatchStore, Shard
+from outbox_spark.relay.options import COMMON_OPTIONS, config_of, options_of
+from outbox_spark.relay.rows import from_arrow, to_arrow
+from outbox_spark.relay.sink import ShardsWriter
+from outbox_spark.relay.source import SourceOptions
+from outbox_spark.runtime.options import Options
 from tests.harvesting import Scene
 
 OUTBOX = {"dsn": "postgresql://u:hunter2@h/d", "kafka.bootstrap.servers": "h:1", "kafka.sasl.password": "hunter2"}
-
-
-@pytest.fixture
-def scene(database, kafka_bootstrap):
-    """An outbox on the shared services."""
-    made = Scene(database, kafka_bootstrap)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -38,13 +30,13 @@ def scene(database, kafka_bootstrap):
     ],
 )
 def test_wrong_options_are_named(options, problem):
-    """An option that is missing, unknown or out of range is named, with what is wrong."""
+    """A missing, unknown or impossible option is refused by name, with the reason."""
     with pytest.raises(InvalidConfig, match=problem):
         SourceOptions(options)
 
 
 def test_settings_survive_as_options():
-    """What a relay hands to Spark's workers is read there as the same settings."""
+    """Spark's workers read a relay's options as the same settings."""
     options = Options(
         "outbox", OUTBOX | {"idHeader": "-", "leaderGroupId": "g", "heartbeatTimeout": "3s"}, COMMON_OPTIONS
     )
@@ -78,7 +70,7 @@ def test_the_sink_wants_the_columns_of_an_outbox(scene):
 
 @pytest.mark.parametrize("layout", ["binary", "text"])
 def test_a_batch_read_shows_the_table(spark, database, kafka_bootstrap, layout):
-    """All columns arrive, from both layouts of the table, rows of a key in one partition; nothing is changed."""
+    """A batch read has all columns of both layouts, with the rows of a key in one partition, and changes no row."""
     scene = Scene(database, kafka_bootstrap, layout=layout)
     headers = [("a", "1"), ("a", "2")]
     scene.stash(
@@ -100,6 +92,7 @@ def test_a_batch_read_shows_the_table(spark, database, kafka_bootstrap, layout):
 
 
 @pytest.mark.real_broker
+@pytest.mark.complete
 def test_a_stream_into_another_sink(spark, scene, tmp_path):
     """A stream that elects by itself takes all rows out once, empties the table and hands leadership over."""
     options = {"dsn": scene.database, "kafka.bootstrap.servers": scene.bootstrap, "maxRecordsPerBatch": 40}
@@ -131,8 +124,9 @@ def test_a_stream_into_another_sink(spark, scene, tmp_path):
 
 
 @pytest.mark.real_broker
+@pytest.mark.complete
 def test_a_stream_of_what_is_there(spark, scene, tmp_path):
-    """A run that takes what is there takes all of it once, and has emptied the table when it ends."""
+    """An available-now run takes all present rows once, and has emptied the table when it ends."""
     scene.fill("t", 100)
     options = {"dsn": scene.database, "kafka.bootstrap.servers": scene.bootstrap, "maxRecordsPerBatch": 40}
     query = (

@@ -1,4 +1,4 @@
-"""The outbox as a stream, without Spark and without services: whatever dies, each row is published once, in order."""
+"""The outbox as a stream, without Spark and services: each row is published once, in order, whichever step dies."""
 
 import time
 from collections import defaultdict
@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox_core.errors import StoreUnavailable
-from outbox_core.relay_marks import RelayMark
-from outbox_spark.batch_store import Batch
-from outbox_spark.outbox_stream import BEGINNING, NotLeading, OutboxStream, StreamSettings
+from outbox_core.stores.relay_marks import RelayMark
+from outbox_spark.relay.batch_store import Batch
+from outbox_spark.relay.stream import BEGINNING, NotLeading, OutboxStream, StreamSettings
 from tests.spark.relay.engine import STEPS, Checkpoint, Engine, Killed
 
 
@@ -109,7 +109,7 @@ class Term:
 
 
 def stream_of(world, *, shards=2, limit=4, term=None, patience=0.3):
-    """A stream in a term of its own."""
+    """Return a stream in a term of its own."""
     world.terms += 1
     return OutboxStream(
         StreamSettings(shards=shards, limit=limit, patience=patience),
@@ -120,13 +120,13 @@ def stream_of(world, *, shards=2, limit=4, term=None, patience=0.3):
 
 
 def engine_of(world, checkpoint, *, kill_at=None, shards=2, limit=4):
-    """An engine in a term of its own."""
+    """Return an engine in a term of its own."""
     stream = stream_of(world, shards=shards, limit=limit)
     return Engine(stream, world.read, world.publish, checkpoint, kill_at=kill_at, limit=limit)
 
 
 def assert_each_once_in_order(world, count):
-    """All rows were published once, those of a key in the order of their ids, and none is left."""
+    """Assert that all rows were published once, those of a key in the order of their ids, and that none is left."""
     assert sorted(identity for _, identity in world.log) == list(range(1, count + 1))
     of_key = defaultdict(list)
     for key, identity in world.log:
@@ -196,7 +196,7 @@ def test_what_was_marked_ahead_is_free_after_a_stop():
 
 
 def test_nothing_is_marked_without_leadership():
-    """While another process leads there is no new batch."""
+    """While another process leads no row is marked, and there is no new batch."""
     world = World()
     world.insert([1])
     stream = stream_of(world, term=Term(None))
@@ -206,7 +206,7 @@ def test_nothing_is_marked_without_leadership():
 
 
 def test_a_replay_without_leadership_fails():
-    """A batch that has to be finished, or a run that is to take what is there, does not pass for done: it fails."""
+    """Without leadership, a batch that has to be finished and an available-now run fail instead of passing for done."""
     world = World()
     stream = stream_of(world, term=Term(None))
     with pytest.raises(NotLeading, match="another process has led"):
@@ -217,7 +217,7 @@ def test_a_replay_without_leadership_fails():
 
 
 def test_a_mark_in_doubt_is_looked_for():
-    """After a mark whose outcome is unknown the table is looked at anew, and the stream goes on."""
+    """After a mark whose outcome is unknown the table is read anew, and the stream goes on."""
     world = World(outages=1)
     world.insert([1, 2])
     stream = stream_of(world)
@@ -242,7 +242,7 @@ def test_an_available_now_run_ends():
 
 
 def test_an_available_now_run_does_not_end_for_an_outage():
-    """A database that is away for a moment is no end, and one that stays away is an error."""
+    """A database that is away for a moment does not end an available-now run; one that stays away is an error."""
     world = World()
     world.insert([1, 2])
     stream = stream_of(world)
@@ -259,7 +259,7 @@ def test_an_available_now_run_does_not_end_for_an_outage():
 
 
 def test_an_available_now_run_does_not_end_for_another_leader():
-    """Leadership that is lost on the way does not pass for the end of the rows."""
+    """A loss of leadership during an available-now run is an error: it does not pass for the end of the rows."""
     world, term = World(), Term(1)
     world.insert([1, 2])
     stream = stream_of(world, term=term)
@@ -273,7 +273,7 @@ def test_an_available_now_run_does_not_end_for_another_leader():
 
 
 def test_an_available_now_run_ends_with_its_last_purge():
-    """When Spark is told that nothing is left, what the last batch held has been purged."""
+    """The last batch has been purged before Spark gets the answer that no row is left."""
     world = World(purge_seconds=0.3)
     world.insert([1, 2])
     stream = stream_of(world)
@@ -286,7 +286,7 @@ def test_an_available_now_run_ends_with_its_last_purge():
 
 
 def test_a_strange_checkpoint_costs_nothing():
-    """With a checkpoint that is ahead of the table's batches their rows are published all the same."""
+    """A checkpoint that is ahead of the table's batches keeps no row from being published."""
     world, checkpoint = World(), Checkpoint()
     world.insert([1, 2, 3])
     with pytest.raises(Killed):

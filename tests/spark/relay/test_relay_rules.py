@@ -11,22 +11,24 @@ import pytest
 from confluent_kafka import Producer
 
 from outbox_core.config import LeaderNames
+from outbox_core.election.observer import highest_claim
 from outbox_core.errors import InvalidRecord, MarkedRowsFound, RowsRemain, TrackingTopicError
-from outbox_core.harvest.record_producer import RecordProducer
-from outbox_core.harvest.recovery import Transactions
-from outbox_core.kafka import TopicLimits, ensure_leader_topic, ensure_tracking_topic, make_consumer
-from outbox_core.ports import NewHold
+from outbox_core.kafka.clients import make_consumer
+from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.record_producer import RecordProducer
+from outbox_core.kafka.topics import TopicLimits, ensure_leader_topic, ensure_tracking_topic
 from outbox_core.record import OutboxRecord
-from outbox_core.relay_marks import RelayMark
 from outbox_core.schema import add_checks_sql, drop_checks_sql
-from outbox_spark import takeover
-from outbox_spark.batch_store import BatchStore, Shard
-from outbox_spark.claims import highest_claim
-from outbox_spark.leadership import GivenTerm
-from outbox_spark.outbox_stream import BEGINNING, OutboxStream, StreamSettings
-from outbox_spark.shard_writer import Deposed, ShardWriter
-from tests.harvesting import Scene, by_key, identity_of
+from outbox_core.stores.interface import NewHold
+from outbox_core.stores.relay_marks import RelayMark
+from outbox_spark.relay import fencing
+from outbox_spark.relay.batch_store import BatchStore, Shard
+from outbox_spark.relay.leadership import FixedTerm
+from outbox_spark.relay.shard_writer import Deposed, ShardWriter
+from outbox_spark.relay.stream import BEGINNING, OutboxStream, StreamSettings
+from tests.harvesting import Scene, identity_of
 from tests.spark.relay.engine import STEPS, Checkpoint, Engine, Killed
+from tests.spark.relay.outcome import assert_each_once_in_order
 
 pytestmark = pytest.mark.real_broker
 
@@ -34,13 +36,13 @@ SHARDS = 2
 
 
 class RelayScene(Scene):
-    """An outbox and what relays it, one term after the other."""
+    """An outbox and the relays that publish it, one term after the other."""
 
     def __init__(self, database, bootstrap, **options):
         super().__init__(database, bootstrap, **options)
         self.settings = self.config(delivery="exactly-once")
-        self.identity = BatchStore(database, self.table.quoted).check()
-        self.transactions = Transactions.of(self.settings, self.identity)
+        self.identity = BatchStore(database, self.table.quoted).outbox.check()
+        self.transactions = TransactionalIdentity.of(self.settings, self.identity)
         self.leader = self.settings.leader_names(self.identity)
         self.leader_topic = self.leader.topic
         ensure_leader_topic(self.transactions.kafka, self.leader_topic)
@@ -48,7 +50,7 @@ class RelayScene(Scene):
         self.sent = 0
 
     def claim(self):
-        """Claim leadership; the number of the claim."""
+        """Claim leadership; return the number of the claim."""
         producer, offsets = Producer({"bootstrap.servers": self.bootstrap}), []
         message = json.dumps({"type": "claim", "id": str(uuid4()), "name": "test"})
         producer.produce(self.leader_topic, message, on_delivery=lambda _, done: offsets.append(done.offset()))
@@ -58,20 +60,20 @@ class RelayScene(Scene):
     def stream(self, term, limit=40):
         return OutboxStream(
             StreamSettings(shards=SHARDS, limit=limit),
-            GivenTerm(term),
+            FixedTerm(term),
             lambda: BatchStore(self.database, self.table.quoted),
             self.settle,
         )
 
     def settle(self, store, over):
-        takeover.settle(self.transactions, store, over)
-        takeover.refuse_marks(self.transactions, store)
+        fencing.fence_and_purge(self.transactions, store, over)
+        fencing.refuse_marked_rows(self.transactions, store)
 
     def read_shard(self, shard):
         store = BatchStore(self.database, self.table.quoted)
         rows = [row for rows in store.read(shard) for row in rows]
         store.close()
-        return [tuple(-1 if n == 6 and value is None else value for n, value in enumerate(row)) for row in rows]
+        return [row if row.partition is not None else row._replace(partition=-1) for row in rows]
 
     def writer(self, number, term, **options):
         options.setdefault("patience", 15.0)
@@ -86,7 +88,7 @@ class RelayScene(Scene):
         )
 
     def relay(self, checkpoint=None, **options):
-        """Relay all there is, in a new term."""
+        """Relay all rows, in a new term."""
         engine = self.engine(checkpoint or Checkpoint(), **options)
         try:
             engine.run()
@@ -96,27 +98,21 @@ class RelayScene(Scene):
 
 
 @pytest.fixture
-def scene(database, kafka_bootstrap):
-    """An outbox on the shared services."""
-    made = RelayScene(database, kafka_bootstrap)
-    yield made
-    made.close()
+def scene_class():
+    """Return the class of outboxes with relays."""
+    return RelayScene
 
 
-def assert_each_once_in_order(scene, topic, count):
-    """The topic holds rows 1 to `count` once, those of a key by ascending id; the table is empty."""
-    messages = scene.read(topic)
-    assert sorted(map(identity_of, messages)) == list(range(1, count + 1))
-    for values in by_key(messages).values():
-        numbers = [int(value) for value in values]
-        assert numbers == sorted(numbers)
-    assert scene.count() == 0
-
-
-@pytest.mark.parametrize("checkpoint_survives", [True, False], ids=["checkpoint-kept", "checkpoint-deleted"])
+@pytest.mark.parametrize(
+    "checkpoint_survives",
+    [
+        pytest.param(True, id="checkpoint-kept", marks=pytest.mark.complete),
+        pytest.param(False, id="checkpoint-deleted"),
+    ],
+)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_relay_that_dies_at_any_step_repeats_and_loses_nothing(scene, make_topic, step, checkpoint_survives):
-    """A relay is killed at a step of its second batch; the next one publishes what is missing, once, in order."""
+    """After a relay is killed at a step of its second batch, the next one publishes the missing rows in order."""
     topic = make_topic()
     scene.fill(topic, 100, keys=7)
     checkpoint = Checkpoint()
@@ -127,7 +123,7 @@ def test_a_relay_that_dies_at_any_step_repeats_and_loses_nothing(scene, make_top
 
 
 def test_the_last_commit_entry_may_be_lost(scene, make_topic):
-    """A batch that was finished and purged is replayed: nothing is published again."""
+    """A finished and purged batch that is replayed is not published again."""
     topic = make_topic()
     scene.fill(topic, 90, keys=7)
     checkpoint = Checkpoint()
@@ -142,7 +138,7 @@ def test_the_last_commit_entry_may_be_lost(scene, make_topic):
 @pytest.mark.parametrize("step", ["read", "one-published", "all-published"])
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
 def test_a_harvester_takes_over_from_a_dead_relay(scene, make_topic, step, delivery):
-    """A harvester in either mode publishes what the relay has not, and only that."""
+    """A harvester in either mode publishes the rows that a dead relay has not published, and no others."""
     topic = make_topic()
     scene.fill(topic, 100, keys=7)
     with pytest.raises(Killed):
@@ -175,7 +171,7 @@ def test_a_relay_takes_over_from_a_dead_harvester(scene, make_topic):
 
 @pytest.mark.parametrize("may_ask", [True, False])
 def test_batches_of_a_shard_fit_a_small_topic(scene, make_topic, monkeypatch, may_ask):
-    """A topic that takes 64 KiB a batch takes a shard of more, whether or not its limit may be described."""
+    """A topic that takes 64 KiB a batch takes a larger shard, whether or not its limit may be described."""
     if not may_ask:
         monkeypatch.setattr(TopicLimits, "ask", lambda *_: {})
     topic = make_topic(partitions=1, config={"max.message.bytes": "65536"})
@@ -214,12 +210,12 @@ def test_marks_of_an_at_least_once_harvester_are_refused(scene, make_topic):
 
 
 def test_marks_of_a_relay_do_not_stop_an_exactly_once_harvester(scene, make_topic):
-    """A relay's marks are no sign of at-least-once delivery."""
+    """A relay's marks do not count as a sign of at-least-once delivery."""
     topic = make_topic()
     scene.fill(topic, 20, keys=3)
     with pytest.raises(Killed):
         scene.engine(Checkpoint(), kill_at=(0, "logged")).run()
-    assert BatchStore(scene.database).marked().number == 0
+    assert BatchStore(scene.database).outbox.marks.count().number == 0
     scene.drain(config={"delivery": "exactly-once"})
     assert_each_once_in_order(scene, topic, 20)
 
@@ -259,12 +255,12 @@ def test_a_task_that_was_fenced_in_its_transaction_publishes_nothing(scene, make
     for shard in shards:
         if rows[shard.number]:
             with pytest.raises(Deposed):
-                scene.writer(shard.number, term, reached=take_over).write(rows[shard.number])
+                scene.writer(shard.number, term, failpoint=take_over).write(rows[shard.number])
     assert_each_once_in_order(scene, topic, 20)
 
 
 def test_slow_ends_of_all_transactions_do_not_stop_a_relay(scene, make_topic, monkeypatch):
-    """Where every commit and abort takes long enough for a repeat, each task still publishes its transaction."""
+    """Each task publishes its transaction, even if every commit and abort takes long enough for a repeat."""
     topic = make_topic()
     scene.fill(topic, 20, keys=7)
     end = RecordProducer._end
@@ -281,7 +277,7 @@ def test_slow_ends_of_all_transactions_do_not_stop_a_relay(scene, make_topic, mo
 
 
 def test_attempts_of_one_task_at_once_publish_once(scene, make_topic):
-    """Of several attempts of one task, at once and one after the other, the records are published by one."""
+    """Several attempts of one task, at once and one after the other, publish each record once."""
     topic = make_topic()
     scene.fill(topic, 200, keys=5)
     term = scene.claim()
@@ -311,7 +307,7 @@ def test_a_record_that_kafka_refuses_is_named(scene, make_topic):
 
 
 def test_a_record_that_the_broker_refuses_is_named(scene, make_topic):
-    """A record that the client takes and the broker does not stops the relay too, well before patience ends."""
+    """A record that the client takes and the broker refuses stops the relay, too, well before its patience ends."""
     topic = make_topic(1, config={"max.message.bytes": "20000"})
     scene.stash(
         OutboxRecord(topic=topic, key="a", value=b"x"), OutboxRecord(topic=topic, key="b", value=os.urandom(50_000))
@@ -324,7 +320,7 @@ def test_a_record_that_the_broker_refuses_is_named(scene, make_topic):
 
 
 def test_headers_tombstones_and_partitions_arrive(scene, make_topic):
-    """What a record holds is what a consumer gets, id header included."""
+    """A consumer gets all parts of a record, id header included."""
     topic = make_topic(3)
     scene.stash(
         OutboxRecord(topic=topic, key="k", value=None, headers=[("a", b"1"), ("a", None)], partition=2),
@@ -350,7 +346,7 @@ def test_a_mark_takes_nothing_from_a_later_term(scene, make_topic):
 
 
 class Signals:
-    """A leader topic, and what is written there.
+    """A leader topic and the messages in it.
 
     Attributes:
         names: the group and the topic.
@@ -379,20 +375,20 @@ CLAIM = {"type": "claim"}
 
 
 def beat(claim):
-    """A heartbeat of this claim."""
+    """Return a heartbeat of this claim."""
     return {"type": "heartbeat", "claim": claim, "sequence": 1}
 
 
 def test_the_highest_claim_is_read_from_heartbeats_too(scene):
-    """The end of the leader topic tells of a claim that lies before it."""
+    """A heartbeat at the end of the leader topic reveals a claim that lies before it."""
     signals = Signals(scene, "beats")
     assert signals.highest() == -1
-    signals.write(*[b"noise"] * 7, CLAIM, *[beat(8)] * 200, b"noise")  # offset 0 is the look's
+    signals.write(*[b"noise"] * 7, CLAIM, *[beat(8)] * 200, b"noise")  # offset 0 is of the first `highest`
     assert signals.highest() == 8
 
 
 def test_claims_of_other_groups_do_not_count(scene):
-    """On a shared leader topic the group's own highest claim is found, however much others have written since."""
+    """On a shared leader topic the group's own highest claim is found behind any number of other groups' messages."""
     signals = Signals(scene, "shared")
     signals.write(CLAIM, group="group")
     signals.write(*[CLAIM, *[beat(1)] * 2000], group="other")
@@ -403,7 +399,7 @@ def test_claims_of_other_groups_do_not_count(scene):
 
 
 def test_a_broker_that_was_cut_off_hides_no_claim(scene, monkeypatch):
-    """A claim is seen although the broker that is asked tells the end of the topic as it was before."""
+    """A claim is seen although the queried broker reports an old end of the topic."""
     signals = Signals(scene, "stale")
     signals.write(CLAIM, beat(0))
 
@@ -417,14 +413,14 @@ def test_a_broker_that_was_cut_off_hides_no_claim(scene, monkeypatch):
         def __getattr__(self, name):
             return getattr(self._consumer, name)
 
-    monkeypatch.setattr("outbox_spark.claims.make_consumer", Stale)
+    monkeypatch.setattr("outbox_core.election.observer.make_consumer", Stale)
     signals.write(CLAIM)
     assert signals.highest() == 2
 
 
 def test_a_batch_ends_when_it_is_large(scene, make_topic, monkeypatch):
-    """Rows of large values make small batches: a task holds its shard in memory."""
-    monkeypatch.setattr("outbox_spark.batch_store.MOST_BYTES", 2500)
+    """Rows of large values make small batches, as a task keeps its shard in memory."""
+    monkeypatch.setattr("outbox_spark.relay.batch_store.MOST_BYTES", 2500)
     topic = make_topic()
     scene.stash(*(OutboxRecord(topic=topic, key="k", value=b"x" * 1000) for _ in range(7)))
     store = BatchStore(scene.database)
@@ -438,14 +434,16 @@ def test_a_batch_leaves_out_what_is_held(scene, make_topic):
     scene.stash(*(OutboxRecord(topic=topic, key=key, value=b"x") for key in ("bad", "good", "bad")))
     scene.stash(OutboxRecord(topic=paused, key="good", value=b"x"))
     store = BatchStore(scene.database)
-    store.hold([NewHold(topic, "bad", 1, "refused", "too large"), NewHold(paused, None, None, "paused", "")])
+    store.outbox.holds.add(
+        [NewHold(topic, "bad", 1, "refused", "too large"), NewHold(paused, None, None, "paused", "")]
+    )
     taken = store.mark_batch(RelayMark(0, 1), 100)
     assert (taken.rows, taken.first) == (1, 2)
     store.close()
 
 
 def test_every_row_of_a_batch_is_in_some_shard(scene):
-    """Ids below zero and rows without a topic are read like others: what no task gets is purged, and lost."""
+    """Ids below zero and rows without a topic are in a shard, too: a row in none would be purged, and lost."""
     scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL, DROP CONSTRAINT outbox_id_in_range")
     ids = [-(2**63), -7, -1, 0, 1]
     for identity in ids:
@@ -476,7 +474,7 @@ def test_a_purge_that_deletes_nothing_is_noticed(scene):
 
 
 def test_marks_that_a_writer_made_up_do_not_stop_a_relay(scene, make_topic):
-    """Rows that look as if they were in the last batch of all are published like others, and others after them."""
+    """Rows with forged marks of the highest batch are published like others, and so are later rows."""
     topic, most = make_topic(), 2**48 - 1
     scene.fill(topic, 6)
     for identity, term in ((2, most), (4, 0)):
@@ -486,7 +484,7 @@ def test_marks_that_a_writer_made_up_do_not_stop_a_relay(scene, make_topic):
 
 
 def test_what_another_server_published_is_not_obeyed(scene, make_topic):
-    """Two servers may have outboxes of one name: manifests of shards name theirs, and one move is accepted once."""
+    """A manifest of another server's outbox of the same name is refused, unless one move is accepted, once."""
     topic = make_topic()
     scene.fill(topic, 6)
     term = scene.claim()
@@ -496,8 +494,8 @@ def test_what_another_server_published_is_not_obeyed(scene, make_topic):
     stream.stop()
     store = BatchStore(scene.database)
     with pytest.raises(TrackingTopicError, match="database server with the system identifier another"):
-        takeover.settle(scene.transactions, store, lambda: False)
+        fencing.fence_and_purge(scene.transactions, store, lambda: False)
     assert scene.count() == 6
-    assert takeover.settle(replace(scene.transactions, accept_moved=True), store, lambda: False) == 6
-    assert takeover.settle(scene.transactions, store, lambda: False) == 0
+    assert fencing.fence_and_purge(replace(scene.transactions, accept_moved=True), store, lambda: False) == 6
+    assert fencing.fence_and_purge(scene.transactions, store, lambda: False) == 0
     store.close()

@@ -1,19 +1,21 @@
-"""What a shard's writer makes of Kafka's errors, without services: an outage is borne, a bad record is named."""
+"""A shard's writer and Kafka's errors, without services: an outage is endured, a bad record is named."""
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 
 import pytest
 from confluent_kafka import KafkaError
 
 from outbox_core.errors import InvalidRecord, KafkaUnavailable
-from outbox_core.harvest.publisher import Failure
-from outbox_core.harvest.record_producer import Sent
-from outbox_core.harvest.tracking import Ledger
-from outbox_core.harvest.transaction import Aborted, Committed
-from outbox_spark import shard_writer
-from outbox_spark.shard_writer import ShardWriter
+from outbox_core.kafka.messages import Failure
+from outbox_core.kafka.record_producer import Sent
+from outbox_core.kafka.tracking import Ledger
+from outbox_core.kafka.transactions import Aborted, Committed
+from outbox_core.stores.interface import StoredRecord
+from outbox_spark.relay import shard_writer
+from outbox_spark.relay.shard_writer import ShardWriter
 
-_ROWS = [(number, "orders", "k", b"v", None, None, -1, 1000 + number) for number in (7, 8, 9)]
+_ROWS = [StoredRecord(number, "orders", "k", b"v", None, None, -1, 1000 + number) for number in (7, 8, 9)]
 
 
 class _Transactions:
@@ -31,7 +33,7 @@ class _Transactions:
 
 
 class _Limits:
-    """Says how large batches may be.
+    """The sizes that batches may have.
 
     Attributes:
         limit: of every topic; None if it may not be described.
@@ -52,7 +54,7 @@ class _Limits:
 
 
 class _Producer:
-    """A producer whose commits end as they are told, one after the other."""
+    """A producer whose commits have the given outcomes, one after the other."""
 
     def __init__(self, outcomes, reports):
         self._outcomes, self._reports = outcomes, reports
@@ -92,7 +94,7 @@ def _aborted(code):
 
 @pytest.fixture
 def write(monkeypatch):
-    """A function that writes three records by a producer whose commits end so."""
+    """Return a function that writes three records by a producer whose commits have these outcomes."""
     monkeypatch.setattr(shard_writer, "highest_claim", lambda *_: 0)
     monkeypatch.setattr(shard_writer, "ledger_after_fence", lambda *_, **__: Ledger())
     monkeypatch.setattr(shard_writer, "_PAUSE_SECONDS", 0.0)
@@ -100,7 +102,7 @@ def write(monkeypatch):
 
     def run(*outcomes, reports=(), patience=30.0):
         producer = _Producer(list(outcomes), reports)
-        monkeypatch.setattr(shard_writer, "fence", lambda *_: producer)
+        monkeypatch.setattr(shard_writer, "fenced", lambda *_: nullcontext(producer))
         writer = ShardWriter(run.transactions, "leader", 1, patience=patience)
         return writer.write(_ROWS).sent, producer
 
@@ -111,20 +113,20 @@ def write(monkeypatch):
 
 @pytest.mark.parametrize("code", [KafkaError._MSG_TIMED_OUT, KafkaError._INCONSISTENT, KafkaError.NOT_ENOUGH_REPLICAS])
 def test_an_outage_is_borne(write, code):
-    """A transaction that failed for what is nobody's fault is tried again, now with delivery reports."""
+    """A transaction that failed for an outage is tried again, now with delivery reports."""
     sent, producer = write(_aborted(code), Committed())
     assert sent == 3
     assert producer.with_reports == [False, True]
 
 
 def test_a_long_outage_is_no_bad_record(write):
-    """When patience ends, Kafka is said to be away: the relay tries again."""
+    """After its patience the writer reports that Kafka is away: the relay tries again."""
     with pytest.raises(KafkaUnavailable, match="timed out"):
         write(_aborted(KafkaError._MSG_TIMED_OUT), patience=0.0)
 
 
 def test_a_bad_record_is_named(write):
-    """A code that is about a record ends it at once; one that says nothing, when delivery reports have told."""
+    """A code about a record ends the task at once; an ambiguous one ends it when delivery reports name the record."""
     with pytest.raises(InvalidRecord, match="one of records 7 to 9 for topic 'orders'"):
         write(_aborted(KafkaError.MSG_SIZE_TOO_LARGE))
     inconsistent = [_aborted(KafkaError._INCONSISTENT) for _ in range(2)]
@@ -134,7 +136,7 @@ def test_a_bad_record_is_named(write):
 
 
 def test_batches_are_as_large_as_the_topic_takes(write, monkeypatch):
-    """A small limit is that of the producer; one above the client's own changes nothing."""
+    """A small topic limit becomes the producer's; one above the client's own changes nothing."""
     write(Committed())
     monkeypatch.setattr(_Limits, "limit", 65_536)
     write(Committed())

@@ -19,7 +19,7 @@ class Command(BaseCommand):
     )
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """How many, and how."""
+        """Add the number of orders, and the rest of the options."""
         parser.add_argument("--count", type=int, default=100, help="orders that commit (default: %(default)s)")
         parser.add_argument("--concurrency", type=int, default=8, help="threads (default: %(default)s)")
         parser.add_argument(

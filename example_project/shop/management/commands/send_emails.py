@@ -17,17 +17,17 @@ class Command(BaseCommand):
     help = "Send the e-mails of orders, until SIGTERM. Needs `outbox queue tracker` for those that fail."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """How many at a time."""
+        """Add the number of concurrent e-mails."""
         parser.add_argument("--concurrency", type=int, default=4, help="threads (default: %(default)s)")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Work until told to stop."""
+        """Work until a signal stops it."""
         del args
         order_emails().run(_in_a_fresh_connection, concurrency=options["concurrency"])
 
 
 def _in_a_fresh_connection(message: Message) -> None:
-    """Threads live long, and database connections do not."""
+    """Handle a message with a fresh database connection, as threads live longer than connections."""
     close_old_connections()
     try:
         send_confirmation(message)

@@ -1,0 +1,43 @@
+"""A signal within one process: code that commits records notifies the harvesters embedded in it. Safe in any thread.
+
+A spurious signal costs one query, a missed one at most one polling interval.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+_lock = threading.Lock()
+_subscribers: tuple[Callable[[], None], ...] = ()  # replaced as a whole, so that `notify` needs no lock
+
+
+def notify() -> None:
+    """Tell all subscribers that records may have been committed."""
+    for subscriber in _subscribers:
+        subscriber()
+
+
+def has_subscribers() -> bool:
+    """Return True if `notify` has any effect in this process."""
+    return bool(_subscribers)
+
+
+def subscribe(callback: Callable[[], None]) -> Callable[[], None]:
+    """Have a callback called at every `notify`, on the notifying thread; return an idempotent function to unsubscribe.
+
+    The callback must be short and must not raise.
+    """
+    global _subscribers  # noqa: PLW0603  one signal for the process
+
+    def entry() -> None:
+        callback()
+
+    def unsubscribe() -> None:
+        global _subscribers  # noqa: PLW0603
+        with _lock:
+            _subscribers = tuple(other for other in _subscribers if other is not entry)
+
+    with _lock:
+        _subscribers = (*_subscribers, entry)
+    return unsubscribe

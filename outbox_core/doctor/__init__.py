@@ -1,0 +1,1 @@
+"""Checks of a configuration, its database and its cluster, for `outbox doctor` and `outbox status`."""

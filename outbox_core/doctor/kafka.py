@@ -1,0 +1,288 @@
+"""Checks of `outbox doctor` and `outbox status` on a Kafka cluster, which create, join and write nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from typing import Any, NamedTuple, Self
+
+from outbox_core.doctor.findings import Finding, Verdict, fine, problem, warning
+from outbox_core.errors import KafkaUnavailable
+from outbox_core.kafka.admin import Inquiry, TopicDescription, TopicHidden
+from outbox_core.kafka.clients import KafkaConfig, KafkaError, KafkaException
+from outbox_core.kafka.errors import grant, principal_of
+from outbox_core.kafka.transactions import TransactionsRefused, check_transactional_id
+
+_ASSIGNOR = "cooperative-sticky"
+_TIMEOUT_SECONDS = 20.0
+
+
+class Contender(NamedTuple):
+    """A harvester in the leader group."""
+
+    client_id: str  # the harvester's name unless set otherwise
+    host: str
+    leads: bool  # it owns the leader topic's first partition, which a dead one keeps for up to a session
+
+
+class KafkaChecks:
+    """The checks of a harvester's needs in Kafka.
+
+    Close it, or use it as a context manager. The constructor raises KafkaUnavailable if the cluster does not answer.
+    """
+
+    def __init__(self, config: KafkaConfig) -> None:
+        self._config = config
+        self._known_settings: dict[str, dict[str, str]] = {}
+        self._inquiry = Inquiry(config, _TIMEOUT_SECONDS)
+        try:
+            self._inquiry.cluster()
+            self._is_real = self._inquiry.can_create()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the client."""
+        self._inquiry.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def cluster(self) -> Finding:
+        """Count the brokers."""
+        count = len(self._inquiry.cluster().brokers)
+        return fine("cluster", f"answers, {count} broker{'' if count == 1 else 's'}")
+
+    def leader_topic(self, topic: str) -> list[Finding]:
+        """Check the topic of the election: one partition, or leadership moves whenever a harvester joins."""
+        subject = "leader topic"
+        found = self._described(subject, topic)
+        if isinstance(found, Finding):
+            return [found]
+        wrong = self._wrong(subject, topic, found, {"READ", "WRITE"}, 4096)
+        policy = self._settings(topic).get("cleanup.policy", "")
+        if "compact" in policy:
+            wrong.append(
+                problem(
+                    subject,
+                    f"{topic} has cleanup.policy={policy}, so it refuses the leader's messages, which have no key",
+                    f"kafka-configs.sh --alter --topic {topic} --add-config cleanup.policy=delete",
+                )
+            )
+        if found.partitions > 1:
+            wrong.append(
+                warning(
+                    subject,
+                    f"{topic} has {found.partitions} partitions: leadership may move whenever a harvester joins",
+                    "name a fresh leader_topic",
+                )
+            )
+        return wrong or [fine(subject, topic)]
+
+    def tracking_topic(self, topic: str, *, needed: bool, manifest_bytes: int) -> list[Finding]:
+        """Check the topic of manifests, which delivery other than exactly once uses only if it exists."""
+        subject = "tracking topic"
+        if needed and not self._is_real:
+            return [problem(subject, "this cluster is a mock without transactions", "use a real broker")]
+        found = self._described(subject, topic)
+        if isinstance(found, Finding):
+            return [found]
+        policy = self._settings(topic).get("cleanup.policy", f"unknown: {grant('DESCRIBE_CONFIGS', self._config)}")
+        wrong = self._wrong(subject, topic, found, {"READ", "WRITE", "DESCRIBE_CONFIGS"}, manifest_bytes)
+        if found.partitions > 1 or policy != "compact":
+            wrong.append(
+                problem(
+                    subject,
+                    f"{topic} has {found.partitions} partition(s) and cleanup.policy={policy}, expected 1 and compact",
+                    "name a fresh tracking_topic",
+                )
+            )
+        return wrong or [fine(subject, topic)]
+
+    def transactional_id(self, transactional_id: str, tracking_topic: str, *, needed: bool) -> list[Finding]:
+        """Check the right to begin transactions, which the next start needs if there ever were any."""
+        if not self._is_real or not (needed or self._inquiry.describe(tracking_topic)):
+            return []
+        try:
+            check_transactional_id(self._config, transactional_id, timeout_seconds=self._inquiry.remaining)
+        except TransactionsRefused as error:
+            return [
+                problem(
+                    "transactional.id",
+                    f"{transactional_id} may not be used: {error}",
+                    grant("WRITE and DESCRIBE", self._config, f"the transactional.id {transactional_id}"),
+                )
+            ]
+        return [fine("transactional.id", f"{transactional_id} may be used")]
+
+    def relay_topic(self, topic: str) -> list[Finding]:
+        """Check the topic of a relay on Spark, if there ever was one: every leader settles its manifests first."""
+        subject = "relay's topic"
+        found = self._described(subject, topic)
+        if isinstance(found, Finding):
+            return [found] if found.verdict is Verdict.PROBLEM else []
+        return self._rights(subject, topic, found, {"READ", "WRITE"}) or [fine(subject, topic)]
+
+    def dead_letter_topic(self, topic: str) -> list[Finding]:
+        """Check the topic for bad records."""
+        subject = "dead-letter topic"
+        found = self._described(subject, topic)
+        if isinstance(found, Finding):
+            return [found]
+        return self._wrong(subject, topic, found, {"WRITE"}, 0) or [fine(subject, topic)]
+
+    def topics(self, names: Collection[str]) -> list[Finding]:
+        """Check the topics of waiting records."""
+        known = self._inquiry.metadata().topics
+        found = []
+        for name in names:
+            if name not in known:
+                found.append(
+                    warning(
+                        "topic",
+                        f"records wait for {name}, which does not exist or may not be seen",
+                        f"create it, or {grant('DESCRIBE and WRITE', self._config)}; some brokers create it when it "
+                        "is first written to",
+                    )
+                )
+                continue
+            look = self._described("topic", name)
+            if isinstance(look, TopicDescription):
+                wrong = self._wrong("topic", name, look, {"WRITE"}, 0)
+                found += [warning("topic", f"records wait for {one.detail}", one.remedy) for one in wrong]
+        return found or [fine("topics", f"all {len(names)} that records wait for are there")]
+
+    def writers(self, topics: Collection[str]) -> Finding:
+        """Name other principals that ACLs allow to write to the topics of harvesters.
+
+        A message there deposes the leader, or has rows deleted that were never published.
+        """
+        subject = "ACLs"
+        own = principal_of(self._config)
+        others = []
+        for topic in topics:
+            writers = self._inquiry.writers(topic) if self._is_real else None
+            if writers is None:
+                return fine(subject, "cannot be seen: this needs DESCRIBE on the cluster, and an authorizer there")
+            if writers - {own} and (own in writers or len(writers) > 1):
+                others.append(f"{', '.join(sorted(writers - {own}))} may write to {topic}")
+        if others:
+            return warning(
+                subject,
+                "; ".join(others),
+                "let nobody but the harvester write to *.neli, *.manifests and *.relay-manifests",
+            )
+        return fine(subject, "no others may write to the topics of the election and of manifests")
+
+    def contenders(self, group: str) -> list[Contender]:
+        """Return the harvesters in the leader group, leader first."""
+        members = self._describe(group).members
+        found = [
+            Contender(
+                member.client_id,
+                member.host.lstrip("/"),
+                any(owned.partition == 0 for owned in member.assignment.topic_partitions),
+            )
+            for member in members
+        ]
+        return sorted(found, key=lambda contender: (not contender.leads, contender.client_id))
+
+    def leader_group(self, group: str) -> Finding:
+        """Check the leader group, and the right to join it."""
+        subject = "leader group"
+        try:
+            described = self._describe(group)
+        except KafkaUnavailable as error:
+            return problem(
+                subject, str(error), grant("READ, which lets it be described too,", self._config, f"the group {group}")
+            )
+        if described.partition_assignor not in {"", _ASSIGNOR}:
+            return problem(
+                subject,
+                f"the members of {group} share their partitions by {described.partition_assignor!r}, harvesters by "
+                f"{_ASSIGNOR!r}: if they are goharvest's, this harvester cannot run beside them",
+                "stop them first; one that was killed stays in the group for three heartbeatTimeouts (15 s). Never "
+                "name another leader_group_id while they run: both would publish the same table",
+            )
+        allowed = described.authorized_operations
+        if allowed is not None and not {"READ", "ALL"} & {operation.name for operation in allowed}:
+            return problem(subject, f"{group} may not be joined", grant("READ", self._config, f"the group {group}"))
+        contenders = self.contenders(group)
+        if not contenders:
+            return warning(subject, f"no harvester is in {group}", "start one: `outbox harvest`")
+        leaders = [contender.client_id for contender in contenders if contender.leads]
+        who = f"led by {leaders[0]}" if leaders else "with no leader at this moment"
+        return fine(subject, f"{len(contenders)} in {group}, {who}")
+
+    def _described(self, subject: str, topic: str) -> TopicDescription | Finding:
+        """Describe a topic, or return the finding that it cannot be described."""
+        try:
+            partitions = self._inquiry.partitions(topic)
+        except TopicHidden as error:
+            return problem(subject, str(error), grant("DESCRIBE, and what else it needs,", self._config, topic))
+        if partitions == 0:
+            return fine(subject, f"{topic} is not there yet; it is made when it is needed")
+        look = self._inquiry.describe(topic) if self._is_real else None
+        return look or TopicDescription(partitions, 0, None)
+
+    def _wrong(
+        self, subject: str, topic: str, found: TopicDescription, needed: set[str], message_bytes: int
+    ) -> list[Finding]:
+        return [*self._rights(subject, topic, found, needed), *self._sizes(subject, topic, found, message_bytes)]
+
+    def _rights(self, subject: str, topic: str, found: TopicDescription, needed: set[str]) -> list[Finding]:
+        missing = sorted(needed - found.allowed) if found.allowed is not None else []
+        if not missing:
+            return []
+        listed = ", ".join(missing)
+        detail = f"{topic}, on which {principal_of(self._config)} lacks the right(s) {listed}"
+        return [problem(subject, detail, grant(listed, self._config, topic))]
+
+    def _sizes(self, subject: str, topic: str, look: TopicDescription, message_bytes: int) -> list[Finding]:
+        """Check limits that refuse every message: too small a size, or more in-sync replicas than there are."""
+        settings = self._settings(topic)
+        found = []
+        limit = settings.get("max.message.bytes", "")
+        if limit.isdecimal() and int(limit) < message_bytes:
+            found.append(
+                problem(
+                    subject,
+                    f"{topic} takes messages of up to {int(limit):,} bytes only",
+                    f"kafka-configs.sh --alter --topic {topic} --add-config max.message.bytes={message_bytes} or more",
+                )
+            )
+        in_sync = settings.get("min.insync.replicas", "")
+        if in_sync.isdecimal() and 0 < look.replicas < int(in_sync):
+            found.append(
+                problem(
+                    subject,
+                    f"{topic} has {look.replicas} replica(s) and min.insync.replicas={in_sync}: it takes nothing",
+                    "give it more replicas, or lower min.insync.replicas",
+                )
+            )
+        return found
+
+    def _settings(self, topic: str) -> dict[str, str]:
+        if topic not in self._known_settings:
+            self._known_settings[topic] = {}
+            if self._is_real:
+                with suppress(KafkaException, FutureTimeoutError):
+                    self._known_settings[topic] = self._inquiry.topic_settings(topic)
+        return self._known_settings[topic]
+
+    def _describe(self, group: str) -> Any:
+        answer = self._inquiry.admin.describe_consumer_groups(
+            [group], include_authorized_operations=self._is_real, request_timeout=self._inquiry.remaining
+        )[group]
+        try:
+            return answer.result(self._inquiry.remaining)
+        except FutureTimeoutError:
+            raise self._inquiry.unavailable("no answer about the leader group") from None
+        except KafkaException as error:
+            cause: KafkaError = error.args[0]
+            raise self._inquiry.unavailable(f"the leader group {group!r} cannot be described: {cause.str()}") from None

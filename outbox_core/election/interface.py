@@ -1,0 +1,50 @@
+"""The seam between the harvester and its elector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+from uuid import UUID
+
+from outbox_core.events import EventHandler
+
+
+class Leadership(Protocol):
+    """A lease on leadership; see `outbox_core.election.lease`."""
+
+    @property
+    def leader_id(self) -> UUID:
+        """ID of this leadership, fresh at every `LeaderAcquired`."""
+
+    @property
+    def term(self) -> int:
+        """Number of the claim it rests on."""
+
+    @property
+    def deadline(self) -> float:
+        """Its end unless renewed, on the clock `outbox_core.election.lease.now`."""
+
+
+class LeaderElector(Protocol):
+    """Says who may publish. Runs on a thread of its own."""
+
+    @property
+    def leadership(self) -> Leadership | None:
+        """The current lease, or None. May already have expired: compare its deadline with now."""
+
+    def start(self) -> None:
+        """Begin to contend. Raises if that can never work (topic, rights, settings)."""
+
+    def stop(self) -> None:
+        """Hand leadership back (`LeaderRevoked`, if held) and leave the group. Idempotent."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the elector, or None."""
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the group has no leader, for people; None while it works."""
+
+
+ElectorFactory = Callable[[EventHandler], LeaderElector]

@@ -1,0 +1,264 @@
+"""The member of the group: joins it, owns the partition or waits for it; `Ownership` decides about leadership.
+
+All of it runs on one thread, which must never wait for long. Only an event handler can hold it up; the lease still ends
+on time, because its users compare its deadline.
+
+A member reports trouble that an operator can mend (`GroupHealth`) and tries on; only at the start is it an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from outbox_core.election.connection_log import ConnectionLog, is_lasting, refusal, why_refused
+from outbox_core.election.group_health import GroupHealth
+from outbox_core.election.lease import Leadership, now
+from outbox_core.election.messages import Claim, encode, encode_look
+from outbox_core.election.observer import Observer, signal_in
+from outbox_core.election.protocol import Ownership
+from outbox_core.errors import LeaderTopicError, OutboxError
+from outbox_core.events import Event, EventHandler, LeaderRevoked
+from outbox_core.kafka.clients import (
+    OFFSET_END,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    make_consumer,
+    make_producer,
+)
+from outbox_core.kafka.errors import PURGED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from outbox_core.election.config import NeliConfig
+
+logger = logging.getLogger("outbox_core.election")
+
+_LONGEST_WAIT_SECONDS = 0.05  # how late a request to stop may be noticed
+_END_OFFSET_TIMEOUT_SECONDS = 1.0
+_FIRST_WRITE_SECONDS = 5.0
+
+
+class Member:
+    """One life as a member of the group. Used by one thread; `leadership` may be read by any."""
+
+    def __init__(
+        self, config: NeliConfig, width: int, notify: EventHandler, barrier: Callable[[Leadership], None]
+    ) -> None:
+        self._config = config
+        self._place = TopicPartition(config.topic, config.role % width)
+        self._notify = notify  # must not raise
+        self._barrier = barrier  # called before a hand-over, to wait for work elsewhere
+        self._ownership: Ownership | None = None
+        self.is_handing_over = False  # then the lease may still run, and no work may begin
+        self._has_joined = False
+        self._connection = ConnectionLog(config)
+        self._health = GroupHealth(config, self._connection)
+        self._observer = Observer(config, self._place, self._health.on_signal, self._on_error)
+        self._producer = make_producer(config.producer_settings())
+        self._consumer: Consumer = make_consumer(config.consumer_settings() | {"error_cb": self._connection.on_error})
+
+    @property
+    def leadership(self) -> Leadership | None:
+        """The lease, valid or just over; None without one."""
+        ownership = self._ownership
+        return ownership.leadership if ownership is not None else None
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the group has no leader, or None; see `GroupHealth`."""
+        return self._health.trouble
+
+    def join(self) -> None:
+        """Ask to be let into the group, or raise LeaderTopicError if the leader topic refuses our messages for good."""
+        error = self._try_to_write()
+        if error is not None and is_lasting(error):
+            raise LeaderTopicError(why_refused(error, self._config))
+        self._consumer.subscribe(
+            [self._config.topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
+        )
+
+    def run_once(self) -> None:
+        """Write the signal that is due, and read one message or wait a moment for it.
+
+        Raises OutboxError if this member can never lead: the group or the topic refuses it, or its client is broken.
+        """
+        self._write()
+        # Any question makes librdkafka's main thread look whether a group heartbeat or a join is due. Left alone it
+        # looks every 500 ms, whatever `heartbeat.interval.ms` says: a standby took up to 850 ms to learn of a
+        # hand-over, and group heartbeats came too late for the session timeout to be trusted.
+        self._consumer.assignment()
+        message = self._consumer.poll(self._wait_seconds())
+        self._producer.poll(0)
+        if self._ownership is None:
+            self._observer.poll()
+        if message is None:
+            self._on_caught_up()
+        elif (error := message.error()) is not None:
+            self._on_error(error)
+        else:
+            self._read(message)
+        self._health.probe(self._producer)
+
+    def close(self) -> None:
+        """Hand leadership over, if held, and leave the group."""
+        self._hand_over()
+        with suppress(KafkaException, RuntimeError):
+            self._consumer.close()
+        with suppress(KafkaException, RuntimeError):
+            self._observer.close()
+        del self._producer
+
+    def lose(self, reason: str) -> None:
+        """Give leadership up without a hand-over."""
+        ownership = self._ownership
+        fenced = ownership.end(reason) if ownership is not None else None
+        self._end_ownership()
+        self._notify_of(fenced)
+
+    def _write(self) -> None:
+        ownership = self._ownership
+        if ownership is None:
+            return
+        self._notify_of(ownership.expire(now()))
+        signal = ownership.next_signal(now())
+        if signal is None:
+            return
+        if isinstance(signal, Claim):
+            self._forget_unsent()
+        with suppress(BufferError):  # then this one is lost, as many are on the way
+            try:
+                self._producer.produce(
+                    self._place.topic, encode(signal), partition=self._place.partition, on_delivery=self._on_delivery
+                )
+            except KafkaException as error:
+                self._health.on_refused(error.args[0])
+            self._producer.poll(0)
+
+    def _try_to_write(self) -> KafkaError | None:
+        """Write a look, again while that fails in passing; return the last error, None if it was taken."""
+        look = encode_look(self._config.name, self._config.contest)
+        outcome: list[KafkaError | None] = []
+        give_up_at = now() + _FIRST_WRITE_SECONDS
+        while now() < give_up_at:
+            self._producer.produce(
+                self._place.topic,
+                look,
+                partition=self._place.partition,
+                on_delivery=lambda error, _: outcome.append(error),
+            )
+            asked_before = len(outcome)
+            while len(outcome) == asked_before and now() < give_up_at:
+                self._producer.poll(_LONGEST_WAIT_SECONDS)
+            if outcome and (outcome[-1] is None or is_lasting(outcome[-1])):
+                break
+            time.sleep(_LONGEST_WAIT_SECONDS)
+        self._forget_unsent()
+        return outcome[-1] if outcome else None
+
+    def _read(self, message: Message) -> None:
+        self._connection.on_ok()
+        ownership = self._ownership
+        if ownership is None or message.partition() != self._place.partition:
+            return
+        signal = signal_in(message)
+        self._health.on_signal(signal)
+        offset = message.offset() or 0
+        self._notify_of(ownership.observe(offset, signal, now()))
+        _, end = self._consumer.get_watermark_offsets(self._place, cached=True)
+        if offset + 1 >= end:  # on a topic that others share there may always be something to read
+            self._on_caught_up()
+
+    def _on_caught_up(self) -> None:
+        if self._ownership is not None:
+            self._ownership.on_caught_up(now())
+
+    def _notify_of(self, event: Event | None) -> None:
+        if event is not None:
+            self._notify(event)
+
+    def _wait_seconds(self) -> float:
+        if self._ownership is None:
+            return _LONGEST_WAIT_SECONDS
+        return min(_LONGEST_WAIT_SECONDS, self._ownership.wait_seconds(now()))
+
+    def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        self._has_joined = True
+        mine = [place for place in partitions if place.partition == self._place.partition]
+        others = [TopicPartition(place.topic, place.partition, OFFSET_END) for place in partitions if place not in mine]
+        consumer.incremental_assign([self._at_end(place) for place in mine] + others)
+        if others:
+            consumer.pause(others)
+        if mine:
+            logger.debug("%s owns %s[%d]", self._config.name, self._place.topic, self._place.partition)
+            self._observer.pause()
+            self._ownership = Ownership(
+                self._config.name,
+                timeout=self._config.heartbeat_timeout.total_seconds(),
+                interval=self._config.heartbeat_interval.total_seconds(),
+                contest=self._config.contest,
+            )
+            self._write()
+
+    def _at_end(self, place: TopicPartition) -> TopicPartition:
+        """Return the partition with its present end, so that the claim written next is read for certain."""
+        try:
+            _, end = self._consumer.get_watermark_offsets(place, timeout=_END_OFFSET_TIMEOUT_SECONDS)
+        except KafkaException:
+            end = OFFSET_END  # as it is when reading begins: perhaps after the claim, which is then repeated
+        return TopicPartition(place.topic, place.partition, end)
+
+    def _on_revoke(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        if any(place.partition == self._place.partition for place in partitions):
+            self._hand_over()
+
+    def _on_lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        if any(place.partition == self._place.partition for place in partitions):
+            self.lose("the partition was lost: the group has gone on without us")
+
+    def _hand_over(self) -> None:
+        """Wait for the work in flight; the partition stays ours, and the lease can be read as it runs out."""
+        ownership = self._ownership
+        if ownership is None:
+            return
+        self._notify_of(ownership.expire(now()))
+        lease = ownership.leadership
+        if lease is not None:
+            self._barrier(lease)
+            self.is_handing_over = True
+            self._notify(LeaderRevoked(lease.leader_id))
+            self.is_handing_over = False
+        self._end_ownership()
+
+    def _end_ownership(self) -> None:
+        self._ownership = None
+        self._forget_unsent()
+        self._health.forget_refusal()
+
+    def _forget_unsent(self) -> None:
+        """Drop messages that wait for the broker: a late claim would depose a successor for nothing."""
+        self._producer.purge(blocking=False)
+        self._producer.poll(0)
+
+    def _on_delivery(self, error: KafkaError | None, _: Message) -> None:
+        if error is None:
+            self._health.on_accepted()
+        elif error.code() not in PURGED:
+            self._health.on_refused(error)
+
+    def _on_error(self, error: KafkaError) -> None:
+        if error.code() == KafkaError._MAX_POLL_EXCEEDED:  # noqa: SLF001  confluent's public constant
+            logger.warning("%s blocked for longer than max.poll.interval.ms and left the group", self._config.name)
+            return
+        refused = refusal(error, self._config)
+        if refused is not None and not self._has_joined:
+            raise refused
+        if error.fatal():
+            raise OutboxError(f"leader group {self._config.group_id!r}: the Kafka client gave up: {error.str()}")
+        self._connection.on_hindrance(str(refused or error.str()))

@@ -1,0 +1,200 @@
+"""The NELI protocol of the partition's owner as a state machine, without clocks or clients.
+
+An ownership lasts from the assignment of the partition until it is revoked or lost. The owner writes to the partition,
+and reads it from the end it had when the ownership began. Kafka puts all messages there in one order, in which all
+members read them; so at every offset there is exactly one **highest claim**, and only its writer may lead.
+
+                        partition assigned
+                               |
+                               v   writes a claim, again if it does not come back
+         +--------------- CLAIMING <---------------------------------------------+
+         |                                                                       |
+         |  own claim read at offset c: c numbers the term                       | nothing of the rival
+         v                                                                       | for `timeout`
+     CANDIDATE ----------------- higher claim read ------------------------> DEPOSED
+         |   ^                                                                   ^
+         |   |  lease over: LeaderFenced                                         |
+         v   |                                                                   |
+      LEADING ------------------ higher claim read: LeaderFenced ----------------+
+       own heartbeat, sent since it became
+       candidate, read: LeaderAcquired
+
+CANDIDATE and LEADING write heartbeats; CLAIMING and DEPOSED write none.
+
+Invariants, and where the code shows them:
+
+1. *Only an own heartbeat gives or renews a lease*, and only one of this term that this object remembers having sent:
+   `_sent` alone leads to `_lead`. The claim gives none: the first heartbeat is written after the claim was read, so a
+   deposed leader that reads the same partition had a round trip's time to read it too.
+2. *The lease counts from the sending*: `_sent` keeps the time read before the heartbeat was handed to the client.
+3. *A lease that ran out is never renewed*: `expire` runs before anything is observed, and forgets all sent heartbeats.
+   So a fenced leader leads again only by a heartbeat sent after that, under a new leader ID.
+4. *A higher claim deposes us*: a claim's number is its offset, so every claim of our group after our own is higher.
+   All else (noise, foreign heartbeats, messages before our claim or of other groups) changes nothing.
+5. *A rival that lives is left alone*: a deposed owner claims again only after silence, and only when it has read all
+   there is (`on_caught_up`), as after a long pause the rival's heartbeats may still wait to be read.
+6. *An unread claim cannot be missed*: a candidate (after a pause, say) that finds unread messages gone takes the first
+   of them for a higher claim. While a lease runs none can be gone: retention is longer.
+7. Each LeaderAcquired is followed by exactly one LeaderFenced, or by the end of the ownership.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from enum import Enum, auto
+from typing import NamedTuple
+from uuid import uuid4
+
+from outbox_core.election.lease import Leadership
+from outbox_core.election.messages import NO_CONTEST, Claim, Contest, Heartbeat, Signal
+from outbox_core.events import LeaderAcquired, LeaderFenced
+
+
+class State(Enum):
+    """The states of the module's diagram."""
+
+    CLAIMING = auto()
+    CANDIDATE = auto()
+    LEADING = auto()
+    DEPOSED = auto()
+
+
+class _Rival(NamedTuple):
+    claim: int
+    heard_at: float
+
+
+class Ownership:
+    """One ownership of the partition. Changed by one thread; `leadership` may be read by any.
+
+    `timeout` is the lease in seconds, from the sending of a heartbeat; `interval` lies between heartbeats, and is at
+    most a fifth of it.
+    """
+
+    def __init__(self, name: str, *, timeout: float, interval: float, contest: Contest = NO_CONTEST) -> None:
+        self.state = State.CLAIMING
+        self.leadership: Leadership | None = None
+        self._timeout = timeout
+        self._interval = interval
+        self._claim = Claim(uuid4(), name, contest)
+        self._term = -1
+        self._sequence = 0
+        self._sent: dict[int, float] = {}
+        self._due = float("-inf")
+        self._end = 0  # the offset after the last message read
+        self._rival = _Rival(-1, 0.0)
+
+    def next_signal(self, now: float) -> Signal | None:
+        """Return the signal due at `now`, if any; hand it to the client at once, as it counts as sent."""
+        if self.state is State.DEPOSED or now < self._due:
+            return None
+        if self.state is State.CLAIMING:
+            self._claim = replace(self._claim, id=uuid4())
+            self._due = now + self._timeout / 2
+            return self._claim
+        self._due = now + self._interval
+        self._forget_sent_before(now - self._timeout)
+        self._sequence += 1
+        self._sent[self._sequence] = now
+        return Heartbeat(self._term, self._claim.id, self._sequence, self._claim.name, self._claim.contest)
+
+    def wait_seconds(self, now: float) -> float:
+        """Return the seconds from `now` until a signal is due or a lease ends."""
+        wanted = float("inf") if self.state is State.DEPOSED else self._due
+        if self.leadership is not None:
+            wanted = min(wanted, self.leadership.deadline)
+        return max(0.0, wanted - now)
+
+    def expire(self, now: float) -> LeaderFenced | None:
+        """End a lease that is over at `now`."""
+        if self.leadership is None or self.leadership.is_valid(now):
+            return None
+        return self._unlead(State.CANDIDATE, f"no own heartbeat came back for {self._timeout:g} s")
+
+    def observe(self, offset: int, signal: Signal | None, now: float) -> LeaderAcquired | LeaderFenced | None:
+        """Process a message of the partition; `signal` is None for noise."""
+        fenced = self.expire(now)
+        self._check_for_gap(offset, now)
+        if signal is None or not self._claim.contest.includes(signal.contest):
+            return fenced
+        match signal:
+            case Claim():
+                return self._observe_claim(offset, signal, now) or fenced
+            case Heartbeat():
+                return self._observe_heartbeat(offset, signal, now) or fenced
+
+    def on_caught_up(self, now: float) -> None:
+        """Claim anew after the rival's silence, now that all messages have been read."""
+        if self.state is State.DEPOSED and now >= self._rival.heard_at + self._timeout:
+            self._claim_anew()
+
+    def end(self, reason: str) -> LeaderFenced | None:
+        """End the ownership because the partition may already belong to another member."""
+        return self._unlead(State.DEPOSED, reason)
+
+    def _observe_claim(self, offset: int, claim: Claim, now: float) -> LeaderFenced | None:
+        if self.state is State.CLAIMING:
+            if claim.id == self._claim.id:
+                self._term = offset
+                self._become(State.CANDIDATE)
+            return None
+        if offset <= self._term or claim.id == self._claim.id:
+            return None
+        self._rival = _Rival(offset, now)
+        rival = claim.name or "another process"
+        stranger = "" if self._claim.contest.agrees(claim.contest) else f" for {claim.contest}"
+        return self._unlead(State.DEPOSED, f"{rival} made a higher claim{stranger}, {offset}")
+
+    def _observe_heartbeat(self, offset: int, beat: Heartbeat, now: float) -> LeaderAcquired | LeaderFenced | None:
+        if self.state is State.DEPOSED and self._rival.claim <= beat.claim < offset:
+            self._rival = self._rival._replace(heard_at=now)
+        if beat.id != self._claim.id or beat.claim != self._term or beat.sequence not in self._sent:
+            return None
+        sent_at = self._sent.pop(beat.sequence)
+        self._forget_sent_before(sent_at)
+        if offset < self._term:
+            return self._begin_with_new_log()
+        return self._lead(sent_at, now)
+
+    def _lead(self, sent_at: float, now: float) -> LeaderAcquired | None:
+        if self.leadership is not None:
+            self.leadership = self.leadership.renewed(sent_at, self._timeout)
+            return None
+        lease = Leadership(uuid4(), self._term, sent_at + self._timeout)
+        if not lease.is_valid(now):
+            return None
+        self.state = State.LEADING
+        self.leadership = lease
+        return LeaderAcquired(lease.leader_id, lease.term)
+
+    def _unlead(self, state: State, reason: str) -> LeaderFenced | None:
+        lease, self.leadership = self.leadership, None
+        self._become(state)
+        return LeaderFenced(lease.leader_id, reason) if lease is not None else None
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self._sent.clear()
+        self._due = float("-inf")
+
+    def _claim_anew(self) -> None:
+        self._term = -1
+        self._sequence = 0
+        self._become(State.CLAIMING)
+
+    def _begin_with_new_log(self) -> LeaderFenced | None:
+        # An own heartbeat at an offset below its claim: the topic was made anew and counts from zero again.
+        fenced = self._unlead(State.CLAIMING, "the leader topic was made anew")
+        self._end = 0
+        self._claim_anew()
+        return fenced
+
+    def _check_for_gap(self, offset: int, now: float) -> None:
+        if self.state is State.CANDIDATE and offset > self._end:
+            self._rival = _Rival(self._end, now)
+            self._become(State.DEPOSED)
+        self._end = max(self._end, offset + 1)
+
+    def _forget_sent_before(self, time: float) -> None:
+        for sequence in [number for number, sent_at in self._sent.items() if sent_at < time]:
+            del self._sent[sequence]

@@ -1,0 +1,1 @@
+"""At-least-once delivery: mark, publish in lanes, purge or reset."""

@@ -1,0 +1,541 @@
+"""Mark-purge/reset: publish the outbox in causal order, at least once (seed 000).
+
+An `AtLeastOnce` lives as long as one leadership, on the harvest thread; only its statements run elsewhere, on the two
+threads that own a store each.
+
+    outbox table --mark--> lanes --send--> Kafka --acknowledgement--> purge --> the lane moves on
+                   ^                                  failure ------> reset --> force remark
+                   '--------------------------------------------------------------'
+
+- **Mark.** One statement claims and returns the earliest rows without our leader ID, from the head of the table (or
+  from an id below which no row can appear, `watermark`). So the next mark finds a later commit with a lower id, and
+  a dead leader's rows, without a recovery branch. If it returns a row of our lanes, another leader marked it in
+  between: force remark, or it would be published again after its followers.
+- **Send.** At most one record of a key is under way (`lanes`). The lease is checked immediately before each send, and
+  must have at least `delivery_timeout` left (`send_window`): the producer gives up a record before the lease it was
+  sent under can end, so a successor never meets the sends of its predecessor.
+- **Purge.** Acknowledged rows are deleted where they still carry our leader ID. Fewer than asked means that another
+  leader has marked them since: no lane moves, and everything is marked again.
+- **Reset.** A failed delivery concerns its own key, its partition or its topic (`failures`): their rows lose our leader
+  ID and are left out of the marks for a while, or held. All others flow.
+- **Force remark**, where more is in doubt: release all records that are not yet sent, let those in flight finish under
+  the old leader ID, take a new one (`LeaderRefreshed`), and mark again from the head.
+- **Unknown outcomes.** A mark that the connection did not survive may have marked rows unknown to us: force remark. A
+  purge that it did not survive is repeated; if the first one did happen, the second deletes fewer rows than asked.
+
+A leadership that ends sends no more, waits for the records in flight (bounded by `delivery_timeout`; once the lease is
+over they are cancelled), purges the acknowledged ones and clears its marks from the others. The next leadership starts
+only then, so the lanes' promise holds across leaderships of one process too.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import Final, NamedTuple
+from uuid import UUID, uuid4
+
+from outbox_core.election.lease import now
+from outbox_core.errors import OutboxError, RowsHeld, StoreUnavailable
+from outbox_core.events import LeaderRefreshed, MeterRead
+from outbox_core.harvest.at_least_once.lanes import Lanes
+from outbox_core.harvest.at_least_once.publisher import ProducerLimits, Publisher
+from outbox_core.harvest.at_least_once.send_window import CHECK_EVERY_SECONDS
+from outbox_core.harvest.context import HarvestContext
+from outbox_core.harvest.failures.dead_letters import DeadLetters
+from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
+from outbox_core.harvest.failures.policy import Remark, decide
+from outbox_core.harvest.polling import PollSchedule
+from outbox_core.harvest.recovery import Recovery
+from outbox_core.harvest.store_calls import StoreCall
+from outbox_core.harvest.watermark import Evidence, ScanPlan
+from outbox_core.kafka.clients import KafkaError
+from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.messages import Failure
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, MarkedBatch, OutboxStore, RowQuery, StoredRecord, bytes_of
+
+_log = logging.getLogger(__name__)
+
+_topic_of = attrgetter("topic")
+_NOTHING_MARKED: Final = MarkedBatch(0, ())
+_SEND_CHUNK = 500
+_IDLE_SECONDS = 1.0
+_TICK_SECONDS = 0.001
+_REPORTS_LATE_SECONDS = 2.0  # librdkafka looks for messages that are too old once a second
+_FIRST_RIVALS_BACKOFF_SECONDS = 0.05
+_LONGEST_RIVALS_BACKOFF_SECONDS = 5.0
+
+
+class _MarkRequest(NamedTuple):
+    limit: int = 0
+    plan: ScanPlan | None = None
+    excludes: bool = False
+    holds: HoldSet = NO_HOLDS
+
+
+class _Marked(NamedTuple):
+    batch: MarkedBatch
+    evidence: Evidence | None
+    took: float
+    holds: HoldSet
+
+
+class _Rows(NamedTuple):
+    """Rows to delete, and ids of rows whose marks must be cleared."""
+
+    purge: list[StoredRecord]
+    reset: list[int]
+
+    @property
+    def any(self) -> bool:
+        return bool(self.purge or self.reset)
+
+
+class AtLeastOnce:
+    """The mark-purge/reset of one leadership. Marks carry `leader_id`, which a remark replaces."""
+
+    def __init__(
+        self,
+        leader_id: UUID,
+        ctx: HarvestContext,
+        publisher: Publisher,
+        transactions: TransactionalIdentity,
+        *,
+        drain: bool = False,
+    ) -> None:
+        self.leader_id = leader_id
+        self.drained = False
+        self._leadership_id = leader_id
+        self._ctx = ctx
+        self._publisher = publisher
+        self._transactions = transactions
+        self._drain = drain
+        self._stopping = False
+        self._lanes = Lanes(ctx.limits.lane_capacity)
+        self._failures = FailedDeliveries(ctx)
+        self._dead_letters = DeadLetters(ctx)
+        self._remark = False
+        self._mark: StoreCall[_Marked] = StoreCall(ctx.marker, ctx)
+        self._request = _MarkRequest()
+        self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
+        self._rivals_backoff = 0.0
+        self._settle: StoreCall[int] = StoreCall(ctx.purger, ctx)
+        self._being_settled = _Rows([], [])
+        self._to_settle = _Rows([], [])
+
+    @property
+    def in_flight_records(self) -> int:
+        """Records sent and not yet acknowledged."""
+        return self._publisher.in_flight
+
+    def stop(self) -> None:
+        """Ask `run` to finish the records in flight and return. From any thread."""
+        self._stopping = True
+        self._ctx.wake.set()
+
+    def run(self) -> None:
+        """Harvest until the leadership ends, `stop` is called or, when draining, the table is empty."""
+        self._ctx.watermark.reset("a new leader ID")
+        Recovery(self._transactions, self._over, self._ctx).settle_if_tracked()
+        try:
+            self._harvest()
+            self._finish()
+        except BaseException:
+            self._publisher.cancel_all()  # the next leader must not meet our sends
+            raise
+        finally:
+            self._failures.end()
+            self._ctx.send_window.leadership_ends()
+
+    def _harvest(self) -> None:
+        while True:
+            self._ctx.wake.clear()  # before anything is looked at, so that no change is missed
+            if self._over():
+                return
+            self._collect_mark()
+            self._collect_settled()
+            self._release(self._failures.collect_written(self._lanes))
+            self._dead_letters.advance(self._failures.holds)
+            sent_all = True
+            if self._remark:
+                self._refresh_when_quiet()
+            else:
+                sent_all = self._send()
+                self._start_mark()
+            self._failures.start_writing()
+            self._start_settling()
+            if not self.drained:
+                self._wait(self._patience() if sent_all else 0.0)
+            self._collect_reports()
+
+    def _over(self) -> bool:
+        return self._stopping or self.drained or not self._leads()
+
+    def _leads(self) -> bool:
+        leadership = self._ctx.elector.leadership
+        return leadership is not None and leadership.leader_id == self._leadership_id and now() < leadership.deadline
+
+    # -- mark
+
+    def _room(self) -> int:
+        """Return the limit of the next mark; 0 while only a small batch fits: it costs much the same as a large one."""
+        limits = self._ctx.limits
+        if self._room_bytes() < limits.mark_query_bytes and self._lanes.held:
+            return 0
+        limit = min(limits.mark_query_records, limits.max_in_flight_records - self._lanes.held)
+        return limit if limit >= min(limits.mark_query_records, max(1, limits.max_in_flight_records // 2)) else 0
+
+    def _room_bytes(self) -> int:
+        return self._ctx.limits.max_in_flight_bytes - self._lanes.held_bytes
+
+    def _start_mark(self) -> None:
+        failures, hold_cache = self._failures, self._failures.hold_cache
+        is_blocked = self._schedule.due_in() or not hold_cache.is_known or self._ctx.removal.is_ongoing
+        limit = 0 if is_blocked else self._room()
+        if self._mark.is_running or not (limit or self._wants_holds()):
+            return
+        if not limit:
+            self._request = _MarkRequest()
+            self._mark.start(lambda store: _Marked(_NOTHING_MARKED, None, 0.0, hold_cache.current_or_reread(store)))
+            return
+        exclusion = failures.exclusion()
+        lanes, ids, topics = exclusion.lanes | self._lanes.full, exclusion.ids, exclusion.topics
+        # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
+        holds = failures.holds
+        plan = self._ctx.watermark.plan(frozenset(lanes | ids | topics | holds.items))
+        self._request = _MarkRequest(limit, plan, bool(lanes or ids or topics), holds)
+        query = RowQuery(limit, self._ctx.limits.mark_query_bytes, plan.floor, lanes, ids, topics, holds)
+        leader_id = self.leader_id
+
+        def mark(store: OutboxStore) -> _Marked:
+            evidence = plan.gather(store)
+            began = now()
+            try:
+                batch = store.mark(leader_id, query)
+            except RowsHeld:
+                hold_cache.invalidate()
+                raise
+            took = now() - began
+            self._ctx.metrics.mark_took(took)
+            if not batch.records and not holds:
+                return _Marked(batch, evidence, took, holds)
+            try:
+                return _Marked(batch, evidence, took, hold_cache.current_or_reread(store, batch.records))
+            except StoreUnavailable as error:  # rows may be marked, and the harvest thread does not know them
+                raise StoreUnavailable(str(error), in_doubt=True) from error
+
+        self._schedule.poll_starts()
+        self._mark.start(mark)
+
+    def _wants_holds(self) -> bool:
+        hold_cache = self._failures.hold_cache
+        if now() < self._mark.retry_at:
+            return False
+        return not hold_cache.is_known or (hold_cache.is_stale and bool(self._failures.holds or self._lanes.held))
+
+    def _collect_mark(self) -> None:
+        if not self._mark.is_done:
+            return
+        limit, plan, _, _ = self._request
+        try:
+            batch, evidence, took, holds = self._mark.result()
+        except StoreUnavailable as error:
+            self._schedule.retry_in(self._ctx.limits.io_error_backoff)
+            if error.in_doubt and limit:
+                self._force_remark()
+            return
+        if holds is not self._failures.holds:
+            self._ctx.commits.notify()  # something may have been released
+        self._release(self._failures.apply_holds(holds, self._lanes))
+        if not limit:
+            return
+        records = batch.records
+        if records:
+            is_full = len(records) == limit or bytes_of(records) >= self._ctx.limits.mark_query_bytes
+            self._schedule.found_rows(more=is_full)
+        else:
+            self._schedule.found_none(took)
+        if self._remark or batch.selected != len(records) or self._lanes.holds_any(records):
+            self._to_settle.reset.extend(record.id for record in records)
+            self._force_remark()
+            self._leave_room_for_rivals()
+            return
+        if plan is not None:
+            self._ctx.watermark.scanned(plan, evidence, records, took)
+        if records:
+            self._ctx.batches.meet(set(map(_topic_of, records)))
+            records, back = self._failures.admissible(records)
+            self._release(back)
+            self._lanes.admit(records)
+        else:
+            self._check_drained()
+
+    def _check_drained(self) -> None:
+        if (
+            not self._drain
+            or self._request.excludes
+            or self._lanes.held
+            or self._failures.is_writing
+            or self._dead_letters.is_busy
+        ):
+            return
+        holds, hold_cache = self._failures.holds, self._failures.hold_cache
+        if holds is not self._request.holds:
+            return  # something may have been released since the mark began
+        try:
+            if holds:  # the rest is held: unless that has changed, this is all
+                self.drained = self._ctx.marker.submit(hold_cache.read).result() is holds and not holds.requests
+            else:
+                self.drained = self._ctx.marker.submit(lambda store: store.is_empty()).result()
+        except StoreUnavailable as error:
+            self._ctx.database.failed(error)
+
+    # -- send
+
+    def _send(self) -> bool:
+        """Send a chunk of the ready records; return False if more can be sent at once."""
+        if not self._producer_fits():
+            return True
+        batch = self._lanes.take(_SEND_CHUNK)
+        elector = self._ctx.elector
+        closes_at = self._closes_at(records_wait=bool(batch) or self._failures.has_due or self._dead_letters.has_ready)
+        send = self._publisher.send
+        sent_at = now()
+        if not self._send_unbatched(closes_at):
+            self._lanes.put_back(batch)
+            return True
+        for position, record in enumerate(batch):
+            if now() >= closes_at or elector.leadership is None or not send(record, sent_at):
+                self._lanes.put_back(batch[position:])
+                return True
+        return not self._lanes.has_ready
+
+    def _closes_at(self, *, records_wait: bool) -> float:
+        """Return the time until which records may be sent under the present lease, 0.0 for not at all."""
+        leadership, window = self._ctx.elector.leadership, self._ctx.send_window
+        if leadership is None or leadership.leader_id != self._leadership_id:
+            return 0.0
+        # Asked once for a chunk: a lease is only ever extended, and the lease of a later leadership does not count.
+        timeout = window.timeout  # that of the producer; an update may change the one of the next
+        window.update(leadership.deadline - now(), records_wait=records_wait)
+        return leadership.deadline - timeout
+
+    def _producer_fits(self) -> bool:
+        """Return True if the producer fits all topics' batch sizes and the lease; else replace it when it is idle."""
+        batches, publisher = self._ctx.batches, self._publisher
+        if batches.are_awaited:
+            return False
+        publisher.limit(self._limits())
+        if not publisher.is_outdated:
+            return True
+        if not publisher.in_flight:
+            publisher.renew()
+        return not publisher.is_outdated
+
+    def _limits(self) -> ProducerLimits:
+        batch_bytes, timeout = self._ctx.batches.limit, self._ctx.send_window.timeout
+        limits = {} if batch_bytes is None else {"batch.size": batch_bytes}
+        if timeout != self._ctx.limits.delivery_timeout:
+            limits["delivery.timeout.ms"] = max(1, int(timeout * 1000))
+        return limits
+
+    def _send_unbatched(self, closes_at: float) -> bool:
+        """Send records that must be judged by themselves; return False if no more can be sent now."""
+        for source in (self._failures, self._dead_letters):
+            due = source.take_due()
+            for position, record in enumerate(due):
+                if now() >= closes_at or not self._publisher.send_unbatched(record, now()):
+                    source.put_back(due[position:])
+                    return False
+        return True
+
+    def _collect_reports(self) -> None:
+        publisher, metrics = self._publisher, self._ctx.metrics
+        if publisher.delivered:
+            delivered = publisher.take_delivered()
+            self._succeed(self._dead_letters.delivered(delivered) if self._dead_letters.is_busy else delivered)
+        if publisher.failed:
+            failures = publisher.take_failed()
+            self._fail(self._dead_letters.failed(failures) if self._dead_letters.is_busy else failures)
+        metrics.in_flight(publisher.in_flight)
+
+    def _succeed(self, delivered: list[StoredRecord]) -> None:
+        self._to_settle.purge.extend(delivered)
+        self._ctx.metrics.published(len(delivered))
+        arrived = now()
+        for sent_at, count in self._publisher.take_send_times().items():
+            self._ctx.metrics.publish_latency(arrived - sent_at, count)
+        self._failures.succeeded(delivered)
+        self._ctx.kafka.succeeded(all_of_it=not self._failures.backoffs.is_unreachable)
+        stats = self._ctx.meter.add(len(delivered))
+        if stats is not None:
+            self._ctx.emit(MeterRead(stats))
+
+    def _fail(self, failures: list[Failure]) -> None:
+        broken = [each for each in failures if isinstance(decide(each, alone=each.alone, can_hold=True), Remark)]
+        if self._over() or self._remark or broken or self._publisher.is_broken:
+            # They were cancelled, are released anyhow, or failed with the producer.
+            self._to_settle.reset.extend(record.id for record, *_ in failures)
+            self._force_remark()
+        else:
+            self._ctx.batches.refused({failure.record.topic for failure in failures if _was_batch_too_large(failure)})
+            self._release(self._failures.handle(failures, self._lanes))
+        if not self._over():
+            self._ctx.metrics.publish_error(len(failures))
+        if broken:
+            self._ctx.kafka.failed(f"the producer has failed: {broken[0].error.str()}")
+
+    def _release(self, records: Iterable[StoredRecord]) -> None:
+        """Clear the marks of records that are in no lane any more."""
+        ids = [record.id for record in records]
+        if ids:
+            self._ctx.watermark.reset("records went back to the table")
+            self._to_settle.reset.extend(ids)
+
+    # -- purge and reset
+
+    def _start_settling(self) -> None:
+        if not self._to_settle.any or not self._settle.can_start:
+            return
+        self._being_settled, self._to_settle = self._to_settle, _Rows([], [])
+        leader_id, reset_ids = self.leader_id, self._being_settled.reset
+        purge_ids = [record.id for record in self._being_settled.purge]
+
+        def settle(store: OutboxStore) -> int:
+            purged = 0
+            if purge_ids:
+                began = now()
+                purged = store.purge(leader_id, purge_ids)
+                self._ctx.metrics.purge_took(now() - began)
+            if reset_ids:
+                store.reset(leader_id, reset_ids)
+            return purged
+
+        self._settle.start(settle)
+
+    def _collect_settled(self) -> None:
+        if not self._settle.is_done:
+            return
+        settled, self._being_settled = self._being_settled, _Rows([], [])
+        try:
+            purged = self._settle.result()
+        except StoreUnavailable:
+            self._to_settle = _Rows(settled.purge + self._to_settle.purge, settled.reset + self._to_settle.reset)
+            return
+        self._failures.reset_done(settled.reset)
+        if settled.purge:
+            self._ctx.removal.recovered()
+        if purged == len(settled.purge):
+            if purged:
+                self._rivals_backoff /= 2
+            self._lanes.purged(settled.purge)
+            if self._drain and not self._lanes.held:
+                self._ctx.commits.notify()  # the next mark tells if that was all
+        else:
+            _log.info("purged %d of %d rows: the rest carry another leader's mark", purged, len(settled.purge))
+            self._force_remark()
+            self._leave_room_for_rivals()
+
+    def _leave_room_for_rivals(self) -> None:
+        """Back off, as another leader (of another group perhaps) marks the same rows: both would send all of them."""
+        longer = max(_FIRST_RIVALS_BACKOFF_SECONDS, 2 * self._rivals_backoff)
+        self._rivals_backoff = min(_LONGEST_RIVALS_BACKOFF_SECONDS, longer)
+        self._schedule.retry_in(self._rivals_backoff * random.uniform(0.5, 1.0))  # noqa: S311  jitter
+
+    # -- remark
+
+    def _force_remark(self) -> None:
+        """Release all records that have not been sent, and send no more under this leader ID."""
+        self._remark = True
+        self._release(self._lanes.release_all())
+        self._release(self._failures.release_waiting())
+
+    def _refresh_when_quiet(self) -> None:
+        if self._busy():
+            return
+        self._publisher.renew_if_broken()
+        self._lanes = Lanes(self._ctx.limits.lane_capacity)
+        self._failures.leader_id_renewed()
+        self._remark = False
+        self.leader_id = uuid4()
+        self._ctx.watermark.reset("a new leader ID")
+        self._ctx.emit(LeaderRefreshed(self.leader_id))
+
+    def _busy(self) -> bool:
+        return bool(self._publisher.in_flight) or self._busy_with_database() or self._failures.is_writing
+
+    def _busy_with_database(self) -> bool:
+        return bool(
+            self._mark.is_running or self._settle.is_running or self._to_settle.any or self._dead_letters.is_deleting
+        )
+
+    # -- wait and finish
+
+    def _patience(self) -> float:
+        due = _IDLE_SECONDS
+        time = now()
+        if not self._mark.is_running and not self._remark and self._room():
+            due = min(due, self._schedule.due_in())
+        if self._to_settle.any and not self._settle.is_running:
+            due = min(due, self._settle.retry_at - time)
+        if not self._remark:
+            # What is due cannot be sent before there is room in the lease: that comes with a heartbeat.
+            soonest = CHECK_EVERY_SECONDS if self._ctx.send_window.has_waiting else _TICK_SECONDS
+            due = min(due, max(soonest, self._failures.due_in()), self._dead_letters.due_in())
+            if self._ctx.batches.are_awaited:
+                due = min(due, self._ctx.batches.await_seconds)
+            if not self._mark.is_running and (self._failures.holds or self._lanes.held):
+                due = min(due, max(self._failures.hold_cache.due_in(), self._mark.retry_at - time))
+            if self._ctx.send_window.has_waiting:
+                due = min(due, CHECK_EVERY_SECONDS)
+        return max(0.0, due)
+
+    def _wait(self, seconds: float) -> None:
+        publisher, wake = self._publisher, self._ctx.wake
+        if not publisher.in_flight:
+            publisher.poll(0)
+            wake.wait(seconds)
+        elif seconds == 0.0 or wake.is_set():
+            publisher.poll(0)
+        elif publisher.lingers:
+            # There is nothing to add to what lingers in the producer, so let it go: with few keys the next records
+            # cannot be sent before these have arrived.
+            publisher.push(_TICK_SECONDS)
+        elif not self._mark.is_running and not self._settle.is_running:
+            publisher.poll(min(seconds, _TICK_SECONDS))
+        else:
+            # Rows that have been marked are not to wait for the reports of those before them. Neither of the two waits
+            # ends with what the other one is for, so look after the reports at short intervals.
+            wake.wait(min(seconds, _TICK_SECONDS))
+            publisher.poll(0)
+
+    def _finish(self) -> None:
+        """Await the records in flight, purge those that arrived, release the rest: the module's last paragraph."""
+        self._force_remark()
+        give_up_at = now() + self._ctx.limits.drain_timeout
+        drop_at = now() + self._ctx.limits.delivery_timeout + _REPORTS_LATE_SECONDS
+        while True:
+            if not self._leads() or now() >= drop_at:
+                # In each turn: what is on the wire comes back from a lost connection and would be sent again, for as
+                # long as the client's clock says, which stands still while the machine sleeps.
+                self._publisher.cancel()
+            self._ctx.wake.clear()
+            self._collect_mark()
+            self._collect_settled()
+            self._dead_letters.finish()
+            self._start_settling()
+            if self._publisher.in_flight:
+                give_up_at = now() + self._ctx.limits.drain_timeout
+            elif not self._busy_with_database() or now() >= give_up_at:
+                break
+            if now() >= drop_at + self._ctx.limits.drain_timeout and self._publisher.in_flight:
+                raise OutboxError(f"the Kafka client does not give back {self._publisher.in_flight} records")
+            self._wait(self._patience())
+            self._collect_reports()
+        self._publisher.renew_if_broken()
+
+
+def _was_batch_too_large(failure: Failure) -> bool:
+    return failure.error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not failure.alone

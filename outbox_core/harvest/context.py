@@ -1,0 +1,108 @@
+"""The context of a harvester's leaderships: limits, threads, metrics, event handler."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Event as ThreadEvent
+from typing import Self
+
+from outbox_core.config import HarvestConfig
+from outbox_core.election.interface import LeaderElector
+from outbox_core.errors import RowsRemain, StoreUnavailable
+from outbox_core.events import Event
+from outbox_core.harvest.at_least_once.send_window import SendWindow
+from outbox_core.harvest.meter import Meter
+from outbox_core.harvest.polling import CommitFlag
+from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.watermark import LowWatermark
+from outbox_core.kafka.batch_sizes import BatchSizes
+from outbox_core.metrics import HarvestMetrics
+from outbox_core.outage import Outage
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_REMOVAL_BACKOFF_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarvestLimits:
+    """The limits of `outbox_core.config.Limits` that harvesting needs, with durations in seconds."""
+
+    mark_query_records: int
+    max_in_flight_records: int
+    max_in_flight_bytes: int
+    lane_capacity: int
+    mark_backoff: float
+    io_error_backoff: float
+    delivery_timeout: float
+    drain_timeout: float
+
+    @classmethod
+    def of(cls, config: HarvestConfig) -> Self:
+        """Return the limits of a configuration."""
+        limits = config.limits
+        return cls(
+            mark_query_records=limits.mark_query_records,
+            max_in_flight_records=limits.max_in_flight_records,
+            max_in_flight_bytes=limits.max_in_flight_bytes,
+            lane_capacity=limits.lane_capacity,
+            mark_backoff=limits.mark_backoff.total_seconds(),
+            io_error_backoff=limits.io_error_backoff.total_seconds(),
+            delivery_timeout=config.delivery_timeout.total_seconds(),
+            drain_timeout=limits.drain_timeout.total_seconds(),
+        )
+
+    @property
+    def mark_query_bytes(self) -> int:
+        """The most bytes that one statement fetches, but for its last row: four such batches may be in memory."""
+        return max(1, self.max_in_flight_bytes // 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadLetterTopic:
+    """The topic for records that an operator gives up, and with `on_poison` for all that Kafka refuses."""
+
+    topic: str
+    on_poison: bool
+    ensure: Callable[[], None]
+    forbidden: Callable[[set[str]], set[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarvestContext:
+    """The things that all leaderships of one harvester share."""
+
+    elector: LeaderElector
+    limits: HarvestLimits
+    marker: StoreThread
+    purger: StoreThread
+    watermark: LowWatermark
+    metrics: HarvestMetrics
+    meter: Meter
+    emit: Callable[[Event], None]
+    wake: ThreadEvent
+    commits: CommitFlag
+    database: Outage
+    kafka: Outage
+    dead_letters: DeadLetterTopic
+    grant_write: str
+    send_window: SendWindow
+    batches: BatchSizes = field(default_factory=BatchSizes)
+    removal: Outage = field(default_factory=lambda: Outage("removal of published records", _log))
+
+    @property
+    def outages(self) -> tuple[Outage, Outage, Outage]:
+        """The services and rights that can fail for a while."""
+        return self.database, self.kafka, self.removal
+
+    def note_outage(self, error: StoreUnavailable) -> float:
+        """Note that a statement failed; return the seconds until it may be repeated."""
+        backoff = self.limits.io_error_backoff
+        if not isinstance(error, RowsRemain):
+            self.database.failed(error)
+            return backoff
+        # A right is missing rather than the database: repeats need not be fast.
+        self.removal.failed(error)
+        return max(backoff, min(_LONGEST_REMOVAL_BACKOFF_SECONDS, self.removal.lasted_seconds / 4))

@@ -1,0 +1,1 @@
+"""Exactly-once delivery: one Kafka transaction for each batch, with a manifest of its rows."""

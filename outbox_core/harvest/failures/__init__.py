@@ -1,0 +1,1 @@
+"""Records and destinations that fail: retries, holds, backoffs and dead letters."""

@@ -1,0 +1,91 @@
+"""A report of waiting records: destinations that are backed off, and records of failed transactions.
+
+These are in memory only, so neither the table nor its holds show them. The log names them once one has waited for a
+while, again every minute, and says when the last wait is over; gauges count them. Belongs to the harvest thread.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from outbox_core.election.lease import now
+from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, BackoffInfo, Backoffs, Destination
+from outbox_core.metrics import HarvestMetrics
+
+_log = logging.getLogger(__name__)
+
+_LOG_AFTER_SECONDS = 10.0
+_LOG_AGAIN_SECONDS = 60.0
+_INTERVAL_SECONDS = 1.0
+_NAMED = 3
+
+
+class BackoffReport:
+    """The report of one leadership or term; `longest` is the longest backoff, in seconds."""
+
+    def __init__(self, metrics: HarvestMetrics, backoffs: Backoffs, longest: float = LONGEST_BACKOFF_SECONDS) -> None:
+        self._metrics = metrics
+        self._backoffs = backoffs
+        self._longest = longest
+        self._next_at = 0.0
+        self._logged_at: float | None = None
+        self._in_retry_since: float | None = None
+        self._warned_of = -1
+
+    def warn(self, what: str, error: str) -> None:
+        """Log a failure that is tried again after its backoff."""
+        _log.warning("%s: %s; it is tried again after a growing backoff", what, error)
+
+    def warn_once(self, identity: int, what: str, error: str) -> None:
+        """Log the same, unless the last warning was about the same record."""
+        if identity != self._warned_of:
+            self._warned_of = identity
+            self.warn(what, error)
+
+    def update(self, in_retry: int = 0) -> None:
+        """Set the gauges, and log if records wait for long; `in_retry` counts those of failed transactions."""
+        if not self._backoffs and not in_retry:
+            if self._next_at:
+                self.end()
+            return
+        time = now()
+        if time < self._next_at:
+            return
+        self._next_at = time + _INTERVAL_SECONDS
+        self._metrics.waiting(len(self._backoffs), self._backoffs.waiting_keys + in_retry)
+        self._in_retry_since = (self._in_retry_since or time) if in_retry else None
+        old = [info for info in self._backoffs.infos if time - info.since >= _LOG_AFTER_SECONDS]
+        is_long = bool(old) or (in_retry and time - (self._in_retry_since or time) >= _LOG_AFTER_SECONDS)
+        if is_long and (self._logged_at is None or time - self._logged_at >= _LOG_AGAIN_SECONDS):
+            self._logged_at = time
+            self._log(old, in_retry, time)
+
+    def _log(self, old: list[BackoffInfo], in_retry: int, time: float) -> None:
+        parts = [f"{name(info.destination)} for {time - info.since:.0f} s ({info.why})" for info in old[:_NAMED]]
+        if len(old) > _NAMED:
+            parts.append(f"{len(old) - _NAMED} more destinations")
+        if in_retry:
+            parts.append(f"{in_retry} records of failed transactions, to be tried in smaller ones")
+        _log.warning(
+            "waiting, with all records of %d keys: %s; each destination is tried again within %.0f s",
+            self._backoffs.waiting_keys,
+            "; ".join(parts),
+            self._longest,
+        )
+
+    def end(self) -> None:
+        """Reset the gauges, as no record waits any more, or none that is known."""
+        self._next_at = 0.0
+        self._in_retry_since = None
+        self._metrics.waiting(0, 0)
+        if self._logged_at is not None:
+            self._logged_at = None
+            _log.warning("no destination is waited for any more")
+
+
+def name(destination: Destination) -> str:
+    """Return a destination's name in logs."""
+    topic, part = destination
+    if part is None:
+        return f"topic {topic}"
+    return f"{topic}, partition {part}" if isinstance(part, int) else f"one key of {topic}"

@@ -1,0 +1,147 @@
+"""The harvester's view of the holds.
+
+- A statement of its own reads the holds *before* the mark or scan that gets them as parameters, and the settled floor
+  knows them when that begins. So a release takes effect for a whole statement, which begins at the head of the released
+  rows: no record can overtake them.
+- The result of a mark or scan is compared with the holds, read again if they are stale: so an idle outbox needs no
+  constant reads, and its topics can be paused all the same.
+- A hold of the harvester's own is written before its key is read again.
+- While holds cannot be read, no record is marked or published. Without a table of holds, none is held.
+
+The cache works on the marker's thread; the harvest thread sees frozen values.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+from outbox_core.election.lease import now
+from outbox_core.errors import StoreUnavailable
+from outbox_core.metrics import HarvestMetrics
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, OutboxStore, OversizedValue, StoredRecord
+
+_log = logging.getLogger(__name__)
+
+READ_EVERY_SECONDS = 0.4
+_LOOK_FOR_TABLE_EVERY_SECONDS = 30.0
+_TIDY_EVERY_SECONDS = 10.0
+_AT_ONCE = 1_000
+_NAMED = 3
+
+_UNKNOWN = float("-inf")
+
+
+class HoldCache:
+    """The holds of one outbox. Used on the thread of the store that is passed in; `current` may be read anywhere."""
+
+    def __init__(self, metrics: HarvestMetrics) -> None:
+        self.current: HoldSet = NO_HOLDS
+        self.is_writable = True
+        self.read_at = _UNKNOWN
+        self._answer: HoldSet = NO_HOLDS
+        self._read_every = READ_EVERY_SECONDS
+        self._tidied_at = _UNKNOWN
+        self._metrics = metrics
+
+    @property
+    def is_known(self) -> bool:
+        """True if the last attempt to read them succeeded."""
+        return self.read_at > _UNKNOWN
+
+    @property
+    def is_stale(self) -> bool:
+        """True if a change since the last reading would not take effect soon."""
+        return now() - self.read_at > self._read_every
+
+    def due_in(self) -> float:
+        """Return the seconds until they are stale."""
+        return max(0.0, self.read_at + self._read_every - now())
+
+    def current_or_reread(self, store: OutboxStore, records: Sequence[StoredRecord] = ()) -> HoldSet:
+        """Return holds that are not stale; of these records hold those that were too large to be read."""
+        withheld = [record for record in records if isinstance(record.value, OversizedValue)]
+        if withheld:
+            return self.write(store, [_too_large(record) for record in withheld])
+        if self.is_stale:
+            self.read(store)
+        return self.current
+
+    def invalidate(self) -> None:
+        """Have the holds read again before the next mark."""
+        self.read_at = _UNKNOWN
+
+    def read(self, store: OutboxStore) -> HoldSet:
+        """Read the holds, or look for their table."""
+        try:
+            holds = self._ask(store)
+        except StoreUnavailable:
+            self.invalidate()  # no row is asked for before they are known again
+            raise
+        self.is_writable = holds is not None and holds.may_change
+        self._read_every = _LOOK_FOR_TABLE_EVERY_SECONDS if holds is None else READ_EVERY_SECONDS
+        self.read_at = now()
+        if holds is None:
+            holds = NO_HOLDS
+        # A store returns the same object as long as nothing has changed: there may be thousands of holds to compare.
+        if holds is not self._answer and holds != self.current:
+            self.current = _sharing(self.current, holds)
+        self._answer = holds
+        self._metrics.activity.refused = holds.refused
+        self._metrics.held(len(holds))  # in any case: the gauge may show what another leadership read
+        return self.current
+
+    def _ask(self, store: OutboxStore) -> HoldSet | None:
+        holds = store.holds.read()
+        if holds is None or not holds.may_change or not (holds.ids or holds.lanes):
+            return holds
+        if now() - self._tidied_at > _TIDY_EVERY_SECONDS:
+            self._tidied_at = now()
+            if store.holds.release_gone():  # records that somebody deleted, or that the last leader had published
+                return store.holds.read()
+        return holds
+
+    def write(self, store: OutboxStore, holds: Sequence[NewHold]) -> HoldSet:
+        """Add holds, unless there is no writable table; return all holds then."""
+        if not self.is_known:
+            self.read(store)  # the last attempt may have failed for want of rights
+        if self.is_writable:
+            try:
+                for first in range(0, len(holds), _AT_ONCE):
+                    store.holds.add(holds[first : first + _AT_ONCE])
+            except StoreUnavailable:
+                self.invalidate()
+                raise
+            _log_holds(holds)
+        return self.read(store)
+
+
+def _too_large(record: StoredRecord) -> NewHold:
+    withheld = record.value
+    return NewHold(
+        record.topic,
+        record.key,
+        record.id,
+        "too large",
+        f"kafka_key, kafka_value and headers have {withheld.size:,} bytes, and the producer's message.max.bytes is "  # type: ignore[union-attr]
+        f"{withheld.limit:,}: the value was not read",  # type: ignore[union-attr]
+    )
+
+
+def _sharing(old: HoldSet, new: HoldSet) -> HoldSet:
+    """Return the new holds, with the old one's sets where they are equal: stores compare these by identity."""
+    return replace(
+        new,
+        lanes=old.lanes if old.lanes == new.lanes else new.lanes,
+        ids=old.ids if old.ids == new.ids else new.ids,
+    )
+
+
+def _log_holds(holds: Sequence[NewHold]) -> None:
+    for hold in holds[:_NAMED]:
+        what = f"topic {hold.topic}" if hold.record_id is None else f"record {hold.record_id} for topic {hold.topic}"
+        then = "goes to the dead-letter topic" if hold.dead_letter else "is held: see `outbox hold list`"
+        _log.warning("%s %s: %s", what, then, hold.error)
+    if len(holds) > _NAMED:
+        _log.warning("and %d more", len(holds) - _NAMED)

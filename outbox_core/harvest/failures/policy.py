@@ -1,0 +1,114 @@
+"""The decision on a failed record, for both deliveries; pure.
+
+    it failed in a batch, with a code that a record may be to blame for --> try it alone
+    it failed alone, with such a code -----> hold it, with its key, or make it a dead letter
+    we may not write to its topic ---------> hold the topic
+    any other error -----------------------> back off its partition, or its topic
+    the producer is broken ----------------> mark everything again, with a new producer
+
+Without a writable table of holds, a record that would be held is backed off with its key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from outbox_core.harvest.failures.backoffs import Destination
+from outbox_core.harvest.failures.bisection import sizes_of
+from outbox_core.kafka.clients import KafkaError
+from outbox_core.kafka.errors import TOO_LARGE, ErrorKind, kind_of
+from outbox_core.kafka.messages import Failure
+from outbox_core.stores.interface import NewHold, StoredRecord
+
+_LARGEST_PARTITION: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A retry of the record, alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A hold of the record, or of its topic: see `new_hold`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """A backoff of the destination; None for the record and its key alone."""
+
+    destination: Destination | None
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A remark of everything, with a new producer."""
+
+
+Decision = Retry | Hold | Backoff | Remark
+
+
+def decide(failure: Failure, *, alone: bool, can_hold: bool) -> Decision:
+    """Return the decision on a failure's record, `alone` if no other record can be to blame."""
+    kind = failure.kind
+    if kind is ErrorKind.FATAL:
+        return Remark()
+    if kind is ErrorKind.POISON and not alone:
+        return Retry()
+    if kind in (ErrorKind.POISON, ErrorKind.UNAUTHORIZED) and can_hold:
+        return Hold()
+    return Backoff(None if kind is ErrorKind.POISON else destination_of(failure))
+
+
+def destination_of(failure: Failure) -> Destination:
+    """Return the destination that a failure that may pass concerns."""
+    record, partition = failure.record, failure.partition
+    topic = record.topic
+    if failure.kind in (ErrorKind.UNKNOWN_TOPIC, ErrorKind.UNAUTHORIZED):
+        return topic, None
+    if partition is None:  # it was never on its way: no other key is concerned
+        return topic, (topic, str(record.key or record.id))
+    return topic, partition if partition >= 0 else None
+
+
+def new_hold(failure: Failure, grant_write: str, *, dead_letter: bool) -> NewHold:
+    """Return the hold of a record that failed alone, or of its topic if we may not write to it."""
+    record, error = failure.record, failure.error
+    if kind_of(error) is ErrorKind.UNAUTHORIZED:
+        return NewHold(record.topic, None, None, "not authorized", f"{error.str()}; {grant_write}")
+    return NewHold(record.topic, record.key, record.id, "refused", _described(failure), dead_letter)
+
+
+def too_large_for(record: StoredRecord) -> KafkaError:
+    """Return the error of a record that is larger than its topic allows."""
+    return KafkaError(
+        KafkaError.MSG_SIZE_TOO_LARGE, f"too large for the max.message.bytes of topic {record.topic}: it was not sent"
+    )
+
+
+def _described(failure: Failure) -> str:
+    record, text, code = failure.record, failure.error.str(), failure.error.code()
+    if code in TOO_LARGE:
+        sizes = sizes_of(record)
+        largest = max(sizes, key=lambda column: sizes[column])
+        return f"{largest}: {text} ({sizes[largest]} of its {sum(sizes.values())} bytes)"
+    if code == KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001  its public name
+        return f"kafka_partition: {text}: {record.partition}"
+    if code == KafkaError.TOPIC_EXCEPTION:
+        return f"kafka_topic: {text}"
+    if code == KafkaError._INVALID_ARG and not text.startswith("kafka_"):  # noqa: SLF001
+        return f"{_odd_column(record)}: {text}"
+    return text
+
+
+def _odd_column(record: StoredRecord) -> str:
+    if not isinstance(record.topic, str):
+        return "kafka_topic"
+    if not isinstance(record.key, str | None):
+        return "kafka_key"
+    if not isinstance(record.value, str | bytes | None):
+        return "kafka_value"
+    if not all(isinstance(value, str | bytes | None) for value in record.header_values or ()):
+        return "kafka_header_values"
+    return "kafka_partition" if record.partition > _LARGEST_PARTITION else "the row is no message"

@@ -1,0 +1,90 @@
+"""Adaptive polling: immediately after a full batch, with exponential backoff while the table is empty.
+
+- After a batch below its limit the next poll waits a millisecond, which leaves the database's time to the writers.
+- After an empty poll each pause is a third longer than the last, up to a ceiling. So a record waits at most about a
+  third of the time since the last one.
+- An empty poll that took long (it wades through dead rows) is not repeated before four times its duration: idle polls
+  take at most a fifth of one core of the database. A ceiling limits that, as the database may only have been slow.
+- A signalled commit ends such a pause. Any role of the database may send false signals, so each poll that follows one
+  and finds no row doubles the pause before the next, up to a fiftieth of a second.
+
+**A signal only ever shortens a wait.** The flag is cleared when a poll starts, so a signal during a poll counts for the
+next one. Unsignalled commits are found after `longest` seconds, or two seconds while signals are reliable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+
+_FIRST_PAUSE_SECONDS = 0.001
+_GROWTH = 4 / 3
+_SLOW_POLL_FACTOR = 4
+_LONGEST_PAUSE_AFTER_SLOW_POLL_SECONDS = 2.0
+_LONGEST_PAUSE_WITH_SIGNALS_SECONDS = 2.0
+_LONGEST_PAUSE_AFTER_FALSE_SIGNAL_SECONDS = 0.02
+
+
+class CommitFlag:
+    """A flag that any thread sets when records may be committed, and the harvest thread clears when a poll starts."""
+
+    def __init__(self, wake: Event) -> None:
+        self._wake = wake
+        self._is_set = False
+        # while every commit is signalled, so that polling without a signal can be rare
+        self.is_reliable = False
+
+    def notify(self) -> None:
+        """Signal that something may have been committed."""
+        self._is_set = True
+        self._wake.set()
+
+    def clear(self) -> None:
+        """Clear the flag: a poll that starts now sees every commit that was signalled before."""
+        self._is_set = False
+
+    def __bool__(self) -> bool:
+        return self._is_set
+
+
+class PollSchedule:
+    """The time of the next poll, on the harvest thread: pauses up to `longest` seconds, which commits end early."""
+
+    def __init__(self, longest: float, commits: CommitFlag, clock: Callable[[], float]) -> None:
+        self._longest = longest
+        self._commits = commits
+        self._clock = clock
+        self._pause = self._pause_after_signal = _FIRST_PAUSE_SECONDS
+        self._was_signalled = False
+        self._due = self._due_if_signalled = 0.0
+
+    def poll_starts(self) -> None:
+        """Note that a poll starts, and if a signal asked for it."""
+        self._was_signalled = bool(self._commits)
+        self._commits.clear()
+
+    def found_rows(self, *, more: bool) -> None:
+        """Schedule the next poll after one that found rows; `more` if it stopped at its limit."""
+        self._pause = self._pause_after_signal = _FIRST_PAUSE_SECONDS
+        self._due = self._due_if_signalled = 0.0 if more else self._clock() + _FIRST_PAUSE_SECONDS
+
+    def found_none(self, took: float) -> None:
+        """Schedule the next poll after one that found no row, and took so many seconds."""
+        ceiling = (
+            max(self._longest, _LONGEST_PAUSE_WITH_SIGNALS_SECONDS) if self._commits.is_reliable else self._longest
+        )
+        self._pause = min(ceiling, self._pause * _GROWTH)
+        if self._was_signalled:
+            self._pause_after_signal = min(_LONGEST_PAUSE_AFTER_FALSE_SIGNAL_SECONDS, self._pause_after_signal * 2)
+        time, after_slow = self._clock(), min(_LONGEST_PAUSE_AFTER_SLOW_POLL_SECONDS, took * _SLOW_POLL_FACTOR)
+        self._due = time + max(self._pause, after_slow)
+        self._due_if_signalled = time + min(self._pause_after_signal, self._longest)
+
+    def retry_in(self, seconds: float) -> None:
+        """Schedule the next poll after a failure; signals do not shorten this."""
+        self._due = self._due_if_signalled = self._clock() + seconds
+
+    def due_in(self) -> float:
+        """Return the seconds until the next poll is due, 0.0 if it is."""
+        due = min(self._due, self._due_if_signalled) if self._commits else self._due
+        return max(0.0, due - self._clock())

@@ -1,0 +1,135 @@
+"""The only importer of confluent_kafka: factories of clients, and the client's names that other modules use.
+
+librdkafka's log lines go to the logger `outbox_core.kafka.clients` at DEBUG, as it repeats itself at every attempt to
+connect; the callers log each change of state once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_END,
+    TIMESTAMP_LOG_APPEND_TIME,
+    TIMESTAMP_NOT_AVAILABLE,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    Producer,
+    TopicCollection,
+    TopicPartition,
+)
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
+from confluent_kafka.admin._config import ConfigResource
+from confluent_kafka.admin._metadata import ClusterMetadata
+from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
+from confluent_kafka.cimpl import NewPartitions, NewTopic
+
+from outbox_core.errors import InvalidConfig, ProcessExhausted
+
+__all__ = [
+    "OFFSET_BEGINNING",
+    "OFFSET_END",
+    "TIMESTAMP_LOG_APPEND_TIME",
+    "TIMESTAMP_NOT_AVAILABLE",
+    "AclBindingFilter",
+    "AclOperation",
+    "AclPermissionType",
+    "AdminClient",
+    "ClusterMetadata",
+    "ConfigResource",
+    "Consumer",
+    "KafkaConfig",
+    "KafkaError",
+    "KafkaException",
+    "Message",
+    "NewPartitions",
+    "NewTopic",
+    "Producer",
+    "ResourcePatternType",
+    "ResourceType",
+    "TopicCollection",
+    "TopicPartition",
+    "discard",
+    "make_admin",
+    "make_consumer",
+    "make_producer",
+]
+
+KafkaConfig = Mapping[str, Any]
+
+_DISCARD_SECONDS = 2.0
+_DISCARD_POLL_SECONDS = 0.01
+_NOTICE = 5  # of syslog's levels
+
+_client_log = logging.getLogger(__name__)
+
+
+class _DebugLogger(logging.LoggerAdapter[logging.Logger]):
+    """Lowers every librdkafka log line to DEBUG."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        del level
+        super().log(logging.DEBUG, msg, *args, **kwargs)
+
+
+def make_producer(config: KafkaConfig) -> Producer:
+    """Make a producer, or raise InvalidConfig for a setting that librdkafka refuses."""
+    producer: Producer = _make(Producer, config)
+    return producer
+
+
+def discard(producer: Producer) -> None:
+    """Purge a producer before it is thrown away.
+
+    librdkafka 2.16 corrupts its memory when a fenced transactional producer is destroyed with messages in it.
+    """
+    with suppress(KafkaException):
+        producer.purge()
+    end = time.monotonic() + _DISCARD_SECONDS
+    while len(producer) and time.monotonic() < end:
+        with suppress(KafkaException):  # a broken producer says so once more
+            producer.poll(_DISCARD_POLL_SECONDS)
+
+
+def make_consumer(config: KafkaConfig) -> Consumer:
+    """Make a consumer, or raise InvalidConfig for a setting that librdkafka refuses."""
+    consumer: Consumer = _make(Consumer, config)
+    return consumer
+
+
+def make_admin(config: KafkaConfig) -> AdminClient:
+    """Make an admin client, or raise InvalidConfig for a setting that librdkafka refuses."""
+    admin: AdminClient = _make(AdminClient, config)
+    return admin
+
+
+def _make(client: Any, config: KafkaConfig) -> Any:
+    settings = dict(config)
+    settings.setdefault("logger", _DebugLogger(_client_log, {}))
+    settings.setdefault("error_cb", _ignore_client_error)
+    if client is AdminClient:
+        settings.setdefault("log_level", _NOTICE)  # below, it writes a line to stderr when it is closed
+    try:
+        return client(settings)
+    except KafkaException as error:
+        cause: KafkaError = error.args[0]
+        if cause.code() == KafkaError._CRIT_SYS_RESOURCE:  # noqa: SLF001  confluent's public constant
+            raise ProcessExhausted(
+                f"a Kafka client cannot be made: {cause.str()}; raise the process's limits"
+            ) from None
+        raise InvalidConfig(f"Kafka settings: {cause.str()}") from None
+    except (TypeError, ValueError) as error:
+        raise InvalidConfig(f"Kafka settings: {error}") from None
+
+
+def _ignore_client_error(error: KafkaError) -> None:
+    # Informational: librdkafka recovers, and each caller sees its own failures.
+    _client_log.debug("librdkafka: %s", error)

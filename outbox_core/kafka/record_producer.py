@@ -1,0 +1,99 @@
+"""Outbox records through a transactional producer: in their order, each with the header that tells repeats apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from outbox_core.kafka.clients import KafkaError, KafkaException, Message
+from outbox_core.kafka.errors import ErrorKind, is_collateral, kind_of
+from outbox_core.kafka.messages import Failure, message_headers, partition_of
+from outbox_core.kafka.row_topics import RowTopics
+from outbox_core.kafka.transactions import Ended, GiveUp, TransactionalProducer
+from outbox_core.stores.interface import LaneKey, StoredRecord, lane_of
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Records handed to the producer, without later ones of a refused record's key."""
+
+    records: list[StoredRecord]
+    refused: list[Failure]  # by the client itself
+
+
+class RecordProducer(TransactionalProducer):
+    """A transactional producer of outbox records. Used by one thread."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        *,
+        id_header: str,
+        outbox_name: str,
+        timeout_seconds: float,
+        topics: RowTopics | None = None,
+    ) -> None:
+        super().__init__(settings, timeout_seconds=timeout_seconds)
+        self._id_header = id_header
+        self._id_prefix = outbox_name.encode() + b":"
+        self._topics = topics or RowTopics()
+
+    def send(
+        self, records: Iterable[StoredRecord], give_up: GiveUp, failures: list[Failure] | None = None
+    ) -> Sent | Ended | None:
+        """Produce records in their order, without those that the client refuses and later ones of their keys.
+
+        `failures` takes the failures from delivery reports; without it there are none. None if `give_up`, asked while
+        the queue is full, said so; `Ended` if the producer is broken.
+        """
+        sent = Sent([], [])
+        stopped: set[LaneKey] = set()
+        taken, produce = sent.records.append, self._produce
+        for record in records:
+            if stopped and lane_of(record) in stopped:
+                continue
+            try:
+                if not produce(
+                    record, give_up, {} if failures is None else {"on_delivery": partial(_note, failures, record)}
+                ):
+                    return None
+                taken(record)
+                continue
+            except KafkaException as error:
+                cause: KafkaError = error.args[0]
+                if kind_of(cause) is ErrorKind.FATAL:
+                    return Ended(cause.str())
+                if cause.code() == KafkaError._STATE:  # noqa: SLF001  the transaction has failed already
+                    return sent
+            except (TypeError, ValueError, OverflowError) as error:  # a row that is no message, written by hand
+                cause = KafkaError(KafkaError._INVALID_ARG, str(error))  # noqa: SLF001
+            sent.refused.append(Failure(record, cause, alone=True))
+            lane = lane_of(record)
+            if lane is not None:
+                stopped.add(lane)
+        return sent
+
+    def _produce(self, record: StoredRecord, give_up: GiveUp, more: dict[str, Any]) -> bool:
+        """Produce one record. False if `give_up` said so while the queue was full."""
+        identity, topic, key, value, names, values, partition, _ = record
+        if names or values or not self._id_header:
+            headers = message_headers(record, self._id_header, self._id_prefix)
+        else:  # the same, quicker: this runs for every record
+            headers = [(self._id_header, b"%b%d" % (self._id_prefix, identity))]
+        if topic not in self._topics.known:
+            self._topics.check(record)
+        if not key or partition != -1:
+            partition = partition_of(record)
+        try:
+            self._producer.produce(topic, value, key, partition, headers=headers, **more)
+        except BufferError:
+            return self.produce(topic, value, key, partition, headers, give_up=give_up, **more)
+        return True
+
+
+def _note(failures: list[Failure], record: StoredRecord, error: KafkaError | None, message: Message) -> None:
+    if error is not None and not is_collateral(error):
+        partition = message.partition()
+        failures.append(Failure(record, error, partition=-1 if partition is None else partition))

@@ -1,0 +1,69 @@
+"""Logs of trouble: a line when it begins and one when it ends, however often it is retried in between."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+
+class Outage:
+    """The state of one thing that can fail for a while; logged again after `again_seconds` where no metric shows it."""
+
+    def __init__(self, what: str, log: logging.Logger, again_seconds: float | None = None) -> None:
+        self._what = what
+        self._log = log
+        self._again_seconds = again_seconds
+        self._logged_at = 0.0
+        self._began_at: float | None = None
+        self._failed_at = 0.0
+        self._succeeded_at = 0.0
+        self._reason = ""
+
+    def failed(self, error: object) -> None:
+        """Note a failure; log it if it is the first, or if the last line is old."""
+        self._failed_at = time.monotonic()
+        if self._began_at is None:
+            self._began_at = self._logged_at = self._failed_at
+            self._reason = str(error)
+            self._log.warning("%s: %s; retrying", self._what, error)
+        elif self._again_seconds is not None and self._failed_at - self._logged_at >= self._again_seconds:
+            self._logged_at = self._failed_at
+            self._reason = str(error)
+            self._log.warning("%s: %s; retrying for %.0f s", self._what, error, self._failed_at - self._began_at)
+
+    def recovered(self) -> None:
+        """End the outage, and log that, if there is one."""
+        if self._began_at is not None:
+            self._log.warning("%s: back after %.1f s", self._what, time.monotonic() - self._began_at)
+            self._began_at = None
+
+    def forget(self) -> None:
+        """Forget the outage: this process cannot see any more if it lasts."""
+        if self._began_at is not None:
+            self._log.info("%s: not known to fail any more", self._what)
+            self._began_at = None
+
+    def expire_after(self, seconds: float) -> None:
+        """Forget the outage if the last failure is older than this; for a time without attempts."""
+        if self._began_at is not None and time.monotonic() - self._failed_at > seconds:
+            self.forget()
+
+    def succeeded(self, *, all_of_it: bool) -> None:
+        """Note a success; it ends the outage only if all of it works."""
+        self._succeeded_at = time.monotonic()
+        if all_of_it:
+            self.recovered()
+
+    @property
+    def is_ongoing(self) -> bool:
+        """True if the last attempt failed."""
+        return self._began_at is not None
+
+    @property
+    def lasted_seconds(self) -> float:
+        """Seconds without any success; 0.0 if there is no outage."""
+        return 0.0 if self._began_at is None else time.monotonic() - max(self._began_at, self._succeeded_at)
+
+    def describe(self) -> str:
+        """Return name, duration and reason in one line."""
+        return f"{self._what}: away for {self.lasted_seconds:.0f} s ({self._reason})"

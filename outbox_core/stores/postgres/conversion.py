@@ -1,0 +1,87 @@
+"""Python values as parameters, and rows as records. Arrays are text: psycopg would adapt a list element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from outbox_core.stores.interface import HeldKey, HoldSet, LaneKey, OversizedValue, StoredRecord, held_key
+
+_LARGEST_ID = 2**63 - 1
+
+
+def array(numbers: Sequence[int]) -> str:
+    """Return an array of numbers."""
+    return f"{{{','.join(map(str, numbers))}}}"
+
+
+def text_array(texts: Iterable[str]) -> str:
+    """Return an array of texts."""
+    quoted = ('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts)
+    return f"{{{','.join(quoted)}}}"
+
+
+def multirange(ids: Collection[int]) -> str:
+    """Return exactly these ids, as a multirange of their runs."""
+    runs: list[list[int]] = []
+    for identity in sorted(ids):
+        if runs and identity == runs[-1][1] + 1:
+            runs[-1][1] = identity
+        elif not runs or identity != runs[-1][1]:
+            runs.append([identity, identity])
+    # Behind the last of all ids no range can end.
+    texts = (f"[{first},)" if last == _LARGEST_ID else f"[{first},{last}]" for first, last in runs)
+    return f"{{{','.join(texts)}}}"
+
+
+def without_keys(lanes: Collection[LaneKey]) -> dict[str, Any]:
+    """Return the parameters of `WITHOUT_KEYS`."""
+    return {
+        "excluded_topics": text_array(topic for topic, _ in lanes),
+        "excluded_keys": text_array(held_key(key) for _, key in lanes),
+    }
+
+
+class HeldParameters:
+    """The parameters of `WITHOUT_HELD`, written anew only when the holds change: there may be ten thousand keys."""
+
+    def __init__(self) -> None:
+        self._lanes: frozenset[LaneKey] = frozenset()
+        self._ids: frozenset[int] = frozenset()
+        self._written = {"held_lane_topics": "{}", "held_lane_keys": "{}", "held_ids": "{}"}
+
+    def of(self, holds: HoldSet, topics: Iterable[str] = ()) -> dict[str, Any]:
+        """Return the parameters for these holds, and for some topics more."""
+        if holds.lanes is not self._lanes or holds.ids is not self._ids:
+            self._lanes, self._ids = holds.lanes, holds.ids
+            lanes = list(holds.lanes)
+            self._written = {
+                "held_lane_topics": text_array(topic for topic, _ in lanes),
+                "held_lane_keys": text_array(key for _, key in lanes),
+                "held_ids": multirange(holds.ids),
+            }
+        return {**self._written, "held_topics": text_array(holds.topics.union(topics))}
+
+
+def key_as_held(key: str | None) -> HeldKey | None:
+    """Return a key that a statement read in the form of `held_key`."""
+    return None if key is None else HeldKey(key)
+
+
+def stored_records(rows: Iterable[tuple[Any, ...]], max_message_bytes: int) -> list[StoredRecord]:
+    """Return the records of these rows, which end with the size of those that are too large, and perhaps more."""
+    return [
+        StoredRecord(identity, topic, key, value, names, values, partition, create_time)
+        if size is None
+        else StoredRecord(
+            identity,
+            topic,
+            key_as_held(key),
+            OversizedValue(size, max_message_bytes),  # type: ignore[arg-type]
+            None,
+            None,
+            partition,
+            create_time,
+        )
+        for identity, topic, key, value, names, values, partition, create_time, size, *_ in rows
+    ]

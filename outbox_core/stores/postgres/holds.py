@@ -1,0 +1,212 @@
+"""The table of holds of an outbox in PostgreSQL, as harvesters use it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import psycopg
+
+from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.schema import HOLD_COLUMNS, hold_id
+from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, HoldSet, NewHold, StoredRecord, held_key
+from outbox_core.stores.postgres import statements as sql
+from outbox_core.stores.postgres.connection import Connection
+from outbox_core.stores.postgres.conversion import array, key_as_held, stored_records
+from outbox_core.stores.postgres.table import OutboxTable
+
+_log = logging.getLogger(__name__)
+
+_VIOLATIONS_AT_ONCE = 1_000
+_VIOLATES = "the row is older than the CHECK constraint, which now keeps it from being marked; correct it, or skip it"
+
+
+class _Version(NamedTuple):
+    """The holds that were read last: on which connection, how many, and a checksum of their row versions."""
+
+    connection: Connection | None = None
+    number: int | None = None
+    checksum: int | None = None
+
+
+class _Hold(NamedTuple):
+    """A row of `READ_HOLDS`."""
+
+    topic: str
+    key: str | None
+    record_id: int | None
+    dead_letter: bool
+    error: str | None
+    is_long: bool
+
+
+class PostgresHolds:
+    """The holds of an outbox; implements `outbox_core.stores.interface.HoldStore`."""
+
+    def __init__(self, table: OutboxTable, max_message_bytes: int = NO_LIMIT) -> None:
+        self._table = table
+        self._max_message_bytes = max_message_bytes
+        self._has_table: bool | None = None
+        self._may_change = True
+        self._holds = NO_HOLDS
+        self._version = _Version()
+
+    def read(self) -> HoldSet | None:
+        """Return the holds, None if there is no table of them; a missing right to read it counts as an outage."""
+        table = self._table
+        with self._rights_as_outage():
+            if not self._has_table and not self._find_table():
+                return None
+            parameters = {"outbox": table.layout().outbox, "name": table.found[1].quoted}
+            connection = table.connected()
+            known = self._version if self._version.connection is connection else _Version(connection)
+            parameters |= {"number": known.number, "versions": known.checksum}  # type: ignore[dict-item]
+            try:
+                found = table.query(sql.READ_HOLDS, parameters)
+            except OutboxTableError as error:
+                self._has_table = None  # dropped, perhaps
+                if _is_about_rights(error) or self._find_table():
+                    raise
+                return None
+        if not found:
+            raise StoreUnavailable(f"table {table.hold_name} was replaced at this moment")
+        may_change, number, checksum, *_ = found[0]
+        self._warn_of_rights(may_change=may_change)
+        version = _Version(connection, number, checksum)
+        if version != known or may_change != self._holds.may_change:
+            if version == known and number:  # the requests that were not there for want of rights
+                self._version = _Version()
+                return self.read()
+            holds = [_Hold(*columns) for _, _, _, is_hold, *columns in found if is_hold]
+            self._holds, self._version = _hold_set(holds, may_change=may_change), version
+        return self._holds
+
+    def add(self, holds: Sequence[NewHold]) -> None:
+        """Add holds, but for those that are there already."""
+        outbox = self._table.layout().outbox
+        parameters = {
+            "outbox": outbox,
+            "hold_ids": [hold_id(outbox, hold.topic, hold.key, hold.record_id) for hold in holds],
+            "topics": [hold.topic for hold in holds],
+            "keys": [None if hold.key is None else held_key(hold.key) for hold in holds],
+            "ids": [hold.record_id for hold in holds],
+            "dead": [hold.dead_letter for hold in holds],
+            "reasons": [hold.reason for hold in holds],
+            "errors": [hold.error.replace("\0", "") for hold in holds],
+        }
+        with self._rights_as_outage():
+            self._table.execute(sql.ADD_HOLDS, parameters)
+
+    def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """Return the held rows of these ids, by ascending id, marked or not."""
+        layout = self._table.layout()
+        parameters = {"ids": array(ids), "outbox": layout.outbox, "max_message": self._max_message_bytes}
+        rows = self._table.query(sql.FETCH_HELD, parameters, **sql.columns(has_partition=layout.has_partition))
+        return stored_records(rows, self._max_message_bytes)
+
+    def refuse_dead_letters(self, ids: Sequence[int], error: str) -> int:
+        """Keep records held that the dead-letter topic refused, with its error; return how many."""
+        parameters = {"ids": array(ids), "error": error.replace("\0", ""), "outbox": self._table.layout().outbox}
+        with self._rights_as_outage():
+            return self._table.execute(sql.REFUSE_DEAD_LETTERS, parameters)
+
+    def delete_dead_lettered(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete held rows of which both id and create time match, and their holds; return how many rows."""
+        outbox = self._table.layout().outbox
+        parameters = {"ids": array(ids), "create_times": array(create_times), "outbox": outbox}
+        with self._rights_as_outage():
+            deleted = int(self._table.query(sql.DELETE_DEAD_LETTERED, parameters)[0][0])
+        if deleted < len(ids):
+            self._table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
+        return deleted
+
+    def release_gone(self) -> int:
+        """Delete the holds of records that are no longer in the table; return how many."""
+        return self._release(sql.RELEASE_GONE, {})
+
+    def release_for(self, reason: str) -> int:
+        """Delete the holds of records that have this reason; return how many."""
+        return self._release(sql.RELEASE_FOR, {"reason": reason}) if self.read() is not None else 0
+
+    def _release(self, statement: str, parameters: dict[str, str]) -> int:
+        with self._rights_as_outage():
+            return self._table.execute(statement, parameters | {"outbox": self._table.layout().outbox})
+
+    def add_violations(self, error: OutboxTableError) -> int:
+        """Hold the rows that violate a CHECK constraint newer than they are, and so cannot be changed.
+
+        Return how many are held, some of them perhaps before; 0 if the error has another cause. Raise OutboxTableError
+        if no hold can be added here.
+        """
+        if not isinstance(error.__cause__, psycopg.errors.CheckViolation):
+            return 0
+        table, holds = self._table, self.read()
+        if holds is None or not holds.may_change:
+            raise OutboxTableError(
+                f"{error}. Such rows were there before the constraint; `outbox doctor` shows how to find them. Delete "
+                f"or correct them, or let them be held: make {table.hold_name}, with all rights on it"
+            ) from error
+        with table.without_timeout():
+            parts = {"limit": _VIOLATIONS_AT_ONCE, **table.new_rules()._asdict()}
+            found = table.query(sql.FIND_VIOLATIONS, {"outbox": table.layout().outbox}, **parts)
+        if found:
+            self.add(
+                [
+                    NewHold(topic, key_as_held(key), identity, f"violates {broken}", _VIOLATES)
+                    for identity, topic, key, broken in found
+                ]
+            )
+        return len(found)
+
+    def _find_table(self) -> bool:
+        before = self._has_table
+        _, missing = self._table.inspect_holds()
+        self._has_table = not missing
+        if before is None and missing:
+            name = self._table.hold_name
+            why = f"table {name} lacks the column(s) {', '.join(missing)}"
+            if len(missing) == len(HOLD_COLUMNS):
+                why = f"there is no table {name}; make it with `outbox schema --only hold`, or migrate"
+            _log.warning("nothing can be held or paused, and a bad record is tried for ever: %s", why)
+        return self._has_table
+
+    def _warn_of_rights(self, *, may_change: bool) -> None:
+        if self._may_change and not may_change:
+            _log.warning(
+                "missing rights on %s: what is held there is not published, but nothing can be added to it, so a bad "
+                "record is tried for ever, and no record goes to the dead-letter topic; %s",
+                self._table.hold_name,
+                self._table.grant_holds(),
+            )
+        self._may_change = may_change
+
+    @contextmanager
+    def _rights_as_outage(self) -> Iterator[None]:
+        """Treat a revoked privilege on the table of holds as an outage: continuing could publish held records."""
+        try:
+            yield
+        except OutboxTableError as error:
+            if not _is_about_rights(error):
+                raise
+            table, message = self._table, str(error).partition(": ")[2]
+            raise StoreUnavailable(f"{table.hold_name}: {message}; {table.grant_holds()}", in_doubt=True) from error
+
+
+def _is_about_rights(error: OutboxTableError) -> bool:
+    return isinstance(error.__cause__, psycopg.errors.InsufficientPrivilege)
+
+
+def _hold_set(holds: Sequence[_Hold], *, may_change: bool) -> HoldSet:
+    topics = [hold for hold in holds if hold.key is None and hold.record_id is None]
+    records = [(hold.record_id, hold) for hold in holds if hold.record_id is not None]
+    return HoldSet(
+        frozenset(hold.topic for hold in topics),
+        frozenset((hold.topic, hold.key) for hold in holds if hold.key is not None),
+        # Those with a long key need not be looked up by it, which means reading it.
+        frozenset(record_id for record_id, hold in records if hold.key is None or hold.is_long),
+        {record_id: hold.error or "" for record_id, hold in records if may_change and hold.dead_letter},
+        {hold.topic: hold.error for hold in topics if hold.error},
+        may_change=may_change,
+    )

@@ -1,0 +1,459 @@
+"""All statements that harvesting sends to PostgreSQL.
+
+`OutboxTable.query` and `OutboxTable.execute` fill in the names of the tables and the fragments of `FRAGMENTS`.
+
+The mark walks the primary key from its beginning, and updates rows by their physical address (`ctid`), which saves
+a second walk: with a half-empty page (fillfactor 50) the new version stays on the same page and no index is touched.
+If another transaction updates the row in between, the update silently skips it. So the mark returns how many rows it
+*selected* beside those it updated; see `MarkedBatch`. It never uses SKIP LOCKED, which would skip a row that another
+leader is just marking and return it later, out of order.
+
+Marks and scans are limited by rows and by bytes, from the first one on: thousands of large values must not be fetched
+to find out that they are large. A row is taken if those before it do not fill the limit, however large it is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from outbox_core.stores import relay_marks
+from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, NO_FLOOR
+
+# -- fragments
+
+# No column of a table of our own making is NULL there, but one that was made by hand may have it: such a record has no
+# legal topic, and is held for that.
+TOPIC = "coalesce(kafka_topic, '')"
+
+# Exact for every time that a clock shows. The others, which only somebody who writes them by hand can draw, are all 0:
+# infinite ones, those that a 64-bit number cannot hold, and none.
+MICROSECONDS = """
+CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
+     THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END
+"""
+
+# The same as `held_key` in Python. No character takes more than four bytes; of a value that is stored out of line only
+# the length in bytes is known without reading it.
+HELD_KEY = f"""
+CASE WHEN (octet_length(kafka_key) <= {LONGEST_KEY_OF_HOLD}
+           OR octet_length(kafka_key) <= {4 * LONGEST_KEY_OF_HOLD} AND length(kafka_key) <= {LONGEST_KEY_OF_HOLD})
+          AND NOT starts_with(kafka_key, '{KEY_DIGEST_PREFIX}') THEN kafka_key
+     ELSE '{KEY_DIGEST_PREFIX}' || encode(sha256(convert_to(kafka_key, 'UTF8')), 'hex') END
+"""
+
+# An array's size in memory. That of a compressed one is found by decompressing it: a megabyte may take kilobytes on
+# disk. An empty array takes 16 bytes or less.
+_RAW_ARRAY = """
+CASE WHEN pg_column_compression({array}) IS NULL THEN pg_column_size({array}) ELSE octet_length(array_send({array})) END
+"""
+
+_ARRAY_SIZE = f"""
+CASE WHEN pg_column_size({{array}}) >= 24 THEN {_RAW_ARRAY} + {HEADER_BYTES} * cardinality({{array}}) ELSE 0 END
+"""
+
+# No more than what a message has of it, so that nothing is withheld that a client would take.
+_ARRAY_CONTENT = f"""
+CASE WHEN pg_column_size({{array}}) >= 24 THEN {_RAW_ARRAY} - 32 - 7 * cardinality({{array}}) ELSE 0 END
+"""
+
+_TEXTS = "coalesce(octet_length(kafka_key), 0) + coalesce(octet_length(kafka_value), 0)"
+
+
+def _of_headers(expression: str) -> str:
+    arrays = ("kafka_header_keys", "kafka_header_values")
+    return "".join(f" + ({expression.format(array=array).strip()})" for array in arrays)
+
+
+# About what a row takes in memory (`size_of` in Python). Known without reading values that are stored out of line,
+# except compressed headers.
+SIZE = f"{_TEXTS} + coalesce(octet_length(kafka_topic), 0){_of_headers(_ARRAY_SIZE)}"
+
+CONTENT = f"({_TEXTS}{_of_headers(_ARRAY_CONTENT)})"
+
+# Ids may come back: a hold is of the row that has its topic and key, too.
+IS_OF_RECORD = """
+held.outbox = %(outbox)s AND held.record_id = stored.id AND held.kafka_topic = coalesce(stored.kafka_topic, '')
+AND held.kafka_key IS NOT DISTINCT FROM stored.kafka_key
+"""
+
+# -- the table
+
+INSPECT = """
+SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
+       current_database(), n.nspname, c.relname,
+       has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
+           AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
+                WHERE attrelid = c.oid AND attname = 'leader_id'),
+       pg_backend_pid(),
+       (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
+        WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
+       (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
+        JOIN pg_attribute AS a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attname = 'id'
+        WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = c.oid)
+FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+WHERE c.oid = to_regclass(%s)
+"""
+
+# Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
+SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
+
+# Constraints that hold for every new version of a row, a mark's included, but were not there before these rows.
+NEW_CONSTRAINTS = """
+SELECT quote_ident(conname), pg_get_expr(conbin, conrelid) FROM pg_constraint
+WHERE conrelid = to_regclass(%(name)s) AND contype = 'c' AND NOT convalidated
+"""
+
+# What may keep this role from deleting or marking what it reads.
+OBSTACLES = """
+WITH family AS (SELECT to_regclass(%(name)s) AS oid
+                UNION SELECT inhrelid FROM pg_inherits WHERE inhparent = to_regclass(%(name)s))
+SELECT 'row level security' || coalesce(
+           (SELECT ' (policies: ' || string_agg(quote_ident(polname), ', ' ORDER BY polname) || ')'
+            FROM pg_policy WHERE polrelid = family.oid), ' (it has no policy)')
+FROM family WHERE row_security_active(oid)
+UNION ALL
+SELECT 'trigger ' || quote_ident(tgname) FROM pg_trigger JOIN family ON tgrelid = family.oid
+WHERE NOT tgisinternal AND tgenabled IN ('O', 'A')
+  AND tgtype & 3 = 3 AND tgtype & 24 <> 0  -- BEFORE ... FOR EACH ROW; of DELETE or UPDATE
+UNION ALL
+SELECT 'rule ' || quote_ident(rulename) FROM pg_rewrite JOIN family ON ev_class = family.oid
+WHERE ev_type IN ('2', '4') AND ev_enabled IN ('O', 'A')
+ORDER BY 1
+"""
+
+IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
+
+# Counting millions of rows takes seconds; beyond the bound the planner's statistics are good enough for a gauge.
+BACKLOG = """
+SELECT CASE WHEN counted < {bound} THEN counted
+            ELSE greatest(counted, (SELECT reltuples::bigint FROM pg_class WHERE oid = to_regclass(%(name)s)))
+       END,
+       -- An infinite time has no age.
+       coalesce((SELECT CASE WHEN isfinite(create_time)
+                             THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
+                 FROM {table} ORDER BY id LIMIT 1), 0)
+FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS head) AS bounded
+"""
+
+# -- marks and scans
+
+# The floor holds for one incarnation of table and sequence, and while the sequence is not set back. Both are looked at
+# by the statement that uses it, which by then has the table's lock: TRUNCATE ... RESTART IDENTITY, say, comes before
+# it or after it. (A subquery is evaluated once, and its value is an index condition. CASE guards the right to read the
+# sequence.)
+ABOVE = """id >= (
+            SELECT CASE
+                WHEN pg_relation_filenode(to_regclass(%(name)s::text)) = %(table_file)s::oid
+                 AND pg_relation_filenode(to_regclass(%(sequence)s::text)) = %(sequence_file)s::oid
+                THEN CASE WHEN pg_sequence_last_value(to_regclass(%(sequence)s::text)) >= %(floor)s::bigint
+                     THEN %(floor)s::bigint + 1 ELSE {lowest} END
+                ELSE {lowest} END)"""
+
+# Hot keys and failing ones. A subquery that does not depend on the row is hashed, also in a generic plan; `<> ALL
+# (parameter)` is searched there from its beginning for every row.
+WITHOUT_KEYS = f"""
+AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
+     (SELECT * FROM unnest(%(excluded_topics)s::text[], %(excluded_keys)s::text[])))
+"""
+
+# Ids come in runs: a multirange is searched by halves, where an array is walked.
+WITHOUT_IDS = "NOT (id::bigint <@ %(ids)s::int8multirange)"
+
+# What is held was read by an earlier statement and comes as parameters. Read here, in the same snapshot, a release
+# would take effect for a statement that was prepared for the hold: one that begins behind the rows it releases.
+WITHOUT_HELD = f"""
+AND NOT (id::bigint <@ %(held_ids)s::int8multirange)
+AND {TOPIC} NOT IN (SELECT unnest(%(held_topics)s::text[]))
+AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
+     (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
+"""
+
+# Whether a message would be larger than any client of ours takes is looked at for each row that is returned only if one
+# of them is. A mark that selects rows and updates none must not look like an empty table, above which the settled floor
+# rises: it returns the number it selected with a row of NULLs.
+MARK = """
+WITH head AS MATERIALIZED (
+    SELECT array_agg({locator}) AS rows, count(*) AS selected, max(size) > %(max_message)s AS may_be_large
+    FROM (
+        SELECT {locator}, size, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+        FROM (
+            SELECT {locators}, {size} AS size FROM {table}
+            WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
+            ORDER BY id
+            LIMIT %(limit)s
+        ) AS earliest
+    ) AS sized
+    WHERE before < %(max_bytes)s
+), marked AS (
+    UPDATE {table} SET leader_id = %(leader_id)s
+    WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
+    RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, 0, CASE WHEN {is_large} THEN {content} END
+)
+SELECT marked.*, selected FROM head LEFT JOIN marked ON true
+"""
+
+SCAN = """
+SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, CASE WHEN {is_large} THEN {content} END
+FROM (
+    SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+    FROM (
+        SELECT id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
+               {partition} AS partition, {microseconds} AS microseconds, {size} AS size
+        FROM {table}
+        WHERE {above} AND {other_ids} {exclusion}
+        ORDER BY id
+        LIMIT %(limit)s
+    ) AS earliest
+) AS sized
+WHERE before < %(max_bytes)s
+ORDER BY id
+"""
+
+FIND = """
+SELECT id, kafka_topic, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{}}'),
+       NULLIF(kafka_header_values, '{{}}'), {partition}, {microseconds}
+FROM {table} AS stored
+WHERE id = ANY (%(ids)s::bigint[])
+ORDER BY id
+"""
+
+# -- purge, reset, deletion
+
+PURGE = "DELETE FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+
+RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+
+RESET_FULFILLING = f"{RESET} AND {{fulfilled}}"
+
+DELETE_PUBLISHED = """
+DELETE FROM {table} AS stored
+USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
+WHERE stored.id = published.id AND {microseconds} = published.microseconds
+"""
+
+# A DELETE may succeed and delete nothing. Asked only when it deleted less than it was to.
+UNDELETED_PUBLISHED = """
+SELECT count(*), min(stored.id) FROM {table} AS stored
+JOIN unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
+  ON stored.id = published.id AND {microseconds} = published.microseconds
+"""
+
+UNPURGED = "SELECT count(*), min(id) FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+
+# -- holds
+
+INSPECT_HOLDS = """
+SELECT has_table_privilege(c.oid, 'SELECT'),
+       (SELECT array_agg(attname::text) FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped)
+FROM pg_class AS c WHERE c.oid = to_regclass(%s)
+"""
+
+# One row at least: whether there is anything to tell of or not, rights may have been granted or withdrawn. The holds
+# themselves come only if they are others than those that were read last: thousands of them are read several times a
+# second. Which versions of which rows there are tells that, whatever was inserted, changed or deleted.
+READ_HOLDS = """
+WITH known AS MATERIALIZED (
+    SELECT count(*) AS number, coalesce(bit_xor(hashint8extended(id, xmin::text::bigint)), 0) AS versions
+    FROM {holds} WHERE outbox = %(outbox)s
+)
+SELECT rights.may_change, known.number, known.versions, held.outbox IS NOT NULL, held.kafka_topic, held.held_key,
+       held.record_id, held.dead_letter, held.error, held.is_long
+FROM (SELECT has_table_privilege(oid, 'INSERT') AND has_table_privilege(oid, 'UPDATE')
+             AND has_table_privilege(oid, 'DELETE') AS may_change
+      FROM pg_class WHERE oid = to_regclass(%(name)s)) AS rights
+CROSS JOIN known
+LEFT JOIN (
+    SELECT *, held_key IS DISTINCT FROM kafka_key AS is_long
+    FROM (SELECT *, {held_key} AS held_key FROM {holds} WHERE outbox = %(outbox)s) AS keyed
+) AS held ON (known.number, known.versions) IS DISTINCT FROM (%(number)s::bigint, %(versions)s::bigint)
+"""
+
+# That nothing is held twice is for the primary key to see (`hold_id`): looked for by the other columns, each new hold
+# would be compared with every old one.
+ADD_HOLDS = """
+INSERT INTO {holds} (id, outbox, kafka_topic, kafka_key, record_id, reason, error, dead_letter)
+SELECT wanted.id, %(outbox)s, wanted.topic,
+       -- A long key comes as its digest: the record itself has it.
+       CASE WHEN starts_with(wanted.key, '{digest}')
+            THEN coalesce((SELECT kafka_key FROM {table} WHERE id = wanted.record_id AND {held_key} = wanted.key),
+                          wanted.key)
+            ELSE wanted.key END,
+       wanted.record_id, wanted.reason, wanted.error, wanted.dead
+FROM unnest(%(hold_ids)s::bigint[], %(topics)s::text[], %(keys)s::text[], %(ids)s::bigint[], %(reasons)s::text[],
+            %(errors)s::text[], %(dead)s::boolean[])
+     AS wanted (id, topic, key, record_id, reason, error, dead)
+ON CONFLICT (id) DO NOTHING
+"""
+
+FETCH_HELD = """
+SELECT id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds},
+       CASE WHEN {is_large} THEN {content} END
+FROM {table} AS stored
+WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
+ORDER BY id
+"""
+
+DELETE_DEAD_LETTERED = """
+WITH buried AS (
+    DELETE FROM {table} AS stored
+    USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
+    WHERE stored.id = published.id AND {microseconds} = published.microseconds
+    RETURNING stored.id, stored.kafka_topic, stored.kafka_key
+), released AS (
+    DELETE FROM {holds} AS held USING buried AS stored WHERE {is_of_record}
+)
+SELECT count(*) FROM buried
+"""
+
+REFUSE_DEAD_LETTERS = """
+UPDATE {holds} AS held SET dead_letter = false, error = %(error)s
+FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_record}
+"""
+
+RELEASE_GONE = """
+DELETE FROM {holds} AS held
+WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+"""
+
+# Those that are held already come last: there may be more than are found at once.
+FIND_VIOLATIONS = """
+SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} AS stored WHERE NOT {fulfilled}
+ORDER BY EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}), id LIMIT {limit}
+"""
+
+# -- marks of other leaders
+
+# Reads the whole table: a mark may be anywhere, behind any number of rows of keys that were left out of the marks.
+# What a relay marked (outbox_core.stores.relay_marks) is not counted: its manifests tell what it published.
+COUNT_MARKED = """
+SELECT count(*), coalesce(min(id), 0), coalesce(max(id), 0) FROM {table}
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
+"""
+
+# Stops at the first one. They are counted for the message alone.
+ANY_IS_MARKED = """
+SELECT EXISTS (SELECT FROM {table} WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}')
+"""
+
+# The first ones. Their keys are as holds have them: they may be of any length. A mark that a constraint, a policy or a
+# trigger keeps from being cleared stays, and its row is found until it is held.
+FIND_MARKED = """
+SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} AS stored
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
+  AND NOT EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
+ORDER BY id LIMIT %(limit)s
+"""
+
+CLEAR_MARKS_OF = """
+UPDATE {table} SET leader_id = NULL
+WHERE id = ANY (%(ids)s::bigint[]) AND leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}'
+  AND {fulfilled}
+"""
+
+CLEAR_MARKS_OF_HELD = """
+UPDATE {table} AS stored SET leader_id = NULL
+WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' AND {fulfilled}
+  AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
+"""
+
+RELEASE_FOR = "DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s"
+
+CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL AND {fulfilled}"
+
+# -- the sequence
+
+# Where the ids come from: the sequence of an identity column, or the one that its default names.
+FIND_SEQUENCE = """
+SELECT quote_ident(n.nspname) || '.' || quote_ident(s.relname),
+       a.attidentity <> '' OR pg_get_expr(d.adbin, d.adrelid) = format('nextval(%%L::regclass)', s.oid::regclass::text),
+       has_sequence_privilege(s.oid, 'SELECT')
+FROM pg_attribute AS a
+LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+JOIN pg_depend AS p ON CASE
+    WHEN a.attidentity <> '' THEN p.refclassid = 'pg_class'::regclass AND p.refobjid = a.attrelid
+        AND p.refobjsubid = a.attnum AND p.classid = 'pg_class'::regclass AND p.deptype = 'i'
+    ELSE p.classid = 'pg_attrdef'::regclass AND p.objid = d.oid AND p.refclassid = 'pg_class'::regclass END
+JOIN pg_class AS s ON s.relkind = 'S' AND s.oid = CASE WHEN a.attidentity <> '' THEN p.objid ELSE p.refobjid END
+JOIN pg_namespace AS n ON n.oid = s.relnamespace
+WHERE a.attrelid = to_regclass(%(name)s) AND a.attname = 'id'
+"""
+
+# A sequence that nobody has drawn from says 1 and means 0: to take it at its word would hide the first record.
+LAST_ID_DRAWN = """
+SELECT CASE WHEN is_called THEN last_value
+            ELSE last_value - (SELECT seqincrement FROM pg_sequence WHERE seqrelid = to_regclass(%(sequence)s)) END,
+       pg_relation_filenode(to_regclass(%(name)s)), pg_relation_filenode(to_regclass(%(sequence)s))
+FROM {sequence}
+"""
+
+# An INSERT, whatever its form, takes this lock before it draws its id, and keeps it until its rows are visible or gone.
+# Not by pid: a prepared transaction has none, and keeps its locks. Whatever could make the ids prove nothing is looked
+# at here, after they were read: by a snapshot taken before, a change in between would be overlooked.
+OPEN_WRITERS = """
+SELECT ARRAY(SELECT DISTINCT virtualtransaction FROM pg_locks
+             WHERE locktype = 'relation' AND relation = c.oid AND mode = 'RowExclusiveLock' AND granted
+               AND database = (SELECT oid FROM pg_database WHERE datname = current_database())),
+       c.relkind = 'r' AND NOT c.relispartition AND NOT EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid),
+       s.seqcache, s.seqincrement > 0 AND NOT s.seqcycle
+FROM pg_class AS c, pg_sequence AS s
+WHERE c.oid = to_regclass(%(name)s) AND s.seqrelid = to_regclass(%(sequence)s)
+"""
+
+DESCRIBE_WRITERS = """
+SELECT l.virtualtransaction, l.pid, p.gid,
+       coalesce(extract(epoch FROM clock_timestamp() - coalesce(a.xact_start, p.prepared)), 0)::float8,
+       coalesce(a.application_name, ''), coalesce(a.state, '')
+FROM pg_locks AS l
+LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+LEFT JOIN pg_locks AS t ON l.pid IS NULL AND t.pid IS NULL AND t.locktype = 'transactionid'
+    AND t.virtualtransaction = l.virtualtransaction
+LEFT JOIN pg_prepared_xacts AS p ON p.transaction = t.transactionid
+WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode = 'RowExclusiveLock' AND l.granted
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.virtualtransaction = ANY (%(writers)s::text[])
+"""
+
+# -- parts of statements
+
+FRAGMENTS = {
+    "topic": TOPIC,
+    "microseconds": MICROSECONDS,
+    "held_key": HELD_KEY,
+    "size": SIZE,
+    "content": CONTENT,
+    "is_of_record": IS_OF_RECORD,
+    "above": ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
+    "other_ids": WITHOUT_IDS,
+    "digest": KEY_DIGEST_PREFIX,
+    "first_of_relays": relay_marks.FIRST,
+    "last_of_relays": relay_marks.LAST,
+}
+"""Parts that every statement may name in braces."""
+
+MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_IDS} {WITHOUT_HELD}"
+SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
+
+_IS_LARGE = f"{CONTENT} > %(max_message)s"
+
+
+@cache
+def locators(*, by_address: bool) -> dict[str, str]:
+    """Return the parts that find a row again. Addresses are unique within one physical table only."""
+    if by_address:
+        return {"locator": "ctid", "locator_type": "tid", "locators": "id, ctid"}
+    return {"locator": "id", "locator_type": "bigint", "locators": "id"}
+
+
+@cache
+def columns(unless: str = "", *, has_partition: bool) -> dict[str, str]:
+    """Return the columns of a record; those of one that is too large for a message are not read."""
+    # adding up the content is expensive: `unless` is a cheaper condition, without which no record is too large
+    is_large = f"{unless} AND {_IS_LARGE}" if unless else _IS_LARGE
+    return {
+        "is_large": is_large,
+        "key": f"CASE WHEN {is_large} THEN {HELD_KEY} ELSE kafka_key END",
+        "value": f"CASE WHEN {is_large} THEN NULL ELSE kafka_value END",
+        "names": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_keys, '{{}}') END",
+        "values": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_values, '{{}}') END",
+        "partition": "coalesce(kafka_partition, -1)" if has_partition else "-1",
+    }

@@ -1,0 +1,228 @@
+"""The outbox in PostgreSQL: marks, scans and deletions. Its statements are in `statements`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
+from uuid import UUID
+
+import psycopg
+
+from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable
+from outbox_core.stores.interface import NO_LIMIT, Backlog, MarkedBatch, RowQuery, StoredRecord
+from outbox_core.stores.postgres import statements as sql
+from outbox_core.stores.postgres.conversion import HeldParameters, array, multirange, stored_records, without_keys
+from outbox_core.stores.postgres.holds import PostgresHolds
+from outbox_core.stores.postgres.marks import PostgresMarks
+from outbox_core.stores.postgres.sequence import PostgresSequence
+from outbox_core.stores.postgres.table import Layout, OutboxTable
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG_COUNT_BOUND = 100_000
+_LONGEST_TIMEOUT_SECONDS = 86_400.0
+_SKIPPED_SECONDS = 3.0
+# No right to the function, or no such function (servers that only speak PostgreSQL's protocol).
+_SERVER_ID_WITHHELD = (
+    psycopg.errors.InsufficientPrivilege,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.FeatureNotSupported,
+)
+_id_of = attrgetter("id")
+
+
+class PostgresStore:
+    """An outbox table in PostgreSQL; implements `outbox_core.stores.interface.OutboxStore`.
+
+    A `statement_timeout` of 0.0 seconds is none. A value is not read (`OversizedValue`) if key, value and headers
+    together have more than `max_message_bytes`.
+    """
+
+    def __init__(
+        self,
+        data_source: str,
+        table: str = "outbox",
+        *,
+        application_name: str = "kafka-outbox",
+        statement_timeout: float = 0.0,
+        max_message_bytes: int = NO_LIMIT,
+    ) -> None:
+        self.table = OutboxTable(
+            data_source, table, application_name=application_name, statement_timeout=statement_timeout
+        )
+        self.holds = PostgresHolds(self.table, max_message_bytes)
+        self.sequence = PostgresSequence(self.table)
+        self.marks = PostgresMarks(self.table, self.holds)
+        self._max_message_bytes = max_message_bytes
+        self._held_parameters = HeldParameters()
+        self._reading_timeout = statement_timeout
+        self._skipped_since: float | None = None
+
+    def check(self) -> str:
+        """Check the table, prepare for its layout, and return `<database>.<schema>.<table>`."""
+        layout = self.table.check()
+        return f"{layout.database}.{layout.outbox}"
+
+    def server_id(self) -> str:
+        """Return the server's system identifier, '' where it may not be read (some hosted databases)."""
+        try:
+            return str(self.table.query(sql.SERVER_ID)[0][0])
+        except OutboxTableError as error:
+            if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
+                return ""
+            raise
+
+    def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
+        """Mark the rows of a query that `leader_id` has not marked yet, and return them."""
+        parts = mark_parts(self.table.layout(), query)
+        parameters = {"leader_id": leader_id, **self._parameters(query)}
+        try:
+            rows = self._read(sql.MARK, parameters, parts)
+        except OutboxTableError as error:
+            self.hold_violations(error)
+        selected: int = rows[0][-1]
+        if rows[0][0] is None:
+            rows = []
+        self._see_skipped(skips=selected != len(rows))
+        records = stored_records(rows, self._max_message_bytes)
+        records.sort(key=_id_of)
+        return MarkedBatch(selected, records)
+
+    def _see_skipped(self, *, skips: bool) -> None:
+        """Raise StoreUnavailable if marks have lacked selected rows for seconds, and obstacles explain it."""
+        if not skips:
+            self._skipped_since = None
+            return
+        at = time.monotonic()
+        self._skipped_since = self._skipped_since or at
+        if at - self._skipped_since >= _SKIPPED_SECONDS and (obstacles := self.table.obstacles()):
+            raise StoreUnavailable(
+                f"rows of {self.table.name} can be read and cannot be marked: {', '.join(obstacles)}. Nothing is "
+                f"published until role {self.table.quoted_role} can mark every row that it can see",
+                in_doubt=True,
+            )
+
+    def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
+        """Delete the rows of these ids that `leader_id` still marks; return how many."""
+        parameters = {"leader_id": leader_id, "ids": array(ids)}
+        purged = self.table.execute(sql.PURGE, parameters)
+        if purged < len(ids):
+            self.table.refuse_what_remains(sql.UNPURGED, parameters)
+        return purged
+
+    def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
+        """Clear the mark of the rows of these ids that `leader_id` still marks; return how many."""
+        parameters = {"leader_id": leader_id, "ids": array(ids)}
+        try:
+            return self.table.execute(sql.RESET, parameters)
+        except OutboxTableError as error:
+            if not self.holds.add_violations(error):
+                raise
+        return self.table.execute(sql.RESET_FULFILLING, parameters, fulfilled=self.table.new_rules().fulfilled)
+
+    def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
+        """Return the rows of a query, by ascending id, unchanged."""
+        rows = self._read(sql.SCAN, self._parameters(query), scan_parts(self.table.layout(), query))
+        return stored_records(rows, self._max_message_bytes)
+
+    def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete the rows of which both id and create time match, marked or not; return how many."""
+        parameters = {"ids": array(ids), "create_times": array(create_times)}
+        deleted = self.table.execute(sql.DELETE_PUBLISHED, parameters)
+        if deleted < len(ids):
+            self.table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
+        return deleted
+
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        """Return the rows of these ids, by ascending id, marked or not."""
+        columns = sql.columns(has_partition=self.table.layout().has_partition)
+        rows = self.table.query(sql.FIND, {"ids": array(ids)}, partition=columns["partition"])
+        return [StoredRecord(*row) for row in rows]
+
+    def hold_violations(self, error: OutboxTableError) -> NoReturn:
+        """Hold rows that violate new constraints and raise RowsHeld, as a mark can succeed then; else raise `error`."""
+        number = self.holds.add_violations(error)
+        if not number:
+            raise error
+        raise RowsHeld(
+            f"{number} row(s) of {self.table.name} violate CHECK constraints that the table got after them, and are "
+            "held"
+        ) from error
+
+    def is_empty(self) -> bool:
+        """Return True if no row is visible."""
+        return bool(self.table.query(sql.IS_EMPTY)[0][0])
+
+    def backlog(self) -> Backlog:
+        """Count the waiting rows: exactly up to 100,000, by the planner's statistics beyond."""
+        found = self.table.query(sql.BACKLOG, {"name": self.table.quoted}, bound=_BACKLOG_COUNT_BOUND)
+        pending, age = found[0]
+        return Backlog(int(pending), max(0.0, age))
+
+    def close(self) -> None:
+        """Close the connection. The next call opens another one."""
+        self.table.close()
+
+    def _parameters(self, query: RowQuery) -> dict[str, Any]:
+        return {
+            "limit": query.limit,
+            "max_bytes": query.max_bytes,
+            "max_message": self._max_message_bytes,
+            "ids": multirange(query.without_ids),
+            **without_keys(query.without_keys),
+            **self._held_parameters.of(query.holds, query.without_topics),
+            **self.sequence.floor_parameters(query.after),
+        }
+
+    def _read(self, statement: str, parameters: dict[str, Any], parts: dict[str, str]) -> list[tuple[Any, ...]]:
+        """Run a mark or a scan. After a timeout the next one gets more time, or it would never end."""
+        timeout, usual = self._reading_timeout, self.table.statement_timeout
+        if timeout != usual:
+            self.table.set_timeout(timeout)
+        began = time.monotonic()
+        try:
+            rows = self.table.query(statement, parameters, **parts)
+        except StoreUnavailable as error:
+            was_cancelled = isinstance(error.__cause__, psycopg.errors.QueryCanceled)
+            if was_cancelled and 0 < 0.9 * timeout < time.monotonic() - began:  # and not by somebody
+                self._give_more_time()
+            raise
+        self.table.read_succeeded()
+        if timeout != usual:
+            self._reading_timeout = usual
+            self.table.set_timeout(usual)
+        return rows
+
+    def _give_more_time(self) -> None:
+        usual = self.table.statement_timeout
+        if self._reading_timeout == usual:
+            _log.warning(
+                "reading %s from its head takes longer than statementTimeout (%g s): next time it may take twice as "
+                "long, and so on until it succeeds. Dead rows that vacuum cannot remove (is an old snapshot open?), a "
+                "large backlog that is held, or somebody's lock are in the way",
+                self.table.name,
+                usual,
+            )
+        self._reading_timeout = min(2 * self._reading_timeout, max(_LONGEST_TIMEOUT_SECONDS, usual))
+
+
+def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
+    """Return the parts of `MARK` for a query."""
+    return {
+        "exclusion": sql.MARK_EXCLUSION if query.without_ids or _leaves_out(query) else "",
+        **sql.columns("(SELECT may_be_large FROM head)", has_partition=layout.has_partition),
+        **sql.locators(by_address=layout.by_address),
+    }
+
+
+def scan_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
+    """Return the parts of `SCAN` for a query."""
+    columns = sql.columns("size > %(max_message)s", has_partition=layout.has_partition)
+    return {"exclusion": sql.SCAN_EXCLUSION if _leaves_out(query) else "", **columns}
+
+
+def _leaves_out(query: RowQuery) -> bool:
+    return bool(query.without_keys or query.without_topics or query.holds)

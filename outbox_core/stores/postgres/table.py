@@ -1,0 +1,294 @@
+"""The outbox table on its connection: find it, inspect it, send statements to it, and translate their errors.
+
+Each statement is one transaction (autocommit). `synchronous_commit` is always on: a purge that vanished in a crash
+would come back as a repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import psycopg
+
+from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
+from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, quote
+from outbox_core.stores.postgres import statements as sql
+from outbox_core.stores.postgres.connection import (
+    Connection,
+    connect_to_primary,
+    is_lent_by_transaction,
+    milliseconds,
+    one_line,
+)
+
+_log = logging.getLogger(__name__)
+
+_TEXT_TYPES = {"text", "character varying", "character"}
+_TIME_TYPES = {"timestamp with time zone", "timestamp without time zone", "date"}
+_EXPECTED = {
+    "id": ("bigint", {"bigint", "integer"}),
+    "leader_id": ("uuid", {"uuid"}),
+    "kafka_topic": ("text", _TEXT_TYPES),
+    "kafka_key": ("text", _TEXT_TYPES),
+    "create_time": ("timestamp with time zone", _TIME_TYPES),
+    "kafka_value": ("bytea or text", _TEXT_TYPES | {"bytea"}),
+    "kafka_header_keys": ("text[]", _TEXT_TYPES),  # of the elements
+    "kafka_header_values": ("bytea[] or text[]", _TEXT_TYPES | {"bytea"}),
+}
+# A server that has become a standby is as good as away: the next connection may find the new primary.
+_PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+# Of the server and its resources: a transaction or session that was ended, no more memory or connections, a shutdown,
+# an internal error. None of them says anything about the table.
+_PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
+_OF_ANOTHER_TABLE = (
+    psycopg.errors.FeatureNotSupported,  # "cached plan must not change result type"
+    psycopg.errors.UndefinedColumn,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.DatatypeMismatch,
+)
+
+
+class Layout(NamedTuple):
+    """The properties of the table that statements depend on; `outbox` is `<schema>.<table>`."""
+
+    database: str
+    outbox: str
+    by_address: bool
+    has_partition: bool
+
+
+class NewRules(NamedTuple):
+    """CHECK constraints that are NOT VALID, as SQL: the names of those that a row violates, and if it fulfils all."""
+
+    broken: str
+    fulfilled: str
+
+
+class OutboxTable:
+    """An outbox table, the table of holds beside it, and the connection to both. Used by one thread at a time."""
+
+    def __init__(self, data_source: str, table: str, *, application_name: str, statement_timeout: float) -> None:
+        self.statement_timeout = statement_timeout
+        self.name = TableName.parse(table)
+        self.hold_name = hold_beside(self.name)
+        self.found = self.name, self.hold_name
+        self.connection: Connection | None = None
+        self.role = ""
+        self._connect_to = data_source, application_name
+        self._layout: Layout | None = None
+        self._was_altered = False  # since the last mark or scan that succeeded
+        self._formatted: dict[tuple[object, ...], str] = {}
+
+    # -- connection
+
+    def connected(self) -> Connection:
+        """Return the connection; make another one if there is none."""
+        if self.connection is None or self.connection.closed:
+            # Found once: another session's path must not lead to another table.
+            names = () if self.found[0].schema else (self.name, self.hold_name)
+            self.connection, found = connect_to_primary(
+                *self._connect_to, *names, statement_timeout=self.statement_timeout
+            )
+            if found:
+                table, holds = found
+                self.found = table, holds if holds.schema else hold_beside(table)
+                self._formatted.clear()
+            self.role = self.connection.info.user
+        return self.connection
+
+    def close(self) -> None:
+        """Close the connection. The next call opens another one."""
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
+
+    @property
+    def quoted(self) -> str:
+        """The table with its schema, as statements name it."""
+        self.connected()
+        return self.found[0].quoted
+
+    @property
+    def quoted_role(self) -> str:
+        """The role as statements name it."""
+        return quote(self.role)
+
+    # -- statements
+
+    def query(self, statement: str, parameters: Any = (), **parts: object) -> list[tuple[Any, ...]]:
+        """Run a statement and return its rows; `parts` and `FRAGMENTS` fill its braces."""
+        return self._run(statement, parameters, parts).fetchall()
+
+    def execute(self, statement: str, parameters: Any = (), **parts: object) -> int:
+        """Run a statement and return the number of rows it changed."""
+        return self._run(statement, parameters, parts).rowcount
+
+    def _run(self, statement: str, parameters: Any, parts: dict[str, object]) -> psycopg.Cursor[tuple[Any, ...]]:
+        connection = self.connected()
+        try:
+            return connection.execute(self.format(statement, **parts), parameters, prepare=True, binary=True)
+        except psycopg.Error as error:
+            self._raise(error)
+
+    def format(self, statement: str, **parts: object) -> str:
+        """Fill in the parts of a statement and the names of the tables, which a connection has found."""
+        self.connected()
+        key = (statement, *parts.values())
+        if key not in self._formatted:
+            names = zip(("table", "holds"), self.found, strict=True)
+            escaped = {part: name.quoted.replace("%", "%%") for part, name in names}
+            self._formatted[key] = statement.format(**{**sql.FRAGMENTS, **escaped, **parts})
+        return self._formatted[key]
+
+    def set_timeout(self, seconds: float) -> None:
+        """Give up statements on this connection after so long."""
+        self.execute("SELECT set_config('statement_timeout', %s, false)", (milliseconds(seconds),))
+
+    @contextmanager
+    def without_timeout(self) -> Iterator[None]:
+        """Lift the timeout for statements that read the whole table, once, when a leadership begins."""
+        self.set_timeout(0.0)
+        yield
+        self.set_timeout(self.statement_timeout)
+
+    def read_succeeded(self) -> None:
+        """Note that the layout fits the table."""
+        self._was_altered = False
+
+    def _raise(self, error: psycopg.Error) -> NoReturn:
+        """Translate, and give up the connection: after an error its state is not worth a guess."""
+        was_cut = self.connection is None or self.connection.closed
+        self.close()
+        message = one_line(error)
+        if was_cut or isinstance(error, _PASSING) or (error.sqlstate or "")[:2] in _PASSING_CLASSES:
+            raise StoreUnavailable(message, in_doubt=True) from error
+        if isinstance(error, _OF_ANOTHER_TABLE) and self._layout and not self._was_altered:
+            # The table was altered under our prepared statements. It is looked at again before the next mark or scan.
+            self._was_altered = True
+            self._layout = None
+            raise StoreUnavailable(f"table {self.name} was altered: {message}", in_doubt=True) from error
+        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+            raise OutboxTableError(f"missing rights on {self.name}: {message}, for role {self.quoted_role}") from error
+        raise OutboxTableError(f"outbox table {self.name}: {message}") from error
+
+    # -- the table as it is
+
+    def layout(self) -> Layout:
+        """Return the layout; check the table first if that was not done or it was altered."""
+        return self._layout or self.check()
+
+    def check(self) -> Layout:
+        """Check the table and return its layout.
+
+        Raises:
+            OutboxTableError: if the table is missing, is no outbox, must not be harvested from here, or has holds that
+                we may not read.
+        """
+        if not self.found[0].schema:
+            self.close()  # another session may find it
+        rows = self.query(sql.INSPECT, (self.quoted,))
+        if not rows:
+            raise OutboxTableError(
+                f"outbox table {self.name} does not exist; make it with `outbox schema --table {self.name}`, "
+                "with Alembic or with `manage.py migrate`, or name the right one as outbox_table"
+            )
+        kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
+        self._refuse_pooler(pid)
+        if kind not in {"r", "p"}:
+            raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
+        self._check_columns(columns)
+        if not may_harvest:
+            raise OutboxTableError(
+                f"missing rights on {self.name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); "
+                f"GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {self.quoted} TO {self.quoted_role}"
+            )
+        if cache is not None and cache > 1:
+            _log.warning(
+                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
+                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
+                self.name,
+                cache,
+            )
+        for obstacle in self.obstacles():
+            _log.warning(
+                "table %s has %s: records that it hides from role %s are not published, and publishing stops if it "
+                "keeps others from being marked or removed",
+                self.name,
+                obstacle,
+                self.quoted_role,
+            )
+        may_read, missing = self.inspect_holds()
+        if not (may_read or missing):
+            raise OutboxTableError(
+                f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
+            )
+        by_address = kind == "r" and not has_family
+        self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
+        return self._layout
+
+    def _refuse_pooler(self, pid: int) -> None:
+        """Refuse a pooler that lends its connections for one transaction at a time; `pid` is of a transaction."""
+        connection = self.connected()
+        if pid == connection.info.backend_pid:
+            return
+        try:
+            is_lent = is_lent_by_transaction(connection, self._connect_to[0])
+        except psycopg.Error as error:  # it takes a second connection, which a pool of sessions may not have to give
+            self._raise(error)
+        if is_lent:
+            raise OutboxTableError(
+                "data_source leads to a pooler that lends its connections for one transaction at a time (PgBouncer's "
+                "pool_mode=transaction): the harvester's settings would come to other applications and be lost to it. "
+                "Name the database itself, or a pool of sessions"
+            )
+
+    def _check_columns(self, columns: dict[str, str]) -> None:
+        missing = [column for column in REQUIRED_COLUMNS if column not in columns]
+        if missing:
+            raise OutboxTableError(f"table {self.name} is no outbox: it lacks the column(s) {', '.join(missing)}")
+        wrong = [
+            f"{column} is {columns[column]}, expected {expected}"
+            for column, (expected, types) in _EXPECTED.items()
+            if (columns[column].removesuffix("[]") if expected.endswith("[]") else columns[column]) not in types
+        ]
+        if wrong:
+            raise OutboxTableError(f"table {self.name} is no outbox: {'; '.join(wrong)}")
+
+    def inspect_holds(self) -> tuple[bool, list[str]]:
+        """Return True if the table of holds may be read, and the columns that it lacks; all, if it is missing."""
+        self.connected()
+        rows = self.query(sql.INSPECT_HOLDS, (self.found[1].quoted,))
+        may_read, columns = rows[0] if rows else (False, ())
+        return may_read, [column for column in HOLD_COLUMNS if column not in columns]
+
+    def grant_holds(self) -> str:
+        """Return the statement that grants the rights on the table of holds."""
+        return f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {self.hold_name.quoted} TO {self.quoted_role}"
+
+    def obstacles(self) -> list[str]:
+        """List policies, triggers and rules that may keep this role from marking and deleting rows that it can read."""
+        return [what for (what,) in self.query(sql.OBSTACLES, {"name": self.quoted})]
+
+    def new_rules(self) -> NewRules:
+        """Return the CHECK constraints that rows from before may violate, as SQL."""
+        rules = self.query(sql.NEW_CONSTRAINTS, {"name": self.quoted})
+        escaped = [(name.replace("%", "%%").replace("'", "''"), rule.replace("%", "%%")) for name, rule in rules]
+        return NewRules(
+            broken=", ".join(f"CASE WHEN NOT ({rule}) THEN '{name}' END" for name, rule in escaped) or "NULL",
+            fulfilled="((" + ") AND (".join([rule for _, rule in escaped] or ["true"]) + ") IS NOT FALSE)",
+        )
+
+    def refuse_what_remains(self, question: str, parameters: dict[str, Any]) -> None:
+        """Raise RowsRemain if rows are still there after a DELETE that deleted fewer than it was given."""
+        number, first = self.query(question, parameters)[0]
+        if not number:
+            return
+        obstacles = ", ".join(self.obstacles()) or "no policy, trigger or rule that could be seen is to blame"
+        raise RowsRemain(
+            f"{number} published rows of {self.name} (the first is {first}) are still there after they were deleted: "
+            f"{obstacles}. Nothing more is published, as it would be repeated, until role "
+            f"{self.quoted_role} can remove rows from this table"
+        )

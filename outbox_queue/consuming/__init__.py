@@ -1,0 +1,1 @@
+"""Receiving messages, and acknowledging each by itself."""

@@ -1,0 +1,236 @@
+"""The message topic as one member of the queue's consumer group reads it: records, positions, commits and lag.
+
+Records are fetched only while there is capacity for them. The group is polled even so, with the partitions paused: a
+consumer whose handlers are slow keeps its partitions. Fetched records beyond the capacity stay here, uncommitted.
+
+Offsets of skipped records (of other queues) are committed with the next batch, after so many of them, on time, on
+revoke, and at the end. At a partition's end they move past the marks of the trackers' transactions: else an empty queue
+would seem to lag for ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from outbox_core.kafka.clients import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+    make_consumer,
+)
+from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
+from outbox_queue.config import QueueConfig
+from outbox_queue.consuming.start_writers import commit
+from outbox_queue.errors import QueueError
+from outbox_queue.metrics import QueueCounters
+from outbox_queue.protocol.clients import consumer_settings, group_of
+
+_LONGEST_WITHOUT_POLL_SECONDS = 1.0
+_LONGEST_POLL_SECONDS = 0.2  # then the thread checks whether it is to stop, and commits
+_LAG_INTERVAL_SECONDS = 2.0
+_LAG_TIMEOUT_SECONDS = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+class Offsets:
+    """One member's offsets by partition: the next ones, the ends last reached, and those to commit."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        self.skipped: dict[int, int] = {}
+        self.skipped_records = 0
+
+    def committed(self) -> None:
+        """Forget skipped offsets: they are committed."""
+        self.skipped.clear()
+        self.skipped_records = 0
+
+    def forget(self, partition: int) -> None:
+        """Forget a partition."""
+        for offsets in (self.done, self.ends, self.skipped):
+            offsets.pop(partition, None)
+
+
+class GroupMember:
+    """A Kafka consumer in the group of one queue, for one thread."""
+
+    def __init__(self, config: QueueConfig, queue: str, counters: QueueCounters, warn: Callable[[str], None]) -> None:
+        self.offsets = Offsets()
+        self._config = config
+        self._queue = queue
+        self._counters = counters
+        self._warn = warn
+        self._fetched: deque[Any] = deque()
+        self._committed_at = time.monotonic()
+        self._is_paused = False
+        self._polled_at = self._lag_reported_at = 0.0
+        self.consumer: Consumer = make_consumer(
+            consumer_settings(config, group_of(queue), {"enable.partition.eof": True})
+        )
+
+    @property
+    def has_fetched(self) -> bool:
+        """True if fetched records are left to take."""
+        return bool(self._fetched)
+
+    def subscribe(self) -> None:
+        """Join the group."""
+        self.consumer.subscribe([self._config.message_topic], on_revoke=self._revoked, on_lost=self._lost)
+
+    def close(self) -> None:
+        """Leave the group, and let go of the client."""
+        self._counters.lag(None)
+        self.consumer.close()
+        del self.consumer  # it refers to us, too, and its threads end with the last reference
+
+    def fetch(self, most: int) -> None:
+        """Wait for records, and fetch up to so many."""
+        if self._is_paused:
+            self.consumer.resume(self.consumer.assignment())
+            self._is_paused = False
+        first = self.consumer.poll(min(_LONGEST_POLL_SECONDS, self._config.next_message_timeout.total_seconds()))
+        self._polled_at = time.monotonic()
+        if first is None:
+            return
+        self._keep([first])
+        if most > 1:
+            self._keep(self.consumer.consume(most - 1, 0))
+
+    def poll_while_full(self) -> None:
+        """Poll without fetching, if the last poll was long ago: the group takes this member for dead otherwise."""
+        now = time.monotonic()
+        if now - self._polled_at < _LONGEST_WITHOUT_POLL_SECONDS:
+            return
+        if not self._is_paused:
+            self.consumer.pause(self.consumer.assignment())
+            self._is_paused = True
+        record = self.consumer.poll(0)
+        self._polled_at = now
+        if record is not None:
+            self._keep([record])
+
+    def take(self, most: int) -> tuple[list[Any], dict[int, int]]:
+        """Take fetched records of this queue, and skip others; return the offsets after all of them, too."""
+        key, fetched = self._queue.encode(), self._fetched
+        records: list[Any] = []
+        offsets: dict[int, int] = {}
+        while fetched and len(records) < most:
+            record = fetched.popleft()
+            if record.key() == key:
+                records.append(record)
+            else:
+                self.offsets.skipped_records += 1
+            offsets[record.partition()] = record.offset() + 1
+        return records, offsets
+
+    def skip(self, offsets: Mapping[int, int]) -> None:
+        """Move past records without committing."""
+        self.offsets.skipped.update(offsets)
+        self._advance(offsets)
+
+    def committed(self, offsets: Mapping[int, int]) -> None:
+        """Move past records whose offsets are committed, with those of all skipped records."""
+        self._note_commit()
+        self._advance(offsets)
+
+    def rewind(self, records: Sequence[Any]) -> None:
+        """Read these records, and the fetched ones, again."""
+        first: dict[int, int] = {}
+        for record in (*records, *self._fetched):
+            partition, offset = record.partition(), record.offset()
+            first[partition] = min(offset, first.get(partition, offset))
+        self._fetched.clear()
+        for partition, offset in first.items():
+            # Known again when it is reached again. Until then there is more before it than marks of transactions.
+            self.offsets.ends.pop(partition, None)
+            try:
+                self.consumer.seek(TopicPartition(self._config.message_topic, partition, offset))
+            except KafkaException as error:  # another member has it now
+                _log.info("partition %d is not read again: %s", partition, error.args[0].str())
+
+    def commit_if_due(self) -> None:
+        """Commit skipped offsets, after the configured time or number of records."""
+        waited = time.monotonic() - self._committed_at
+        is_time = waited >= self._config.commit_interval.total_seconds()
+        if is_time or self.offsets.skipped_records >= self._config.max_messages_per_commit:
+            self.commit_skipped()
+
+    def commit_skipped(self) -> None:
+        """Commit skipped offsets."""
+        if not self.offsets.skipped:
+            return
+        try:
+            commit(self._config, self.consumer, self.offsets.skipped)
+        except KafkaException as error:
+            self._warn(f"offsets of other queues' messages are not committed: {error.args[0].str()}")
+            self._committed_at = time.monotonic()
+        else:
+            self._note_commit()
+
+    def report_lag_if_due(self) -> None:
+        """Count the lag, now and then."""
+        now = time.monotonic()
+        if now - self._lag_reported_at >= _LAG_INTERVAL_SECONDS:
+            self._lag_reported_at = now
+            self._counters.lag(self.lag())
+
+    def lag(self) -> int | None:
+        """Return the number of records left to read, of all queues; None if that is unknown."""
+        lag: int | None = None
+        for partition in self.consumer.assignment():
+            done = self.offsets.done.get(partition.partition, self.offsets.ends.get(partition.partition))
+            try:
+                is_cached = not self._is_paused
+                _, end = self.consumer.get_watermark_offsets(partition, timeout=_LAG_TIMEOUT_SECONDS, cached=is_cached)
+            except KafkaException:
+                end = -1
+            if end < 0 and self._is_paused:
+                return None  # the other partitions would take as long
+            if done is not None and end >= 0:
+                lag = (lag or 0) + max(0, end - done)
+        return lag
+
+    def _keep(self, records: Iterable[Any]) -> None:
+        for record in records:
+            error = record.error()
+            if error is None:
+                self._fetched.append(record)
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
+                self.offsets.ends[record.partition()] = record.offset()
+            elif error.fatal() or error.code() in MEMBER_HOPELESS:
+                config = self._config
+                why = why_unreadable(error, config.kafka, config.message_topic, group_of(self._queue))
+                raise QueueError(f"queue {self._queue!r} cannot be read: {why}")
+            else:
+                self._warn(f"reading: {error.str()}")
+        self._advance({})
+
+    def _advance(self, offsets: Mapping[int, int]) -> None:
+        done = self.offsets.done
+        done.update(offsets)
+        for partition, end in self.offsets.ends.items():
+            # Only marks of transactions are between the last record of a partition and its end.
+            if end > done.get(partition, end) and all(one.partition() != partition for one in self._fetched):
+                self.offsets.skipped[partition] = done[partition] = end
+
+    def _note_commit(self) -> None:
+        self.offsets.committed()
+        self._committed_at = time.monotonic()
+
+    def _revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        self.commit_skipped()
+        self._lost(_, partitions)
+
+    def _lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        gone = {partition.partition for partition in partitions}
+        self._fetched = deque(record for record in self._fetched if record.partition() not in gone)
+        for partition in gone:
+            self.offsets.forget(partition)
+        self._is_paused = False  # new partitions are not paused

@@ -1,0 +1,111 @@
+"""The public face of a message that a consumer has handed out."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from outbox_queue.consuming.acks import AckHandler
+from outbox_queue.consuming.delivery import Delivery, State
+from outbox_queue.errors import InvalidMessage, MessageSettled
+from outbox_queue.protocol.headers import LONGEST_REASON, Header
+from outbox_queue.times import delay_milliseconds, utc_time
+
+
+class Message:
+    """A message in progress. Its methods may be called from any thread, and only `reject` waits for Kafka.
+
+    Methods that settle or extend it raise `MessageSettled` if it is settled already, `QueueClosed` if its consumer has
+    been closed (it will be redelivered), and `InvalidMessage` for a bad argument.
+
+    Attributes:
+        payload: bytes as they were sent.
+        headers: (name, value) pairs as they were sent, without the queue's own.
+        attempt: 1 when it is handed out for the first time.
+        max_attempts: with this attempt it becomes a dead letter if it is not acknowledged; None for no limit.
+        queue: name of its queue.
+    """
+
+    __slots__ = ("_acks", "_delivery", "attempt", "headers", "max_attempts", "payload", "queue")
+
+    def __init__(self, delivery: Delivery, acks: AckHandler) -> None:
+        message = delivery.message
+        self.payload: bytes = message.payload
+        self.headers: tuple[Header, ...] = message.headers
+        self.attempt: int = message.attempt
+        self.max_attempts: int | None = message.max_attempts
+        self.queue: str = message.queue
+        self._delivery = delivery
+        self._acks = acks
+
+    def __repr__(self) -> str:
+        return f"<Message {self.id} of {self.queue!r}, attempt {self.attempt}, {self._delivery.state.value}>"
+
+    @property
+    def id(self) -> str:
+        """`partition-offset` of its first copy in the message topic: the same for every attempt."""
+        return self._delivery.message.id
+
+    @property
+    def enqueued_at(self) -> datetime:
+        """Time at which its first copy was sent, in UTC."""
+        return utc_time(self._delivery.message.enqueued_at_ms)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if it has been acknowledged, nacked, rejected or interrupted."""
+        return self._delivery.state is not State.IN_PROGRESS
+
+    def header(self, name: str) -> bytes | None:
+        """Return the last header of that name, None if there is none."""
+        return next((value for key, value in reversed(self.headers) if key == name), None)
+
+    def ack(self) -> None:
+        """Finish the message: it is not redelivered. Acknowledging once more does nothing."""
+        if self._delivery.state is State.ACKNOWLEDGED:
+            return
+        self._check_unsettled("ack")
+        self._acks.acknowledge(self._delivery)
+
+    def nack(self, delay: timedelta | None = None, reason: str = "") -> None:
+        """Have it redelivered after a delay (None: at once), or made a dead letter if this was its last attempt.
+
+        The delay is at most the setting `max_delay`; a dead letter keeps 2,000 characters of the reason.
+        """
+        self._check_unsettled("nack")
+        self._acks.nack(self._delivery, delay_milliseconds(delay), checked_reason("nack", reason))
+
+    def reject(self, reason: str) -> None:
+        """Make it a dead letter, whatever attempts it has left. Waits until Kafka has it.
+
+        Raises:
+            SendFailed: if it cannot be written; the message is still in progress.
+        """
+        self._check_unsettled("reject")
+        self._acks.reject(self._delivery, checked_reason("reject", reason))
+
+    def interrupt(self) -> None:
+        """Stop working on it without a marker: it is redelivered when its redelivery timeout has passed."""
+        self._check_unsettled("interrupt")
+        self._acks.interrupt(self._delivery)
+
+    def extend(self, duration: timedelta) -> None:
+        """Keep it from other consumers for so long from now, even if this process dies, and past `max_processing_time`.
+
+        The duration is more than zero, and at most half of the setting `marker_retention`.
+        """
+        self._check_unsettled("extend")
+        if not isinstance(duration, timedelta) or duration <= timedelta(0):
+            raise InvalidMessage(f"extend: expected a timedelta of more than zero, got {duration!r}")
+        self._acks.extend(self._delivery, duration)
+
+    def _check_unsettled(self, verb: str) -> None:
+        state = self._delivery.state
+        if state is not State.IN_PROGRESS:
+            raise MessageSettled(f"{verb}: message {self.id} of queue {self.queue!r} has been {state.value}")
+
+
+def checked_reason(verb: str, reason: object) -> str:
+    """Fit a reason into a marker: cut it after 2,000 characters, and replace characters that UTF-8 cannot encode."""
+    if not isinstance(reason, str):
+        raise InvalidMessage(f"{verb}: the reason must be text, got {type(reason).__name__}")
+    return reason[:LONGEST_REASON].encode(errors="replace").decode()

@@ -1,0 +1,170 @@
+"""The thread that reads the message topic for a consumer.
+
+For each batch, in this order:
+
+1. read records, and skip those of other queues (`group_member`);
+2. build a start marker for each of ours (`start_markers`);
+3. write the markers, and commit the offsets (`start_writers`);
+4. only then put the messages into the buffer.
+
+If 2 or 3 fails, the Kafka consumer seeks back and the batch comes again, to a new owner if its partitions were
+revoked. If the process dies after 3, the trackers know of every message that it had.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from outbox_core.kafka.errors import MEMBER_HOPELESS, principal_of
+from outbox_queue.config import QueueConfig
+from outbox_queue.consuming.acks import AckHandler
+from outbox_queue.consuming.buffer import PrefetchBuffer
+from outbox_queue.consuming.group_member import GroupMember
+from outbox_queue.consuming.start_markers import Batch, StartMarkers
+from outbox_queue.consuming.start_writers import (
+    NotStarted,
+    PlainStartWriter,
+    SecondsLeft,
+    StartWriter,
+    TransactionalStartWriter,
+    deadline,
+)
+from outbox_queue.errors import QueueError
+from outbox_queue.metrics import QueueCounters
+
+_READ_AT_ONCE = 500
+_WAIT_SECONDS = 0.1
+_PAUSE_AFTER_FAILURE_SECONDS = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class _ChangeLog:
+    """A log of a queue's warnings, of equal ones in a row the first: a failing step is tried again and again."""
+
+    def __init__(self, queue: str) -> None:
+        self._queue = queue
+        self._last = ""
+
+    def warn(self, text: str) -> None:
+        if text != self._last:
+            self._last = text
+            _log.warning("queue %r: %s", self._queue, text)
+
+    def reset(self) -> None:
+        self._last = ""
+
+
+class QueueReader:
+    """The thread that reads one queue's messages into a buffer."""
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        start_markers: StartMarkers,
+        buffer: PrefetchBuffer,
+        acks: AckHandler,
+        counters: QueueCounters,
+    ) -> None:
+        queue = start_markers.queue
+        self._config = config
+        self._queue = queue
+        self._start_markers = start_markers
+        self._buffer = buffer
+        self._acks = acks
+        self._changes = _ChangeLog(queue)
+        self._member = GroupMember(config, queue, counters, self._changes.warn)
+        consumer = self._member.consumer
+        self._writer: StartWriter = (
+            TransactionalStartWriter(config, queue, consumer)
+            if config.transactional
+            else PlainStartWriter(config, consumer)
+        )
+        self._stopping = threading.Event()
+        self._stop_deadline: SecondsLeft | None = None
+        self._thread = threading.Thread(target=self._run, name=f"outbox-queue-{queue}", daemon=True)
+
+    def start(self) -> None:
+        """Join the group, and begin to read."""
+        self._member.subscribe()
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Begin to stop; abandon a batch under way after so many seconds."""
+        if self._stop_deadline is None:
+            self._stop_deadline = deadline(timeout_seconds)
+        self._stopping.set()
+
+    def join(self, timeout_seconds: float) -> bool:
+        """Wait for the thread; return whether it has ended."""
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, timeout_seconds))
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                self._step()
+            self._member.commit_skipped()
+        except Exception as error:
+            _log.exception("queue %r: reading has ended", self._queue)
+            self._buffer.fail(error)
+        finally:
+            self._writer.close()
+            self._member.close()
+            del self._writer  # it refers to the client, whose threads end with the last reference
+
+    def _step(self) -> None:
+        capacity = self._buffer.capacity(_WAIT_SECONDS)
+        if capacity:
+            if not self._member.has_fetched:
+                self._member.fetch(max(capacity, _READ_AT_ONCE))
+            self._start(capacity)
+        if not self._stopping.is_set():
+            self._member.poll_while_full()
+        self._member.commit_if_due()
+        self._member.report_lag_if_due()
+
+    def _start(self, capacity: int) -> None:
+        records, offsets = self._member.take(capacity)
+        if not records:
+            self._member.skip(offsets)
+            return
+        there_are_more = self._member.has_fetched or len(records) == capacity
+        try:
+            batch = self._start_markers.build(records)
+            self._writer.write(batch.markers, self._member.offsets.skipped | offsets, self._seconds_left())
+        except NotStarted as error:
+            if error.cause is not None and error.cause.code() in MEMBER_HOPELESS:
+                principal = principal_of(self._config.kafka)
+                raise QueueError(
+                    f"messages of queue {self._queue!r} cannot be started: {error} (as {principal})"
+                ) from None
+            self._changes.warn(f"messages are not started yet: {error}")
+            self._member.rewind(records)
+            self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS)
+            return
+        self._put(batch, there_are_more=there_are_more)
+        self._member.committed(offsets)
+        self._changes.reset()
+
+    def _put(self, batch: Batch, *, there_are_more: bool) -> None:
+        self._acks.count_started(len(batch.due), parked=batch.parked)
+        is_late = any(delivery.deadline <= time.monotonic() for delivery in batch.due[:1])  # all have the same
+        if is_late:
+            text = "queue %r: starting %d messages took longer than redelivery_timeout; they are given back"
+            _log.warning(text, self._queue, len(batch.due))
+        if is_late or not self._buffer.put(batch.due, there_are_more=there_are_more):
+            self._acks.return_unused(batch.due)
+
+    def _seconds_left(self) -> SecondsLeft:
+        """Start the countdown of a batch: the time of its delivery, and less once the consumer is being closed."""
+        whole = deadline(self._config.delivery_timeout.total_seconds() + 1)
+
+        def seconds_left() -> float:
+            stop = self._stop_deadline
+            return whole() if stop is None else min(whole(), stop())
+
+        return seconds_left

@@ -1,0 +1,181 @@
+"""Writing start markers and committing the offsets of their messages: together, or one after the other.
+
+After `write` has returned, the markers are in Kafka and the offsets are committed. If it raises, either may have
+happened; the caller starts the messages again, and trackers take a second start marker for a keep-alive. An offset is
+never committed without its marker: no tracker would know of the message if this process died.
+
+`PlainStartWriter` commits only after every marker is acknowledged; if the process dies in between, the tracker
+redelivers a message *and* another consumer reads it. `TransactionalStartWriter` avoids that by one transaction.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from outbox_core.kafka.clients import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Producer,
+    TopicPartition,
+    discard,
+    make_producer,
+)
+from outbox_core.kafka.transactions import TransactionalProducer
+from outbox_queue.config import QueueConfig
+from outbox_queue.consuming.marker_writer import MarkerRecord
+from outbox_queue.protocol import transaction
+from outbox_queue.protocol.clients import PARTITIONER, group_of, producer_settings, transactional_settings
+from outbox_queue.protocol.transaction import Failure
+
+_SLICE_SECONDS = 0.2
+
+SecondsLeft = Callable[[], float]  # of a step; it shrinks when the consumer is being closed
+
+
+class NotStarted(Exception):
+    """Messages were not started, or are not known to be; `cause` is Kafka's error, if there was one."""
+
+    def __init__(self, reason: str, cause: KafkaError | None = None) -> None:
+        super().__init__(reason)
+        self.cause = cause
+
+
+class StartWriter(Protocol):
+    """A way of starting messages."""
+
+    def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
+        """Write start markers and commit offsets; raise `NotStarted` if that is not known to have happened."""
+
+    def close(self) -> None:
+        """Discard the producer."""
+
+
+class PlainStartWriter:
+    """Markers first, then the offsets of a consumer, on the consumer's thread."""
+
+    def __init__(self, config: QueueConfig, consumer: Consumer) -> None:
+        self._config = config
+        self._consumer = consumer
+        self._errors: list[KafkaError] = []
+        self._producer = self._make()
+
+    def close(self) -> None:
+        """See `StartWriter`."""
+        discard(self._producer)
+
+    def _make(self) -> Producer:
+        return make_producer({**producer_settings(self._config, linger_ms=0), **PARTITIONER})
+
+    def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
+        """See `StartWriter`."""
+        self._errors.clear()
+        try:
+            for marker in markers:
+                self._produce(marker)
+            self._flush(seconds_left)
+            commit(self._config, self._consumer, offsets)
+        except KafkaException as error:
+            if error.args[0].fatal():
+                discard(self._producer)
+                self._producer = self._make()
+            raise NotStarted(error.args[0].str(), error.args[0]) from None
+
+    def _produce(self, marker: MarkerRecord) -> None:
+        topic = self._config.marker_topic
+        while True:
+            try:
+                self._producer.produce(topic, marker.value, marker.key, marker.partition, on_delivery=self._report)
+            except BufferError:
+                self._producer.poll(_SLICE_SECONDS)
+            else:
+                return
+
+    def _flush(self, seconds_left: SecondsLeft) -> None:
+        while self._producer.flush(min(_SLICE_SECONDS, max(0.0, seconds_left()))):
+            if self._errors or seconds_left() <= 0:
+                self._producer.purge()
+                self._producer.flush(_SLICE_SECONDS)
+                break
+        if self._errors:
+            raise KafkaException(self._errors[0])
+
+    def _report(self, error: KafkaError | None, _: object) -> None:
+        if error is not None:
+            self._errors.append(error)
+
+
+class TransactionalStartWriter:
+    """Markers and offsets of a consumer in one transaction, on the consumer's thread.
+
+    After a transaction whose outcome is unknown, or whose end may have been sent twice, a new producer of the same
+    `transactional.id` finishes it first. The id is this process's alone: the group's generation fences zombies.
+    """
+
+    def __init__(self, config: QueueConfig, queue: str, consumer: Consumer) -> None:
+        self._config = config
+        self._consumer = consumer
+        # Begins like the group, so that an ACL on a prefix covers both.
+        self._settings = transactional_settings(config, f"{group_of(queue)}-{uuid.uuid4()}") | PARTITIONER
+        # Made at once, so that contradicting settings raise where the consumer is made.
+        self._producer: TransactionalProducer | None = transaction.transactional_producer(self._settings)
+        self._is_ready = False
+
+    def close(self) -> None:
+        """See `StartWriter`."""
+        producer, self._producer, self._is_ready = self._producer, None, False
+        if producer is not None:
+            producer.discard()
+
+    def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
+        """See `StartWriter`."""
+
+        def give_up() -> bool:
+            return seconds_left() <= 0
+
+        def fill() -> None:
+            topic = self._config.marker_topic
+            for marker in markers:
+                if not producer.produce(topic, marker.value, marker.key, marker.partition, give_up=give_up):
+                    raise KafkaException(KafkaError(KafkaError._QUEUE_FULL))  # noqa: SLF001  a public constant
+            group = self._consumer.consumer_group_metadata()
+            producer.send_offsets(positions(self._config, offsets), group, max(0.0, seconds_left()))
+
+        producer, failure = self._ready(seconds_left)
+        if failure is None:
+            failure = transaction.run(producer, fill, give_up)
+        if failure is None:
+            return
+        if failure.is_over:
+            self.close()
+        raise NotStarted(failure.reason, failure.error)
+
+    def _ready(self, seconds_left: SecondsLeft) -> tuple[TransactionalProducer, Failure | None]:
+        """Return a producer whose next transaction no late end of another can meet, or the reason why there is none."""
+        if self._producer is not None and self._producer.must_replace:
+            self.close()
+        producer = self._producer = self._producer or transaction.transactional_producer(self._settings)
+        failure = None if self._is_ready else transaction.start(producer, max(0.0, seconds_left()))
+        self._is_ready = failure is None
+        return producer, failure
+
+
+def positions(config: QueueConfig, offsets: Mapping[int, int]) -> list[TopicPartition]:
+    """Convert offsets of the message topic for the client."""
+    return [TopicPartition(config.message_topic, partition, offset) for partition, offset in offsets.items()]
+
+
+def commit(config: QueueConfig, consumer: Consumer, offsets: Mapping[int, int]) -> None:
+    """Commit offsets, and wait for the answer; raise KafkaException if any is not committed."""
+    for partition in consumer.commit(offsets=positions(config, offsets), asynchronous=False) or ():
+        if partition.error is not None:
+            raise KafkaException(partition.error)
+
+
+def deadline(seconds: float) -> SecondsLeft:
+    """Start a countdown."""
+    end = time.monotonic() + seconds
+    return lambda: end - time.monotonic()

@@ -1,0 +1,1 @@
+"""Messages that were rejected or delivered too often."""

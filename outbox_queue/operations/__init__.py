@@ -1,0 +1,1 @@
+"""Commands and statistics for those who operate queues."""

@@ -1,0 +1,1 @@
+"""Sending and stashing messages."""

@@ -1,0 +1,1 @@
+"""The wire format of queues: markers, headers, topics and client settings."""

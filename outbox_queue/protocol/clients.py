@@ -1,0 +1,69 @@
+"""The librdkafka settings of every Kafka client of a queue; `QueueConfig.kafka` may not change their protocol part.
+
+Idempotent producers deliver messages and markers in order and once, a message to any partition, a marker to the one
+that its producer names. No client commits offsets by itself; groups use librdkafka's default assignors, as kafka-mq-go
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from outbox_queue.config import QueueConfig, milliseconds
+
+TRACKER_GROUP = "kafka-mq-redelivery"
+PARTITIONER = {"partitioner": "murmur2_random"}  # Go's: one partition for a queue's markers of Go and Python
+
+_MOST_QUEUED_MESSAGES = 100_000
+_SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
+
+
+def group_of(queue: str) -> str:
+    """Return the consumer group of a queue."""
+    return f"kafka-mq-{queue}"
+
+
+def common_settings(config: QueueConfig) -> dict[str, Any]:
+    """Return the settings of all clients, which are enough for an admin client."""
+    return {"reconnect.backoff.max.ms": 1000, **config.kafka, "bootstrap.servers": config.bootstrap_servers}
+
+
+def producer_settings(config: QueueConfig, *, linger_ms: float = 5) -> dict[str, Any]:
+    """Return settings of an idempotent producer that reports only failed deliveries."""
+    return {
+        "linger.ms": linger_ms,
+        "queue.buffering.max.messages": _MOST_QUEUED_MESSAGES,
+        **common_settings(config),
+        "enable.idempotence": True,
+        "acks": "all",
+        "partitioner": "random",
+        "delivery.report.only.error": True,
+        "delivery.timeout.ms": milliseconds(config.delivery_timeout),
+        "message.max.bytes": config.max_message_bytes,
+    }
+
+
+def transactional_settings(config: QueueConfig, transactional_id: str) -> dict[str, Any]:
+    """Return settings of a transactional producer; an open transaction holds up readers, so its timeouts are short."""
+    timeout = milliseconds(config.transaction_timeout)
+    return {
+        **producer_settings(config, linger_ms=0),
+        "transactional.id": transactional_id,
+        "transaction.timeout.ms": timeout,
+        "delivery.timeout.ms": min(milliseconds(config.delivery_timeout), timeout * 4 // 5),
+    }
+
+
+def consumer_settings(config: QueueConfig, group: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return settings of a consumer that reads committed records, and commits only explicitly."""
+    return {
+        "session.timeout.ms": _SESSION_TIMEOUT_MS,
+        **common_settings(config),
+        **(extra or {}),
+        "group.id": group,
+        "auto.offset.reset": "earliest",
+        "isolation.level": "read_committed",
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+    }

@@ -1,0 +1,147 @@
+"""One assigned partition of the marker topic: it sends ticks, and redelivers expired messages.
+
+- The producer of redeliveries is prepared *before* the tick that judges expired messages, also when it is replaced: so
+  everything that another tracker had committed is read before any decision.
+- A tick that does not come back within two seconds may wait behind the unfinished transaction of a tracker that died:
+  preparing the producer ends that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outbox_core import election
+from outbox_core.kafka.clients import KafkaError, KafkaException, Producer
+from outbox_core.outage import Outage
+from outbox_queue.config import QueueConfig, milliseconds
+from outbox_queue.metrics import QueueMetrics
+from outbox_queue.protocol.headers import queue_name
+from outbox_queue.redelivery.partition import MarkerPartition, Tick
+from outbox_queue.redelivery.redeliverer import Redelivered, Redeliverer
+
+_REDELIVERED_AT_ONCE = 500
+_REDELIVERED_BYTES = 4_000_000
+_TICK_PATIENCE_MS = 2000.0
+_TICK_LOST_MS = 10_000.0
+_RETRY_MS = 1000.0
+_REFUSED_MS = 60_000.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class TrackerContext:
+    """The things that the partitions of one tracker share."""
+
+    config: QueueConfig  # of the queues
+    metrics: QueueMetrics  # of the process
+    give_up: Callable[[], bool]  # whether to end; asked before steps that may take long
+    ticks: Producer  # producer of ticks
+    redelivery: Outage = field(default_factory=lambda: Outage("redelivery", _log))  # log of failed redeliveries
+    clock: Outage = field(default_factory=lambda: Outage("asking for the time", _log))  # log of failed ticks
+
+
+class TrackedPartition:
+    """A partition from its assignment until it is revoked."""
+
+    def __init__(self, number: int, ctx: TrackerContext) -> None:
+        config = ctx.config
+        self.markers = MarkerPartition(
+            number,
+            tick_interval=milliseconds(config.redelivery_tracker.use_now_if_no_marker_seen),
+            longest_ms=milliseconds(config.marker_retention / 2),
+        )
+        self.committed: int | None = None
+        self._ctx = ctx
+        self._redeliverer = Redeliverer(config, number)
+        self._name = f"partition {number} of the marker topic"
+        self._retry_at = 0.0
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Let go of the producer; the partition is another tracker's."""
+        self._is_closed = True
+        self._redeliverer.close()
+
+    def attend(self, now: float) -> bool:
+        """Send a tick, or redeliver a batch, if it is time to; return whether Kafka let us."""
+        if now < self._retry_at:
+            return True
+        if self.markers.tick is not None:
+            return self._wait_for_tick(self.markers.tick, now)
+        if self.markers.has_expired:
+            return self._redeliver()
+        return not self.markers.wants_tick(now) or self.send_tick(now)
+
+    def _wait_for_tick(self, tick: Tick, now: float) -> bool:
+        quiet = now - max(tick.sent_at, self.markers.read_at)
+        if quiet > _TICK_PATIENCE_MS and not self._redeliverer.is_prepared:
+            return self._prepare()
+        if quiet > _TICK_LOST_MS:
+            self.markers.tick_failed(tick.token)
+        return True
+
+    def send_tick(self, now: float) -> bool:
+        """Send a tick; return False if the producer of redeliveries could not be prepared first."""
+        markers = self.markers
+        if markers.looks_expired(now) and not self._redeliverer.is_prepared and not self._prepare():
+            return False
+        value, token = markers.send_tick(now, may_judge=self._redeliverer.is_prepared)
+
+        def note_failure(error: object) -> None:
+            markers.tick_failed(token)
+            self._retry_at = now_ms() + _RETRY_MS
+            self._ctx.clock.failed(f"{self._name}: {error}")
+
+        def report(error: KafkaError | None, _: object) -> None:
+            if error is not None and not self._is_closed:
+                note_failure(error.str())
+
+        try:
+            self._ctx.ticks.produce(self._ctx.config.marker_topic, value, None, markers.number, on_delivery=report)
+        except (BufferError, KafkaException) as error:
+            note_failure(error)
+        return True
+
+    def _prepare(self) -> bool:
+        failure = self._redeliverer.prepare(self._ctx.give_up)
+        if failure is not None:
+            self._ctx.redelivery.failed(f"{self._name}: {failure.reason}")
+            self._retry_at = now_ms() + _RETRY_MS
+        return failure is None
+
+    def _redeliver(self) -> bool:
+        markers = self.markers
+        batch = markers.take_expired(_REDELIVERED_AT_ONCE, _REDELIVERED_BYTES)
+        if not batch:
+            return True
+        result = self._redeliverer.redeliver(batch)
+        markers.finish(result.done)
+        markers.postpone(result.refused, _REFUSED_MS)
+        markers.put_back(result.left)
+        self._count(result)
+        if result.failure is not None:
+            markers.judge_again()
+            self._ctx.redelivery.failed(f"{self._name}: {result.failure.reason}")
+            self._retry_at = now_ms() + _RETRY_MS
+            return False
+        if result.done:
+            self._ctx.redelivery.recovered()
+        if not self._redeliverer.is_prepared:
+            markers.judge_again()
+        return True
+
+    def _count(self, result: Redelivered) -> None:
+        metrics, topic = self._ctx.metrics, self._ctx.config.dead_letters
+        for queue, count in result.copies.items():
+            metrics.of(queue_name(queue)).count("redelivered", count)
+        for queue, count in result.dead.items():
+            metrics.of(queue_name(queue)).count("dead_lettered", count)
+            _log.warning("queue %r: %d messages set aside in %s", queue_name(queue), count, topic)
+
+
+def now_ms() -> float:
+    """Return milliseconds of a monotonic clock that goes on while the machine sleeps."""
+    return election.now() * 1000

@@ -1,0 +1,1 @@
+"""Parquet tables that record their own position in the topics."""

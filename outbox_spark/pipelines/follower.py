@@ -1,0 +1,304 @@
+"""Topics followed into targets that keep their own positions.
+
+Exactly once rests on the target, not on Spark's checkpoint: a target commits the next offset of each partition with the
+rows. So the loss of a checkpoint does no harm:
+
+- Spark repeats a batch: the follower leaves out the records that the target has, by its own offsets.
+- The checkpoint is gone: the query begins at the target's position, the earliest one if there are several.
+- The checkpoint is ahead of the target (a restored backup), or Kafka has removed the next records: the pipeline stops
+  with an error, unless `accept_gap` is set.
+
+A batch ends where Spark's checkpoint says (`offsets/N`), which is more than the offset of its last record: transaction
+markers and aborted records have offsets too.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import operator
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, OutboxTableError, StoreUnavailable
+from outbox_spark.config import StreamSettings
+from outbox_spark.parquet.commit_log import CommitLogError
+from outbox_spark.parquet.folder import FileTaken, Folder
+from outbox_spark.runtime.failures import reason_of
+from outbox_spark.topics.positions import Positions, advanced, earliest_of, flat
+from outbox_spark.topics.ranges import Position, TopicLog
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+_log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_STOP_SECONDS = 60.0
+_LONGEST_PAUSE_SECONDS = 30.0
+_DOUBLINGS = 5  # of a second, to the longest pause; more would be no float after some hours
+_ATTEMPTS = 6  # failures without progress that end a run: any with `once`, else those of one cause, no outages
+_OUTAGE = re.compile(r"Unavailable|OperationalError|InterfaceError")
+_CHANGING = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+")
+
+
+class RecordsMissing(OutboxError):
+    """Records behind the target's position that cannot be read any more."""
+
+
+class PipelineFailed(OutboxError):
+    """A query that Spark ended."""
+
+
+# A restart does not fix these.
+_PERMANENT = (InvalidConfig, OutboxTableError, RecordsMissing, FileTaken, CommitLogError)
+
+
+class Target(Protocol):
+    """A table that takes the records of topics, exactly once."""
+
+    @property
+    def name(self) -> str:
+        """Return the table's name in messages."""
+
+    def recover(self) -> None:
+        """Finish the commit of a dead writer, and read the table's state. Called before each query."""
+
+    def positions(self) -> Positions:
+        """Return the committed next offset of each partition in the table."""
+
+    @property
+    def write(self) -> Callable[[DataFrame, Positions], Mapping[str, int]]:
+        """Write rows of `outbox_kafka`, all new, and all positions after them, in atomic steps; return counts."""
+
+    def compact(self) -> None:
+        """Compact the table between batches, where it needs that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchReport:
+    """The outcome of one batch; `counts` are the targets', `lag` is the number of offsets still to be read."""
+
+    number: int
+    counts: Mapping[str, int]
+    seconds: float
+    lag: int
+
+    def __str__(self) -> str:
+        records = self.counts.get("records", 0)
+        rate = records / self.seconds if self.seconds else 0.0
+        others = "".join(f", {count:,} {name}" for name, count in self.counts.items() if name != "records" and count)
+        return (
+            f"batch {self.number}: {records:,} records in {self.seconds:.1f} s ({rate:,.0f}/s){others}; "
+            f"lag {self.lag:,}"
+        )
+
+
+@dataclass
+class Follower:
+    """One streaming query into one or more targets. Spark's thread runs the batches, one at a time."""
+
+    spark: SparkSession
+    kafka: Mapping[str, str] = field(repr=False)
+    settings: StreamSettings
+    targets: Sequence[Target]
+    report: Callable[[BatchReport], None]
+    totals: Counter[str] = field(default_factory=Counter)
+    _error: BaseException | None = None
+    _failures: int = 0
+    _causes: list[str] = field(default_factory=list)
+
+    def run(self, *, once: bool, stop: threading.Event) -> Counter[str]:
+        """Follow until `stop` is set, or, with `once`, up to the present end of the topics; return all counts.
+
+        A failed query is started again, after a pause that grows while there is no progress. Outages are endured for
+        ever; with `once`, or for the same cause each time, the follower gives up after some attempts. Errors that a
+        restart does not fix, RecordsMissing among them, are raised at once.
+        """
+        try:
+            while not stop.is_set():
+                try:
+                    self._run_query(once=once, stop=stop)
+                    break
+                except _PERMANENT:
+                    raise
+                except OutboxError as error:
+                    self._failures += 1
+                    if (once and self._failures == _ATTEMPTS) or self._repeats(error):
+                        raise
+                    pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._failures - 1, _DOUBLINGS))
+                    _log.warning("%s; trying again in %.0f s", error, pause)
+                    stop.wait(pause)
+        finally:
+            self._log.close()
+        return self.totals
+
+    def _repeats(self, error: OutboxError) -> bool:
+        """Tell whether the same cause, other than an outage, has come too often to pass by itself."""
+        if isinstance(error, StoreUnavailable | KafkaUnavailable) or _OUTAGE.search(str(error)):
+            self._causes.clear()
+            return False
+        self._causes.append(_CHANGING.sub("", str(error)))
+        return len(self._causes) >= _ATTEMPTS and len(set(self._causes[-_ATTEMPTS:])) == 1
+
+    def _run_query(self, *, once: bool, stop: threading.Event) -> None:
+        self._error = None
+        for target in self.targets:
+            target.recover()
+        query = self._start(once=once)
+        asked_at = 0.0
+        try:
+            while not query.awaitTermination(_POLL_SECONDS):  # type: ignore[arg-type]  # fractions are fine
+                asked_at = asked_at or (time.monotonic() if stop.is_set() else 0.0)
+                if asked_at and (not query.status["isTriggerActive"] or time.monotonic() > asked_at + _STOP_SECONDS):
+                    break
+        except Exception as error:
+            if isinstance(self._error, OutboxError):
+                raise self._error from None
+            raise PipelineFailed(reason_of(self._error or error)) from None
+        finally:
+            query.stop()
+
+    @functools.cached_property
+    def _log(self) -> TopicLog:
+        return TopicLog(self.kafka, self.settings.topics)
+
+    @functools.cached_property
+    def _checkpoint(self) -> Folder:
+        return Folder(self.spark, self.settings.checkpoint)
+
+    def _start(self, *, once: bool) -> StreamingQuery:
+        settings = self.settings
+        start = self._log.starting(settings.starting_offsets)
+        known = earliest_of([target.positions() for target in self.targets])
+        self._check_available(known)
+        for topic, partition, offset in flat(known):
+            if topic in start:
+                start[topic][partition] = offset
+        interval = f"{max(1, round(settings.trigger.total_seconds() * 1000))} milliseconds"
+        trigger: dict[str, Any] = {"availableNow": True} if once else {"processingTime": interval}
+        query: StreamingQuery = (
+            read_topics(self.spark, self.kafka, settings.topics, streaming=True, starting=start)
+            .option("maxOffsetsPerTrigger", str(settings.max_records))
+            .option("failOnDataLoss", str(not settings.accept_gap).lower())
+            .load()
+            .writeStream.foreachBatch(self._batch)
+            .queryName(settings.name)
+            .option("checkpointLocation", settings.checkpoint)
+            .trigger(**trigger)
+            .start()
+        )
+        return query
+
+    def _check_available(self, known: Positions) -> None:
+        firsts, ends = self._log.bounds()
+        for topic, partition, offset in flat(known):
+            first, end = (bounds.get(topic, {}).get(partition) for bounds in (firsts, ends))
+            if first is not None and first > offset and not self.settings.accept_gap:
+                raise RecordsMissing(
+                    f"{topic}[{partition}]: the target has all below offset {offset}, but Kafka begins at {first}; "
+                    "restore the topic, or set accept_gap to go on without the records between"
+                )
+            if end is not None and end < offset:
+                raise RecordsMissing(
+                    f"{topic}[{partition}]: the target has all below offset {offset}, but Kafka ends at {end}: is this "
+                    "another topic of that name? Take another name for the pipeline and another target"
+                )
+
+    def _batch(self, batch: DataFrame, number: int) -> None:
+        began = time.monotonic()
+        try:
+            counts = self._write(batch, number)
+        except BaseException as error:
+            self._error = error
+            raise
+        self.totals.update(counts)
+        self._failures = 0
+        self._causes.clear()
+        self.report(BatchReport(number=number, counts=counts, seconds=time.monotonic() - began, lag=self._lag(number)))
+        for target in self.targets:
+            target.compact()
+
+    def _write(self, batch: DataFrame, number: int) -> dict[str, int]:
+        end = self._logged(number) or {}
+        begin = self._logged(number - 1)
+        counts: dict[str, int] = {}
+        several = len(self.targets) > 1
+        records = batch.persist() if several else batch
+        try:
+            for target in self.targets:
+                known = target.positions()
+                self._refuse_gap(target, known, begin)
+                if advanced(known, end) != known:
+                    written = target.write(_without(records, known, begin), advanced(known, end))
+                    counts.update((name, count) for name, count in written.items() if name not in counts)
+        finally:
+            if several:
+                records.unpersist()
+        return counts or {"records": 0}
+
+    def _logged(self, number: int) -> Position | None:
+        """Read a batch's end from Spark's checkpoint; None if it has none of that number."""
+        path = f"offsets/{number}"
+        if number < 0 or not self._checkpoint.exists(path):
+            return None
+        return parse_offset_log(self._checkpoint.read(path))
+
+    def _refuse_gap(self, target: Target, known: Positions, begin: Position | None) -> None:
+        if begin is None or self.settings.accept_gap:
+            return
+        for topic, partition, offset in flat(begin):
+            has = known.get(topic, {}).get(partition, 0)
+            if has < offset:
+                raise RecordsMissing(
+                    f"{target.name} has {topic}[{partition}] up to offset {has}, but the checkpoint is at {offset}: "
+                    f"delete {self.settings.checkpoint} to go on where the target is"
+                )
+
+    def _lag(self, number: int) -> int:
+        reached = self._logged(number) or {}
+        ends = self._log.bounds()[1]
+        return sum(end - min(end, reached.get(topic, {}).get(partition, 0)) for topic, partition, end in flat(ends))
+
+
+def read_topics(
+    spark: SparkSession, kafka: Mapping[str, str], topics: Sequence[str], *, streaming: bool, starting: Position
+) -> Any:
+    """Return a reader of the format `outbox_kafka`, ready for more options and `load`."""
+    reader: Any = spark.readStream if streaming else spark.read
+    reader = reader.format("outbox_kafka").option("subscribe", ",".join(topics))
+    for name, value in kafka.items():
+        reader = reader.option(f"kafka.{name}", value)
+    return reader.option("startingOffsets", json.dumps(starting))
+
+
+def parse_offset_log(text: str) -> Position:
+    """Read the position in a file of Spark's offset log, its third line. Raises PipelineFailed for another form."""
+    lines = text.strip().splitlines()
+    try:
+        found = json.loads(lines[-1])
+        if len(lines) != 3 or not all(isinstance(of, dict) for of in found.values()):
+            raise ValueError  # noqa: TRY301
+    except (ValueError, IndexError, AttributeError):
+        raise PipelineFailed("the checkpoint's offset log is not of this pipeline; take another checkpoint") from None
+    position: Position = found
+    return position
+
+
+def _without(records: DataFrame, known: Positions, begin: Position | None) -> DataFrame:
+    """Leave out the records that the target has, where it is ahead of the batch's beginning."""
+    from pyspark.sql import functions as F  # noqa: N812  its usual name
+
+    has: list[Column] = [
+        (F.col("topic") == topic) & (F.col("partition") == int(partition)) & (F.col("offset") < offset)
+        for topic, partition, offset in flat(known)
+        if offset > ((begin or {}).get(topic, {}).get(partition, 0))
+    ]
+    return records.where(~functools.reduce(operator.or_, has)) if has else records

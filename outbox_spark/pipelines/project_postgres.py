@@ -1,0 +1,224 @@
+"""The PostgreSQL side of `project`: typed rows -> tasks with whole partitions -> `ProjectionStore`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from outbox_core.errors import InvalidConfig
+from outbox_core.schema import TableName
+from outbox_spark.config import PostgresTarget as PostgresSettings
+from outbox_spark.config import ProjectSettings
+from outbox_spark.pipelines.typed_rows import parse
+from outbox_spark.postgres.projection import POSITIONS_TABLE, Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.postgres.projection_store import ProjectionStore
+from outbox_spark.runtime import utc
+from outbox_spark.topics.positions import Positions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import DataType
+
+_TYPES = {
+    "bigint": "bigint",
+    "int": "integer",
+    "smallint": "smallint",
+    "tinyint": "smallint",
+    "string": "text",
+    "double": "double precision",
+    "float": "real",
+    "boolean": "boolean",
+    "date": "date",
+    "timestamp": "timestamptz",
+    "timestamp_ntz": "timestamp",
+    "binary": "bytea",
+}
+_NESTED = ("array", "struct", "map", "variant")
+_SUMMABLE = ("bigint", "integer", "smallint", "numeric", "real", "double precision")
+
+
+class PostgresTarget:
+    """The table in PostgreSQL as a target of a `Follower`."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        settings: ProjectSettings,
+        target: PostgresSettings,
+        types: Mapping[str, DataType],
+    ) -> None:
+        self._settings = settings
+        self._dsn = target.dsn
+        self._types = types
+        self._projection = _projection(settings, target, types)
+        self._tasks = max(2, spark.sparkContext.defaultParallelism)
+
+    @property
+    def name(self) -> str:
+        """Return the table's name in messages."""
+        return f"the table {self._projection.table}"
+
+    def recover(self) -> None:
+        """Create missing tables, and check all."""
+        with self._store() as store:
+            store.prepare()
+
+    def positions(self) -> Positions:
+        """Return the committed positions."""
+        with self._store() as store:
+            return store.positions()
+
+    def write(self, records: DataFrame, positions: Positions) -> Mapping[str, int]:
+        """Write records in the transactions of several tasks; return counts."""
+        # `ProjectionStore.write` needs whole partitions of the topics in one task, in order.
+        rows = (
+            _for_copy(parse(records, self._settings), self._settings, self._types)
+            .repartition(self._tasks, "topic", "partition")
+            .sortWithinPartitions("topic", "partition", "offset")
+        )
+        task = _WriteTask(self._dsn, self._projection, positions)
+        counts: Counter[str] = Counter()
+        for name, count in rows.mapInArrow(task, "name STRING, count BIGINT").collect():
+            counts[name] += count
+        with self._store() as store:
+            store.advance(positions)
+        return {"records": 0} | dict(counts)
+
+    def compact(self) -> None:
+        """Do nothing: autovacuum compacts tables."""
+
+    def _store(self) -> ProjectionStore:
+        return ProjectionStore(self._dsn, self._projection)
+
+
+@dataclass(frozen=True)
+class _WriteTask:
+    dsn: str
+    projection: Projection
+    end: Positions
+
+    def __repr__(self) -> str:
+        return f"write to {self.projection.table}"  # without the DSN: Spark shows it
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+
+        with ProjectionStore(self.dsn, self.projection) as store:
+            counts = store.write(_records(batches, list(self.projection.columns)), self.end)
+        yield pa.RecordBatch.from_pydict(
+            {"name": list(counts), "count": list(counts.values())},
+            schema=pa.schema([("name", pa.string()), ("count", pa.int64())]),
+        )
+
+
+def _records(batches: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[ProjectedRecord]:
+    for batch in batches:
+        columnar = batch.to_pydict()
+        rows = columnar.pop("rows")
+        for values, structs in zip(zip(*columnar.values(), strict=True), rows, strict=True):
+            topic, partition, offset, time, outbox_id, key_text, problem, is_tombstone, is_replay, *raw = values
+            misfit = None
+            if problem is not None:
+                key, value, headers = raw
+                misfit = Misfit(problem, key, value, [(header["key"], header["value"]) for header in headers or ()])
+            row_values = [[struct[name] for name in columns] for struct in structs or ()]
+            place = (topic, partition, offset, time, outbox_id, key_text)
+            yield ProjectedRecord(*place, is_tombstone, row_values, misfit, is_replay)
+
+
+def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, DataType]) -> DataFrame:
+    """Turn times and nested values into text for COPY, which is faster than Python objects."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    values = ", ".join(f"{_as_text(f'row.`{name}`', kind)} AS `{name}`" for name, kind in types.items())
+    texts = rows.withColumn("rows", F.expr(f"transform(rows, row -> struct({values}))")).withColumn(
+        "key_text", F.expr("try_validate_utf8(cast(key AS STRING))")
+    )
+    checked = texts.withColumn("problem", F.expr(_misfit(settings, types)))
+    is_replay = F.coalesce(F.exists("headers", lambda header: header["key"] == settings.replay_header), F.lit(False))
+    return checked.select(
+        *("topic", "partition", "offset", F.expr(utc.text("timestamp")).alias("time"), "outbox_id"),
+        *("key_text", "problem", F.expr("value IS NULL").alias("is_tombstone"), is_replay.alias("is_replay"), "rows"),
+        *(F.expr(f"IF(problem IS NULL, NULL, {name})").alias(name) for name in ("key", "value", "headers")),
+    )
+
+
+def _as_text(value: str, kind: DataType) -> str:
+    name = kind.typeName()
+    if name in _NESTED:
+        return f"to_json({value})"
+    if name == "timestamp":
+        return utc.text(value)
+    return f"cast({value} AS STRING)" if name in ("date", "timestamp_ntz") else value
+
+
+def _misfit(settings: ProjectSettings, types: Mapping[str, DataType]) -> str:
+    """Return a SQL expression of the reason why PostgreSQL cannot hold a parsed record, or of its earlier problem."""
+    nul = "PostgreSQL cannot store the character U+0000, which is in"
+    cases = [
+        ("key IS NOT NULL AND key_text IS NULL", "the key is not UTF-8 text"),
+        ("contains(key_text, char(0))", f"{nul} the key"),
+        ("contains(outbox_id, char(0))", f"{nul} the outbox id"),
+    ]
+    if settings.keep == "latest":
+        cases.append(("key IS NULL", "there is no key, by which the latest record could be known"))
+    for name, kind in types.items():
+        sign = "'\\\\u0000'" if kind.typeName() in _NESTED else "char(0)"
+        if kind.typeName() == "string" or kind.typeName() in _NESTED:
+            cases.append((f"exists(rows, row -> contains(row.`{name}`, {sign}))", f"{nul} {name}"))
+    whens = " ".join(f"WHEN {condition} THEN '{words}'" for condition, words in cases)
+    return f"coalesce(problem, CASE {whens} END)"
+
+
+def _projection(settings: ProjectSettings, target: PostgresSettings, types: Mapping[str, DataType]) -> Projection:
+    table, quarantine = _tables(target)
+    columns = {name: _postgres_type(kind) for name, kind in types.items()}
+    totals = None
+    if target.totals is not None:
+        used = {**dict.fromkeys(target.totals.by, "by"), **dict.fromkeys(target.totals.sums.values(), "sums")}
+        for name, where in used.items():
+            if name not in columns:
+                raise InvalidConfig(f"postgres.totals.{where}: {name!r} is not one of the columns {', '.join(columns)}")
+        for name in target.totals.sums.values():
+            if columns[name].partition("(")[0] not in _SUMMABLE:
+                raise InvalidConfig(f"postgres.totals.sums: {name!r} is {columns[name]}, which cannot be summed")
+        totals = Totals(
+            table=TableName.parse(target.totals.table),
+            by=tuple(target.totals.by),
+            sums=dict(target.totals.sums),
+            count=target.totals.count,
+        )
+    return Projection(settings.name, table, quarantine, columns, settings.keep, totals)
+
+
+def _postgres_type(kind: DataType) -> str:
+    name = kind.simpleString()
+    if name.startswith("decimal"):
+        return name.replace("decimal", "numeric")
+    if kind.typeName() in _NESTED:
+        return "jsonb"
+    if name not in _TYPES:
+        raise InvalidConfig(f"columns: there is no PostgreSQL type for {name}; cast it to another")
+    return _TYPES[name]
+
+
+def _tables(target: PostgresSettings) -> tuple[TableName, TableName]:
+    table = TableName.parse(target.table)
+    beside = TableName(table.table + "_quarantine", table.schema)
+    return table, TableName.parse(target.quarantine) if target.quarantine else beside
+
+
+def rights_on(settings: ProjectSettings, target: PostgresSettings) -> dict[TableName, tuple[str, ...]]:
+    """Return the tables of a projection, each with the privileges that writing to it needs."""
+    table, quarantine = _tables(target)
+    rights: dict[TableName, tuple[str, ...]] = {
+        table: ("SELECT", "INSERT", "DELETE") if settings.keep == "latest" else ("SELECT", "INSERT"),
+        quarantine: ("SELECT", "INSERT"),
+        TableName(POSITIONS_TABLE, table.schema): ("SELECT", "INSERT", "UPDATE"),
+    }
+    if target.totals is not None:
+        rights[TableName.parse(target.totals.table)] = ("SELECT", "INSERT", "UPDATE", "DELETE")
+    return rights

@@ -1,0 +1,59 @@
+"""Connections of pipelines to PostgreSQL: with a pinned search path, and errors without passwords."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+
+from outbox_core.config import redact
+from outbox_core.errors import InvalidConfig, StoreUnavailable
+from outbox_core.schema import TableName
+from outbox_core.stores.postgres.connection import pin_search_path
+
+_CONNECT_SECONDS = 10
+
+_SESSION = """
+SELECT pg_catalog.current_schema(), pg_catalog.set_config('synchronous_commit', 'on', false)
+"""
+
+Connection = psycopg.Connection[tuple[Any, ...]]
+
+
+def connect(
+    dsn: str, *names: TableName, what: str, application_name: str = "outbox-spark", autocommit: bool = False
+) -> tuple[Connection, list[TableName]]:
+    """Connect with a pinned search path; return also the tables' full names, found or to be created.
+
+    A table without a schema is looked up by the session's own search path; a missing one belongs to the path's first
+    schema. `what` names the connection's purpose in errors. Raises InvalidConfig and StoreUnavailable.
+    """
+    try:
+        given = psycopg.conninfo.conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        # Without the driver's words: they quote the DSN, perhaps its password.
+        raise InvalidConfig(f"dsn of {what}: libpq cannot read it") from None
+    settings: dict[str, Any] = {"connect_timeout": _CONNECT_SECONDS, "application_name": application_name, **given}
+    try:
+        connection = psycopg.connect(**settings, autocommit=True)
+    except psycopg.Error as error:
+        raise StoreUnavailable(f"cannot reach the database of {what}: {one_line(error)}") from None
+    try:
+        row = connection.execute(_SESSION).fetchone()
+        found = pin_search_path(connection, *names)
+        connection.autocommit = autocommit
+    except psycopg.Error as error:
+        connection.close()
+        raise StoreUnavailable(f"cannot reach the database of {what}: {one_line(error)}") from None
+    first = row[0] if row is not None else None
+    return connection, [name if name.schema else TableName(name.table, first) for name in found]
+
+
+def one_line(error: Exception) -> str:
+    """Return a driver's message without line breaks and passwords."""
+    return redact("; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__)
+
+
+def with_parameters(name: TableName) -> str:
+    """Quote the table's name for a statement that has parameters, where a % begins one."""
+    return name.quoted.replace("%", "%%")

@@ -1,0 +1,1 @@
+"""The outbox as a stream, published exactly once by Spark: the formats `outbox` and `outbox_kafka_txn`."""

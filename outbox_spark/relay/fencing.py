@@ -1,0 +1,127 @@
+"""The change of leaders: every publisher of the outbox is fenced, and the rows that it published are deleted.
+
+A relay has one transactional.id for each shard. Each transaction holds a manifest, as a harvester's does
+(`outbox_core.kafka.manifest`), on the shard's own partition of the relay's topic. The next leader, relay or harvester,
+does the same for each transactional.id there ever was:
+
+1. fence it, by `init_transactions()`: its last transaction is committed or aborted now;
+2. read its last manifest, and the opening of a torn transaction behind it, up to a barrier;
+3. delete the listed rows, by (id, create_time), and those of a torn transaction that are in Kafka.
+
+Kafka has acknowledged the claim that won the election before step 1. A shard's task looks for a higher claim after it
+has fenced its own transactional.id (`shard_writer.py`), up to a message that it writes then itself. So a task of a
+deposed relay either fenced before our step 1, and is fenced by it, or sees our claim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
+from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.record_producer import RecordProducer
+from outbox_core.kafka.topics import topic_exists
+from outbox_core.kafka.tracking import Ledger, ManifestNotRead
+from outbox_core.kafka.transactions import Ended, GiveUp
+from outbox_spark.relay.batch_store import BatchStore
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_AT_ONCE = 8
+
+
+def fence_and_purge(identity: TransactionalIdentity, store: BatchStore, give_up: GiveUp) -> int:
+    """Fence every publisher of this outbox, and delete the rows that it published; return their number."""
+    shards = identity.relay_shards()
+    count = 0
+    if topic_exists(identity.kafka, identity.tracking_topic):
+        with fenced(identity, give_up) as producer:
+            ledger, server = ledger_after_fence(identity, producer, give_up), store.outbox.server_id()
+            identity.is_of_other_server(ledger, server)  # raises
+            count += _purge(identity, ledger, store, give_up)
+            # A harvester that is deposed without knowing must see this trace.
+            _adopt(identity, producer, server, ledger, give_up)
+    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(shards))), thread_name_prefix="outbox-fence") as threads:
+        ledgers = list(threads.map(lambda shard: _fence(shard, give_up), shards))
+    server = store.outbox.server_id()
+    for shard, ledger in zip(shards, ledgers, strict=True):
+        has_moved = shard.is_of_other_server(ledger, server)  # raises
+        count += _purge(shard, ledger, store, give_up)
+        if has_moved:
+            with fenced(shard, give_up) as producer:
+                _adopt(shard, producer, server, ledger_after_fence(shard, producer, give_up), give_up)
+    if count:
+        _log.info("purged %d rows that the last term had published", count)
+    return count
+
+
+def _fence(identity: TransactionalIdentity, give_up: GiveUp) -> Ledger:
+    with fenced(identity, give_up) as producer:
+        return ledger_after_fence(identity, producer, give_up)
+
+
+def _adopt(
+    identity: TransactionalIdentity, producer: RecordProducer, server: str, purged: Ledger, give_up: GiveUp
+) -> None:
+    """Write a manifest of no rows that names this database server."""
+    unless_ended(identity.adopt(producer, server, purged, give_up), f"tracking topic {identity.tracking_topic}")
+
+
+def _purge(identity: TransactionalIdentity, ledger: Ledger, store: BatchStore, give_up: GiveUp) -> int:
+    manifest, opening = ledger.manifest, ledger.opening
+    count = store.outbox.delete_published(manifest.ids, manifest.create_times) if manifest is not None else 0
+    if opening is not None:
+        try:
+            for rows in identity.read_torn(opening, give_up, store.outbox.find):
+                count += store.outbox.delete_published([row.id for row in rows], [row.create_time for row in rows])
+        except ManifestNotRead as error:
+            raise KafkaUnavailable(str(error)) from None
+    return count
+
+
+def refuse_marked_rows(identity: TransactionalIdentity, store: BatchStore) -> None:
+    """Raise MarkedRowsFound for rows that an at-least-once harvester has left marked, unless they are accepted."""
+    marked = store.outbox.marks.count()
+    if not marked.number:
+        return
+    what = f"{marked.number} rows (ids {marked.first} to {marked.last}) carry the mark of an at-least-once harvester"
+    if not identity.accept_marked:
+        raise MarkedRowsFound(
+            f"{what} that did not stop in good order: those that it had sent would be repeated. Let an at-least-once "
+            "harvester drain them, or accept the possible repeats with acceptMarked"
+        )
+    _log.warning("%s; those that it had sent are repeated", what)
+
+
+@contextmanager
+def fenced(identity: TransactionalIdentity, give_up: GiveUp) -> Iterator[RecordProducer]:
+    """Yield a producer of this transactional.id that has fenced the last one. Raises KafkaUnavailable."""
+    producer = identity.new_producer()
+    try:
+        unless_ended(producer.init(give_up), f"transactional.id {identity.transactional_id}")
+        yield producer
+    finally:
+        producer.discard()
+
+
+def ledger_after_fence(
+    identity: TransactionalIdentity, producer: RecordProducer, give_up: GiveUp, *, stays_open: bool = False
+) -> Ledger:
+    """Read the last manifest and opening; with `stays_open` the transaction of the reading stays open."""
+    found = (identity.open if stays_open else identity.ledger)(producer, give_up)
+    ledger = unless_ended(found, f"tracking topic {identity.tracking_topic}")
+    identity.refuse_foreign(ledger)
+    return ledger
+
+
+def unless_ended(outcome: T | Ended, what: str = "") -> T:
+    """Return an outcome. Raises KafkaUnavailable if the producer is of no more use."""
+    if isinstance(outcome, Ended):
+        raise KafkaUnavailable(f"{what}: {outcome.reason}" if what else outcome.reason)
+    return outcome

@@ -1,0 +1,1 @@
+"""Java, time zones, options and tasks, for every part on Spark."""

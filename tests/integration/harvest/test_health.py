@@ -1,0 +1,159 @@
+"""A harvester's health: it follows results, not attempts, and names the reason for a failure."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from confluent_kafka import Producer
+
+from outbox_core.harvest import harvester as harvester_module
+from outbox_core.kafka.identity import Failpoint
+from outbox_core.metrics import Activity, HarvestMetrics
+from outbox_core.record import OutboxRecord
+from tests.harvesting import AlwaysLeader, Scene, wait_until
+
+LIMIT_SECONDS = 2.0
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap, monkeypatch):
+    """A fresh outbox whose harvesters are unhealthy after two seconds instead of thirty."""
+    monkeypatch.setattr(harvester_module, "_UNHEALTHY_AFTER_SECONDS", LIMIT_SECONDS)
+    scene = Scene(database, kafka_bootstrap)
+    yield scene
+    scene.close()
+
+
+@pytest.mark.real_broker
+def test_terms_that_commit_nothing_are_no_good(scene, make_topic):
+    """Exactly once: health fails while no term commits, however many begin well, and is back with the first commit."""
+    topic = make_topic()
+    config = {"delivery": "exactly-once"}
+    identity = scene.drain(config=config).metrics.outbox_name
+    transactional_id = scene.config(**config).tracking_names(identity).transactional_id
+    rival_settings = {"bootstrap.servers": scene.bootstrap, "transactional.id": transactional_id}
+    scene.fill(topic, 10)
+    is_fenced = threading.Event()
+    is_fenced.set()
+    fences = []
+
+    def fence(step):
+        if step is Failpoint.BEFORE_COMMIT and is_fenced.is_set():
+            fences.append(step)
+            with Producer(rival_settings) as rival:
+                rival.init_transactions(30)
+
+    with scene.running(config=config, reached=fence) as harvester:
+        wait_until(lambda: not harvester.health().ok, "it is not well", timeout=30)
+        assert harvester.health().leader
+        count = len(fences)
+        wait_until(lambda: harvester.health().ok or len(fences) > count + 1, "terms begin and end")
+        assert not harvester.health().ok
+        assert scene.count() == 10
+        is_fenced.clear()
+        wait_until(lambda: scene.count() == 0 and harvester.health().ok, "it is well again")
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)])
+def test_locked_table_is_told(scene, make_topic, delivery):
+    """A statement that waits for a lock on the table makes the harvester unhealthy, with the reason."""
+    topic = make_topic()
+    with scene.running(config={"delivery": delivery}) as harvester:
+        wait_until(lambda: harvester.health().ok and harvester.is_leader, "it leads")
+        with scene.connect() as blocking:
+            blocking.execute("LOCK TABLE outbox IN ACCESS EXCLUSIVE MODE")
+            wait_until(lambda: not harvester.health().ok, "it is not well", timeout=20)
+            assert "the table could not be read" in harvester.health().detail
+        wait_until(lambda: harvester.health().ok, "it is well again")
+        scene.fill(topic, 5)
+        wait_until(lambda: scene.count() == 0, "it publishes")
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)])
+def test_held_record_is_no_trouble(scene, delivery):
+    """A harvester with a held record is healthy."""
+    with scene.running(config={"delivery": delivery}) as harvester:
+        scene.stash(OutboxRecord("t", "k", b"x"))
+        scene.execute("UPDATE outbox SET kafka_topic = 'no topic'")
+        wait_until(scene.held, "it is held")
+        over = threading.Event()
+        timer = threading.Timer(2 * LIMIT_SECONDS, over.set)
+        timer.start()
+        wait_until(lambda: over.is_set() or not harvester.health().ok, "some time passes")
+        assert harvester.health().ok
+
+
+class _Troubled(AlwaysLeader):
+    """An elector whose group has no leader."""
+
+    trouble = "leader group 'g' has had no leader for 20 s: password=secret"
+
+    def start(self):
+        """Stand by."""
+
+
+def test_nobody_leads(scene):
+    """A standby reports that there is no leader, without secrets, and counts the backlog, since no leader does."""
+    scene.fill("t", 3)
+    metrics = HarvestMetrics(outbox_name="o")
+    limits = {"min_metrics_interval": "20ms"}
+    with scene.running(elector_factory=_Troubled, metrics=metrics, limits=limits) as harvester:
+        health = harvester.health()
+        assert not health.ok
+        assert "has had no leader for 20 s" in health.detail
+        assert "secret" not in health.detail
+        pending = lambda: metrics.registry.get_sample_value("outbox_pending_records", {"outbox": "o"})  # noqa: E731
+        wait_until(lambda: pending() == 3, "the backlog is counted")
+
+
+def test_ended_and_not_yet_started(scene):
+    """A harvester that is not started, or is stopped, is unhealthy."""
+    harvester = scene.harvester()
+    assert (harvester.health().ok, harvester.health().detail) == (False, "not started")
+    harvester.start()
+    harvester.stop()
+    harvester.join()
+    assert (harvester.health().ok, harvester.health().detail) == (False, "stopped")
+
+
+@pytest.fixture
+def activity():
+    """Return an activity with a clock that a test sets by hand, `activity.clock.time`."""
+    clock = SimpleNamespace(time=100.0)
+    activity = Activity(lambda: clock.time)
+    activity.clock = clock
+    return activity
+
+
+def test_sending_without_an_end_is_trouble(activity):
+    """Attempts are trouble once they have gone on for longer than the limit without a result, and no sooner."""
+    for _ in range(29):
+        activity.clock.time += 1
+        activity.looked()
+        activity.tries()
+    assert activity.trouble(30) is None
+    for _ in range(3):
+        activity.clock.time += 1
+        activity.looked()
+        activity.tries()
+    assert "none could be dealt with for 31 s" in activity.trouble(30)
+    activity.finished()
+    assert activity.trouble(30) is None
+
+
+def test_attempts_long_ago_are_no_trouble(activity):
+    """An attempt that was given up is no trouble while there is no other record to send."""
+    activity.tries()
+    for _ in range(100):
+        activity.clock.time += 1
+        activity.looked()
+        assert activity.trouble(30) is None
+
+
+def test_table_that_is_not_read_is_trouble(activity):
+    """A table that is not read within the limit and the interval is trouble; a new leadership counts anew."""
+    activity.clock.time += 50
+    assert activity.trouble(30, look_interval=60) is None
+    assert "the table could not be read for 50 s" in activity.trouble(30)
+    activity.begin()
+    assert activity.trouble(30) is None

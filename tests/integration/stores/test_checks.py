@@ -1,0 +1,132 @@
+"""Harvesting a table that got its CHECK constraints after some violating rows."""
+
+from uuid import uuid4
+
+import pytest
+
+from outbox_core.errors import OutboxTableError, RowsHeld
+from outbox_core.record import OutboxRecord
+from outbox_core.schema import add_checks_sql, validate_checks_sql
+from outbox_core.stores.interface import RowQuery
+from outbox_core.stores.postgres.store import PostgresStore
+from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
+
+LEAST, EXACTLY = {"delivery": "at-least-once"}, {"delivery": "exactly-once"}
+BAD = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys) VALUES (%s, 'bad', 'x', '{a}')"
+
+
+@pytest.fixture
+def scene(database, kafka_bootstrap):
+    """A fresh outbox without constraints, as older versions made it."""
+    scene = Scene(database, kafka_bootstrap, constrained=False)
+    yield scene
+    scene.close()
+
+
+@pytest.mark.real_broker
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_rows_from_before_the_constraints(scene, make_topic, delivery):
+    """In an upgraded table rows that violate a constraint are held, and others arrive."""
+    topic = make_topic(1)
+
+    scene.stash(OutboxRecord(topic, "a", "1"))
+    scene.execute(BAD, [topic])
+    scene.stash(OutboxRecord(topic, "bad", "behind"), OutboxRecord(topic, "b", "2"))
+    scene.execute(add_checks_sql(scene.table))
+    with scene.running(config={"delivery": delivery}):
+        wait_until(lambda: scene.count() == 2, "only the bad row and what is behind it are left")
+        (held,) = wait_until(scene.held, "the bad row is held")
+    assert held.record_id == 2
+    assert {message.value for message in scene.read(topic)} == {b"1", b"2"}
+    scene.hold("skip", records=[2])
+    scene.execute(validate_checks_sql(scene.table))
+    scene.drain(config={"delivery": delivery})
+    assert [message.value for message in scene.read(topic)].count(b"behind") == 1
+
+
+@pytest.mark.real_broker
+@pytest.mark.parametrize(
+    "settings", [LEAST, EXACTLY, EXACTLY | {"accept_marked": True}], ids=["least", "exactly", "accept"]
+)
+def test_marked_rows_from_before_the_constraints(scene, make_topic, settings):
+    """A violating row with a mark, which cannot be cleared, is held with its constraint, and others arrive."""
+    topic = make_topic(1)
+    scene.stash(OutboxRecord(topic, "a", "1"))
+    scene.execute(BAD, [topic])
+    scene.stash(OutboxRecord(topic, "bad", "behind"), OutboxRecord(topic, "b", "2"))
+    scene.execute("UPDATE outbox SET leader_id = gen_random_uuid() WHERE id <= 2")
+    scene.execute(add_checks_sql(scene.table))
+    with scene.running(config=settings) as harvester:
+        wait_until(lambda: not scene.count("kafka_key = 'b'") or harvester._ended.is_set(), "others arrive")
+        held = wait_until(scene.held, "the bad row is held")
+    assert {hold.record_id for hold in held} <= {1, 2}
+    (bad,) = (hold for hold in held if hold.record_id == 2)
+    assert "header" in f"{bad.reason} {bad.error}"
+    scene.hold("skip", records=[2])
+    scene.hold("release_records")
+    scene.execute(validate_checks_sql(scene.table))
+    scene.drain(config=settings)
+    assert sorted(message.value for message in scene.read(topic)) == [b"1", b"2", b"behind"]
+
+
+def test_more_violations_than_are_held_at_once(scene):
+    """Any number of violating rows is held, some at a time, and then a mark succeeds."""
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys) SELECT 't', 'x', '{a}'"
+        " FROM generate_series(1, 1001)"
+    )
+    scene.stash(OutboxRecord("t", "a", "v"))
+    scene.execute(add_checks_sql(scene.table))
+    store, me = PostgresStore(scene.database), uuid4()
+    store.check()
+    for _ in range(2):
+        with pytest.raises(RowsHeld):
+            store.mark(me, RowQuery(10, holds=store.holds.read()))
+    assert [record[0] for record in store.mark(me, RowQuery(10, holds=store.holds.read())).records] == [1002]
+    store.close()
+
+
+def test_violation_with_a_long_key(scene):
+    """The hold of a row that violates a constraint has the row's own key, also a long one: the next mark skips it."""
+    key = "k" * 300
+    insert = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys)"
+    scene.execute(f"{insert} VALUES ('t', %s, 'x', '{{a}}')", [key])
+    scene.stash(OutboxRecord("t", "a", "v"))
+    scene.execute(add_checks_sql(scene.table))
+    store, me = PostgresStore(scene.database), uuid4()
+    with pytest.raises(RowsHeld):
+        store.mark(me, RowQuery(10, holds=store.holds.read()))
+    (held,) = scene.held()
+    assert (held.record_id, held.key) == (1, key)
+    assert [record.id for record in store.mark(me, RowQuery(10, holds=store.holds.read())).records] == [2]
+    store.close()
+
+
+def test_marks_that_a_constraint_keeps(scene):
+    """Marks are cleared as far as constraints allow; a row whose mark a constraint keeps is held, and no other."""
+    store, me = PostgresStore(scene.database), uuid4()
+    scene.execute(BAD, ["t"])
+    scene.stash(*(OutboxRecord("t", key, "v") for key in "ab"))
+    store.check()
+    assert store.mark(me, RowQuery(10)).selected == 3
+    scene.execute(add_checks_sql(scene.table))
+    assert store.reset(me, [1, 2]) == 1
+    (held,) = scene.held()
+    assert (held.record_id, held.reason) == (1, "violates outbox_headers_in_pairs")
+    assert store.marks.clear() == 1
+    assert [row.id for row in scene.rows() if row.leader_id is not None] == [1]
+    assert store.purge(me, [1]) == 1
+    store.close()
+
+
+def test_rows_from_before_the_constraints_without_holds(scene, make_topic):
+    """Without a table of holds the harvester ends, and names the constraint and the remedy."""
+    topic = make_topic()
+    scene.execute("DROP TABLE outbox_hold")
+    scene.execute(BAD, [topic])
+    scene.execute(add_checks_sql(scene.table))
+    harvester = scene.harvester()
+    harvester.start()
+    with pytest.raises(OutboxTableError, match=r"outbox_headers_in_pairs.*outbox_hold") as ending:
+        harvester.join(GENEROUS_SECONDS)
+    assert "Failing row" not in str(ending.value), "a row's value is no business of the log"

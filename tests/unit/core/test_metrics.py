@@ -1,0 +1,245 @@
+"""Metrics as Prometheus reads them, and the health endpoint."""
+
+import gc
+import http.client
+import json
+import math
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from outbox_core.errors import InvalidConfig
+from outbox_core.metrics import LATENCY_BUCKETS, HarvestMetrics, Health, MetricsServer, WeightedHistogram
+from outbox_core.stores.interface import Backlog
+
+WELL = Health(ok=True, leader=True, detail="leading")
+
+
+def get(port, path, host="127.0.0.1", method="GET"):
+    """Fetch; return status and text."""
+    request = urllib.request.Request(f"http://{host}:{port}{path}", method=method)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def samples(port):
+    """Return all samples of /metrics: {(name, labels): value}."""
+    status, text = get(port, "/metrics")
+    assert status == 200
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_every_family_is_exposed():
+    """Every family has the name in the documentation and one label, as Prometheus' own parser reads it over HTTP."""
+    metrics = HarvestMetrics(outbox_name="db.public.outbox")
+    metrics.published(7)
+    metrics.published(5)
+    metrics.publish_error()
+    metrics.in_flight(3)
+    metrics.leading(True)
+    metrics.backlog(Backlog(pending=42, oldest_age_seconds=1.5))
+    metrics.mark_took(0.003)
+    metrics.purge_took(0.004)
+    metrics.publish_latency(0.02, 1000)
+    with MetricsServer("127.0.0.1", 0, metrics.registry, lambda: WELL) as server:
+        found = samples(server.port)
+    label = (("outbox", "db.public.outbox"),)
+    assert found["outbox_records_published_total", label] == 12
+    assert found["outbox_publish_errors_total", label] == 1
+    assert found["outbox_in_flight_records", label] == 3
+    assert found["outbox_pending_records", label] == 42
+    assert found["outbox_oldest_pending_age_seconds", label] == 1.5
+    assert found["outbox_leader", label] == 1
+    assert found["outbox_publish_latency_seconds_count", label] == 1000
+    assert found["outbox_publish_latency_seconds_sum", label] == pytest.approx(20)
+    assert found["outbox_mark_duration_seconds_count", label] == 1
+    assert found["outbox_purge_duration_seconds_count", label] == 1
+
+
+def test_one_call_counts_many_equal_latencies():
+    """A weighted observation lands in every bucket at or above its value."""
+    metrics = HarvestMetrics(outbox_name="o")
+    metrics.publish_latency(0.005, 100)
+    metrics.publish_latency(0.3, 10)
+    metrics.publish_latency(99, 1)
+    read = {
+        bound: metrics.registry.get_sample_value("outbox_publish_latency_seconds_bucket", {"outbox": "o", "le": bound})
+        for bound in ("0.0025", "0.005", "0.25", "0.5", "30.0", "+Inf")
+    }
+    assert read == {"0.0025": 0, "0.005": 100, "0.25": 100, "0.5": 110, "30.0": 110, "+Inf": 111}
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 1000))))
+def test_weighted_histogram_counts_as_a_plain_one(observations):
+    """For any observations, each bucket holds the number of values up to its bound."""
+    histogram = WeightedHistogram()
+    for value, count in observations:
+        histogram.observe(value, count)
+    family = _Family()
+    histogram.add_to(family, "o")
+    for bound, cumulated in family.buckets:
+        limit = math.inf if bound == "+Inf" else float(bound)
+        assert cumulated == sum(count for value, count in observations if value <= limit)
+    assert len(family.buckets) == len(LATENCY_BUCKETS) + 1
+    assert family.total == pytest.approx(sum(value * count for value, count in observations))
+
+
+class _Family:
+    def add_metric(self, _labels, buckets, total):
+        self.buckets, self.total = buckets, total
+
+
+def test_unknown_backlog_is_not_shown():
+    """A backlog that is not known is not shown, rather than a stale or invented number."""
+    metrics = HarvestMetrics(outbox_name="o")
+    read = lambda: metrics.registry.get_sample_value("outbox_pending_records", {"outbox": "o"})  # noqa: E731
+    assert read() is None
+    metrics.backlog(Backlog(0, 0.0))
+    assert read() == 0
+    metrics.backlog(None)
+    assert read() is None
+
+
+def test_harvesters_in_one_process_do_not_clash():
+    """Each harvester has a registry of its own by default; in a shared one, each family appears once for both."""
+    assert HarvestMetrics().registry is not HarvestMetrics().registry
+    registry = CollectorRegistry()
+    first, second = HarvestMetrics(registry, "a"), HarvestMetrics(registry, "b")
+    first.published(1)
+    second.published(2)
+    assert len([family for family in registry.collect() if family.name == "outbox_records_published"]) == 1
+    assert registry.get_sample_value("outbox_records_published_total", {"outbox": "a"}) == 1
+    assert registry.get_sample_value("outbox_records_published_total", {"outbox": "b"}) == 2
+
+
+def test_numbers_vanish_with_their_harvester():
+    """In a shared registry a harvester that is gone has no samples; of two for one outbox the newer one counts."""
+    registry = CollectorRegistry()
+    kept, old = HarvestMetrics(registry, "kept"), HarvestMetrics(registry, "o")
+    old.published(9)
+    new = HarvestMetrics(registry, "o")
+    new.published(1)
+    assert registry.get_sample_value("outbox_records_published_total", {"outbox": "o"}) == 1
+    del old, new
+    gc.collect()
+    assert registry.get_sample_value("outbox_records_published_total", {"outbox": "o"}) is None
+    assert registry.get_sample_value("outbox_leader", {"outbox": kept.outbox_name}) == 0
+
+
+def test_label_may_be_set_later():
+    """The label may be set later, as the outbox's identity is known only after its table was checked."""
+    metrics = HarvestMetrics()
+    metrics.published(1)
+    metrics.outbox_name = "db.public.outbox"
+    assert metrics.registry.get_sample_value("outbox_records_published_total", {"outbox": "db.public.outbox"}) == 1
+
+
+def test_counts_from_several_threads_add_up():
+    """Counts from several threads add up."""
+    metrics = HarvestMetrics(outbox_name="o")
+
+    def count():
+        for _ in range(10_000):
+            metrics.published(1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert metrics.registry.get_sample_value("outbox_records_published_total", {"outbox": "o"}) == 40_000
+
+
+@pytest.mark.parametrize(
+    ("health", "status", "shown"),
+    [
+        (WELL, 200, {"status": "ok", "leader": True, "detail": "leading"}),
+        (Health(ok=True, leader=False), 200, {"status": "ok", "leader": False, "detail": ""}),
+        (Health(ok=False, leader=False, detail="gone"), 503, {"status": "failing", "leader": False, "detail": "gone"}),
+    ],
+)
+def test_healthz_tells_how_the_harvester_is(health, status, shown):
+    """`/healthz` answers 200 for a leader and a standby, and 503 with the reason otherwise."""
+    with MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: health) as server:
+        answer, text = get(server.port, "/healthz")
+    assert answer == status
+    assert json.loads(text) == shown
+
+
+def test_healthz_is_503_when_health_cannot_be_told():
+    """If health cannot be determined, `/healthz` answers 503, without the error's text, which may hold a secret."""
+
+    def broken():
+        raise RuntimeError("s3cr3t")
+
+    with MetricsServer("127.0.0.1", 0, CollectorRegistry(), broken) as server:
+        answer, text = get(server.port, "/healthz")
+    assert answer == 503
+    assert json.loads(text)["detail"] == "cannot tell: RuntimeError"
+
+
+def test_other_paths_and_methods_are_refused():
+    """Another path is answered with 404 and a hint, another method with 405."""
+    with MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: WELL) as server:
+        assert get(server.port, "/") == (404, "see /metrics and /healthz\n")
+        assert get(server.port, "/healthz", method="POST")[0] == 405
+        assert get(server.port, "/healthz", method="HEAD") == (200, "")
+
+
+def test_client_that_hangs_does_not_block_the_others():
+    """A client that hangs blocks neither other requests nor the closing of the server."""
+    with (
+        MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: WELL) as server,
+        socket.create_connection(("127.0.0.1", server.port)),
+    ):
+        assert get(server.port, "/healthz")[0] == 200
+
+
+def test_port_in_use_is_a_clear_error():
+    """A port in use is an error that names setting, port and host."""
+    with MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: WELL) as server:
+        complaint = rf"metrics_port: cannot listen on port {server.port} of 127\.0\.0\.1: Address already in use"
+        with pytest.raises(InvalidConfig, match=complaint):
+            MetricsServer("127.0.0.1", server.port, CollectorRegistry(), lambda: WELL)
+
+
+def test_unknown_host_is_a_clear_error():
+    """An unknown host is an error that names it, as it is as likely the reason as the port."""
+    with pytest.raises(InvalidConfig, match=r"metrics_port: cannot listen on port 0 of nowhere\.invalid"):
+        MetricsServer("nowhere.invalid", 0, CollectorRegistry(), lambda: WELL)
+
+
+def test_close_frees_the_port_and_may_be_repeated():
+    """After `close`, which may be repeated, the port is free at once."""
+    server = MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: WELL)
+    server.close()
+    server.close()
+    with pytest.raises(ConnectionRefusedError):
+        http.client.HTTPConnection("127.0.0.1", server.port, timeout=2).connect()
+    MetricsServer("127.0.0.1", server.port, CollectorRegistry(), lambda: WELL).close()
+
+
+def test_ipv6_address_works():
+    """`::1` is a host like any other."""
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    try:
+        server = MetricsServer("::1", 0, CollectorRegistry(), lambda: WELL)
+    except InvalidConfig as error:
+        pytest.skip(str(error))
+    with server:
+        assert get(server.port, "/healthz", host="[::1]")[0] == 200

@@ -1,0 +1,192 @@
+"""The lanes' promise, under any interleaving of marks, sends, acknowledgements, failures and purges."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from outbox_core.harvest.at_least_once.lanes import Lanes
+from outbox_core.stores.interface import StoredRecord, bytes_of, lane_of
+
+KEYS = [None, "a", "b", "c"]
+
+
+def record(identity, key, topic="t"):
+    """Return a row as a mark does."""
+    return StoredRecord(identity, topic, key, b"", None, None, -1, 0)
+
+
+class HarvestingModel(RuleBasedStateMachine):
+    """A table, a broker and a harvester around the lanes; the broker sees the records that really were sent.
+
+    Rows are marked from the head. A sent record is under way until its purge, or until a failure brings the remark,
+    which begins only when nothing is under way.
+    """
+
+    @initialize(capacity=st.integers(1, 5), rows=st.lists(st.sampled_from(KEYS), max_size=30))
+    def set_up(self, capacity, rows):
+        self.capacity = capacity
+        self.lanes = Lanes(capacity)
+        self.ids = itertools.count()  # none comes back, even to an empty table: the order is judged by them
+        self.table = [record(next(self.ids), key) for key in rows]
+        self.marked = set()
+        self.sent, self.acknowledged = [], []
+        self.remark = False
+        self.published = defaultdict(list)
+
+    @rule(key=st.sampled_from(KEYS))
+    def commit_a_row(self, key):
+        self.table.append(record(next(self.ids), key))
+
+    @precondition(lambda self: not self.remark)
+    @rule(limit=st.integers(1, 8))
+    def mark(self, limit):
+        full = self.lanes.full
+        batch = [row for row in self.table if row[0] not in self.marked and lane_of(row) not in full][:limit]
+        self.marked.update(row[0] for row in batch)
+        self.lanes.admit(batch)
+
+    @precondition(lambda self: not self.remark)
+    @rule(limit=st.integers(1, 8), refused=st.integers(0, 3))
+    def send(self, limit, refused):
+        taken = self.lanes.take(limit)
+        kept = taken[: len(taken) - refused] if refused else taken
+        self.lanes.put_back(taken[len(kept) :])
+        for row in kept:
+            under_way = [other for other in self.sent + self.acknowledged if row[2] is not None and other[2] == row[2]]
+            assert not under_way, f"{row} sent while {under_way} is under way"
+            self.sent.append(row)
+            self.published[row[2]].append(row[0])
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def acknowledge(self, data):
+        row = data.draw(st.sampled_from(self.sent))
+        self.sent.remove(row)
+        self.acknowledged.append(row)
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data(), arrived=st.booleans())
+    def fail(self, data, arrived):
+        row = data.draw(st.sampled_from(self.sent))
+        self.sent.remove(row)
+        if not arrived:  # the last record of its key that was published, since at most one is under way
+            self.published[row[2]].remove(row[0])
+        self.remark = True
+        self.lanes.release_all()
+
+    @precondition(lambda self: self.acknowledged)
+    @rule(count=st.integers(1, 10))
+    def purge(self, count):
+        rows, self.acknowledged = self.acknowledged[:count], self.acknowledged[count:]
+        self.table = [row for row in self.table if row not in rows]
+        self.marked.difference_update(row[0] for row in rows)
+        self.lanes.purged(rows)
+
+    @precondition(lambda self: self.remark and not self.sent and not self.acknowledged)
+    @rule()
+    def refresh(self):
+        self.lanes = Lanes(self.capacity)
+        self.marked.clear()
+        self.remark = False
+
+    @invariant()
+    def order_is_kept_per_key(self):
+        for key, published in getattr(self, "published", {}).items():
+            if key is not None:
+                assert published == sorted(published), f"{key}: {published}"
+
+    @invariant()
+    def held_is_what_is_not_purged(self):
+        if hasattr(self, "lanes") and not self.remark:
+            held = [row for row in self.table if row[0] in self.marked]
+            assert (self.lanes.held, self.lanes.held_bytes) == (len(held), bytes_of(held))
+
+    def teardown(self):
+        """Publish the remaining rows in order, and leave the table empty, after any history."""
+        if not hasattr(self, "lanes"):
+            return
+        self.acknowledged.extend(self.sent)
+        self.sent = []
+        if self.acknowledged:
+            self.purge(len(self.acknowledged))
+        if self.remark:
+            self.refresh()
+        for _ in range(10 * len(self.table) + 10):
+            self.mark(5)
+            self.send(100, 0)
+            self.acknowledged, self.sent = self.sent, []
+            self.purge(1000)
+        assert not self.table
+        self.order_is_kept_per_key()
+
+
+TestHarvestingModel = HarvestingModel.TestCase
+TestHarvestingModel.settings = settings(max_examples=75, stateful_step_count=40, deadline=None)
+
+
+def test_one_record_of_a_key_is_ready_at_a_time():
+    """Followers of a key become ready one by one, each after the purge of the one before."""
+    lanes = Lanes(10)
+    lanes.admit([record(1, "a"), record(2, "a"), record(3, "b"), record(4, None), record(5, None)])
+    assert [row[0] for row in lanes.take(10)] == [1, 3, 4, 5]
+    assert lanes.take(10) == []
+    lanes.purged([record(1, "a")])
+    assert [row[0] for row in lanes.take(10)] == [2]
+
+
+def test_same_key_in_two_topics_is_two_lanes():
+    """Order is kept per topic and key, so equal keys of different topics do not wait for each other."""
+    lanes = Lanes(10)
+    lanes.admit([record(1, "a", "x"), record(2, "a", "y")])
+    assert [row[0] for row in lanes.take(10)] == [1, 2]
+
+
+def test_a_lane_is_full_until_half_of_it_has_gone():
+    """A full lane is reported as full until it is half empty, so that marks come in batches."""
+    lanes = Lanes(4)
+    rows = [record(identity, "a") for identity in range(6)]
+    lanes.admit(rows)
+    assert lanes.full == {("t", "a")}
+    for row, still_full in zip(rows, [True, True, False, False, False], strict=False):
+        assert lanes.take(1) == [row]
+        lanes.purged([row])
+        assert bool(lanes.full) is still_full
+
+
+def test_followers_are_withdrawn_and_the_lane_stays():
+    """A key keeps its lane after its followers are released, and its next record is ready only after the purge."""
+    lanes = Lanes(2)
+    rows = [record(identity, "a") for identity in range(4)]
+    lanes.admit([*rows, record(9, None)])
+    lanes.take(10)
+    assert lanes.full
+    assert lanes.release_followers(rows[0]) == rows[1:]
+    assert lanes.release_followers(rows[0]) == []
+    assert lanes.release_followers(record(9, None)) == []
+    assert not lanes.full
+    assert lanes.held == 2
+    lanes.admit(rows[1:2])
+    assert not lanes.has_ready
+    lanes.purged([rows[0]])
+    assert lanes.take(10) == rows[1:2]
+
+
+@given(st.lists(st.sampled_from(KEYS), max_size=40), st.integers(0, 40))
+def test_abandon_returns_all_that_was_not_taken(keys, taken):
+    """A remark gives back every record that has not been sent, and no others."""
+    lanes = Lanes(3)
+    rows = [record(identity, key) for identity, key in enumerate(keys)]
+    lanes.admit(rows)
+    sent = lanes.take(taken)
+    dropped = lanes.release_all()
+    assert sorted(sent + dropped) == rows
+    assert lanes.held == len(sent)
+    assert not lanes.has_ready
+    lanes.purged(sent)
+    assert lanes.held == 0
+    assert not lanes.has_ready

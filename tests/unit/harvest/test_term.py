@@ -1,0 +1,445 @@
+"""Terms of exactly-once delivery: the end of a drain, and the steady flow of ordinary records."""
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+
+from outbox_core.errors import TrackingTopicError
+from outbox_core.harvest.exactly_once import terms as exactly_once
+from outbox_core.harvest.failures import failed_transactions
+from outbox_core.harvest.failures import holds as holding
+from outbox_core.harvest.failures import transactional_dead_letters as letters
+from outbox_core.harvest.failures.backoffs import Backoffs
+from outbox_core.harvest.failures.denied_topics import DeniedTopics
+from outbox_core.harvest.failures.failed_transactions import FailedTransactions
+from outbox_core.harvest.store_calls import LeadershipWait
+from outbox_core.kafka.clients import KafkaError
+from outbox_core.kafka.messages import Failure
+from outbox_core.kafka.transactions import Aborted, Committed, Ended
+from outbox_core.stores.interface import NewHold
+from tests.harvesting import wait_until
+from tests.unit.harvest.term_world import LETTERS, POISON, TRACKING, Producer, World
+
+
+def paused(topic, key=None):
+    """Return a hold of a topic, or of a key."""
+    return NewHold(topic, key, None, "paused", "")
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Return a leadership whose dead letters do not back off for long."""
+    monkeypatch.setattr(letters, "RETRY_SECONDS", 0.05)
+    return World(monkeypatch)
+
+
+# -- drained
+
+
+def test_drain_outlasts_a_scan_that_failed(world):
+    """A drain goes on after a failed scan, which says nothing about the rows left, also while records are held."""
+    held = world.table.add("paused")
+    world.table.held.append(paused("paused"))
+    world.table.add("t", 25)
+    world.table.failing_scans = 2
+    world.run()
+    assert world.delivery.drained
+    assert world.table.left() == [held]
+
+
+def test_drain_outlasts_a_batch_that_is_all_held(world, monkeypatch):
+    """A drain goes on after a scan whose rows were all paused meanwhile: there may be more behind them."""
+    monkeypatch.setattr(holding, "READ_EVERY_SECONDS", 0.0)
+    held = world.table.add("other")
+    world.table.held.append(paused("other"))
+    world.table.add("paused", 10)
+    world.table.add("t", 10)
+
+    def pause():
+        if len(world.table.held) == 1:
+            world.table.held.append(paused("paused"))
+
+    world.table.during_scan = pause
+    world.run()
+    assert world.delivery.drained
+    assert len(world.cluster.published["t"]) == 10
+    assert world.table.left() == list(range(held, held + 11))
+
+
+def test_drain_outlasts_a_hot_key_whose_record_is_refused(monkeypatch):
+    """A drain goes on after a batch that is all of a key held meanwhile: others wait behind it."""
+    world = World(monkeypatch, on_poison=False)
+    world.table.held.append(paused("elsewhere"))
+    world.table.add("t", 9)
+    world.table.add("t", key="hot", value=POISON)
+    world.table.add("t", 10, key="hot")
+    world.table.add("t", 10)
+    world.run()
+    assert world.delivery.drained
+    assert world.table.left() == list(range(10, 21))
+    assert len(world.cluster.published["t"]) == 19
+
+
+def test_drain_outlasts_a_release_during_its_last_scan(world, monkeypatch):
+    """A drain publishes a record that was released while its last scan excluded it."""
+    monkeypatch.setattr(holding, "READ_EVERY_SECONDS", 0.0)
+    held = world.table.add("t", key="a")
+    world.table.add("t", key="b")
+    world.table.held += [paused("t", "a"), paused("t", "b")]
+
+    def release():
+        world.table.held = [paused("t", "a")]
+
+    world.table.during_scan = release
+    world.run()
+    assert world.delivery.drained
+    assert world.table.left() == [held]
+
+
+def test_leadership_that_ends_has_drained_nothing(world):
+    """A leadership that ends during a scan has not drained, as it could not ask whether all rows are held."""
+    world.table.add("paused")
+    world.table.held.append(paused("paused"))
+    world.table.during_scan = world.delivery.stop
+    world.run()
+    assert not world.delivery.drained
+
+
+# -- dead letters
+
+
+def test_dead_letters_that_may_not_be_written_stay_held(world):
+    """Dead letters that may not be written stay held with the reason, and delay neither other records nor a drain."""
+    for _ in range(3):
+        world.table.request(world.table.add("bad"))
+    world.table.add("t", 25)
+    world.cluster.forbidden = {LETTERS}
+    world.run()
+    assert world.delivery.drained
+    assert len(world.cluster.published["t"]) == 25
+    assert world.table.left() == [1, 2, 3]
+    assert set(world.table.kept) == {1, 2, 3}
+    assert all("dead-letter topic refused it" in error for error in world.table.kept.values())
+    assert all(error.endswith("; grant WRITE on it to User:relay") for error in world.table.kept.values())
+
+
+def test_dead_letters_that_end_every_term_keep_nobody_waiting(world, monkeypatch):
+    """Dead letters that end every term back off for longer than the terms, and delay no ordinary records."""
+    monkeypatch.setattr(letters, "RETRY_SECONDS", 60.0)
+    world.table.request(world.table.add("bad"))
+    world.table.add("t", 25)
+    world.cluster.forbidden, world.cluster.tells = {LETTERS}, False
+    with world.running():
+        wait_until(lambda: len(world.cluster.published.get("t", ())) == 25, "ordinary records are published")
+    assert world.cluster.transactions.count({LETTERS}) == 1
+    assert not world.table.kept
+
+
+def test_dead_letters_take_turns_with_ordinary_records(world):
+    """Thousands of dead letters are written in turns with ordinary records."""
+    world.delivery.dead_letters._at_once = 1
+    for _ in range(150):
+        world.table.request(world.table.add("bad"))
+    world.table.add("t", 100)
+    world.run()
+    assert len(world.cluster.published[LETTERS]) == 150
+    assert world.cluster.transactions[:6] == [{LETTERS}, {"t"}] * 3
+
+
+def test_dead_letter_topic_that_is_deleted_is_made_anew(world):
+    """A dead-letter topic that was deleted is made again before the next try."""
+    with world.running():
+        world.table.add("t", value=POISON)
+        wait_until(lambda: world.cluster.published.get(LETTERS) == [1], "the first is buried")
+        world.cluster.missing = {LETTERS}
+        world.table.add("t", value=POISON)
+        wait_until(lambda: world.cluster.published.get(LETTERS) == [1, 2], "the second, too")
+    assert world.ensured == 2
+
+
+def test_dead_letters_that_do_not_arrive_are_tried_ever_more_rarely(world, monkeypatch):
+    """Each backoff of dead letters is twice the last, after any failure; a success ends it."""
+    time = 1000.0
+    monkeypatch.setattr(letters, "now", lambda: time)
+    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
+    assert subject.patience is None
+    for rest in (0.05, 0.1, 0.2, 0.4):
+        subject.concluded([letter], [], Ended("broken"))
+        assert subject.due_in({1: "boo"}) == pytest.approx(rest)
+    for _ in range(20):
+        subject.concluded([letter], [], Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True))
+    assert subject.due_in({1: "boo"}) == pytest.approx(10)
+    assert subject.patience == pytest.approx(1)
+    subject.concluded([letter], [], Committed())
+    assert subject.patience is None
+    world.close()
+
+
+def test_dead_letters_that_wait_are_told_of_once_and_then_now_and_then(world, caplog):
+    """Dead letters that fail are logged at first, every minute, and at the end: one arrives, or none is requested."""
+    caplog.set_level(logging.INFO)
+    world.close()
+    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
+    for _ in range(5):
+        subject.concluded([letter], [], Ended("broken"))
+    subject._outage._logged_at -= 60
+    for _ in range(5):
+        subject.concluded([letter], [], Ended("still broken"))
+    subject.concluded([letter], [], Committed())
+    subject.concluded([letter], [], Ended("broken"))
+    subject.next({})
+    told = [record.getMessage() for record in caplog.records if LETTERS in record.getMessage()]
+    name = f"dead letters for topic {LETTERS}"
+    assert told[0] == told[3] == f"{name}: broken; retrying"
+    assert told[1].startswith(f"{name}: still broken; retrying for")
+    assert told[2].startswith(f"{name}: back after")
+    assert told[4] == f"{name}: not known to fail any more"
+    assert len(told) == 5
+
+
+def test_dead_letter_that_is_asked_for_again(world):
+    """A refused dead letter is tried once more when it is requested once more."""
+    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
+    world.table.request(1)
+    error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
+    subject.concluded([letter], [Failure(letter, error, alone=True)], Aborted(error, record_at_fault=True))
+    assert set(world.table.kept) == {1}
+    assert subject.next({1: "boo"}) == ()
+    assert subject.next({}) == ()
+    assert [row[0] for row in subject.next({1: "boo"})] == [1]
+    world.close()
+
+
+def test_dead_letter_that_the_client_may_not_send_stays_held(world):
+    """A dead letter for which the client itself lacks the right stays held, though its transaction was empty."""
+    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
+    world.cluster.forbidden = {LETTERS}
+    failure = Failure(letter, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), alone=True)
+    subject.concluded([], [failure], Aborted(None, record_at_fault=False))
+    assert set(world.table.kept) == {1}
+    world.close()
+
+
+# -- rights
+
+
+def test_tracking_topic_that_may_not_be_written_to_is_named(world):
+    """A tracking topic that may not be written to is named, and no right is assumed missing on the records' topic."""
+    world.table.add("t", 10)
+    world.cluster.forbidden = {TRACKING}
+    with pytest.raises(TrackingTopicError, match=r"tracking topic .tracking.*grant WRITE"):
+        world.run()
+    assert world.table.held == []
+
+
+def test_only_the_topic_without_rights_is_held(world):
+    """Only the topic without the right is held: Kafka does not say which one of a batch it is, but can be asked."""
+    world.table.add("t", 5)
+    world.table.add("forbidden", 5)
+    world.cluster.forbidden = {"forbidden"}
+    world.run()
+    assert [(hold.topic, hold.key, hold.record_id) for hold in world.table.held] == [("forbidden", None, None)]
+    assert len(world.cluster.published["t"]) == 5
+
+
+# -- trials
+
+
+def test_probes_take_turns_with_ordinary_records(world):
+    """Each try of a topic that does not answer is followed by an ordinary transaction, however many there are."""
+    silent = [f"silent{n}" for n in range(10)]
+    for topic in silent:
+        world.table.add(topic)
+    world.cluster.silent = set(silent)
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) > 30, "all of them are parked")
+        before = len(world.cluster.transactions)
+        world.table.add("t", 200)
+        wait_until(lambda: len(world.cluster.published.get("t", ())) == 200, "ordinary records are published")
+    seen = [topics == {"t"} for topics in world.cluster.transactions[before:]]
+    during = seen[seen.index(True) : len(seen) - seen[::-1].index(True)]
+    assert all(first or second for first, second in pairwise(during)), during
+
+
+def test_destinations_without_a_probe_do_not_stop_the_others(world, monkeypatch):
+    """Many missing topics, each costing a batch its timeout, do not stop the others, though few have a probe."""
+    monkeypatch.setattr(failed_transactions, "Backoffs", partial(Backoffs, most_probes=2))
+    commit = Producer.commit
+
+    def slow(producer, give_up):
+        outcome = commit(producer, give_up)
+        if isinstance(outcome, Aborted):
+            time.sleep(world.ctx.limits.io_error_backoff * 10)  # half of the longest backoff
+        return outcome
+
+    monkeypatch.setattr(Producer, "commit", slow)
+    world.cluster.missing = {f"missing{number}" for number in range(100)}
+    for topic in sorted(world.cluster.missing):
+        world.table.add(topic)
+    with world.running():
+        for topic in ("first", "second"):
+            world.table.add(topic, 5)
+            wait_until(lambda topic=topic: len(world.cluster.published.get(topic, ())) == 5, "others are published")
+        missing, world.cluster.missing = world.cluster.missing, set()
+        wait_until(lambda: missing <= world.cluster.published.keys(), "what is there again gets its own")
+
+
+def test_probes_and_groups_take_only_the_time_that_is_left(world):
+    """Probes and groups wait until ordinary work has earned their time, unless there is none, or memory is full."""
+    subject = failures_of(world)
+    row, other = world.table.rows[world.table.add("silent")], world.table.rows[world.table.add("t")]
+    subject.handle(Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True), [row], [])
+    wait_until(lambda: subject.collect_due_probes() or subject.may_retry, "the probe is due")
+    subject.retry_later([other])
+    subject.spent_retrying(1.0)
+    assert not subject.may_retry
+    assert not subject.must_retry
+    subject.scanned(found=False)
+    assert subject.may_retry
+    subject.scanned(found=True)
+    subject.spent_publishing(4.1)
+    assert subject.may_retry
+    assert subject.next_group()[0] == [row]
+    subject.retry_later([other._replace(id=3, value=b"x" * world.ctx.limits.mark_query_bytes)])
+    assert subject.must_retry
+    world.close()
+
+
+def test_probes_and_groups_take_turns(world):
+    """Probes and groups take turns, unless groups fill the memory."""
+    subject = failures_of(world)
+    rows = [world.table.rows[world.table.add(f"silent{n}")] for n in range(3)]
+    for row in rows:
+        subject.handle(Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True), [row], [])
+    wait_until(lambda: subject.collect_due_probes() or len(subject._probes) == 3, "all probes are due")
+    others = [[world.table.rows[world.table.add("t")]] for _ in range(2)]
+    for group in others:
+        subject.retry_later(group)
+    tried = [subject.next_group()[0] for _ in range(5)]
+    assert tried == [[rows[0]], others[0], [rows[1]], others[1], [rows[2]]]
+    world.close()
+
+
+# -- terms
+
+
+def test_marks_are_looked_for_once_in_a_leadership(world):
+    """Marks are searched for once in a leadership, not in every term."""
+    world.table.add("t", 25)
+    world.cluster.breaks = 2
+    world.run()
+    assert world.delivery.drained
+    assert world.looks_for_marks == 1
+
+
+# -- terms that end again and again
+
+
+@pytest.fixture
+def hasty(world, monkeypatch):
+    """Return a leadership that begins terms in quick succession."""
+    for name in ("_FIRST_BACKOFF_SECONDS", "_LONGEST_BACKOFF_SECONDS", "_TICK_SECONDS"):
+        monkeypatch.setattr(exactly_once, name, 0.001)
+    return world
+
+
+def test_topic_that_ends_every_term_is_held(hasty):
+    """A topic that ends every term, without a reason from Kafka, is held, and stops no other."""
+    for number in range(12):
+        hasty.table.add(f"t{number % 3}", 2)
+        hasty.table.add("poisoned")
+    hasty.cluster.breaking = {"poisoned"}
+    hasty.run()
+    assert hasty.delivery.drained
+    assert [(hold.topic, hold.key, hold.record_id) for hold in hasty.table.held] == [("poisoned", None, None)]
+    assert sum(len(hasty.cluster.published[f"t{number}"]) for number in range(3)) == 24
+
+
+def test_outage_makes_no_topic_guilty(hasty):
+    """After an outage that ended many terms no record is held."""
+    hasty.table.add("one", 15)
+    hasty.table.add("other", 15)
+    hasty.cluster.breaks = 25
+    hasty.run()
+    assert hasty.delivery.drained
+    assert hasty.table.held == []
+    assert hasty.delivery.suspects.limit > 1
+
+
+def test_commits_that_fail_are_an_outage_until_one_succeeds(hasty):
+    """Failing commits are an outage until one succeeds: a term that only begins well does not end it."""
+    told = []
+    hasty.ctx.kafka.recovered = lambda: told.append("recovered")
+    hasty.ctx.kafka.succeeded = lambda **_: told.append("succeeded")
+    hasty.table.add("t", 5)
+    hasty.cluster.breaks = 5
+    hasty.run()
+    assert told == ["recovered", "succeeded"], "five terms began well, and one commit succeeded"
+
+
+def failures_of(world):
+    """Return failed transactions without a term, with `on_poison: hold`."""
+    ctx = replace(world.ctx, dead_letters=replace(world.ctx.dead_letters, on_poison=False))
+    return FailedTransactions(ctx, LeadershipWait(world.delivery.over, ctx), DeniedTopics(ctx, TRACKING))
+
+
+# -- nothing waits for ever
+
+
+def test_probe_whose_transaction_fails_for_the_cluster_is_tried_again(world):
+    """A probe whose coordinator hesitates is tried again, as that says nothing about its destination."""
+    world.cluster.silent = {"quiet"}
+    world.table.add("quiet", 3, key="k")
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) >= 3, "the probe is tried")
+        world.cluster.hesitates = 1
+        world.cluster.silent = set()
+        wait_until(lambda: not world.table.left(), "everything flows", timeout=10)
+    assert not world.cluster.hesitates
+    assert world.cluster.published["quiet"] == [1, 2, 3]
+
+
+def test_probe_whose_topic_is_held_is_not_waited_for(world):
+    """A hold of the topic ends its probe: once released, its records flow."""
+    world.cluster.silent = {"quiet"}
+    world.table.add("quiet", 3, key="k")
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) >= 3, "the probe is tried")
+        subject = world.cluster
+        subject.refusing, subject.silent = {"quiet"}, set()
+        wait_until(lambda: world.table.held, "the topic is held")
+        subject.refusing = set()
+        world.table.held.clear()
+        wait_until(lambda: not world.table.left(), "everything flows", timeout=10)
+    assert world.cluster.published["quiet"] == [1, 2, 3]
+
+
+def test_long_trials_are_not_paid_back_for_ever(world):
+    """Minutes of trials while all deliveries failed do not delay later trials by minutes."""
+    subject = failures_of(world)
+    subject.retry_later([world.table.rows[world.table.add("t")]])
+    for _ in range(12):
+        subject.spent_retrying(10.0)
+    subject.spent_publishing(10.0)
+    assert subject.may_retry
+    world.close()
+
+
+def test_too_large_record_is_held_once_it_is_the_first_of_its_key(monkeypatch):
+    """A record that is too large is held only as the first of its key, as its hold would keep back earlier ones."""
+    world = World(monkeypatch, on_poison=False)
+    batches = world.ctx.batches
+    batches.too_large = lambda records: [record for record in records if record[3] == b"huge"]
+    batches.ask_anew = lambda _: None
+    for value in (b"v", b"huge", b"v"):
+        world.table.add("t", key="k", value=value)
+    world.table.add("t", 30)
+    world.cluster.hesitates = 1
+    world.run()
+    assert [hold.record_id for hold in world.table.held] == [2]
+    assert world.table.left() == [2, 3]
+    assert 1 in world.cluster.published["t"]

@@ -1,0 +1,191 @@
+"""The thread that reads for a consumer, step by step, with a Kafka client on demand."""
+
+from collections import deque
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from outbox_queue import QueueConfig, QueueError
+from outbox_queue.consuming import group_member, reader
+from outbox_queue.consuming.acks import AckHandler
+from outbox_queue.consuming.buffer import PrefetchBuffer
+from outbox_queue.consuming.reader import QueueReader
+from outbox_queue.consuming.start_markers import Batch
+from outbox_queue.consuming.start_writers import NotStarted
+from outbox_queue.metrics import QueueCounters
+from tests.queueing import delivery
+
+CONFIG = QueueConfig(bootstrap_servers="nowhere:1", message_topic="messages")
+
+
+class Record:
+    """A record of the message topic, or the end of a partition."""
+
+    def __init__(self, partition, offset, *, key=b"q", error=None):
+        self._partition, self._offset, self._key, self._error = partition, offset, key, error
+
+    def __repr__(self):
+        return f"{self._partition}-{self._offset}"
+
+    def partition(self):
+        return self._partition
+
+    def offset(self):
+        return self._offset
+
+    def key(self):
+        return self._key
+
+    def error(self):
+        return self._error
+
+
+def end_of(partition, offset):
+    """Return the client's event at the end of a partition."""
+    return Record(partition, offset, error=KafkaError(KafkaError._PARTITION_EOF))
+
+
+class Client:
+    """A client that hands out batches, and notes the offsets that it seeks and commits."""
+
+    def __init__(self):
+        self.batches = deque()
+        self.sought = []
+        self.committed = {}
+        self.waits = []
+        self.error = None
+
+    def poll(self, seconds):
+        self.waits.append(seconds)
+        return self.batches[0].popleft() if self.batches else None
+
+    def consume(self, _most, _seconds):
+        return list(self.batches.popleft())
+
+    def seek(self, partition):
+        self.sought.append((partition.partition, partition.offset))
+
+    def commit(self, offsets, asynchronous):
+        assert not asynchronous
+        self.committed |= {one.partition: one.offset for one in offsets}
+        return []
+
+    def assignment(self):
+        return [TopicPartition("messages", 0)]
+
+    def pause(self, _):
+        pass
+
+    def get_watermark_offsets(self, _partition, *, timeout, cached):
+        assert timeout < 1
+        if not cached and self.error is not None:
+            raise KafkaException(self.error)
+        return 0, 10 if cached else 25
+
+
+class Writer:
+    """A writer that starts messages, and fails on demand."""
+
+    def __init__(self, committed):
+        self.failures = deque()
+        self.committed = committed
+
+    def write(self, _markers, offsets, _seconds_left):
+        if self.failures:
+            raise self.failures.popleft()
+        self.committed |= offsets
+
+
+class StartMarkers:
+    """A builder that makes each record a delivery of its own."""
+
+    queue = "q"
+
+    def build(self, records):
+        return Batch([], [delivery(place=(one.partition(), one.offset())) for one in records], 0)
+
+
+class World:
+    """A reader, its client and its writer of start markers."""
+
+    def __init__(self, monkeypatch, config=CONFIG):
+        self.client = Client()
+        self.writer = Writer(self.client.committed)
+        monkeypatch.setattr(group_member, "make_consumer", lambda _: self.client)
+        monkeypatch.setattr(reader, "PlainStartWriter", lambda *_: self.writer)
+        monkeypatch.setattr(reader, "_PAUSE_AFTER_FAILURE_SECONDS", 0.0)
+        self.buffer = PrefetchBuffer(concurrency=None, max_in_progress=100, capacity=100, processing_seconds=3600)
+        monkeypatch.setattr(self.buffer, "capacity", lambda _: 100)
+        counters = QueueCounters()
+        acks = AckHandler(config, self.buffer, None, counters)
+        self.reader = QueueReader(config, StartMarkers(), self.buffer, acks, counters)
+
+    @property
+    def started(self):
+        """Return the places of the messages that are in the buffer."""
+        return [one.message.id for one in self.buffer.due(float("inf"))]
+
+    def step(self, *records):
+        """Run one turn of the thread, which reads these."""
+        if records:
+            self.client.batches.append(deque(records))
+        self.reader._step()
+        self.reader._member.commit_skipped()
+
+    @property
+    def committed(self):
+        """Return the next offset by partition, as Kafka knows it."""
+        return self.client.committed
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Return a reader without Kafka."""
+    return World(monkeypatch)
+
+
+def test_what_follows_the_last_record_is_committed_at_the_end_of_a_partition(world):
+    """Transaction markers at the end of a partition are committed, too, so that they do not count as lag."""
+    world.step(Record(0, 5), end_of(0, 7))
+    assert world.committed == {0: 7}
+
+
+def test_a_failed_start_forgets_where_the_partition_ends(world):
+    """After a failed start the end of a partition is forgotten, so that its unread messages are not committed."""
+    world.step(Record(0, 4))
+    assert world.committed == {0: 5}
+    world.writer.failures.append(NotStarted("no answer"))
+    world.step(*(Record(0, offset) for offset in range(5, 10)), end_of(0, 10))
+    assert world.client.sought == [(0, 5)]
+    world.step(Record(1, 0))
+    assert world.committed == {0: 5, 1: 1}
+    world.step(*(Record(0, offset) for offset in range(5, 10)), end_of(0, 10))
+    assert world.committed == {0: 10, 1: 1}
+    assert world.started == ["0-4", "1-0", *(f"0-{offset}" for offset in range(5, 10))]
+
+
+def test_what_may_not_be_written_is_told(world):
+    """A refusal that does not pass ends the reading; any other is tried again."""
+    world.writer.failures.append(NotStarted("later", KafkaError(KafkaError.REQUEST_TIMED_OUT)))
+    world.step(Record(0, 0))
+    world.writer.failures.append(NotStarted("forbidden", KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)))
+    with pytest.raises(QueueError, match="cannot be started: forbidden"):
+        world.step(Record(0, 0))
+
+
+def test_no_poll_takes_long(monkeypatch):
+    """No poll takes long, so that a consumer can be closed however long it may wait for a message."""
+    world = World(monkeypatch, CONFIG.for_queue(next_message_timeout="1h"))
+    world.step()
+    assert max(world.client.waits) <= 0.2
+
+
+def test_the_lag_grows_while_partitions_are_paused(world):
+    """While there is no room to read, Kafka is asked for the ends of partitions, so that the lag grows."""
+    world.step(Record(0, 4))
+    assert world.reader._member.lag() == 5
+    world.reader._member._polled_at = -100.0
+    world.reader._member.poll_while_full()
+    assert world.reader._member.lag() == 20
+    world.client.error = KafkaError(KafkaError._TIMED_OUT)
+    assert world.reader._member.lag() is None
