@@ -27,15 +27,23 @@ DATABASES = {
     }
 }
 
-# All that the outbox needs: the application, and where its harvester finds Kafka.
-INSTALLED_APPS = ["outbox_django", "example_project.shop"]
+# All that the outbox needs: the application, and where its harvester finds Kafka. (The second one is for its tasks.)
+INSTALLED_APPS = ["outbox_django", "outbox_django.tasks", "example_project.shop"]
 OUTBOX = {"KAFKA": {"bootstrap.servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092")}}
 
-# The needs of the shop's queues, beside a tracker: see shop/emails.py.
-QUEUES = {
-    "bootstrap_servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092"),
-    "message_topic": "shop.messages",
-    "marker_topic": "shop.markers",
+# The e-mails are tasks, which `manage.py run_tasks` runs: see shop/emails.py. Their results are kept in a table.
+TASKS = {
+    "default": {
+        "BACKEND": "outbox_django.tasks.OutboxTaskBackend",
+        "QUEUES": ["order-emails"],
+        "OPTIONS": {
+            "queue": {
+                "bootstrap_servers": os.environ.get("OUTBOX_KAFKA_BOOTSTRAP", "localhost:9092"),
+                "message_topic": "shop.messages",
+                "marker_topic": "shop.markers",
+            },
+        },
+    },
 }
 EMAIL_BACKEND = os.environ.get("SHOP_EMAIL_BACKEND", "django.core.mail.backends.console.EmailBackend")
 EMAIL_FILE_PATH = os.environ.get("SHOP_EMAIL_FOLDER")

@@ -6,8 +6,8 @@
         order.save()
         outbox.stash(outbox.OutboxRecord(topic="orders", key=order.pk, value={"total": 42}))
 
-accept("payments-api", key) in a transaction tells whether a message comes for the first time; consume() runs a handler
-for each record of a Kafka consumer, once.
+accept("payments-api", key) in a transaction tells whether a message comes for the first time; idempotent() does so for
+the requests of a view, consume() runs a handler for each record of a Kafka consumer, once.
 
 Add "outbox_django" to INSTALLED_APPS and run `manage.py migrate`; `manage.py run_harvester` publishes.
 """
@@ -16,6 +16,7 @@ from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, Tra
 from outbox_core.record import Header, OutboxRecord
 from outbox_django.consuming import consume
 from outbox_django.holding import holds
+from outbox_django.idempotency import idempotent
 from outbox_django.inbox import InboxTable, accept
 from outbox_django.stashing import OutboxTable, stash, stash_many
 
@@ -31,6 +32,7 @@ __all__ = [
     "accept",
     "consume",
     "holds",
+    "idempotent",
     "stash",
     "stash_many",
 ]

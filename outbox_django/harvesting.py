@@ -18,7 +18,8 @@ from outbox_core.config import HarvestConfig
 from outbox_core.config.names import PER_RUN, Path, django_key
 from outbox_core.config.problems import InvalidSettings
 from outbox_core.errors import InvalidConfig
-from outbox_django.settings import OutboxSettings
+from outbox_django.databases import write_alias
+from outbox_django.settings import OutboxSettings, outbox_settings
 
 _KEY_OF_FIELD = {
     field: django_key(field)
@@ -29,11 +30,21 @@ _KEY_OF_FIELD = {
 _OF_THE_WEB_PROCESS = {"application_name", "client_encoding"}  # libpq settings of Django's own connection
 
 
-def harvest_config(current: OutboxSettings, alias: str, overrides: Mapping[str, Any] | None = None) -> HarvestConfig:
-    """Return the configuration of a harvester for the outbox in the database of this alias, which is not opened.
+def harvest_config(
+    current: OutboxSettings | None = None, alias: str | None = None, overrides: Mapping[str, Any] | None = None
+) -> HarvestConfig:
+    """Return the configuration of a harvester for an outbox in a database of Django's, which is not opened.
 
-    `overrides` are HarvestConfig's fields from the command line, None for those not given.
+    Args:
+        current: the settings; by default those of OUTBOX.
+        alias: of the database; by default the one that `stash` writes to.
+        overrides: HarvestConfig's fields from the command line, None for those not given.
+
+    Raises:
+        InvalidConfig: naming every setting that is wrong.
     """
+    current = current or outbox_settings()
+    alias = alias or write_alias("Outbox")
     values: dict[str, Any] = {"data_source": data_source(alias), "outbox_table": current.table.quoted}
     for name, key in _KEY_OF_FIELD.items():
         value = getattr(current, key.lower())

@@ -24,6 +24,7 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.sessions",
     "outbox_django",
+    "outbox_django.tasks",
 ]
 
 MIDDLEWARE = [
@@ -47,3 +48,13 @@ TEMPLATES = [
 ]
 
 OUTBOX = {"KAFKA": {"bootstrap.servers": "localhost:9092"}}
+
+TASKS = {
+    "default": {
+        "BACKEND": "outbox_django.tasks.OutboxTaskBackend",
+        "QUEUES": ["default", "second"],
+        "OPTIONS": {
+            "queue": {"bootstrap_servers": "localhost:9092", "message_topic": "messages", "marker_topic": "markers"}
+        },
+    },
+}

@@ -1,9 +1,7 @@
 """The shop's two transactions: placing an order and cancelling one.
 
-An order that comes with an idempotency key is accepted by it, first of all: a repeated request, also one that overtakes
-the answer of the first, changes nothing and gets the same order. Both transactions take their row locks first, products
-always in the order of their ids (no deadlocks), and stash last: ids of the outbox are then drawn in the order in which
-transactions that touch the same product commit.
+Both take their row locks first, products always in the order of their ids (no deadlocks), and stash last: ids of the
+outbox are then drawn in the order in which transactions that touch the same product commit.
 """
 
 from __future__ import annotations
@@ -13,11 +11,9 @@ from collections.abc import Mapping
 from django.db import transaction
 
 import outbox_django as outbox
-from example_project.shop import emails, messages
+from example_project.shop import messages
+from example_project.shop.emails import send_confirmation
 from example_project.shop.models import Order, OrderLine, Product, StockMovement
-
-# A shop whose customers log in would add the account: its clients choose the keys.
-ORDER_REQUESTS = "shop.order-requests"
 
 
 class OrderError(Exception):
@@ -47,16 +43,12 @@ def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str =
     Args:
         customer: their name.
         basket: quantities by product id.
-        idempotency_key: the key that a client repeats with the same request; "" if it sends none. A request that
-            was refused frees its key.
+        idempotency_key: the key of the request, by which `find_order` finds the order; "" if it has none.
 
     Raises:
         UnknownProduct: the basket names a product that does not exist.
         OutOfStock: there is too little of something.
-        KeyReused: the key belongs to an order of something else.
     """
-    if idempotency_key and not outbox.accept(ORDER_REQUESTS, idempotency_key):
-        return _order_of(idempotency_key, customer, basket)
     products = _lock_products(basket)
     if missing := sorted(basket.keys() - products.keys()):
         raise UnknownProduct(f"there is no product {missing[0]}")
@@ -73,7 +65,7 @@ def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str =
     movements = _move_stock(order, products, {number: -quantity for number, quantity in basket.items()})
     event = order.events.create(number=1, status=order.status)
     outbox.stash_many([messages.order_placed(event, order), *map(messages.stock_moved, movements)])
-    emails.request_confirmation(order)
+    send_confirmation.enqueue(order.pk)
     return order
 
 
@@ -96,8 +88,12 @@ def cancel_order(order_id: int) -> Order:
     return order
 
 
-def _order_of(idempotency_key: str, customer: str, basket: Mapping[int, int]) -> Order:
-    """Return the order that this very request has placed before."""
+def find_order(idempotency_key: str, customer: str, basket: Mapping[int, int]) -> Order:
+    """Return the order that this very request has placed before.
+
+    Raises:
+        KeyReused: the key belongs to an order of something else.
+    """
     order = Order.objects.filter(idempotency_key=idempotency_key).latest("pk")
     if (order.customer, dict(order.lines.values_list("product_id", "quantity"))) != (customer, basket):
         raise KeyReused(f"the idempotency key {idempotency_key!r} belongs to a request for something else")

@@ -18,8 +18,17 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
 from example_project.shop.models import Order, Product
-from example_project.shop.ordering import KeyReused, NotPlaced, OutOfStock, UnknownProduct, cancel_order, place_order
+from example_project.shop.ordering import (
+    KeyReused,
+    NotPlaced,
+    OutOfStock,
+    UnknownProduct,
+    cancel_order,
+    find_order,
+    place_order,
+)
 from example_project.shop.revenue import read_revenue
+from outbox_django import idempotent
 
 _LATEST = 20
 _MOST_OF_A_PRODUCT = 1_000
@@ -39,8 +48,21 @@ def revenue_page(request: HttpRequest) -> HttpResponse:
     return render(request, "shop/revenue.html", {"revenue": read_revenue()})
 
 
+def order_again(request: HttpRequest) -> JsonResponse:
+    """Answer a request that has placed its order before."""
+    try:
+        customer, basket = _read_order(request.body)
+        placed = find_order(request.headers["Idempotency-Key"], customer, basket)
+    except ValueError as error:
+        return _problem(400, error)
+    except KeyReused as error:
+        return _problem(422, error)
+    return _placed(placed)
+
+
 @csrf_exempt  # programs place orders here; no browser's session is used
 @require_POST
+@idempotent("shop.order-requests", repeated=order_again)  # with accounts, each would have a source of its own
 def orders(request: HttpRequest) -> JsonResponse:
     """Place an order."""
     try:
@@ -52,9 +74,7 @@ def orders(request: HttpRequest) -> JsonResponse:
         return _problem(404, error)
     except OutOfStock as error:
         return _problem(409, error)
-    except KeyReused as error:
-        return _problem(422, error)
-    return JsonResponse({"order": placed.pk, "total_cents": placed.total_cents}, status=201)
+    return _placed(placed)
 
 
 @csrf_exempt
@@ -87,6 +107,10 @@ def _quantity(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_OF_A_PRODUCT:
         raise ValueError(f"a quantity is a whole number from 1 to {_MOST_OF_A_PRODUCT}, not {value!r}")
     return value
+
+
+def _placed(order: Order) -> JsonResponse:
+    return JsonResponse({"order": order.pk, "total_cents": order.total_cents}, status=201)
 
 
 def _problem(status: int, error: Exception) -> JsonResponse:

@@ -335,6 +335,8 @@ class Harvester:
 
     def _stop_with_process(self) -> None:
         """Stop in good order when the interpreter exits, on the main thread; wait no longer than a stop may take."""
+        if self._thread is not None and not self._thread.is_alive():
+            return  # a fork of the process: its locks may be held for ever
         self.stop()
         limits = self.config.limits
         patience = limits.drain_timeout.total_seconds() + limits.heartbeat_timeout.total_seconds() + _LEAVE_SECONDS

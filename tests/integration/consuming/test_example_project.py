@@ -204,7 +204,7 @@ def test_the_demo_refuses_nonsense(records):
 
 @pytest.mark.real_broker
 def test_the_shop_sends_its_emails(example_environment, kafka_bootstrap, tmp_path):
-    """Orders are placed, their jobs are published and done, and the worker ends cleanly on SIGTERM."""
+    """Orders are placed, their tasks are published and run, and the worker ends cleanly on SIGTERM."""
     folder = tmp_path / "emails"
     environment = example_environment | {
         "OUTBOX_KAFKA_BOOTSTRAP": kafka_bootstrap,
@@ -213,7 +213,7 @@ def test_the_shop_sends_its_emails(example_environment, kafka_bootstrap, tmp_pat
     }
     for arguments in (["migrate"], ["place_orders", "--count=3", "--concurrency=1"], ["run_harvester", "--drain"]):
         _succeed([*_MANAGE, *arguments], environment)
-    worker = subprocess.Popen([*_MANAGE, "send_emails"], cwd=_CHECKOUT, env=environment)
+    worker = subprocess.Popen([*_MANAGE, "run_tasks"], cwd=_CHECKOUT, env=environment)
     try:
         deadline = time.monotonic() + 60
         while _emails(folder) < 3:

@@ -1,0 +1,109 @@
+"""Results of tasks in their table: made with the task, changed by the workers that run it.
+
+Each change is one statement. A worker that dies leaves RUNNING behind; the next attempt goes on from there.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+from django.db import transaction
+from django.utils import timezone
+
+from outbox_django.tasks.jobs import change, import_task
+from outbox_django.tasks.library import TaskError, TaskResult, TaskResultStatus
+from outbox_django.tasks.models import Result
+
+_CHANGED = ("status", "started_at", "last_attempted_at", "finished_at", "return_value", "errors", "worker_ids")
+
+
+def create(result: TaskResult[..., Any], alias: str) -> None:
+    """Write the row of a new result."""
+    task = result.task
+    Result.objects.using(alias).create(
+        id=result.id,
+        task_path=task.module_path,
+        queue_name=task.queue_name,
+        backend=result.backend,
+        status=str(result.status),
+        args=result.args,
+        kwargs=result.kwargs,
+        run_after=task.run_after,
+        enqueued_at=result.enqueued_at,
+    )
+
+
+def read(result_id: str, alias: str) -> TaskResult[..., Any] | None:
+    """Return a result, None if there is none of this id; ImportError if its task is gone."""
+    row = Result.objects.using(alias).filter(pk=result_id).first()
+    if row is None:
+        return None
+    task = import_task(row.task_path).using(queue_name=row.queue_name, run_after=row.run_after, backend=row.backend)
+    result: TaskResult[..., Any] = TaskResult(
+        task=task,
+        id=row.pk,
+        status=TaskResultStatus(row.status),
+        enqueued_at=row.enqueued_at,
+        started_at=None,
+        finished_at=None,
+        last_attempted_at=None,
+        args=row.args,
+        kwargs=row.kwargs,
+        backend=row.backend,
+        errors=[],
+        worker_ids=[],
+    )
+    _copy(row, result)
+    return result
+
+
+def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
+    """Count an attempt, in the table and in `result`, unless the task was successful already.
+
+    `result` then says so; without a row, since it was pruned, it counts this attempt alone.
+    """
+    with transaction.atomic(using=alias):
+        row = Result.objects.using(alias).select_for_update().filter(pk=result.id).first()
+        if row is not None:
+            _copy(row, result)
+        if result.status == TaskResultStatus.SUCCESSFUL:
+            return
+        now = timezone.now()
+        change(
+            result,
+            status=TaskResultStatus.RUNNING,
+            started_at=result.started_at or now,
+            last_attempted_at=now,
+            finished_at=None,
+        )
+        result.worker_ids.append(worker_id)
+        write(result, alias)
+
+
+def write(result: TaskResult[..., Any], alias: str) -> None:
+    """Write all of a result that can change."""
+    values = {name: getattr(result, name) for name in _CHANGED if name not in ("return_value", "errors")}
+    values["status"] = str(result.status)
+    values["return_value"] = getattr(result, "_return_value", None)
+    values["errors"] = [[error.exception_class_path, error.traceback] for error in result.errors]
+    Result.objects.using(alias).filter(pk=result.id).update(**values)
+
+
+def prune(older_than: timedelta, alias: str) -> int:
+    """Delete the results of tasks that finished longer ago; return their number."""
+    finished = Result.objects.using(alias).filter(finished_at__lt=timezone.now() - older_than)
+    return finished.delete()[0]
+
+
+def _copy(row: Result, result: TaskResult[..., Any]) -> None:
+    change(
+        result,
+        status=TaskResultStatus(row.status),
+        started_at=row.started_at,
+        last_attempted_at=row.last_attempted_at,
+        finished_at=row.finished_at,
+        _return_value=row.return_value,
+        errors=[TaskError(exception_class_path=path, traceback=text) for path, text in row.errors],
+        worker_ids=list(row.worker_ids),
+    )

@@ -1,0 +1,203 @@
+"""Running tasks: the handler of the queues of a backend, and the threads of `manage.py run_tasks`.
+
+One message is one attempt. What the handler raises is retried by the queue after a backoff, until `max_attempts`; then
+the message becomes a dead letter, and the result FAILED. A worker that dies leaves its messages to the others. So a
+task runs at least once; with a table of results, one that was successful does not run again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+from django.db import close_old_connections, connections
+from django.utils import timezone
+from django.utils.crypto import get_random_string
+
+from outbox_core.cli.signals import stop_on_signals
+from outbox_django.stashing import stash_alias
+from outbox_django.tasks.backend import OutboxTaskBackend
+from outbox_django.tasks.jobs import InvalidJob, Job, change
+from outbox_django.tasks.library import (
+    TaskContext,
+    TaskError,
+    TaskResult,
+    TaskResultStatus,
+    normalize_json,
+    task_finished,
+    task_started,
+)
+from outbox_queue import Message, Reject
+
+_EARLY = timedelta(seconds=1)  # clocks differ; what is due within it runs now
+_LONGEST_TRACEBACK = 20_000
+
+_log = logging.getLogger(__name__)
+
+
+class TaskAborted(Exception):
+    """A task raised what would have ended its worker, SystemExit for example."""
+
+
+class TaskRunner:
+    """The handler of the messages of a backend's queues; any thread may call it."""
+
+    def __init__(self, backend: OutboxTaskBackend, worker_id: str | None = None) -> None:
+        self._backend = backend
+        self.worker_id = worker_id or f"{socket.gethostname()[:30]}-{os.getpid()}-{get_random_string(8)}"
+
+    def __call__(self, message: Message) -> None:
+        """Run the task of a message once.
+
+        Raises:
+            Reject: if it can never be run, or raised that itself.
+            Exception: what the task raised.
+        """
+        close_old_connections()
+        try:
+            self._handle(message)
+        except InvalidJob as error:
+            raise Reject(str(error)) from error
+        finally:
+            close_old_connections()
+
+    def _handle(self, message: Message) -> None:
+        job = Job.decode(message.payload)
+        if job.wait > _EARLY:
+            self._backend.stash(job, message.queue)  # it has to wait longer than a message can be delayed
+            return
+        attempt = _Attempt(job.result(message.queue, self._backend.alias), message, self._backend)
+        if attempt.begin(self.worker_id):
+            attempt.run()
+
+
+class _Attempt:
+    """One attempt to run a task. Without a table of results, the result is for the task's context and signals alone."""
+
+    def __init__(self, result: TaskResult[..., Any], message: Message, backend: OutboxTaskBackend) -> None:
+        self._result = result
+        self._message = message
+        self._backend = backend
+        self._keeps_result = backend.supports_get_result
+
+    def begin(self, worker_id: str) -> bool:
+        """Count the attempt; return False if the task was successful already."""
+        if not self._keeps_result:
+            now = timezone.now()
+            workers = [worker_id] * self._message.attempt
+            status = TaskResultStatus.RUNNING
+            change(self._result, status=status, started_at=now, last_attempted_at=now, worker_ids=workers)
+            return True
+        from outbox_django.tasks import results
+
+        results.begin(self._result, worker_id, stash_alias())
+        if self._result.status == TaskResultStatus.SUCCESSFUL:
+            _log.info("task %s was successful before, and does not run again", self._result.id)
+            return False
+        return True
+
+    def run(self) -> None:
+        """Run the task, and keep what became of it."""
+        task, result = self._result.task, self._result
+        task_started.send(sender=type(self._backend), task_result=result)
+        context = (TaskContext(task_result=result),) if task.takes_context else ()
+        try:
+            value = task.call(*context, *result.args, **result.kwargs)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._failed(error)
+            if isinstance(error, Exception):
+                raise
+            raise TaskAborted(f"the task raised {type(error).__name__}") from error
+        self._succeeded(value)
+
+    def _succeeded(self, value: object) -> None:
+        if self._keeps_result:
+            try:
+                value = normalize_json(value)
+            except (TypeError, ValueError) as error:
+                refusal = Reject(f"the task has run, but what it returned cannot be kept: {error}")
+                self._failed(refusal)
+                raise refusal from error
+        change(self._result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now(), _return_value=value)
+        self._finish()
+
+    def _failed(self, error: BaseException) -> None:
+        text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+        kind = f"{type(error).__module__}.{type(error).__qualname__}"
+        self._result.errors.append(TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:]))
+        if self._is_last or isinstance(error, Reject):
+            change(self._result, status=TaskResultStatus.FAILED, finished_at=timezone.now())
+            self._finish()
+        else:
+            change(self._result, status=TaskResultStatus.READY)
+            self._write()
+
+    @property
+    def _is_last(self) -> bool:
+        most = self._message.max_attempts
+        return most is not None and self._message.attempt >= most
+
+    def _finish(self) -> None:
+        self._write()
+        task_finished.send(type(self._backend), task_result=self._result)
+
+    def _write(self) -> None:
+        if self._keeps_result:
+            from outbox_django.tasks import results
+
+            results.write(self._result, stash_alias())
+
+
+def run_tasks(
+    backend: OutboxTaskBackend,
+    queue_names: Sequence[str],
+    *,
+    concurrency: int = 4,
+    drain_timeout: timedelta = timedelta(seconds=30),
+    with_tracker: bool = False,
+    stop: threading.Event | None = None,
+) -> bool:
+    """Run the tasks of some queues until SIGTERM, SIGINT or `stop`; return whether all of them finished in time.
+
+    Args:
+        backend: whose tasks.
+        queue_names: of which queues.
+        concurrency: threads for each queue.
+        drain_timeout: time that tasks have to finish after the stop; the others run again elsewhere.
+        with_tracker: run a redelivery tracker, too, without which nothing is retried or deferred.
+        stop: ends the work when it is set.
+
+    Raises:
+        QueueError: if a queue cannot be read; the others are stopped first.
+    """
+    stop = stop or threading.Event()
+    runner = TaskRunner(backend)
+
+    def work(name: str) -> bool:
+        try:
+            return backend.queue(name).run(
+                runner, concurrency=concurrency, drain_timeout=drain_timeout, stop=stop, on_signals=False
+            )
+        finally:
+            connections.close_all()
+
+    with ExitStack() as stack:
+        stack.enter_context(stop_on_signals(stop.set))
+        if with_tracker:
+            stack.enter_context(backend.service.tracker())
+        pool = stack.enter_context(ThreadPoolExecutor(len(queue_names), thread_name_prefix="outbox-tasks"))
+        futures = [pool.submit(work, name) for name in queue_names]
+        _log.info("running the tasks of %s as %s", ", ".join(queue_names), runner.worker_id)
+        wait(futures, return_when=FIRST_EXCEPTION)
+        stop.set()
+        return min(future.result() for future in futures)

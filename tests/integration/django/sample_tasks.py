@@ -1,0 +1,95 @@
+"""Tasks that tests enqueue; workers import them from here."""
+
+import os
+import sys
+from datetime import datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal, NewType, TypedDict
+
+import django
+
+from outbox_queue import Reject
+
+if django.VERSION >= (6, 0):
+    from django.tasks import task
+else:
+    from django_tasks import task
+
+Cents = NewType("Cents", int)
+
+
+class Line(TypedDict):
+    product: int
+
+
+@task
+def noop(*args: Any, **kwargs: Any) -> None:
+    """Do nothing."""
+    del args, kwargs
+
+
+@task(queue_name="second")
+async def add(left: int, right: int = 0) -> int:
+    """Add, in a coroutine."""
+    return left + right
+
+
+@task(takes_context=True)
+def attempt_of(context, name: str) -> list:
+    """Return the name and the number of the attempt."""
+    return [name, context.attempt]
+
+
+@task
+def fail(message: str = "no") -> None:
+    """Raise."""
+    raise ValueError(message)
+
+
+@task
+def refuse() -> None:
+    """Refuse for good."""
+    raise Reject("makes no sense")
+
+
+@task
+def leave() -> None:
+    """Raise what would end a worker."""
+    sys.exit(3)
+
+
+@task
+def return_an_object() -> object:
+    """Return what is not JSON."""
+    return object()
+
+
+@task
+def append_line(path: str, text: str, failures: int = 0) -> None:
+    """Append a line to a file, and fail unless it is there more than `failures` times."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(descriptor, f"{text}\n".encode())
+    finally:
+        os.close(descriptor)
+    if failures and Path(path).read_text().split().count(text) <= failures:
+        raise ValueError("not yet")
+
+
+@task
+def annotated(
+    *,
+    number: Cents,
+    line: Line,
+    names: list[str] | None,
+    kind: Literal["a", "b"],
+    anything: Any,
+    when: datetime,
+    price: "Decimal | None" = None,
+    lists: "list[set[int]]" = (),
+) -> None:
+    """Have arguments of many types, the last three of them not JSON."""
+
+
+NOT_A_TASK = print

@@ -1,0 +1,376 @@
+"""Django's tasks over the outbox on a real Postgres: enqueuing, results, one attempt at a time, checks and admin."""
+
+import json
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from decimal import Decimal
+from io import StringIO
+
+import pytest
+from asgiref.sync import async_to_sync
+from django.core.management import CommandError, call_command
+from django.db import connections, transaction
+from django.utils import timezone
+
+from outbox_core.errors import InvalidConfig
+from outbox_django.models import Outbox
+from outbox_django.tasks import OutboxTaskBackend
+from outbox_django.tasks.library import TaskResultDoesNotExist, TaskResultStatus, task_backends, task_finished
+from outbox_django.tasks.models import Result
+from outbox_django.tasks.worker import TaskAborted, TaskRunner
+from outbox_queue import Reject
+from outbox_queue.consuming.delivery import Delivery, ReceivedMessage
+from outbox_queue.consuming.message import Message
+from outbox_queue.protocol.headers import DELIVER_AT
+from tests.integration.django import sample_tasks
+from tests.integration.django.django_fixtures import django_db_modify_db_settings
+
+__all__ = ["django_db_modify_db_settings"]
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+class _Undo(Exception):
+    """The exception that rolls a block back."""
+
+
+@pytest.fixture
+def without_results(settings):
+    """Keep no results: the application of the table is not installed."""
+    settings.INSTALLED_APPS = [name for name in settings.INSTALLED_APPS if name != "outbox_django.tasks"]
+
+
+@pytest.fixture
+def finished():
+    """The results that `task_finished` has brought."""
+    results = []
+
+    def receive(task_result, **_):
+        results.append(task_result)
+
+    task_finished.connect(receive)
+    yield results
+    task_finished.disconnect(receive)
+
+
+def _seen_elsewhere(model):
+    """Count the rows that another session sees."""
+    seen = []
+
+    def look():
+        seen.append(model.objects.count())
+        connections["default"].close()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def _stashed():
+    """Return the latest stashed message: its queue, and its job."""
+    row = Outbox.objects.latest("id")
+    return row.kafka_key, json.loads(bytes(row.kafka_value))
+
+
+def _run(*, attempt=1, max_attempts=10, payload=None, row=None):
+    """Run the latest stashed task, or this payload, as a worker that has received its message."""
+    row = row or Outbox.objects.latest("id")
+    received = ReceivedMessage(
+        row.kafka_key, payload or bytes(row.kafka_value), (), attempt, max_attempts, (0, 0), (0, 0), 0
+    )
+    message = Message(Delivery(received, 0, b"q", float("inf")), None)
+    TaskRunner(task_backends["default"], f"worker-{attempt}")(message)
+
+
+def test_a_task_commits_and_rolls_back_with_its_transaction():
+    """Message and result exist once the transaction commits, not before, and never if it rolls back."""
+    with transaction.atomic():
+        sample_tasks.noop.enqueue(1, two={"three": [4]})
+        assert (_seen_elsewhere(Outbox), _seen_elsewhere(Result)) == (0, 0)
+    assert (_seen_elsewhere(Outbox), _seen_elsewhere(Result)) == (1, 1)
+    with suppress(_Undo), transaction.atomic():
+        sample_tasks.noop.enqueue()
+        raise _Undo
+    with transaction.atomic():
+        with suppress(_Undo), transaction.atomic():  # a savepoint
+            sample_tasks.noop.enqueue()
+            raise _Undo
+        sample_tasks.add.enqueue(1)
+    assert (Outbox.objects.count(), Result.objects.count()) == (2, 2)
+    queue, job = _stashed()
+    assert (queue, job["task"], job["args"]) == ("second", "tests.integration.django.sample_tasks.add", [1])
+
+
+def test_outside_a_transaction_a_task_is_durable_at_once():
+    """`enqueue` without a transaction commits one of its own."""
+    sample_tasks.noop.enqueue()
+    assert (_seen_elsewhere(Outbox), _seen_elsewhere(Result)) == (1, 1)
+
+
+def test_the_result_of_enqueuing():
+    """What `enqueue` returns is what `get_result` reads; results of others are not found."""
+    result = sample_tasks.noop.enqueue(1, two=[3])
+    backend = task_backends["default"]
+    assert isinstance(backend, OutboxTaskBackend)
+    assert result == backend.get_result(result.id) == sample_tasks.noop.get_result(result.id)
+    assert (result.status, result.args, result.kwargs) == (TaskResultStatus.READY, [1], {"two": [3]})
+    assert (result.attempts, result.is_finished, result.started_at) == (0, False, None)
+    with pytest.raises(ValueError, match="not finished"):
+        _ = result.return_value
+    with pytest.raises(TaskResultDoesNotExist):
+        backend.get_result("123")
+
+
+async def _enqueue_and_read():
+    result = await sample_tasks.add.aenqueue(1, right=2)
+    again = await sample_tasks.add.aget_result(result.id)
+    await result.arefresh()
+    return result, again
+
+
+def test_tasks_are_enqueued_asynchronously():
+    """`aenqueue` and `aget_result` do what their synchronous sisters do."""
+    result, again = async_to_sync(_enqueue_and_read)()
+    assert result == again
+    assert Outbox.objects.count() == 1
+
+
+@pytest.mark.usefixtures("without_results")
+def test_results_are_kept_only_in_their_table(django_assert_num_queries):
+    """Without the application there is no table to write to, and reading a result is refused as Django refuses it."""
+    with transaction.atomic(), django_assert_num_queries(1):
+        result = sample_tasks.noop.enqueue()
+    assert not task_backends["default"].supports_get_result
+    with pytest.raises(NotImplementedError):
+        task_backends["default"].get_result(result.id)
+    _run(attempt=3)
+    assert (Outbox.objects.count(), Result.objects.count()) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"number": Decimal(1)}, r"noop: argument 'kwargs': not JSON.*Decimal.*primary key"),
+        ({"number": float("nan")}, "not JSON"),
+        ({"number": {1: 2}}, "keys of a dict must be text"),
+        ({"number": {"a": [timezone.now()]}}, "not JSON.*datetime"),
+    ],
+)
+def test_arguments_that_are_not_json_are_refused(arguments, said):
+    """An argument that would not arrive as it was given is refused before anything is written."""
+    with pytest.raises(TypeError, match=said):
+        sample_tasks.noop.enqueue(**arguments)
+    assert Outbox.objects.count() == 0
+
+
+def test_arguments_that_the_task_does_not_take_are_refused():
+    """A call that could only fail in the worker fails where it is made; the context is not an argument."""
+    with pytest.raises(TypeError, match=r"sample_tasks\.add: missing a required argument: 'left'"):
+        sample_tasks.add.enqueue()
+    with pytest.raises(TypeError, match="argument 'name': not JSON"):
+        sample_tasks.attempt_of.enqueue(object())
+    sample_tasks.attempt_of.enqueue("a")
+    assert _stashed()[1]["args"] == ["a"]
+
+
+def test_a_deferred_task_waits():
+    """`run_after` delays the message; one that comes early is stashed again instead of run."""
+    soon = timezone.now() + timedelta(hours=1)
+    sample_tasks.noop.using(run_after=soon).enqueue()
+    row = Outbox.objects.get()
+    assert _deliver_at(row) == pytest.approx(soon.timestamp() * 1000, abs=1000)
+    late = timezone.now() + timedelta(days=30)  # longer than max_delay
+    result = sample_tasks.noop.using(run_after=late).enqueue()
+    row = Outbox.objects.latest("id")
+    assert _deliver_at(row) < late.timestamp() * 1000 - 86_400_000
+    _run(row=row)
+    again = Outbox.objects.latest("id")
+    assert again.pk != row.pk
+    assert bytes(again.kafka_value) == bytes(row.kafka_value)
+    result.refresh()
+    assert (result.status, result.attempts, result.task.run_after) == (TaskResultStatus.READY, 0, late)
+    sample_tasks.noop.using(run_after=timezone.now() - timedelta(days=1)).enqueue()
+    assert DELIVER_AT not in Outbox.objects.latest("id").kafka_header_keys
+
+
+def _deliver_at(row):
+    return int(bytes(row.kafka_header_values[row.kafka_header_keys.index(DELIVER_AT)]))
+
+
+def test_a_task_that_succeeds(finished):
+    """A run keeps the return value, and a successful task does not run again."""
+    result = sample_tasks.add.enqueue(1, right=2)
+    _run()
+    result.refresh()
+    assert (result.status, result.return_value, result.worker_ids) == (TaskResultStatus.SUCCESSFUL, 3, ["worker-1"])
+    assert result.enqueued_at <= result.started_at <= result.finished_at
+    _run(attempt=2)
+    result.refresh()
+    assert (result.attempts, [each.id for each in finished]) == (1, [result.id])
+
+
+def test_a_task_that_fails(finished):
+    """Each failed attempt is kept with its traceback; the last one finishes the task, which may be requeued."""
+    result = sample_tasks.fail.enqueue("no way")
+    for attempt in (1, 2):
+        with pytest.raises(ValueError, match="no way"):
+            _run(attempt=attempt, max_attempts=2)
+        result.refresh()
+        assert result.status == (TaskResultStatus.READY, TaskResultStatus.FAILED)[attempt - 1]
+        assert len(finished) == attempt - 1
+    assert [error.exception_class for error in result.errors] == [ValueError] * 2
+    assert "no way" in result.errors[0].traceback
+    assert result.worker_ids == ["worker-1", "worker-2"]
+    with pytest.raises(ValueError, match="no way"):
+        _run(attempt=1)
+    result.refresh()
+    assert (result.status, result.attempts, result.finished_at) == (TaskResultStatus.READY, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("task", "raised", "status"),
+    [
+        (sample_tasks.refuse, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.return_an_object, Reject, TaskResultStatus.FAILED),
+        (sample_tasks.leave, TaskAborted, TaskResultStatus.READY),
+    ],
+)
+def test_tasks_that_end_in_other_ways(task, raised, status):
+    """A task may refuse for good; a return value that cannot be kept is not retried; `sys.exit` is a failed attempt."""
+    result = task.enqueue()
+    with pytest.raises(raised):
+        _run()
+    result.refresh()
+    assert (result.status, len(result.errors)) == (status, 1)
+
+
+def test_the_context_counts_attempts():
+    """A task gets the number of its attempt, those included whose worker died."""
+    result = sample_tasks.attempt_of.enqueue("a")
+    Result.objects.update(status="RUNNING", worker_ids=["dead"])
+    _run(attempt=2)
+    result.refresh()
+    assert result.return_value == ["a", 2]
+
+
+@pytest.mark.usefixtures("without_results")
+def test_the_context_counts_attempts_without_results(finished):
+    """Without a table the attempts are the message's."""
+    sample_tasks.attempt_of.enqueue("a")
+    _run(attempt=3)
+    assert [result.return_value for result in finished] == [["a", 3]]
+
+
+def test_a_result_that_was_pruned(finished):
+    """A task whose row is gone runs; the rows of finished tasks are pruned by age, others stay."""
+    sample_tasks.add.enqueue(1)
+    Result.objects.all().delete()
+    _run()
+    assert (finished[0].return_value, Result.objects.count()) == (1, 0)
+
+    sample_tasks.noop.enqueue()
+    old = sample_tasks.noop.enqueue()
+    Result.objects.filter(pk=old.id).update(finished_at=timezone.now() - timedelta(days=8))
+    output = StringIO()
+    call_command("prune_task_results", "--older-than=7d", stdout=output)
+    assert (output.getvalue(), Result.objects.count()) == ("Deleted results: 1\n", 1)
+    with pytest.raises(CommandError, match="not an age"):
+        call_command("prune_task_results", "--older-than=week")
+
+
+_JOB = {"id": "1", "args": [], "kwargs": {}, "enqueued_at": "2026-01-01T00:00:00+00:00"}
+_MODULE = "tests.integration.django.sample_tasks"
+
+
+@pytest.mark.parametrize(
+    ("payload", "raised"),
+    [
+        (b"{", Reject),
+        (b"[]", Reject),
+        (b"{}", Reject),
+        (json.dumps({**_JOB, "task": f"{_MODULE}.NOT_A_TASK"}), Reject),
+        (json.dumps({**_JOB, "task": "subprocess.check_output", "args": ["id"]}), Reject),
+        (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "args": "text"}), Reject),
+        (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "enqueued_at": "today"}), Reject),
+        # An older worker may meet a newer task: another may know it.
+        (json.dumps({**_JOB, "task": f"{_MODULE}.of_tomorrow"}), ImportError),
+    ],
+)
+def test_messages_that_are_no_tasks(payload, raised):
+    """What can never be run is rejected; a task that this code does not know is retried."""
+    sample_tasks.noop.enqueue()
+    with pytest.raises(raised):
+        _run(payload=payload if isinstance(payload, bytes) else payload.encode())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, r"TASKS\['default'\]\['OPTIONS'\]\['queue'\]: expected a dict with bootstrap_servers"),
+        ({"queue": {"bootstrap_servers": "b:1"}}, "message_topic, marker_topic missing"),
+        ({"queue": {}, "results": True}, "'results' is no option; there is 'queue'"),
+        (
+            {"queue": {"bootstrap_servers": "b:1", "message_topic": "m", "marker_topic": "n", "max_attempts": 0}},
+            "max_attempts",
+        ),
+    ],
+)
+def test_wrong_options(settings, options, said):
+    """Wrong OPTIONS are an error of the system check, of `enqueue` and of `run_tasks`, which names them."""
+    settings.TASKS = {"default": {**settings.TASKS["default"], "OPTIONS": options}}
+    [error] = [found for found in task_backends["default"].check() if found.id == "outbox_tasks.E001"]
+    for call in (sample_tasks.noop.enqueue, lambda: call_command("run_tasks")):
+        with pytest.raises((InvalidConfig, CommandError), match=said) as raised:
+            call()
+        assert str(raised.value) == error.msg
+    assert Outbox.objects.count() == 0
+
+
+def test_annotations_that_are_not_json():
+    """The system check warns of arguments whose annotated types JSON does not have, and of no others."""
+    found = task_backends["default"].check()
+    assert {message.id for message in found} == {"outbox_tasks.W001"}
+    assert [message.msg.partition("annotated: ")[2] for message in found] == [
+        "its argument 'when' is annotated as datetime.datetime, which is not JSON.",
+        "its argument 'price' is annotated as decimal.Decimal | None, which is not JSON.",
+        "its argument 'lists' is annotated as list[set[int]], which is not JSON.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--backend=other"], "TASKS has no 'other'"),
+        (["--backend=dummy"], "DummyBackend, which has workers of its own"),
+        (["--queue=third"], "no queue 'third'; its QUEUES are"),
+        (["--backend=any"], "takes any: name them by --queue"),
+        (["--concurrency=0"], "1 or more"),
+        (["--drain-timeout=soon"], "soon"),
+    ],
+)
+def test_run_tasks_refuses_nonsense(settings, arguments, said):
+    """A wrong option of the command is one clear line."""
+    library = "django.tasks" if task_backends.__class__.__module__.startswith("django.") else "django_tasks"
+    settings.TASKS = {
+        **settings.TASKS,
+        "dummy": {"BACKEND": f"{library}.backends.dummy.DummyBackend"},
+        "any": {**settings.TASKS["default"], "QUEUES": []},
+    }
+    with pytest.raises(CommandError, match=said):
+        call_command("run_tasks", *arguments)
+
+
+def test_the_admin_shows_results(admin_client):
+    """The list shows tasks and their attempts, a page the tracebacks; neither offers a change."""
+    result = sample_tasks.fail.enqueue("<no way>")
+    with pytest.raises(ValueError, match="no way"):
+        _run()
+    page = admin_client.get("/admin/outbox_tasks/result/", {"q": result.id}).content.decode()
+    assert result.id in page
+    assert '<td class="field-attempts">1</td>' in page
+    page = admin_client.get(f"/admin/outbox_tasks/result/{result.id}/change/").content.decode()
+    assert "ValueError: &lt;no way&gt;" in page
+    assert 'name="_save"' not in page
+    assert admin_client.get("/admin/outbox_tasks/result/add/").status_code == 403

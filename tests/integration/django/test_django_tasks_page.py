@@ -1,0 +1,42 @@
+"""The files of docs/how-to-django-tasks.md, as a project."""
+
+import os
+import subprocess
+import sys
+
+import psycopg
+
+from tests.integration.harvest.serving import CHECKOUT, write_files
+
+_RUN = """
+import runpy
+import django
+from django.core.management import call_command
+
+django.setup()
+call_command("check", "--fail-level=WARNING")
+call_command("migrate", verbosity=0)
+runpy.run_path("enqueue.py")
+"""
+
+
+def test_the_page(database, tmp_path):
+    """The page's settings pass the checks, and its script enqueues three tasks; a rolled-back one leaves nothing."""
+    write_files("how-to-django-tasks.md", tmp_path, "settings.py", "tasks.py", "enqueue.py")
+    environment = {
+        **os.environ,
+        "OUTBOX_POSTGRES_DSN": database,
+        "OUTBOX_KAFKA_BOOTSTRAP": "localhost:9092",
+        "DJANGO_SETTINGS_MODULE": "settings",
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(CHECKOUT)]),
+    }
+    command = [sys.executable, "-c", _RUN]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith(" READY\n")
+    with psycopg.connect(database) as connection:
+        results = connection.execute("SELECT task_path, status FROM outbox_task_result ORDER BY enqueued_at").fetchall()
+        keys = connection.execute("SELECT kafka_key FROM outbox ORDER BY id").fetchall()
+    confirmation, settling = ("tasks.send_confirmation", "READY"), ("tasks.settle", "READY")
+    assert results == [confirmation, settling, confirmation]
+    assert keys == [("emails",), ("default",), ("emails",)]
