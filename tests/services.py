@@ -33,7 +33,8 @@ QUICK = {
     # that has timed out for deleted, skips their markers and leaves the transaction open for ever ("Couldn't find
     # leader endpoint for partitions"; Kafka 4.3.1). No client can mend that.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "3000",
-    "broker.session.timeout.ms": "2000",
+    # A broker that gets no CPU for so long is fenced, with all transactions that time out meanwhile: see above.
+    "broker.session.timeout.ms": "5000",
     "broker.heartbeat.interval.ms": "300",
 }
 """Settings of brokers that notice faults quickly."""
