@@ -25,6 +25,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from xdist.scheduler import LoadScopeScheduling
 
 from devstack.cluster import KafkaCluster
+from devstack.processes import wait_until
 from devstack.stack import DevStack
 
 _NEED_KAFKA = {"kafka", "private_stack", "own_stack", "cluster"}
@@ -46,6 +47,7 @@ _CHAOS = "tests/chaos/test_chaos.py"
 _QUEUES = ("tests/integration/queue/", "tests/acceptance/test_queue_")
 _LONGEST = ("tests/spark/relay/", "tests/spark/pipelines/", *_QUEUES, _CHAOS)
 _STACK_DIRECTORY = "stack_directory"
+_SECONDS_TO_COMPILE = 60
 _OF_SERVICES = ["DevstackError", "INVALID_REPLICATION_FACTOR", "Failed to get metadata"]
 """Errors of brokers that a starved machine does not let start or answer in time; they say nothing about the product."""
 
@@ -62,6 +64,23 @@ def pytest_configure(config):
 def pytest_configure_node(node):
     """Give each of the processes that run tests side by side the one stack, which the first that needs it starts."""
     node.workerinput[_STACK_DIRECTORY] = str(_shared_stack(node.config).directory)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Let one process compile the modules of the tests first; the others, which wait for it, read what it compiled."""
+    given = getattr(session.config, "workerinput", None)
+    if given is None:
+        return (yield)
+    compiled = Path(given[_STACK_DIRECTORY]) / f"compiled-{given['testrunuid']}"
+    if given["workerid"] != "gw0":
+        wait_until(compiled.exists, timeout=_SECONDS_TO_COMPILE)
+        return (yield)
+    try:
+        return (yield)
+    finally:
+        compiled.parent.mkdir(parents=True, exist_ok=True)
+        compiled.touch()
 
 
 @pytest.hookimpl(optionalhook=True)
