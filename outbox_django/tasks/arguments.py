@@ -72,6 +72,6 @@ def _is_json(annotation: Any) -> bool:
         return all(_is_json(type(value)) for value in get_args(annotation))
     if origin in (Union, types.UnionType) or (isinstance(kind, type) and issubclass(kind, _CONTAINERS)):
         return all(_is_json(member) for member in get_args(annotation) if member is not ...)
-    if not isinstance(kind, type):
-        return True  # Any, a TypeVar, or a form that this check does not know
+    if annotation is Any or not isinstance(kind, type):
+        return True  # or a TypeVar, or a form that this check does not know
     return issubclass(kind, _SCALARS) or any(issubclass(known, kind) for known in (*_SCALARS, *_CONTAINERS))

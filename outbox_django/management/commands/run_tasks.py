@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from datetime import timedelta
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -33,7 +34,11 @@ class Command(BaseCommand):
             "--concurrency", type=_count, default=4, metavar="N", help="threads for each queue (default: %(default)s)"
         )
         parser.add_argument(
-            "--drain-timeout", default="30s", metavar="TIME", help="for running tasks at the end (default: %(default)s)"
+            "--drain-timeout",
+            type=_duration,
+            default=timedelta(seconds=30),
+            metavar="TIME",
+            help="for running tasks at the end (default: 30s)",
         )
         parser.add_argument("--tracker", action="store_true", help="run a redelivery tracker in this process, too")
 
@@ -44,17 +49,16 @@ class Command(BaseCommand):
             configure_logging(_LEVELS[min(options["verbosity"], 2)])
         try:
             backend, names = _backend_and_queues(options["backend"], options["queue"])
-            from outbox_django.tasks.worker import run_tasks
-
-            drain_timeout = parse_duration(options["drain_timeout"])
-        except (OutboxError, ValueError) as error:
+        except OutboxError as error:
             raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
+        from outbox_django.tasks.worker import run_tasks
+
         try:
             drained = run_tasks(
                 backend,
                 names,
                 concurrency=options["concurrency"],
-                drain_timeout=drain_timeout,
+                drain_timeout=options["drain_timeout"],
                 with_tracker=options["tracker"],
             )
         except OutboxError as error:
@@ -86,6 +90,13 @@ def _backend_and_queues(alias: str, names: list[str] | None) -> tuple[Any, list[
     for name in chosen:
         backend.queue(name)  # wrong settings are errors now
     return backend, chosen
+
+
+def _duration(text: str) -> timedelta:
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
 def _count(text: str) -> int:
