@@ -36,6 +36,7 @@ def main():
         TASKS={
             "default": {
                 "BACKEND": "outbox_django.tasks.OutboxTaskBackend",
+                "QUEUES": ["default", "second"],
                 "OPTIONS": {"queue": json.loads(os.environ["TEST_QUEUE"])},
             }
         },

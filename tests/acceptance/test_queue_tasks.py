@@ -19,7 +19,7 @@ TASKS = int(os.environ.get("OUTBOX_TEST_TASKS", "10000"))
 PATIENCE = 300 + TASKS / 20
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _PROJECT = [sys.executable, "-m", "tests.acceptance.task_project"]
-_ROLES = {"worker": ["run_tasks", "--tracker", "--concurrency=8"], "harvester": ["run_harvester"]}
+_ROLES = {"worker": ["run_tasks", "--queue=default", "--tracker", "--concurrency=8"], "harvester": ["run_harvester"]}
 
 
 class Fleet:
