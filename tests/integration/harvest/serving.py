@@ -42,7 +42,7 @@ class Server:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env={**os.environ, **environment, "PYTHONPATH": paths},
+                env={**os.environ, **environment, "PYTHONPATH": paths, "HOME": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

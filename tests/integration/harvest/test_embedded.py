@@ -7,6 +7,8 @@ from datetime import timedelta
 
 import psycopg
 import pytest
+from confluent_kafka.admin import AdminClient
+from psycopg.conninfo import conninfo_to_dict
 
 from devstack.processes import wait_until
 from outbox_core import OutboxRecord, Stasher
@@ -164,6 +166,7 @@ def app(environ, start_response):
 """
 
 
+@pytest.mark.real_broker
 @pytest.mark.complete
 @pytest.mark.parametrize(
     "command",
@@ -174,49 +177,49 @@ def app(environ, start_response):
     ],
     ids=["uvicorn", "gunicorn", "gunicorn-preload"],
 )
-def test_workers_each_have_a_harvester(environment, database, tmp_path, command):
+def test_workers_each_have_a_harvester(environment, kafka_bootstrap, database, tmp_path, command):
     """Each worker has a harvester, of which one leads; all of them end with the server."""
     write_files(_PAGE, tmp_path, "service.py")
     with Server(tmp_path, environment, *command) as server:
         assert _order(server, 1).status_code == 201
         assert wait_until(lambda: _waiting(database) == 0, _PATIENCE_SECONDS), server.log
-        assert wait_until(lambda: _harvesters(database) == 2, _PATIENCE_SECONDS), server.log
+        assert wait_until(lambda: _harvesters(kafka_bootstrap, database) == 2, _PATIENCE_SECONDS), server.log
         server.terminate()
-    assert wait_until(lambda: _harvesters(database) == 0, _PATIENCE_SECONDS)
+    assert wait_until(lambda: _harvesters(kafka_bootstrap, database) == 0, _PATIENCE_SECONDS)
 
 
+@pytest.mark.real_broker
 @pytest.mark.complete
 @pytest.mark.parametrize("arguments", [[], ["--preload"], ["--worker-class=gthread", "--threads=2"]])
-def test_gunicorn_with_hooks(shop, database, tmp_path, arguments):
+def test_gunicorn_with_hooks(shop, kafka_bootstrap, database, tmp_path, arguments):
     """The page's gunicorn.conf.py starts a harvester in each worker of a WSGI application, and stops it."""
     write_files(_PAGE, tmp_path, "gunicorn.conf.py")
     application = "django.core.wsgi:get_wsgi_application()"
     with Server(tmp_path, shop, "gunicorn", application, "--bind=127.0.0.1:PORT", "--workers=2", *arguments) as server:
         assert server.request("GET", "/").status_code == 200, server.log
-        assert wait_until(lambda: _harvesters(database) == 2, _PATIENCE_SECONDS), server.log
+        assert wait_until(lambda: _harvesters(kafka_bootstrap, database) == 2, _PATIENCE_SECONDS), server.log
         server.terminate()
-    assert wait_until(lambda: _harvesters(database) == 0, _PATIENCE_SECONDS)
+    assert wait_until(lambda: _harvesters(kafka_bootstrap, database) == 0, _PATIENCE_SECONDS)
 
 
+@pytest.mark.real_broker
 @pytest.mark.complete
-def test_a_harvester_started_before_the_fork(environment, database, tmp_path):
+def test_a_harvester_started_before_the_fork(environment, kafka_bootstrap, database, tmp_path):
     """Started at import under --preload, it runs in the main process; each worker's health says that it has none."""
     (tmp_path / "early.py").write_text(_STARTED_AT_IMPORT)
     command = ("gunicorn", "early:app", "--bind=127.0.0.1:PORT", "--workers=2", "--preload")
     with Server(tmp_path, environment, *command) as server:
         answer = server.request("GET", "/")
         assert (answer.status_code, "before this one was forked" in answer.text) == (503, True)
-        assert wait_until(lambda: _harvesters(database) == 1, _PATIENCE_SECONDS), server.log
+        assert wait_until(lambda: _harvesters(kafka_bootstrap, database) == 1, _PATIENCE_SECONDS), server.log
         server.terminate()
 
 
-def _harvesters(database):
-    """Count the processes that have sessions of a harvester."""
-    query = """
-    SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name LIKE 'kafka-outbox%'
-    """
-    with psycopg.connect(database) as connection:
-        return connection.execute(query).fetchone()[0] // 2
+def _harvesters(kafka_bootstrap, database):
+    """Count the members of the group in which the outbox's harvesters elect their leader."""
+    group = f"{conninfo_to_dict(database)['dbname']}.public.outbox"
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    return len(admin.describe_consumer_groups([group])[group].result(30).members)
 
 
 def _health(server):
