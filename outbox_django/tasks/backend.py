@@ -17,6 +17,7 @@ from django.utils.module_loading import autodiscover_modules
 
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_django.databases import postgres_connection
+from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash, stash_alias
 from outbox_django.tasks.arguments import checked_arguments, foreign_parameters
 from outbox_django.tasks.jobs import Job
@@ -116,7 +117,8 @@ class OutboxTaskBackend(BaseTaskBackend):
         """
         queue = self.queue(queue_name)
         wait = min(job.wait, queue.config.max_delay)
-        record = queue.record(job.encode(), delay=wait or None)
+        # Goharvest's table has no column for a partition.
+        record = queue.record(job.encode(), delay=wait or None, spread=outbox_settings().layout == "binary")
         alias = stash_alias()
         with _transaction(alias):
             stash(record, using=alias)

@@ -64,6 +64,7 @@ def environment(database, kafka_bootstrap, make_topic, topic_name):
     queue = {
         "bootstrap_servers": kafka_bootstrap,
         "message_topic": make_topic(8),
+        "message_partitions": 8,
         "marker_topic": make_topic(8, config={"message.timestamp.type": "LogAppendTime"}),
         "dead_letter_topic": make_topic(2, config={"cleanup.policy": "compact"}),
         "redelivery_timeout": "4s",
