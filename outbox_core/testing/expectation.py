@@ -13,7 +13,7 @@ from uuid import UUID
 from outbox_core.errors import InvalidRecord
 from outbox_core.record import Header, OutboxRecord
 
-__all__ = ["Expectation", "ExpectedHeaders", "ExpectedKey", "describe"]
+__all__ = ["Expectation", "ExpectedHeaders", "ExpectedKey", "bytes_of", "describe", "headers_of"]
 
 ExpectedKey = str | bytes | int | UUID | None | EllipsisType
 ExpectedHeaders = Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]] | EllipsisType
@@ -91,7 +91,7 @@ class Expectation:
 
 def describe(record: OutboxRecord) -> str:
     """Return a record in one line."""
-    headers = ", ".join(f"{name}={_short(_text(value))}" for name, value in _headers_of(record))
+    headers = ", ".join(f"{name}={_short(_text(value))}" for name, value in headers_of(record))
     parts = [
         record.topic,
         f"key={_short(record.key)}",
@@ -103,9 +103,9 @@ def describe(record: OutboxRecord) -> str:
 
 
 def _value_differences(expected: Any, record: OutboxRecord) -> Iterator[str]:
-    actual = _bytes(record.value)
+    actual = bytes_of(record.value)
     if expected is None or isinstance(expected, str | bytes | bytearray | memoryview) or actual is None:
-        wanted = _bytes(expected) if expected is None or isinstance(expected, str) else expected
+        wanted = bytes_of(expected) if expected is None or isinstance(expected, str) else expected
         if wanted != actual:
             yield f"value: expected {_short(expected)}, got {_short(_text(record.value))}"
         return
@@ -121,7 +121,7 @@ def _value_differences(expected: Any, record: OutboxRecord) -> Iterator[str]:
 def _as_json(expected: Any) -> Any:
     """Return the value as a reader of the record sees it: dates and decimals as text, tuples as lists."""
     try:
-        return json.loads(_bytes(OutboxRecord("any", value=expected).value) or b"null")
+        return json.loads(bytes_of(OutboxRecord("any", value=expected).value) or b"null")
     except InvalidRecord:  # it has an object in it that compares by itself
         return expected
 
@@ -142,21 +142,23 @@ def _document_differences(expected: Any, actual: Any, path: str) -> Iterator[str
 
 
 def _header_differences(expected: Any, record: OutboxRecord) -> Iterator[str]:
-    actual = [(name, _bytes(value)) for name, value in _headers_of(record)]
+    actual = [(name, bytes_of(value)) for name, value in headers_of(record)]
     wanted: tuple[Header, ...] = expected
     for name, value in wanted:
-        if (name, _bytes(value)) in actual:
+        if (name, bytes_of(value)) in actual:
             continue
         others = [_short(_text(found)) for other, found in actual if other == name]
         got = f"got {', '.join(others)}" if others else "but it is missing"
         yield f"header {name}: expected {_short(_text(value))}, {got}"
 
 
-def _headers_of(record: OutboxRecord) -> tuple[Header, ...]:
+def headers_of(record: OutboxRecord) -> tuple[Header, ...]:
+    """Return the headers of a record."""
     return record.headers  # type: ignore[return-value]  # as it keeps them, whatever it was given
 
 
-def _bytes(value: bytes | str | None) -> bytes | None:
+def bytes_of(value: bytes | str | None) -> bytes | None:
+    """Return text as it is stored."""
     return value.encode() if isinstance(value, str) else value
 
 
