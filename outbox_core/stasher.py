@@ -24,6 +24,12 @@ from outbox_core.errors import OutboxError, TransactionRequired
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
 
+__all__ = [
+    "Connection",
+    "PreparedStasher",
+    "Stasher",
+]
+
 _PIPELINE_BUSY = 1
 _IN_TRANSACTION = (2, 3)
 """libpq's PQTRANS_INTRANS and PQTRANS_INERROR; PQTRANS_ACTIVE says nothing before the pipeline is drained."""
