@@ -2,10 +2,11 @@
 
 Their transactions really commit (`TransactionTestCase`), as the outbox is about commits.
 """
-# ruff: noqa: PT009  Django's own test runner runs unittest's assertions
+# ruff: noqa: PT009, PT027  Django's own test runner runs unittest's assertions
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from io import StringIO
 from unittest.mock import Mock, patch
 
@@ -165,6 +166,21 @@ class ShopTests(OutboxTestMixin, TransactionTestCase):
                 order_emails().stash(connection, payload)
         jobs.run(send_confirmation)
         self.assertEqual(len(jobs.dead_letters), 4)
+        self.assertEqual(len(mail.outbox), 1)
+
+    def test_an_email_that_fails_is_tried_again(self) -> None:
+        """A mail server that is away costs a delay, and no e-mail."""
+        self.order({self.pen.pk: 3})
+        jobs = InProcessQueue(order_emails(), self.outbox_records)
+        with (
+            patch("django.core.mail.EmailMessage.send", side_effect=ConnectionError),
+            self.assertLogs("outbox_queue", "WARNING"),
+            self.assertRaises(ConnectionError),
+        ):
+            jobs.run(send_confirmation)
+        self.assertEqual(jobs.run(send_confirmation), 0)
+        jobs.clock.advance(timedelta(minutes=1))
+        self.assertEqual(jobs.run(send_confirmation), 1)
         self.assertEqual(len(mail.outbox), 1)
 
     def test_an_email_goes_to_our_own_domain(self) -> None:
