@@ -66,7 +66,7 @@ def intercepted_connection(alias: str, interceptor: Interceptor) -> BaseDatabase
     else:
         connection = connections[alias]
         # Not `get_autocommit()`, which would connect: tests without a database forbid that.
-        in_transaction = connection.in_atomic_block or (connection.connection and not connection.autocommit)
+        in_transaction = connection.in_atomic_block or not (connection.connection is None or connection.autocommit)
         if interception.requires_transaction and not in_transaction:
             raise TransactionRequired(
                 f"stash on database {alias!r} outside a transaction: the record would not be atomic with your data. "

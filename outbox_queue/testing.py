@@ -17,9 +17,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
+from outbox_core.record import OutboxRecord
 from outbox_core.testing import StashedRecords
 from outbox_core.testing.expectation import bytes_of, headers_of
-from outbox_queue.config import milliseconds
+from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.consuming.delivery import Delivery, ReceivedMessage, State
 from outbox_queue.consuming.message import Message
 from outbox_queue.consuming.worker import Handler, HandlerCall, RetryDelay, backoff, check_handler, refuse_unfinished
@@ -69,22 +70,24 @@ class InProcessQueue:
 
     Attributes:
         clock: decides what is due.
-        dead_letters: in the order of their deaths.
     """
 
     def __init__(self, queue: Queue, stashed: StashedRecords, *, clock: FakeClock | None = None) -> None:
         self.clock = clock or FakeClock()
-        self.dead_letters: list[DeadLetter] = []
         self._queue = queue
         self._stashed = stashed
         self._latest = 0  # number of the last record that was taken
-        self._waiting: list[tuple[int, int, ReceivedMessage]] = []  # due time, order of entry, message
-        self._entries = 0
+        self._backlog = _Backlog(queue.config, self.clock)
 
     def __len__(self) -> int:
         """Return the number of messages that wait, due or not."""
         self._take_stashed()
-        return len(self._waiting)
+        return len(self._backlog.waiting)
+
+    @property
+    def dead_letters(self) -> list[DeadLetter]:
+        """The messages that became dead letters, in the order of their deaths."""
+        return self._backlog.dead_letters
 
     def run(self, handler: Handler, *, retry_delay: RetryDelay | None = None, raise_errors: bool = True) -> int:
         """Call a handler for each message that is due, until none is left; return the number of calls.
@@ -109,20 +112,61 @@ class InProcessQueue:
         while (message := self._next_due()) is not None:
             calls += 1
             delivery = Delivery(message, marker_partition=0, marker_key=b"", deadline=float("inf"))
-            call(Message(delivery, self))
-            if delivery.state is State.IN_PROGRESS:  # it could not even be given back
-                self.interrupt(delivery)
+            call(Message(delivery, self._backlog))
             if errors and raise_errors:
                 raise errors[0]
         return calls
 
+    def _next_due(self) -> ReceivedMessage | None:
+        self._take_stashed()
+        return self._backlog.next_due()
+
+    def _take_stashed(self) -> None:
+        own = (self._queue.config.message_topic, self._queue.name)
+        for entry in self._stashed.entries():
+            if entry.number > self._latest and (entry.record.topic, entry.record.key) == own:
+                self._latest = entry.number
+                self._backlog.enter(entry.record)
+
+
+class _Backlog:
+    """The messages that wait, and the consequences of settling them: the part of markers and trackers."""
+
+    def __init__(self, config: QueueConfig, clock: FakeClock) -> None:
+        self.waiting: list[tuple[int, int, ReceivedMessage]] = []  # due time, order of entry, message
+        self.dead_letters: list[DeadLetter] = []
+        self._config = config
+        self._clock = clock
+        self._entries = 0
+
+    def enter(self, record: OutboxRecord) -> None:
+        """Add a record of this queue as a message."""
+        pairs = [(header, bytes_of(value)) for header, value in headers_of(record)]
+        travelled = message_headers.read(pairs)
+        now, place = self._clock.now_ms(), (record.partition or 0, self._entries)
+        message = ReceivedMessage(
+            queue=str(record.key),
+            payload=bytes_of(record.value) or b"",
+            headers=travelled.headers,
+            attempt=1,
+            max_attempts=self._config.max_attempts,
+            place=place,
+            origin=place,
+            enqueued_at_ms=now,
+        )
+        self._add(travelled.deliver_at_ms or now, message)
+
+    def next_due(self) -> ReceivedMessage | None:
+        """Take the message that is due for the longest time, if there is one."""
+        if not self.waiting or self.waiting[0][0] > self._clock.now_ms():
+            return None
+        return heapq.heappop(self.waiting)[2]
+
     def acknowledge(self, delivery: Delivery) -> None:
-        """Finish a message; a part of `Acks`, called by `Message.ack`."""
         delivery.state = State.ACKNOWLEDGED
 
     def nack(self, delivery: Delivery, delay_ms: int, reason: str) -> None:
-        """Deliver a message again after a delay; a part of `Acks`, called by `Message.nack`."""
-        message, longest = delivery.message, milliseconds(self._queue.config.max_delay)
+        message, longest = delivery.message, milliseconds(self._config.max_delay)
         if delay_ms > longest:
             raise InvalidMessage(f"nack: a delay of {delay_ms} ms is more than max_delay, {longest} ms")
         if message.attempt >= _MOST_ATTEMPTS_AT_ONCE and delay_ms == 0:
@@ -131,57 +175,26 @@ class InProcessQueue:
         self._redeliver(message, delay_ms, reason)
 
     def reject(self, delivery: Delivery, reason: str) -> None:
-        """Make a message a dead letter; a part of `Acks`, called by `Message.reject`."""
         delivery.state = State.REJECTED
         self._bury(delivery.message, reason)
 
     def interrupt(self, delivery: Delivery) -> None:
-        """Deliver a message again after its redelivery timeout; a part of `Acks`, called by `Message.interrupt`."""
         delivery.state = State.INTERRUPTED
-        self._redeliver(delivery.message, milliseconds(self._queue.config.redelivery_timeout), "")
+        self._redeliver(delivery.message, milliseconds(self._config.redelivery_timeout), "")
 
     def extend(self, delivery: Delivery, duration: timedelta) -> None:
-        """Check the duration; a part of `Acks`, called by `Message.extend`. No other consumer could take it here."""
-        del delivery
-        if duration > self._queue.config.marker_retention / 2:
+        del delivery  # no other consumer could take it here
+        if duration > self._config.marker_retention / 2:
             raise InvalidMessage("extend: the duration is more than half of marker_retention")
-
-    def _next_due(self) -> ReceivedMessage | None:
-        self._take_stashed()
-        if not self._waiting or self._waiting[0][0] > self.clock.now_ms():
-            return None
-        return heapq.heappop(self._waiting)[2]
-
-    def _take_stashed(self) -> None:
-        config, name = self._queue.config, self._queue.name
-        for entry in self._stashed.entries():
-            record = entry.record
-            if entry.number <= self._latest or (record.topic, record.key) != (config.message_topic, name):
-                continue
-            self._latest = entry.number
-            pairs = [(header, bytes_of(value)) for header, value in headers_of(record)]
-            travelled = message_headers.read(pairs)
-            now, place = self.clock.now_ms(), (record.partition or 0, self._entries)
-            message = ReceivedMessage(
-                queue=name,
-                payload=bytes_of(record.value) or b"",
-                headers=travelled.headers,
-                attempt=1,
-                max_attempts=config.max_attempts,
-                place=place,
-                origin=place,
-                enqueued_at_ms=now,
-            )
-            self._add(travelled.deliver_at_ms or now, message)
 
     def _redeliver(self, message: ReceivedMessage, delay_ms: int, reason: str) -> None:
         if message.max_attempts is not None and message.attempt >= message.max_attempts:
             self._bury(message, reason)
         else:
-            self._add(self.clock.now_ms() + delay_ms, message._replace(attempt=message.attempt + 1))
+            self._add(self._clock.now_ms() + delay_ms, message._replace(attempt=message.attempt + 1))
 
     def _add(self, due_ms: int, message: ReceivedMessage) -> None:
-        heapq.heappush(self._waiting, (due_ms, self._entries, message))
+        heapq.heappush(self.waiting, (due_ms, self._entries, message))
         self._entries += 1
 
     def _bury(self, message: ReceivedMessage, reason: str) -> None:

@@ -29,3 +29,20 @@ def test_what_the_pages_import_is_public():
         for part in imported.split(","):
             is_public_module = hasattr(getattr(module, part.strip()), "__all__")
             assert part.strip() in module.__all__ or is_public_module, f"{name}.{part.strip()}"
+
+
+@pytest.mark.parametrize(
+    "package", [*PACKAGES, "outbox_core.testing", "outbox_core.schema", "outbox_sqlalchemy.alembic"]
+)
+def test_public_names_are_explained(package):
+    """Everything that can be called has a docstring, which editors show, and so have the methods of classes."""
+    module = importlib.import_module(package)
+    called = {name: value for name in module.__all__ if callable(value := getattr(module, name))}
+    for name, value in tuple(called.items()):
+        if isinstance(value, type) and value.__module__.startswith("outbox_"):
+            called |= {
+                f"{name}.{method}": member
+                for method, member in vars(value).items()
+                if callable(member) and not method.startswith("_")
+            }
+    assert not [name for name, value in called.items() if not (value.__doc__ or "").strip()]
