@@ -1,6 +1,6 @@
 """A user's module that type checkers accept in their strictest mode."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import assert_type
@@ -68,7 +68,7 @@ def place_by_driver(connection: Driver) -> str:
 
 
 @contextmanager
-def captured() -> Iterator[StashedRecords]:
+def captured() -> Generator[StashedRecords, None, None]:
     """Capture in a user's own fixture."""
     capture: AbstractContextManager[StashedRecords] = in_memory_outbox(require_transaction=False)
     with capture as records, capture_stashed():

@@ -155,6 +155,17 @@ def test_values_are_compared_as_a_reader_sees_them(in_memory_outbox):
     in_memory_outbox.assert_stashed("t", value={"at": "2026-01-02T00:00:00+00:00", "id": ANY, "pair": [1, 2]})
 
 
+def test_differences_in_text(in_memory_outbox):
+    """A text within a document that differs is named, also if it looks like other JSON, or has objects beside it."""
+    Stasher().stash(None, OutboxRecord("t", value={"id": str(UUID(int=1)), "n": "1", "none": None, "at": "now"}))
+    for expected in ("7-8", "1e5", "null", "", ANY):
+        with pytest.raises(AssertionError, match=r"value\.n: expected 1, got '1'\n") as failure:
+            in_memory_outbox.assert_stashed("t", value={"id": expected, "n": 1, "none": None, "at": ANY})
+        assert ("value.id: expected" in str(failure.value)) == (expected is not ANY)
+        assert "value.none" not in str(failure.value)
+        assert "value.at" not in str(failure.value)
+
+
 def test_it_is_a_sequence(stashed):
     """Records can be counted, indexed, compared and forgotten."""
     assert (len(stashed), stashed[0], stashed[-1].topic, len(stashed[1:])) == (3, PLACED, "stock", 2)
