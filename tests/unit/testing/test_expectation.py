@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox_core import InvalidRecord, OutboxRecord, Stasher, TransactionRequired
+from outbox_core import InvalidRecord, OutboxRecord, Stasher, TransactionRequired, stasher
 from outbox_core.schema import TEXT_LAYOUT
 from outbox_core.testing import capture_stashed, in_memory_outbox
 
@@ -198,6 +198,7 @@ def test_captures_may_be_nested():
         connection = Mock()
         Stasher().stash(connection, OutboxRecord("t", 2))
         Stasher().stash_many(connection, iter([OutboxRecord("t", 3)]))
+    assert stasher.interceptor is None
     Stasher().stash(connection, OutboxRecord("t", 4))
     assert inner == [OutboxRecord("t", 1)]
     assert outer == [OutboxRecord("t", 1), OutboxRecord("t", 2), OutboxRecord("t", 3)]
