@@ -1,7 +1,8 @@
 """The place between stashes and the database that captures share, and what becomes of captured records.
 
 A record is captured as it stands in its row: when its INSERT has succeeded, or when it is kept in memory instead.
-Adapters follow the connections of their framework and report the ends of transactions and savepoints here. The invariants:
+Adapters follow the connections of their framework and report the ends of transactions and savepoints here. The
+invariants:
 
 - a record counts as stashed until the transaction or savepoint around it is rolled back, as it would in the database;
 - after the commit of its transaction nothing changes it any more;
