@@ -45,19 +45,21 @@ class Connection(Protocol):
 class Interceptor(Protocol):
     """A test's place between stashes and the database, for all adapters; `outbox_core.testing` takes it.
 
+    Rows are those of `TableLayout.row`, without the partition where the table has no column for it.
+
     Attributes:
-        writes: False if records are kept in memory: then no SQL is sent, and `keep` is called instead of `stashed`.
+        writes: False if rows are kept in memory: then no SQL is sent, and `keep` is called instead of `stashed`.
     """
 
     @property
     def writes(self) -> bool:
         """True if stashes go on to the database."""
 
-    def keep(self, connection: object, records: Sequence[OutboxRecord]) -> None:
-        """Keep records in memory, after the checks that a stash makes before it sends SQL."""
+    def keep(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Keep rows in memory, after the checks that a stash makes before it sends SQL."""
 
-    def stashed(self, connection: object, records: Sequence[OutboxRecord]) -> None:
-        """Note records that have been written in the transaction of a connection."""
+    def stashed(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Note rows that have been written in the transaction of a connection."""
 
 
 interceptor: Interceptor | None = None
@@ -97,31 +99,29 @@ class Stasher:
         """
         row = self.row(record)
         if interceptor is not None and not interceptor.writes:
-            interceptor.keep(connection, [record])
+            interceptor.keep(connection, [row])
             return
         require_transaction(connection)
         with closing(connection.cursor()) as cursor:
             cursor.execute(self.insert_sql, row)
         if interceptor is not None:
-            interceptor.stashed(connection, [record])
+            interceptor.stashed(connection, [row])
 
     def stash_many(self, connection: Connection, records: Iterable[OutboxRecord]) -> None:
         """Write records in their order, in one batch; raises as `stash` does, before any record is sent.
 
         psycopg 3 sends them without waiting for each answer.
         """
-        if interceptor is not None:
-            records = list(records)  # they are asked for twice
         rows = [self.row(record) for record in records]
         if interceptor is not None and not interceptor.writes:
-            interceptor.keep(connection, [*records])
+            interceptor.keep(connection, rows)
             return
         require_transaction(connection)
         if rows:
             with closing(connection.cursor()) as cursor:
                 cursor.executemany(self.insert_sql, rows)
         if interceptor is not None:
-            interceptor.stashed(connection, [*records])
+            interceptor.stashed(connection, rows)
 
     def prepare(self, connection: Connection) -> PreparedStasher:
         """Return a stasher of single records, bound to this connection.
@@ -156,12 +156,12 @@ class PreparedStasher:
         """Write one record in the connection's transaction; raises as `Stasher.stash` does."""
         row = self._stasher.row(record)
         if interceptor is not None and not interceptor.writes:
-            interceptor.keep(self._connection, [record])
+            interceptor.keep(self._connection, [row])
             return
         require_transaction(self._connection)
         self._cursor.execute(self._stasher.insert_sql, row, **self._options)
         if interceptor is not None:
-            interceptor.stashed(self._connection, [record])
+            interceptor.stashed(self._connection, [row])
 
     def close(self) -> None:
         """Close the cursor; the transaction stays as it is."""

@@ -79,26 +79,24 @@ class Outbox:
         """
         parameters = self._parameters(record)
         if stasher.interceptor is not None and not stasher.interceptor.writes:
-            self._keep(session, [record])
+            self._keep(session, [parameters])
             return
         connection = self._connection(session)
         connection.execute(self._insert, parameters)
         if stasher.interceptor is not None:
-            _captured(connection, [record])
+            _captured(connection, [parameters])
 
     def stash_many(self, session: SyncSession, records: Iterable[OutboxRecord]) -> None:
         """Write records in their order, in one `executemany`; all are checked first. Errors are those of `stash`."""
-        if stasher.interceptor is not None:
-            records = list(records)  # they are asked for twice
         parameters = [self._parameters(record) for record in records]
         if stasher.interceptor is not None and not stasher.interceptor.writes:
-            self._keep(session, [*records])
+            self._keep(session, parameters)
             return
         connection = self._connection(session)
         if parameters:
             connection.execute(self._insert, parameters)
         if stasher.interceptor is not None:
-            _captured(connection, [*records])
+            _captured(connection, parameters)
 
     async def astash(self, session: AnyAsyncSession, record: OutboxRecord) -> None:
         """Stash on an asynchronous session or connection, as `stash` does."""
@@ -114,11 +112,11 @@ class Outbox:
             return
         await asynchronous(session, STASHING).run_sync(self.stash_many, records)
 
-    def _keep(self, session: SyncSession, records: list[OutboxRecord]) -> None:
-        """Leave checked records to a test's outbox in memory."""
+    def _keep(self, session: SyncSession, parameters: list[dict[str, Any]]) -> None:
+        """Leave checked rows to a test's outbox in memory."""
         from outbox_sqlalchemy.testing import keep
 
-        keep(session, records, self._connection)
+        keep(session, _rows(parameters), self._connection)
 
     def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
         return dict(zip(self._keys, self.layout.row(record), strict=False))
@@ -137,11 +135,15 @@ def _flush(session: Session) -> None:
         session.flush()
 
 
-def _captured(connection: Connection, records: list[OutboxRecord]) -> None:
-    """Tell a test of written records."""
+def _captured(connection: Connection, parameters: list[dict[str, Any]]) -> None:
+    """Tell a test of written rows."""
     from outbox_sqlalchemy.testing import note
 
-    note(connection, records)
+    note(connection, _rows(parameters))
+
+
+def _rows(parameters: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(row.values()) for row in parameters]  # in the order of the layout's columns
 
 
 def _is_stand_in(session: object) -> bool:

@@ -17,7 +17,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_s
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql.elements import SavepointClause
 
-from outbox_core.record import OutboxRecord
 from outbox_core.schema import HOLD_COLUMNS, INBOX_COLUMNS, REQUIRED_COLUMNS
 from outbox_core.testing.interception import interception
 from outbox_sqlalchemy.sessions import SyncSession, WrongSession
@@ -36,29 +35,29 @@ def application_tables(metadata: MetaData) -> list[Table]:
     return [table for table in metadata.sorted_tables if not any(names <= set(table.columns.keys()) for names in ours)]
 
 
-def note(connection: Connection, records: Sequence[OutboxRecord]) -> None:
-    """Tell open captures of records that were written, and from now on how the connection's transactions end."""
-    interception.stashed(_follow(connection), records)
+def note(connection: Connection, rows: Sequence[Sequence[Any]]) -> None:
+    """Tell open captures of rows that were written, and from now on how the connection's transactions end."""
+    interception.stashed(_follow(connection), rows)
 
 
-def keep(session: SyncSession, records: Sequence[OutboxRecord], find: Callable[[SyncSession], Connection]) -> None:
-    """Keep records in memory; `find` returns the connection of a session.
+def keep(session: SyncSession, rows: Sequence[Sequence[Any]], find: Callable[[SyncSession], Connection]) -> None:
+    """Keep rows in memory; `find` returns the connection of a session.
 
     A stand-in for a session has none, nor has a session without a database: there is nothing to roll back.
     """
     if is_stand_in(session):
-        interception.keep(session, records)
+        interception.keep(session, rows)
         return
     try:
         connection = find(session)
     except WrongSession as error:
         if not isinstance(error.__cause__, UnboundExecutionError):
             raise
-        interception.stashed(session, records)
+        interception.stashed(session, rows)
     else:
         if not connection.in_transaction():
             connection.begin()  # as the INSERT would
-        note(connection, records)
+        note(connection, rows)
 
 
 def is_stand_in(session: object) -> bool:

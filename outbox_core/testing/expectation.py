@@ -13,7 +13,7 @@ from uuid import UUID
 from outbox_core.errors import InvalidRecord
 from outbox_core.record import Header, OutboxRecord
 
-__all__ = ["Expectation", "ExpectedHeaders", "ExpectedKey", "bytes_of", "describe", "headers_of"]
+__all__ = ["Expectation", "ExpectedHeaders", "ExpectedKey", "bytes_of", "describe", "headers_of", "is_same"]
 
 ExpectedKey = str | bytes | int | UUID | None | EllipsisType
 ExpectedHeaders = Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]] | EllipsisType
@@ -87,6 +87,16 @@ class Expectation:
     def _others(self) -> list[tuple[str, Any]]:
         headers = self.headers if isinstance(self.headers, EllipsisType) else dict(self.headers)
         return [("key", self.key), ("value", self.value), ("headers", headers), ("partition", self.partition)]
+
+
+def is_same(record: OutboxRecord, other: object) -> bool:
+    """Return True if both are the same message on Kafka, whether their values were given as text or as bytes."""
+    return isinstance(other, OutboxRecord) and _on_kafka(record) == _on_kafka(other)
+
+
+def _on_kafka(record: OutboxRecord) -> tuple[object, ...]:
+    headers = [(name, bytes_of(value)) for name, value in headers_of(record)]
+    return record.topic, record.key, bytes_of(record.value), headers, record.partition
 
 
 def describe(record: OutboxRecord) -> str:

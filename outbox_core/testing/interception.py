@@ -1,7 +1,8 @@
 """The place between stashes and the database that captures share, and what becomes of captured records.
 
-A record is captured when its INSERT has succeeded, or when it is kept in memory instead. Adapters follow the
-connections of their framework and report the ends of transactions and savepoints here. The invariants:
+A record is captured as it stands in its row: when its INSERT has succeeded, or when it is kept in memory instead.
+Adapters follow the connections of their framework and report the ends of transactions and savepoints here. The
+invariants:
 
 - a record counts as stashed until the transaction or savepoint around it is rolled back, as it would in the database;
 - after the commit of its transaction nothing changes it any more;
@@ -17,11 +18,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from outbox_core import stasher
 from outbox_core.record import OutboxRecord
 
-__all__ = ["CapturedRecord", "Interception", "Outcome", "RecordLog", "interception"]
+__all__ = ["CapturedRecord", "Interception", "Outcome", "RecordLog", "interception", "record_of"]
 
 
 class Outcome(Enum):
@@ -93,14 +95,15 @@ class Interception:
         """True if a stash that is kept in memory has to be in a transaction, too."""
         return all(log.requires_transaction for log in self._logs)
 
-    def keep(self, connection: object, records: Sequence[OutboxRecord]) -> None:
-        """Keep records in memory; raise TransactionRequired as a stash in the database would."""
+    def keep(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Keep rows in memory; raise TransactionRequired as a stash in the database would."""
         if self.requires_transaction:
             stasher.require_transaction(connection)
-        self.stashed(connection, records)
+        self.stashed(connection, rows)
 
-    def stashed(self, connection: object, records: Sequence[OutboxRecord]) -> None:
-        """Add records to all open captures."""
+    def stashed(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Add rows to all open captures, as records."""
+        records = [record_of(row) for row in rows]
         with self._lock:
             for record in records:
                 number = next(self._numbers)
@@ -133,6 +136,20 @@ class Interception:
                 for entry in log.entries:
                     if entry.connection is connection and entry.outcome is Outcome.OPEN and entry.number > after:
                         entry.outcome = outcome
+
+
+def record_of(row: Sequence[Any]) -> OutboxRecord:
+    """Return a row of `TableLayout.row` as a record: bytes that are UTF-8 as text, whatever they were made of."""
+    topic, key, value, header_keys, header_values, *partition = row
+    headers = [(name, _text(header)) for name, header in zip(header_keys, header_values, strict=True)]
+    return OutboxRecord(topic, key, _text(value), headers, *partition)
+
+
+def _text(value: bytes | str | None) -> bytes | str | None:
+    try:
+        return value.decode() if isinstance(value, bytes) else value
+    except UnicodeDecodeError:
+        return value
 
 
 interception = Interception()

@@ -8,7 +8,7 @@ from types import EllipsisType
 from typing import Any, overload
 
 from outbox_core.record import OutboxRecord
-from outbox_core.testing.expectation import Expectation, ExpectedHeaders, ExpectedKey, describe
+from outbox_core.testing.expectation import Expectation, ExpectedHeaders, ExpectedKey, describe, is_same
 from outbox_core.testing.interception import CapturedRecord, Outcome, RecordLog, interception
 
 __all__ = ["StashedRecords", "capture_stashed", "in_memory_outbox"]
@@ -22,6 +22,9 @@ class StashedRecords(Sequence[OutboxRecord]):
     A record counts from its stash on, committed or not, as the test's own transaction may never commit. It counts no
     more when the transaction or savepoint around it is rolled back. Of a bare DB-API connection the capture sees
     neither, so its records count in any case. Any thread may stash, and any may look.
+
+    Records are as the table has them; values and header values that are UTF-8 are text, whatever they were made of.
+    Compared are records as Kafka would get them: `b"x"` and "x" are one value.
     """
 
     def __init__(self, log: RecordLog) -> None:
@@ -38,7 +41,13 @@ class StashedRecords(Sequence[OutboxRecord]):
         return len(self.entries())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
+        if not isinstance(other, Sequence):
+            return False
+        records = list(self)
+        return len(records) == len(other) and all(map(is_same, records, other))
+
+    def __contains__(self, record: object) -> bool:
+        return any(is_same(own, record) for own in self)
 
     __hash__ = None  # type: ignore[assignment]  # it grows
 

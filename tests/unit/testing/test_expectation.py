@@ -8,7 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from outbox_core import InvalidRecord, OutboxRecord, Stasher, TransactionRequired
+from outbox_core import InvalidRecord, OutboxRecord, Stasher, TransactionRequired, stasher
 from outbox_core.schema import TEXT_LAYOUT
 from outbox_core.testing import capture_stashed, in_memory_outbox
 
@@ -58,8 +58,8 @@ def stashed(in_memory_outbox):
 )
 def test_a_record_is_found_by_any_of_its_fields(stashed, expected):
     """The first record that has all the given fields is returned; fields that are left out may be anything."""
-    assert stashed.assert_stashed(**expected) is PLACED
-    assert PLACED in stashed.matching(**expected)
+    assert stashed.assert_stashed(**expected) == stashed[0]
+    assert stashed[0] in stashed.matching(**expected)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,11 @@ def test_differences_in_text(in_memory_outbox):
 
 def test_it_is_a_sequence(stashed):
     """Records can be counted, indexed, compared and forgotten."""
-    assert (len(stashed), stashed[0], stashed[-1].topic, len(stashed[1:])) == (3, PLACED, "stock", 2)
+    assert (len(stashed), stashed[0].value, stashed[-1].topic, len(stashed[1:])) == (3, PLACED.value, "stock", 2)
+    assert PLACED in stashed
+    assert OutboxRecord("orders", 7) not in stashed
+    assert stashed != [PLACED]
+    assert stashed != {"orders"}
     assert stashed == [PLACED, OutboxRecord("orders", 8, None, (), 3), OutboxRecord("stock", None, b"\xff")]
     assert "orders  key='7'" in repr(stashed)
     stashed.clear()
@@ -198,6 +202,7 @@ def test_captures_may_be_nested():
         connection = Mock()
         Stasher().stash(connection, OutboxRecord("t", 2))
         Stasher().stash_many(connection, iter([OutboxRecord("t", 3)]))
+    assert stasher.interceptor is None
     Stasher().stash(connection, OutboxRecord("t", 4))
     assert inner == [OutboxRecord("t", 1)]
     assert outer == [OutboxRecord("t", 1), OutboxRecord("t", 2), OutboxRecord("t", 3)]

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from outbox_core import OutboxRecord, Stasher
-from outbox_core.consuming import backoff, consume
+from outbox_core.consuming import Consumed, backoff, consume
 from outbox_core.errors import OutboxError
 from outbox_core.testing.kafka import InProcessKafka
 from outbox_queue import InvalidMessage, QueueConfig, QueueError, QueueService, Reject
@@ -142,12 +142,14 @@ def test_the_whole_loop_runs(kafka):
             stop=consumer.drained,
         )
 
-    assert run().handled == 3
+    assert run() == Consumed(handled=3, repeats=0)
     assert {source for source, _ in inbox.accepted} == {"billing"}
     _stash(OutboxRecord("payments", 3))
-    assert (run().handled, handled) == (1, [b"0", b"1", b"2", b"3"])
+    assert run() == Consumed(handled=1, repeats=0)
+    assert handled == [b"0", b"1", b"2", b"3"]
     kafka.rewind("billing")
-    assert (run().repeats, len(handled)) == (4, 4)
+    assert run() == Consumed(handled=0, repeats=4)
+    assert len(handled) == 4
 
 
 def test_the_loop_takes_a_failed_record_up_again(kafka):
