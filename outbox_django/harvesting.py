@@ -21,6 +21,8 @@ from outbox_core.errors import InvalidConfig
 from outbox_django.databases import write_alias
 from outbox_django.settings import OutboxSettings, outbox_settings
 
+__all__ = ["data_source", "harvest_config"]
+
 _KEY_OF_FIELD = {
     field: django_key(field)
     for field in HarvestConfig.names()
