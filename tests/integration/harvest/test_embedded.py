@@ -137,6 +137,7 @@ def shop(database, kafka_bootstrap):
     return made
 
 
+@pytest.mark.complete
 def test_django_under_asgi(shop, database, tmp_path):
     """The page's asgi.py serves the shop, and publishes what an order stashes; SIGTERM ends both."""
     write_files(_PAGE, tmp_path, "asgi.py")
