@@ -55,10 +55,6 @@ class OutboxTaskBackend(BaseTaskBackend):
     supports_async_task = True
     supports_priority = False
 
-    def __init__(self, alias: str, params: dict[str, Any]) -> None:
-        super().__init__(alias, params)
-        self.alias = alias
-
     @property
     def supports_get_result(self) -> bool:  # type: ignore[override]  # as an attribute of the class in Django
         """True if results are kept: "outbox_django.tasks" is in INSTALLED_APPS."""
