@@ -17,7 +17,6 @@ from django.utils.module_loading import autodiscover_modules
 
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_django.databases import postgres_connection
-from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash, stash_alias
 from outbox_django.tasks.arguments import checked_arguments, foreign_parameters
 from outbox_django.tasks.jobs import Job
@@ -83,6 +82,7 @@ class OutboxTaskBackend(BaseTaskBackend):
         Raises:
             TypeError: if the task does not take these arguments, or one of them is not JSON; nothing was written.
             InvalidMessage: if the arguments are too large for a message; nothing was written.
+            InvalidRecord: if the outbox has goharvest's text layout; nothing was written.
             InvalidConfig: if TASKS or OUTBOX are wrong.
             django.db.Error: of a failed statement.
         """
@@ -113,8 +113,7 @@ class OutboxTaskBackend(BaseTaskBackend):
         """
         queue = self.queue(queue_name)
         wait = min(job.wait, queue.config.max_delay)
-        # Goharvest's table has no column for a partition.
-        record = queue.record(job.encode(), delay=wait or None, spread=outbox_settings().layout == "binary")
+        record = queue.record(job.encode(), delay=wait or None)
         alias = stash_alias()
         with _transaction(alias):
             stash(record, using=alias)

@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.utils import timezone
 
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, InvalidRecord
 from outbox_django.models import Outbox
 from outbox_django.tasks import OutboxTaskBackend
 from outbox_django.tasks.library import TaskResultDoesNotExist, TaskResultStatus, task_backends, task_finished
@@ -193,6 +193,18 @@ def test_a_deferred_task_waits():
     assert (result.status, result.attempts, result.task.run_after) == (TaskResultStatus.READY, 0, late)
     sample_tasks.noop.using(run_after=timezone.now() - timedelta(days=1)).enqueue()
     assert DELIVER_AT not in Outbox.objects.latest("id").kafka_header_keys
+
+
+def test_tasks_are_spread_over_partitions(settings):
+    """With their number, a message names a partition. A table in goharvest's layout takes no tasks, and says so."""
+    options = {"queue": {**settings.TASKS["default"]["OPTIONS"]["queue"], "message_partitions": 4}}
+    settings.TASKS = {"default": {**settings.TASKS["default"], "OPTIONS": options}}
+    sample_tasks.noop.enqueue()
+    assert Outbox.objects.get().kafka_partition in range(4)
+    settings.OUTBOX = {"LAYOUT": "text"}
+    with pytest.raises(InvalidRecord, match="no kafka_partition column"):
+        sample_tasks.noop.enqueue()
+    assert Outbox.objects.count() == 1
 
 
 def _deliver_at(row):
