@@ -31,10 +31,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal, TypedDict, TypeVar
 
+from outbox_core import tracing
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -129,7 +130,7 @@ def consume(
     stop = stop or threading.Event()
 
     def attempt(message: Message, message_id: str) -> bool:
-        with transaction() as begun:
+        with _process_span(consumer, message, message_id), transaction() as begun:
             accepted = accept_it(begun, source, message_id)
             if accepted:
                 handler(begun, message)
@@ -183,6 +184,27 @@ def group_of(consumer: Consumer) -> str:
         if group and end:
             return group.decode()
     raise InvalidConfig("this consumer does not tell its group.id; pass source=")
+
+
+def _process_span(consumer: Consumer, message: Message, message_id: str) -> AbstractContextManager[None]:
+    """Return the span of an attempt at a record, from before its transaction begins until after its end."""
+    spans = tracing.active()
+    if spans is None:
+        return nullcontext()
+    from outbox_core.tracing.spans import of_message
+
+    group = None
+    with suppress(InvalidConfig):  # a consumer of another make, whose group nobody needs for more than this
+        group = group_of(consumer)
+    attributes = of_message(
+        message.key(),
+        message.value(),
+        message_id=message_id,
+        partition=message.partition(),
+        offset=message.offset(),
+        group=group,
+    )
+    return spans.process(message.topic() or "", headers_of(message), attributes)
 
 
 class _Loop:

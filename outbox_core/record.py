@@ -66,6 +66,17 @@ class OutboxRecord:
         object.__setattr__(self, "headers", _headers(self.headers))
         _check_partition(self.partition)
 
+    def with_headers(self, more: Iterable[tuple[str, bytes | str | None]]) -> OutboxRecord:
+        """Return the record with more headers behind its own; InvalidRecord names a header that is wrong."""
+        return self._changed(headers=_headers((*self.headers, *more)))
+
+    def _changed(self, **changes: Any) -> OutboxRecord:
+        """Return a copy with other fields, which have been checked already."""
+        copy = object.__new__(OutboxRecord)
+        for name in self.__slots__:
+            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
+        return copy
+
 
 def _check_topic(topic: object) -> None:
     if not isinstance(topic, str) or not topic:

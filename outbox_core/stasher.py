@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from outbox_core.errors import OutboxError, TransactionRequired
+from outbox_core.formats.preparation import Preparation
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
 
@@ -50,12 +51,13 @@ class Stasher:
         InvalidConfig: if `table` is not a table name.
     """
 
-    __slots__ = ("insert_sql", "layout", "table")
+    __slots__ = ("_preparation", "insert_sql", "layout", "table")
 
     def __init__(self, table: str | TableName = "outbox", layout: TableLayout = BINARY_LAYOUT) -> None:
         self.table = TableName.parse(table) if isinstance(table, str) else table
         self.layout = layout
         self.insert_sql = insert_sql(self.table, layout)
+        self._preparation = Preparation()
 
     def __repr__(self) -> str:
         return f"Stasher({str(self.table)!r})"
@@ -93,7 +95,7 @@ class Stasher:
 
     def row(self, record: OutboxRecord) -> tuple[object, ...]:
         """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table."""
-        return self.layout.row(record)[: len(self.layout.columns)]
+        return self.layout.row(self._preparation.prepare(record))[: len(self.layout.columns)]
 
 
 class PreparedStasher:

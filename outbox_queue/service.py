@@ -17,7 +17,7 @@ from outbox_queue.consuming.worker import Handler, RetryDelay, Worker, backoff, 
 from outbox_queue.errors import InvalidMessage
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.producing import stashing
-from outbox_queue.producing.payloads import PayloadCheck, check_queue_name
+from outbox_queue.producing.payloads import PayloadCheck, check_queue_name, with_creation
 from outbox_queue.producing.producer import Producer
 from outbox_queue.protocol.headers import UserHeaders
 from outbox_queue.protocol.topics import Topics, ensure_message_topic, ensure_topics
@@ -164,7 +164,7 @@ class Queue:
         random partition if their number is known (`message_partitions`), so that all consumers get messages; False is
         for a table without `kafka_partition`.
         """
-        value, pairs = self._check.encode(payload, headers, delay)
+        value, pairs = self._check.encode(payload, with_creation(self.name, headers), delay)
         partitions = self._service.known_message_partitions if spread else None
         return OutboxRecord(
             topic=self.config.message_topic,

@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import Connection, MetaData, Table, func, insert
 from sqlalchemy.orm import Session
 
+from outbox_core.formats.preparation import Preparation
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
 from outbox_sqlalchemy.commit_events import notify_after_commit
@@ -46,7 +47,7 @@ class Outbox:
         OutboxTableError: if a `Table` or class is no outbox.
     """
 
-    __slots__ = ("_insert", "_keys", "_target", "layout", "table")
+    __slots__ = ("_insert", "_keys", "_preparation", "_target", "layout", "table")
 
     def __init__(self, table: str | Table | type[Any] = "outbox", *, layout: TableLayout | None = None) -> None:
         mapper = None
@@ -58,6 +59,7 @@ class Outbox:
             table, mapper = mapped(table)
         self.table: Table = table
         self.layout = layout_of(table)
+        self._preparation = Preparation()
         keys = {column.name: column.key for column in table.columns}
         self._keys = [keys[name] for name in self.layout.columns]
         # The database's clock, also where the column has no default; `inline`, since the id is not needed.
@@ -95,7 +97,7 @@ class Outbox:
         await asynchronous(session, STASHING).run_sync(self.stash_many, records)
 
     def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
-        return dict(zip(self._keys, self.layout.row(record), strict=False))
+        return dict(zip(self._keys, self.layout.row(self._preparation.prepare(record)), strict=False))
 
     def _connection(self, session: SyncSession) -> Connection:
         found = synchronous(session, STASHING)

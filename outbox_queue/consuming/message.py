@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timedelta
 
+from outbox_core import tracing
 from outbox_queue.consuming.acks import AckHandler
 from outbox_queue.consuming.delivery import Delivery, State
 from outbox_queue.errors import InvalidMessage, MessageSettled
@@ -58,6 +60,20 @@ class Message:
     def header(self, name: str) -> bytes | None:
         """Return the last header of that name, None if there is none."""
         return next((value for key, value in reversed(self.headers) if key == name), None)
+
+    def span(self) -> AbstractContextManager[None]:
+        """Return the OpenTelemetry span in which it is handled, for handlers of your own loop; `Queue.run` makes it.
+
+        Linked with the span in which it was sent or stashed. Without tracing it does nothing.
+        """
+        spans = tracing.active()
+        if spans is None:
+            return nullcontext()
+        from outbox_core.tracing.spans import of_message
+
+        attributes = of_message(None, self.payload, message_id=self.id)
+        attributes["kafka_outbox.queue.attempt"] = self.attempt
+        return spans.process(self.queue, self.headers, attributes)
 
     def ack(self) -> None:
         """Finish the message: it is not redelivered. Acknowledging once more does nothing."""

@@ -97,7 +97,8 @@ class Worker:
     def _handle(self, message: Message) -> None:
         try:
             try:
-                _refuse_unfinished(self._handler(message))
+                with message.span():
+                    _refuse_unfinished(self._handler(message))
             except Exception as error:
                 self._failed(message, error)
             else:

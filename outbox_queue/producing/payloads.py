@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from outbox_core import tracing
 from outbox_core.errors import InvalidRecord
 from outbox_core.record import OutboxRecord
 from outbox_queue.config import QueueConfig, milliseconds
@@ -77,6 +78,14 @@ def check_queue_name(name: object) -> str:
     if group_of(name) == TRACKER_GROUP:
         raise InvalidMessage(f"a queue's name cannot be {name!r}: its consumers would join the trackers' group")
     return name
+
+
+def with_creation(queue: str, headers: UserHeaders) -> UserHeaders:
+    """Return headers with the context of the message's `create` span, if there is tracing."""
+    spans = tracing.active()
+    if spans is None:
+        return headers
+    return spans.create_headers(queue, message_headers.of_users(headers))
 
 
 def _with(pairs: list[Header]) -> str:

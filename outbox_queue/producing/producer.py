@@ -17,7 +17,7 @@ from outbox_core.kafka.errors import MAYBE_DELIVERED
 from outbox_queue.config import QueueConfig
 from outbox_queue.errors import QueueClosed, SendFailed
 from outbox_queue.metrics import QueueCounters
-from outbox_queue.producing.payloads import PayloadCheck
+from outbox_queue.producing.payloads import PayloadCheck, with_creation
 from outbox_queue.protocol.clients import producer_settings
 from outbox_queue.protocol.headers import UserHeaders
 from outbox_queue.times import Timeout, seconds
@@ -94,7 +94,7 @@ class Producer:
         """
         if self._is_closed:
             raise QueueClosed(f"the producer of queue {self._queue!r} has been closed")
-        value, pairs = self._check.encode(payload, headers, delay)
+        value, pairs = self._check.encode(payload, with_creation(self._queue, headers), delay)
         try:
             self._produce(value, pairs)
         except BufferError:
