@@ -7,6 +7,7 @@ record's key.
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -166,8 +167,6 @@ def _text(name: str, value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, bytes):
-        import base64
-
         return base64.b64encode(value).decode()
     if isinstance(value, int):
         return str(value)

@@ -149,5 +149,5 @@ def test_json_data():
     event = CloudEvent.of([*NEEDED.items(), ("content-type", b"application/vnd.x+json;charset=utf-8")], b'{"a":1}')
     assert event.json() == {"a": 1}
     for content_type, data in ((b"text/plain", b"{}"), (b"application/json", b"{"), (b"application/json", None)):
-        with pytest.raises(InvalidCloudEvent, match="^data: "):
+        with pytest.raises(InvalidCloudEvent, match=r"^data: "):
             CloudEvent.of([*NEEDED.items(), ("content-type", content_type)], data).json()
