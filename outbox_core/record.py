@@ -68,21 +68,22 @@ class OutboxRecord:
     headers: Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]] = ()
     partition: int | None = None
     serializer: Serializer | Literal["outbox"] | None = field(default=None, repr=False, compare=False)
-    _given: Any = field(default=None, init=False, repr=False, compare=False)
+    _given: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        set_field = object.__setattr__
         _check_topic(self.topic)
-        object.__setattr__(self, "key", _key(self.key))
-        object.__setattr__(self, "headers", _headers(self.headers))
+        set_field(self, "key", _key(self.key))
+        set_field(self, "headers", _headers(self.headers))
         _check_partition(self.partition)
         serializer, value = self.serializer, self.value
-        object.__setattr__(self, "_given", value)
+        set_field(self, "_given", value)
         if serializer is None or value is None:
-            object.__setattr__(self, "value", _value(value))
+            set_field(self, "value", _value(value))
         elif callable(serializer):
             serialized = self.serialized(serializer)
-            object.__setattr__(self, "value", serialized.value)
-            object.__setattr__(self, "headers", serialized.headers)
+            set_field(self, "value", serialized.value)
+            set_field(self, "headers", serialized.headers)
         elif serializer != BY_OUTBOX:
             raise InvalidRecord(f"serializer: expected a function, {BY_OUTBOX!r} or None, got {serializer!r:.200}")
 
@@ -100,6 +101,10 @@ class OutboxRecord:
     def with_headers(self, more: Iterable[tuple[str, bytes | str | None]]) -> OutboxRecord:
         """Return the record with more headers behind its own; InvalidRecord names a header that is wrong."""
         return self._changed(headers=_headers((*self.headers, *more)))
+
+    def claimed(self, claim: tuple[str, str]) -> OutboxRecord:
+        """Return the record without its value, and with a header that says where the value is."""
+        return self._changed(value="", headers=_headers((*self.headers, claim)))
 
     def _changed(self, **changes: Any) -> OutboxRecord:
         """Return a copy with other fields, which have been checked already."""

@@ -77,7 +77,7 @@ class CloudEvent:
                 raise InvalidCloudEvent(f"{_PREFIX}{name}: the record has no such header, so it is no CloudEvent")
         if found.pop("specversion") != _VERSION:
             raise InvalidCloudEvent(f"{_PREFIX}specversion: only {_VERSION} is read")
-        taken = {name: found.pop(name) for name in ("id", "source", "type")}
+        taken: dict[str, Any] = {name: found.pop(name) for name in ("id", "source", "type")}
         optional: dict[str, Any] = {name: found.pop(name, None) for name in _OPTIONAL}
         optional["time"] = _read_time(optional["time"])
         return cls(**taken, **optional, data=value, datacontenttype=content_type, extensions=found)

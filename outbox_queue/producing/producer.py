@@ -11,6 +11,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+from outbox_core.claims import ClaimCheck
 from outbox_core.kafka.clients import KafkaError, KafkaException, make_producer
 from outbox_core.kafka.clients import Producer as KafkaProducer
 from outbox_core.kafka.errors import MAYBE_DELIVERED
@@ -58,12 +59,14 @@ class Producer:
     `flush` that returns, means that every message sent so far is in Kafka, once.
     """
 
-    def __init__(self, config: QueueConfig, queue: str, counters: QueueCounters) -> None:
+    def __init__(
+        self, config: QueueConfig, queue: str, counters: QueueCounters, claims: ClaimCheck | None = None
+    ) -> None:
         self._config = config
         self._queue = queue
         self._key = queue.encode()
         self._counters = counters
-        self._check = PayloadCheck(config, queue)
+        self._check = PayloadCheck(config, queue, claims)
         self._producer = self._make()
         self._patience = config.delivery_timeout.total_seconds() + _SLACK_SECONDS
         self._sent = 0
@@ -89,6 +92,7 @@ class Producer:
         Raises:
             InvalidMessage: naming the part that is wrong; nothing was sent.
             MessageTooLarge: if a consumer could not start it; nothing was sent.
+            ClaimStoreFailed: if it is large and its claim store did not take it; nothing was sent.
             SendFailed: if no place got free for it within `delivery_timeout`; it was not sent.
             QueueClosed: if the producer has been closed.
         """
