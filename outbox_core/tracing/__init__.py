@@ -19,6 +19,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from opentelemetry.metrics import MeterProvider
     from opentelemetry.trace import TracerProvider
 
     from outbox_core.tracing.spans import Spans
@@ -73,14 +74,17 @@ def active() -> Spans | None:
     return _switch.find()
 
 
-def enable(tracer_provider: TracerProvider | None = None) -> None:
-    """Make spans by a tracer provider, None for the global one. Harvesters heed it when they are started."""
-    if tracer_provider is None:
+def enable(tracer_provider: TracerProvider | None = None, meter_provider: MeterProvider | None = None) -> None:
+    """Make spans by a tracer provider, None for the global one, and metrics by a meter provider, likewise.
+
+    Harvesters heed it when they are started.
+    """
+    if tracer_provider is None and meter_provider is None:
         _switch.turn(on=True)
         return
     from outbox_core.tracing.spans import Spans
 
-    _switch.turn(on=True, spans=Spans(tracer_provider))
+    _switch.turn(on=True, spans=Spans(tracer_provider, meter_provider))
 
 
 def disable() -> None:

@@ -6,6 +6,9 @@
 | `send <topic>`    | CLIENT   | the harvester, for a batch    | none                          | their creations |
 | `process <topic>` | CONSUMER | `consume`, queue handlers     | the caller's, or the creation | the creation |
 
+It also counts: `messaging.client.sent.messages`, `messaging.client.consumed.messages`, and the durations
+`messaging.client.operation.duration` (of a batch) and `messaging.process.duration`, by the global meter provider.
+
 The headers are written and read by the process's global propagator, W3C Trace Context unless the application has set
 another. Baggage is never written to a record, and never taken from one.
 """
@@ -17,8 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from opentelemetry import propagate, trace
+from opentelemetry import metrics, propagate, trace
 from opentelemetry.context import Context
+from opentelemetry.metrics import MeterProvider
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TracerProvider
 from opentelemetry.util.types import AttributeValue
 
@@ -44,6 +48,7 @@ ERROR_TYPE = "error.type"
 
 _SCHEMA = "https://opentelemetry.io/schemas/1.30.0"
 _BAGGAGE = "baggage"
+_OF_METRICS = frozenset({SYSTEM, OPERATION_NAME, OPERATION_TYPE, DESTINATION, PARTITION, CONSUMER_GROUP, ERROR_TYPE})
 
 
 def has_global_provider() -> bool:
@@ -66,11 +71,23 @@ class SentBatch(NamedTuple):
     failures: Mapping[str, str]
 
 
-class Spans:
-    """The spans of one tracer provider, None for the global one. Any thread may use it."""
+class _Instruments:
+    """The metrics of one meter provider, None for the global one; without one they count nothing."""
 
-    def __init__(self, provider: TracerProvider | None = None) -> None:
+    def __init__(self, provider: MeterProvider | None) -> None:
+        meter = metrics.get_meter(INSTRUMENTATION_NAME, meter_provider=provider, schema_url=_SCHEMA)
+        self.sent = meter.create_counter("messaging.client.sent.messages", "{message}")
+        self.consumed = meter.create_counter("messaging.client.consumed.messages", "{message}")
+        self.operation = meter.create_histogram("messaging.client.operation.duration", "s")
+        self.processing = meter.create_histogram("messaging.process.duration", "s")
+
+
+class Spans:
+    """The spans of one tracer provider, and metrics, None for the global providers. Any thread may use it."""
+
+    def __init__(self, provider: TracerProvider | None = None, meters: MeterProvider | None = None) -> None:
         self._tracer = trace.get_tracer(INSTRUMENTATION_NAME, tracer_provider=provider, schema_url=_SCHEMA)
+        self._instruments = _Instruments(meters)
 
     def create(self, record: OutboxRecord, encode: Callable[[OutboxRecord], OutboxRecord]) -> OutboxRecord:
         """Return the encoded record with the context of its `create` span, unless it has a context already."""
@@ -108,6 +125,9 @@ class Spans:
         if batch.failures:
             span.set_status(Status(StatusCode.ERROR, "; ".join(batch.failures.values())))
         span.end(batch.ended_ns)
+        measured = _measured(attributes)
+        self._instruments.operation.record((batch.ended_ns - batch.began_ns) / 1e9, measured)
+        self._instruments.sent.add(batch.record_count, measured)
 
     @contextmanager
     def process(self, destination: str, headers: RawHeaders, attributes: Attributes) -> Iterator[None]:
@@ -119,13 +139,17 @@ class Spans:
             # The current context stays, baggage included; the record gives no more than its span.
             context = trace.set_span_in_context(trace.NonRecordingSpan(origin))
         described = _attributes("process", destination, attributes)
-        name = f"process {destination}"
+        name, began, measured = f"process {destination}", time.perf_counter(), _measured(described)
         with self._tracer.start_as_current_span(name, context, SpanKind.CONSUMER, described, links) as span:
             try:
                 yield
             except Exception as error:
-                span.set_attribute(ERROR_TYPE, type(error).__qualname__)
+                measured[ERROR_TYPE] = type(error).__qualname__
+                span.set_attribute(ERROR_TYPE, measured[ERROR_TYPE])
                 raise
+            finally:
+                self._instruments.processing.record(time.perf_counter() - began, measured)
+                self._instruments.consumed.add(1, measured)
 
     def origin(self, headers: RawHeaders | None) -> SpanContext | None:
         """Return the creation context in a record's headers; None if there is none that can be read."""
@@ -183,6 +207,11 @@ def _attributes(operation: str, destination: str, more: Mapping[str, AttributeVa
         found[DESTINATION] = destination
     found.update(more or {})
     return found
+
+
+def _measured(attributes: Attributes) -> Attributes:
+    """Return the attributes of a span that a metric has, too: those with few values."""
+    return {name: value for name, value in attributes.items() if name in _OF_METRICS}
 
 
 def _of_message(key: object, value: object) -> Attributes:

@@ -105,7 +105,17 @@ def test_queues_bring_payloads_back(scene, make_topic, store):
     assert len(list(store.names())) == 1
 
 
-@pytest.mark.parametrize("moment", ["before-upload", "during-upload", "after-upload", "before-commit", "after-commit"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "after-upload",
+        "after-commit",
+        *(
+            pytest.param(moment, marks=pytest.mark.complete)
+            for moment in ("before-upload", "during-upload", "before-commit")
+        ),
+    ],
+)
 def test_crashes(scene, make_topic, store, moment):
     """Whenever a writer dies: a committed record has its payload, and a payload without a record is an orphan."""
     topic = make_topic(1)

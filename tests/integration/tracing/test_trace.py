@@ -1,12 +1,15 @@
 """One linked trace from a request through the table and Kafka to the handler."""
 
-from datetime import timedelta
+import asyncio
+import threading
 
 import psycopg
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from opentelemetry.trace import SpanKind, StatusCode
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 
+import outbox_sqlalchemy
 from outbox_core import OutboxRecord
 from outbox_core.consuming import consume
 from outbox_core.schema import TableName, create_inbox_sql
@@ -79,7 +82,10 @@ def test_from_request_to_handler(scene, make_topic, traces, delivery):
     }
 
 
-@pytest.mark.parametrize("delivery", [AT_LEAST_ONCE, EXACTLY_ONCE])
+@pytest.mark.parametrize(
+    "delivery",
+    [AT_LEAST_ONCE, pytest.param("exactly-once", marks=[pytest.mark.real_broker, pytest.mark.complete])],
+)
 def test_a_refused_send_marks_its_span(scene, make_topic, traces, delivery):
     """A record that is too large for its topic marks a `send` span with Kafka's error; the others arrive as ever."""
     topic, small = make_topic(1), make_topic(1, config={"max.message.bytes": "2000"})
@@ -97,6 +103,23 @@ def test_a_refused_send_marks_its_span(scene, make_topic, traces, delivery):
     assert [message.value for message in scene.read(topic)] == [b"1"]
 
 
+def test_an_asynchronous_session(scene, traces):
+    """A record that is stashed in an asynchronous session belongs to the span of its task."""
+
+    async def run():
+        engine = create_async_engine(outbox_sqlalchemy.sqlalchemy_url(scene.database))
+        with traces.tracer.start_as_current_span("request") as request:
+            async with AsyncSession(engine) as session, session.begin():
+                await outbox_sqlalchemy.astash(session, OutboxRecord("t"))
+        await engine.dispose()
+        return request.get_span_context()
+
+    its = asyncio.run(run())
+    (created,) = traces.named("create t")
+    assert created.parent.span_id == its.span_id
+    assert [row.kafka_header_keys for row in scene.rows()] == [["traceparent"]]
+
+
 @pytest.mark.real_broker
 def test_a_message_of_a_queue(scene, make_topic, traces):
     """A handler of a queue continues the trace of the request that stashed its message, or that sent it."""
@@ -108,14 +131,14 @@ def test_a_message_of_a_queue(scene, make_topic, traces):
         with queue.producer() as producer:
             producer.send(b"sent")
     scene.drain()
-    handled = []
-    with queue.consumer() as consumer:
-        while len(handled) < 2:
-            message = consumer.receive(timedelta(seconds=60))
-            assert message is not None
-            handled.append(message.payload)
-            with message.span():
-                message.ack()
+    handled, stop = [], threading.Event()
+
+    def handle(message):
+        handled.append(message.payload)
+        if len(handled) == 2:
+            stop.set()
+
+    assert queue.run(handle, stop=stop, on_signals=False)
     its = request.get_span_context()
     created = {span.context.span_id: span for span in traces.named(f"create {queue.name}")}
     processed = traces.named(f"process {queue.name}")

@@ -240,6 +240,25 @@ def test_no_link_is_lost(traces):
     assert sum(span.dropped_links for span in sent) == 0
 
 
+def test_metrics(traces):
+    """Messages and durations are counted by destination, with the attributes that have few values."""
+    producer = _Producer()
+    publisher = _publisher(producer)
+    for number in (1, 2):
+        publisher.send(_stored(number), 1.0)
+    _deliver(producer, None, None)
+    with tracing.active().process("t", [], {"messaging.message.id": "1"}):
+        pass
+    with pytest.raises(ZeroDivisionError), tracing.active().process("u", [], {}):
+        raise ZeroDivisionError
+    assert traces.points("messaging.client.sent.messages")["t"].value == 2
+    assert traces.points("messaging.client.operation.duration")["t"].count == 1
+    assert traces.points("messaging.client.consumed.messages")["t"].value == 1
+    durations = traces.points("messaging.process.duration")
+    assert "messaging.message.id" not in durations["t"].attributes
+    assert durations["u"].attributes["error.type"] == "ZeroDivisionError"
+
+
 def test_closing_ends_spans(traces):
     """What is under way when the publisher is closed has a span with an unknown outcome."""
     publisher = _publisher(_Producer())
