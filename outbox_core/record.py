@@ -84,6 +84,7 @@ class OutboxRecord:
             serialized = self.serialized(serializer)
             set_field(self, "value", serialized.value)
             set_field(self, "headers", serialized.headers)
+            set_field(self, "serializer", _as_it_is)
         elif serializer != BY_OUTBOX:
             raise InvalidRecord(f"serializer: expected a function, {BY_OUTBOX!r} or None, got {serializer!r:.200}")
 
@@ -96,7 +97,7 @@ class OutboxRecord:
         if self._given is None:
             return self
         value, headers = serialize(serializer, self._given, self.topic, self.headers)  # type: ignore[arg-type]
-        return self._changed(value=_value(value), headers=_headers(headers), serializer=serializer)
+        return self._changed(value=_value(value), headers=_headers(headers), serializer=_as_it_is)
 
     def with_headers(self, more: Iterable[tuple[str, bytes | str | None]]) -> OutboxRecord:
         """Return the record with more headers behind its own; InvalidRecord names a header that is wrong."""
@@ -112,6 +113,11 @@ class OutboxRecord:
         for name in self.__slots__:
             object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
         return copy
+
+
+def _as_it_is(value: bytes | str) -> bytes | str:
+    """Return a value that is serialized already: so `dataclasses.replace` of its record does not do it again."""
+    return value
 
 
 def _check_topic(topic: object) -> None:

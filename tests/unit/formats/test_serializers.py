@@ -1,6 +1,7 @@
 """Serializers at stash time: the record's own, the outbox's, those of topics; a schema registry over real HTTP."""
 
 import json
+from dataclasses import replace
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
@@ -69,6 +70,8 @@ def test_the_records_own():
     record = OutboxRecord("t", value={"a": 1}, serializer=lambda value: calls.append(value) or b"x")
     assert (record.value, calls) == (b"x", [{"a": 1}])
     assert Stasher(serializer=_refuse, serializers={"t": _refuse}).row(record)[2] == b"x"
+    moved = replace(record, topic="u")
+    assert (moved.topic, Stasher(serializer=_refuse).row(moved)[2]) == ("u", b"x")
     assert calls == [{"a": 1}]
     assert record == OutboxRecord("t", value=b"x")
 
