@@ -101,7 +101,8 @@ class Queue:
         self.name = name
         self.config = config
         self._service = service
-        self._check = PayloadCheck(config, name, service.claims)
+        self.claims = service.claims
+        self._check = PayloadCheck(config, name, self.claims)
 
     def __repr__(self) -> str:
         return f"<Queue {self.name!r}>"
@@ -109,7 +110,7 @@ class Queue:
     def producer(self) -> Producer:
         """Make a producer; one serves all threads of a process. Errors are those of `consumer`."""
         self._service.message_topic()
-        return Producer(self.config, self.name, self._service.metrics.of(self.name), self._service.claims)
+        return Producer(self.config, self.name, self._service.metrics.of(self.name), self.claims)
 
     def consumer(self, *, concurrency: int | None = None) -> Consumer:
         """Make a consumer; it begins to read at once.
@@ -124,8 +125,7 @@ class Queue:
         _check_concurrency(concurrency)
         topics = self._service.topics()
         counters = self._service.metrics.of(self.name)
-        claims = self._service.claims
-        return Consumer(self.config, self.name, topics, counters, concurrency=concurrency, claims=claims)
+        return Consumer(self.config, self.name, topics, counters, concurrency=concurrency, claims=self.claims)
 
     def async_consumer(self, *, concurrency: int | None = None) -> AsyncConsumer:
         """Make a consumer for asyncio: an asynchronous context manager, and an asynchronous iterator of messages."""

@@ -20,6 +20,8 @@ from outbox_core.errors import InvalidRecord, OutboxError
 from outbox_core.formats.serializer import Serializer
 from outbox_core.record import OutboxRecord
 
+__all__ = ["CloudEvent", "InvalidCloudEvent", "cloud_event_record"]
+
 _PREFIX = "ce_"
 _CONTENT_TYPE = "content-type"
 _STRUCTURED = "application/cloudevents"
