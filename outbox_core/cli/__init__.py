@@ -1,11 +1,12 @@
-"""The command `outbox`: `schema`, `harvest`, `hold`, `status`, `doctor` and `inbox prune`.
+"""The command `outbox`: `schema`, `harvest`, `hold`, `peek`, `status`, `doctor` and `inbox prune`.
 
 Other packages add commands by entry points of the group `outbox.commands`: a function that takes the arguments behind
 the command's name and returns the exit code.
 
 Exit codes: 0 for success, 2 for an error before work began (arguments, settings, an unreachable service, a missing
-table), 1 for a harvester that an error ended and for a doctor that found a problem, 130 and 143 after a second SIGINT
-or SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
+table), 1 for a harvester that an error ended, for a doctor that found a problem and for what was not confirmed, 3 to 5
+for services that did not answer `status` or `doctor`, 130 and 143 after a second SIGINT or SIGTERM. Each failure is one
+line on stderr, beginning with `outbox: error:`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from outbox_core import __version__
-from outbox_core.cli import doctor, harvest, hold, inbox, schema
+from outbox_core.cli import doctor, harvest, hold, inbox, peek, schema
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
@@ -49,8 +50,9 @@ def build_parser() -> argparse.ArgumentParser:
     schema.add_command(commands)
     harvest.add_command(commands)
     doctor.add_commands(commands)
-    inbox.add_command(commands)
+    peek.add_command(commands)
     hold.add_command(commands)
+    inbox.add_command(commands)
     for added in entry_points(group=_COMMANDS):
         commands.add_parser(added.name, help=f"see outbox {added.name} --help")
     return parser
