@@ -211,7 +211,7 @@ def test_other_paths_and_methods_are_refused():
     ids=["well", "away", "ended"],
 )
 def test_only_an_end_calls_for_a_restart(health, statuses):
-    """A harvester that waits for a service is alive, but not ready; one that has ended is neither. HEAD says so, too."""
+    """A harvester that waits for a service is alive, but not ready; one that has ended is neither. HEAD says so too."""
     with MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: health) as server:
         for path, status in zip(("/healthz", "/readyz", "/livez"), statuses, strict=True):
             assert get(server.port, path)[0] == status
