@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from outbox_core import __version__
-from outbox_core.cli import doctor, harvest, hold, inbox, peek, schema
+from outbox_core.cli import completion, doctor, harvest, hold, inbox, peek, schema
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     peek.add_command(commands)
     hold.add_command(commands)
     inbox.add_command(commands)
+    completion.add_command(commands, parser)
     for added in entry_points(group=_COMMANDS):
         commands.add_parser(added.name, help=f"see outbox {added.name} --help")
     return parser

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 from outbox_core.printable import printable
 
@@ -33,6 +33,29 @@ def paint(text: str, colour: str, out: Output) -> str:
     if not is_terminal(out) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     return f"\x1b[{colour}m{text}\x1b[0m"
+
+
+class Progress:
+    """A line on a terminal that says how far something has come; silent elsewhere. A context manager."""
+
+    def __init__(self, out: Output, text: str) -> None:
+        self._out = out
+        self._text = text
+        self._is_shown = is_terminal(out)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_shown:
+            self._out.write("\r\x1b[K")
+            flush(self._out)
+
+    def __call__(self, number: int) -> None:
+        """Show a number in place of the last one."""
+        if self._is_shown:
+            self._out.write(f"\r{self._text} {number:,}")
+            flush(self._out)
 
 
 def flush(out: Output) -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import subprocess
 
 import pytest
 
@@ -53,6 +54,16 @@ def test_help_names_environment_variables(capsys):
             assert variable((field,)) in shown
     assert "OUTBOX_KAFKA_BOOTSTRAP" in shown
     assert "OUTBOX_LOG_FORMAT" in shown
+
+
+def test_completion(tmp_path, capsys):
+    """Bash completes commands by the printed script."""
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "outbox.bash"
+    script.write_text(capsys.readouterr().out)
+    typed = f"source {script}; COMP_WORDS=(outbox do); COMP_CWORD=1; _shtab_outbox; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", typed], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["doctor"]
 
 
 def test_json_log(capsys):
