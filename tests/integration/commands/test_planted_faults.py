@@ -140,7 +140,7 @@ def test_faults_in_the_table(connection, find, fault):
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("fault", IN_THE_TABLE.keys() - set(QUICK))
+@pytest.mark.parametrize("fault", sorted(IN_THE_TABLE.keys() - set(QUICK)))
 def test_more_faults_in_the_table(connection, find, fault):
     """A fault in the table is found, and its remedy mends it."""
     check(connection, find, fault)
