@@ -12,10 +12,12 @@ line on stderr, beginning with `outbox: error:`.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from outbox_core import __version__
 from outbox_core.cli import completion, doctor, harvest, hold, inbox, peek, schema
@@ -44,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `outbox`, with its subcommands."""
-    parser = argparse.ArgumentParser(prog="outbox", description="A transactional outbox for PostgreSQL and Kafka.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="outbox", description="A transactional outbox for PostgreSQL and Kafka."
+    )
     parser.add_argument("--version", action="version", version=f"kafka-outbox {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     schema.add_command(commands)
@@ -57,6 +61,17 @@ def build_parser() -> argparse.ArgumentParser:
     for added in entry_points(group=_COMMANDS):
         commands.add_parser(added.name, help=f"see outbox {added.name} --help")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests the right word for a wrong one, as Python's own does from 3.14 on."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with code 2."""
+        wrong = re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)$", message)
+        choices = wrong[2].replace("'", "").split(", ") if wrong else []
+        close = difflib.get_close_matches(wrong[1], choices, 1) if wrong else []
+        super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 
 def _run(arguments: list[str]) -> int:

@@ -83,7 +83,11 @@ def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, 
     try:
         with Progress(sys.stderr, "pruned") as progress:
             return inbox.prune(connection, options.older_than, batch=options.batch, on_batch=progress)
-    except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn, psycopg.errors.InvalidSchemaName) as error:
+    except psycopg.errors.UndefinedTable:
+        raise OutboxTableError(
+            f"there is no table {inbox.table}; `outbox schema --inbox {inbox.table}` prints it"
+        ) from None
+    except (psycopg.errors.UndefinedColumn, psycopg.errors.InvalidSchemaName) as error:
         raise OutboxTableError(f"{inbox.table} is no inbox: {error.diag.message_primary}") from None
     except psycopg.errors.InsufficientPrivilege as error:
         needs = f"role {connection.info.user} needs SELECT and DELETE to prune"

@@ -159,7 +159,9 @@ class _Gathered:
 
     def take_document(self, document: Document) -> None:
         for name, section in document.items():
-            if name not in _DOCUMENT:
+            if name in _FIELDS or name in _FIELDS.values():
+                self._complain((name,), name, "belongs under `harvest:`")
+            elif name not in _DOCUMENT:
                 self._complain((name,), name, unknown_field(name, _DOCUMENT))
             elif section is not None and not isinstance(section, Mapping):
                 self._complain((name,), name, "must be a mapping")
@@ -232,7 +234,20 @@ def _property_path(variable: str) -> Path | None:
     return None
 
 
+_MEANT = {
+    "OUTBOX_DSN": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_DATA_SOURCE": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_DATABASE_URL": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_POSTGRES_URL": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_BOOTSTRAP_SERVERS": "OUTBOX_KAFKA_BOOTSTRAP",
+    "OUTBOX_KAFKA": "OUTBOX_KAFKA_BOOTSTRAP",
+}
+"""Variables that are not alike in their letters, and are taken for ours all the same."""
+
+
 def _unknown_variable(variable: str) -> str:
+    if variable in _MEANT:
+        return f"unknown variable; did you mean {_MEANT[variable]}?"
     return unknown_field(variable, {name: name for name in (*_VARIABLES, _LOG_LEVEL, _LOG_FORMAT)}).replace(
         "field", "variable"
     )

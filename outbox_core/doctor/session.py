@@ -182,10 +182,20 @@ def location(data_source: str) -> str:
         given = psycopg.conninfo.conninfo_to_dict(data_source)
     except psycopg.ProgrammingError:
         return "the database"
+    if _is_default(data_source):
+        return "the default database, postgres at localhost (set --dsn, OUTBOX_POSTGRES_DSN or dataSource for another)"
     host = given.get("host") or given.get("hostaddr") or "the local socket"
     port = f":{given['port']}" if given.get("port") and not str(host).startswith("/") else ""
     role = f" as role {given['user']}" if given.get("user") else ""
     return f"database {given.get('dbname') or given.get('user') or '(the default)'} at {host}{port}{role}"
+
+
+def _is_default(data_source: str) -> bool:
+    try:
+        from outbox_core.config import DEFAULT_DATA_SOURCE, normalise_data_source
+    except ImportError:  # the base install, which has no default
+        return False
+    return data_source == normalise_data_source(DEFAULT_DATA_SOURCE)
 
 
 def assumed_identity(data_source: str, table: str) -> str:

@@ -102,11 +102,11 @@ def test_what_is_wrong_is_named(settings, outbox, number, said):
     settings.OUTBOX = outbox
     (error,) = _messages()
     assert error.id == f"outbox_django.{number}"
-    assert said in error.msg
+    assert said in f"{error.msg} {error.hint}"
     if number != "E004":
         with pytest.raises(InvalidConfig) as raised:
             outbox_settings()
-        assert str(raised.value) == error.msg
+        assert str(raised.value) == " ".join(text for text in (error.msg, error.hint) if text)
 
 
 def test_all_problems_are_reported_at_once(settings):
