@@ -178,6 +178,7 @@ def test_host_application_runs_the_revision(complete, database):
     assert scene.execute("SELECT to_regclass('outbox') AS found")[0].found is None
 
 
+@pytest.mark.complete
 def test_shipped_migrations_run(complete, database):
     """The Alembic environment inside the wheel is found and migrates a database by itself."""
     complete.python(
