@@ -6,6 +6,7 @@ import pytest
 from django.core.checks import run_checks
 from django.core.management import call_command
 from django.db import connection, connections
+from django.db.migrations.recorder import MigrationRecorder
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TEXT_LAYOUT, TableName, create_hold_sql, create_table_sql
@@ -176,10 +177,14 @@ def test_the_migrated_table_is_clean():
 
 
 @pytest.mark.django_db(databases=["default", "other"])
-def test_a_missing_table_is_a_warning_where_stash_writes(settings):
+def test_a_missing_table_is_a_warning_where_stash_writes(settings, monkeypatch):
     """A missing table is a warning (migrate must pass), on the outbox's own database alone."""
     settings.OUTBOX = {"TABLE": "absent"}
     assert _ids(["default"]) == ["outbox_django.W001"]
+    with monkeypatch.context() as first_time:
+        first_time.setattr("sys.argv", ["manage.py", "migrate"])
+        first_time.setattr(MigrationRecorder, "applied_migrations", lambda _: {})
+        assert _ids(["default"]) == [], "it is about to be made"
     assert _ids(["other"]) == []
 
 
