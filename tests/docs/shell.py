@@ -7,6 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 
 from tests.docs.blocks import ROOT
 
@@ -97,10 +98,11 @@ def check(command: list[str]) -> None:
 
 def _parse_outbox(arguments: list[str]) -> None:
     from outbox_core.cli import build_parser
-    from outbox_queue.operations.command import build_parser as queue_parser
 
-    if arguments[:1] == ["queue"]:
-        queue_parser().parse_args(arguments[1:])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    added = project["entry-points"]["outbox.commands"].get(arguments[0])
+    if added is not None:  # not from the installed metadata, which an editable install does not renew
+        import_module(added.partition(":")[0]).build_parser().parse_args(arguments[1:])
     else:
         build_parser().parse_args(arguments)
 

@@ -110,7 +110,7 @@ def test_every_finding_of_the_doctor_has_an_entry(finding: CodedFinding) -> None
 def test_findings_are_found() -> None:
     """The search sees the findings that are made in each of its ways."""
     seen = {(finding.subject, finding.detail.replace(_ANYTHING, "...")) for finding in FINDINGS}
-    assert ("autovacuum", "is off") in seen
+    assert any(subject == "autovacuum" and detail.startswith("is off") for subject, detail in seen)
     assert ("sequence", "... does not only grow") in seen
     assert any(subject == "leader topic" for subject, _ in seen)  # by a variable
     assert any(subject == "obstacle" for subject, _ in seen)  # by a choice of two judgements
