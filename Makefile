@@ -14,7 +14,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-chaos test-queues chaos demo demo-pipeline clean
-.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
+.PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions
 
 help:  ## Show this list
@@ -109,6 +109,9 @@ demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exact
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput
 
+bench-stash: $(STAMP)  ## Measure stashing by each adapter, with and without tracing and serializers (OTHER=/path/to/a/checkout)
+	$(BIN)/python -m benchmarks.stash $(if $(OTHER),--other $(OTHER))
+
 bench-failover: $(STAMP)  ## Measure how long nothing is published when the leader dies or is stopped
 	$(BIN)/python -m benchmarks.failover
 
@@ -148,7 +151,7 @@ bench-versions: $(STAMP)  ## Measure one delivery in turn with another checkout:
 bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the rest
 	$(BIN)/python -m benchmarks.holds
 
-bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
+bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
 bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
