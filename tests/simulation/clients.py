@@ -845,10 +845,13 @@ class _Member:
         if consumer.is_closed:
             return
         consumer.process.after(self._interval, self._beat)
-        if consumer.process.monotonic() - self._answered_at > self._session:
-            self._rejoin_as_new()
-            return
+        is_over = consumer.process.monotonic() - self._answered_at > self._session
         if self._is_joining:
+            if is_over:
+                self._lose()  # the answer may come when the others' sessions have ended
+            return
+        if is_over:
+            self._rejoin_as_new()
             return
         broker, name, generation = consumer.cluster.coordinator["group"], self._name, self._generation
         sent_at = consumer.process.monotonic()

@@ -33,7 +33,6 @@ FAULTS = (
 _TOPICS = {"orders": 2, "bills": 1}
 _LEAST_QUIET_SECONDS = 30.0
 _MOST_QUIET_SECONDS = 60.0
-_ORDINARY_PAUSE_SECONDS = 0.3
 _LEASE_SECONDS = 5.0
 _GROUP_HEARTBEAT_SECONDS = 0.7  # between two of them, with the network's delays
 
@@ -54,6 +53,7 @@ class Plan:
     seconds: float = 60.0
     late: float = 0.0
     latency: float = 0.001
+    pause: float = 0.3  # of a writer between two transactions
     drift: float = 0.0
     most_faults: int = 1_000_000
 
@@ -62,6 +62,8 @@ class Plan:
         """Draw a plan: each seed switches a random subset of faults on, so that rare ones meet each other."""
         random = Random(seed * 7919 + 17)
         drawn, share = random.choice(MODES), random.choice((0.2, 0.4, 0.7))
+        # Not more records than batches of twenty can take.
+        latency, pause = random.choice(((0.001, 0.1), (0.001, 0.3), (0.005, 0.3), (0.03, 1.0)))
         faults = tuple(fault for fault in FAULTS if random.random() < share)
         return cls(
             seed,
@@ -71,7 +73,8 @@ class Plan:
             writers=random.choice((1, 3, 5)),
             seconds=random.choice((20.0, 40.0, 80.0)),
             late=random.choice((0.0, 0.4, 0.9)),
-            latency=random.choice((0.001, 0.005, 0.03)),
+            latency=latency,
+            pause=pause,
             drift=random.choice((0.0, 0.0, 1e-4)),
         )
 
@@ -213,12 +216,12 @@ class Node:
     def _reached(self, step: Failpoint) -> None:
         simulation = self.simulation
         random = simulation.scheduler.random
-        if "at a step" not in simulation.plan.faults or not simulation.is_faulty or random.random() > 0.01:
+        if "at a step" not in simulation.plan.faults or not simulation.is_faulty or random.random() > 0.02:
             return
         if not simulation.may_fault():
             return
         simulation.seen["fault at a step"] += 1
-        process, kind = current().process, random.choice(("crash", "suspend", "cut", "break"))
+        process, kind = current().process, random.choice(("crash", "suspend", "cut", "break", "break"))
         simulation.scheduler.note("%s: %s at %s", self.name, kind, step)
         if kind == "crash":
             process.is_dead = True
@@ -284,7 +287,7 @@ class Writer:
         else:
             simulation.database.commit(records)
             simulation.committed.update(tokens)
-        simulation.scheduler.after(random.expovariate(1 / _ORDINARY_PAUSE_SECONDS), self.begin)
+        simulation.scheduler.after(random.expovariate(1 / simulation.plan.pause), self.begin)
 
 
 class Simulation:
