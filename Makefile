@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol test test-quick test-all test-chaos test-queues chaos simulate demo demo-pipeline clean
-.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
+.PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions
 
 help:  ## Show this list
@@ -53,7 +53,7 @@ protocol: .protoc  ## Generate the Python code of outbox_queue/protocol/markers.
 
 test: $(STAMP)  ## Run the tests against a real Postgres and a real Kafka broker, JOBS=7 at a time
 	$(BIN)/pytest -n $(or $(JOBS),7) -m "not alone and not complete"
-	$(BIN)/pytest -n 3 -m "alone and not complete" tests/acceptance tests/chaos
+	$(BIN)/pytest -n 2 -m "alone and not complete" tests/acceptance tests/chaos
 
 test-quick: $(STAMP)  ## Run the unit tests, the contracts and one test of each mode of delivery: a minute
 	$(BIN)/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
@@ -92,6 +92,9 @@ demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exact
 
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput
+
+bench-stash: $(STAMP)  ## Measure stashing by each adapter, with and without tracing and serializers (OTHER=/path/to/a/checkout)
+	$(BIN)/python -m benchmarks.stash $(if $(OTHER),--other $(OTHER))
 
 bench-failover: $(STAMP)  ## Measure how long nothing is published when the leader dies or is stopped
 	$(BIN)/python -m benchmarks.failover
@@ -132,7 +135,7 @@ bench-versions: $(STAMP)  ## Measure one delivery in turn with another checkout:
 bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the rest
 	$(BIN)/python -m benchmarks.holds
 
-bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
+bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
 bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)

@@ -4,7 +4,7 @@ Making records and stashing them needs no more than the application's own databa
 extra `[harvester]`.
 """
 
-from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired
+from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, SerializationFailed, TransactionRequired
 from outbox_core.holds import Hold, Holds
 from outbox_core.inbox import Inbox
 from outbox_core.record import Header, OutboxRecord
@@ -20,7 +20,13 @@ __all__ = [
     "InvalidRecord",
     "OutboxError",
     "OutboxRecord",
+    "SerializationFailed",
     "Stasher",
     "TransactionRequired",
     "__version__",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that they come from."""
+    return __all__

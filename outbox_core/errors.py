@@ -6,6 +6,27 @@ shows data sources.
 
 from __future__ import annotations
 
+__all__ = [
+    "DeadLetterTopicError",
+    "GroupRefused",
+    "InvalidConfig",
+    "InvalidMessageId",
+    "InvalidRecord",
+    "KafkaUnavailable",
+    "LeaderTopicError",
+    "MarkedRowsFound",
+    "MissingExtra",
+    "OutboxError",
+    "OutboxTableError",
+    "ProcessExhausted",
+    "RowsHeld",
+    "RowsRemain",
+    "StoreUnavailable",
+    "TrackingTopicError",
+    "TransactionRequired",
+    "UnsafeConsumer",
+]
+
 
 class OutboxError(Exception):
     """The root of all errors of this library."""
@@ -13,6 +34,10 @@ class OutboxError(Exception):
 
 class InvalidRecord(OutboxError, ValueError):
     """A record cannot be a Kafka message, or does not fit the outbox table's columns."""
+
+
+class SerializationFailed(InvalidRecord):
+    """A serializer refused a record's value, or could not reach its schema registry; its error is the cause."""
 
 
 class InvalidMessageId(OutboxError, ValueError):

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 
     from outbox_core.stores.interface import Backlog
 
+__all__ = [
+    "HarvestMetrics",
+    "MetricsServer",
+]
+
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds in seconds, the same for all three histograms."""
 

@@ -15,14 +15,21 @@ held makes that the order in which transactions on the same data commit.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, Unpack
 
 from outbox_core.errors import OutboxError, TransactionRequired
+from outbox_core.formats.preparation import FormatOptions, Preparation
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
+
+__all__ = [
+    "Connection",
+    "PreparedStasher",
+    "Stasher",
+]
 
 _PIPELINE_BUSY = 1
 _IN_TRANSACTION = (2, 3)
@@ -36,26 +43,57 @@ class Connection(Protocol):
         """Make a cursor."""
 
 
+class Interceptor(Protocol):
+    """A test's place between stashes and the database, for all adapters; `outbox_core.testing` takes it.
+
+    Rows are those of `TableLayout.row`, without the partition where the table has no column for it.
+
+    Attributes:
+        writes: False if rows are kept in memory: then no SQL is sent, and `keep` is called instead of `stashed`.
+    """
+
+    @property
+    def writes(self) -> bool:
+        """True if stashes go on to the database."""
+
+    def keep(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Keep rows in memory, after the checks that a stash makes before it sends SQL."""
+
+    def stashed(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Note rows that have been written in the transaction of a connection."""
+
+
+interceptor: Interceptor | None = None
+"""None outside tests. One for the process, as the code under test may stash in any thread."""
+
+
 class Stasher:
     """A writer of records into one outbox table. Immutable; may be shared between threads with a connection each.
 
     Args:
         table: name of the outbox table, `outbox` or `billing.outbox`.
         layout: types and limits of its columns; `TEXT_LAYOUT` for a table as goharvest makes it.
+        formats: how values become bytes, see `outbox_core.formats.preparation.Preparation`.
 
     Attributes:
         insert_sql: the statement that is sent, with a `%s` for every element of `row(record)`.
 
     Raises:
-        InvalidConfig: if `table` is not a table name.
+        InvalidConfig: if `table` is not a table name, or a serializer cannot be called.
     """
 
-    __slots__ = ("insert_sql", "layout", "table")
+    __slots__ = ("_preparation", "insert_sql", "layout", "table")
 
-    def __init__(self, table: str | TableName = "outbox", layout: TableLayout = BINARY_LAYOUT) -> None:
+    def __init__(
+        self,
+        table: str | TableName = "outbox",
+        layout: TableLayout = BINARY_LAYOUT,
+        **formats: Unpack[FormatOptions],
+    ) -> None:
         self.table = TableName.parse(table) if isinstance(table, str) else table
         self.layout = layout
         self.insert_sql = insert_sql(self.table, layout)
+        self._preparation = Preparation(**formats)
 
     def __repr__(self) -> str:
         return f"Stasher({str(self.table)!r})"
@@ -68,9 +106,14 @@ class Stasher:
             TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
         """
         row = self.row(record)
+        if interceptor is not None and not interceptor.writes:
+            interceptor.keep(connection, [row])
+            return
         require_transaction(connection)
         with closing(connection.cursor()) as cursor:
             cursor.execute(self.insert_sql, row)
+        if interceptor is not None:
+            interceptor.stashed(connection, [row])
 
     def stash_many(self, connection: Connection, records: Iterable[OutboxRecord]) -> None:
         """Write records in their order, in one batch; raises as `stash` does, before any record is sent.
@@ -78,10 +121,15 @@ class Stasher:
         psycopg 3 sends them without waiting for each answer.
         """
         rows = [self.row(record) for record in records]
+        if interceptor is not None and not interceptor.writes:
+            interceptor.keep(connection, rows)
+            return
         require_transaction(connection)
         if rows:
             with closing(connection.cursor()) as cursor:
                 cursor.executemany(self.insert_sql, rows)
+        if interceptor is not None:
+            interceptor.stashed(connection, rows)
 
     def prepare(self, connection: Connection) -> PreparedStasher:
         """Return a stasher of single records, bound to this connection.
@@ -93,7 +141,7 @@ class Stasher:
 
     def row(self, record: OutboxRecord) -> tuple[object, ...]:
         """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table."""
-        return self.layout.row(record)[: len(self.layout.columns)]
+        return self.layout.row(self._preparation.prepare(record))[: len(self.layout.columns)]
 
 
 class PreparedStasher:
@@ -115,8 +163,13 @@ class PreparedStasher:
     def stash(self, record: OutboxRecord) -> None:
         """Write one record in the connection's transaction; raises as `Stasher.stash` does."""
         row = self._stasher.row(record)
+        if interceptor is not None and not interceptor.writes:
+            interceptor.keep(self._connection, [row])
+            return
         require_transaction(self._connection)
         self._cursor.execute(self._stasher.insert_sql, row, **self._options)
+        if interceptor is not None:
+            interceptor.stashed(self._connection, [row])
 
     def close(self) -> None:
         """Close the cursor; the transaction stays as it is."""

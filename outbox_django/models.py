@@ -12,6 +12,12 @@ from outbox_core.record import Header
 from outbox_django.fields import PostgresArrayField
 from outbox_django.settings import hold_model_table, inbox_model_table, model_table
 
+__all__ = [
+    "Hold",
+    "Inbox",
+    "Outbox",
+]
+
 
 class Outbox(models.Model):
     """A record that waits to be published. The columns are those of `outbox_core.schema`."""

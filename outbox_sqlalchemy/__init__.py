@@ -19,6 +19,7 @@ from outbox_core.errors import (
     InvalidRecord,
     OutboxError,
     OutboxTableError,
+    SerializationFailed,
     TransactionRequired,
 )
 from outbox_core.record import Header, OutboxRecord
@@ -43,6 +44,7 @@ __all__ = [
     "OutboxMixin",
     "OutboxRecord",
     "OutboxTableError",
+    "SerializationFailed",
     "TableLayout",
     "TransactionRequired",
     "WrongSession",
@@ -59,6 +61,12 @@ __all__ = [
     "stash",
     "stash_many",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that they come from."""
+    return __all__
+
 
 _outbox = Outbox()
 stash = _outbox.stash

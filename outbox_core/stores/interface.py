@@ -13,6 +13,37 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
+__all__ = [
+    "HEADER_BYTES",
+    "KEY_DIGEST_PREFIX",
+    "LONGEST_KEY_OF_HOLD",
+    "NO_FLOOR",
+    "NO_HOLDS",
+    "NO_LIMIT",
+    "Backlog",
+    "Floor",
+    "HeldKey",
+    "HoldSet",
+    "HoldStore",
+    "LaneKey",
+    "MarkStore",
+    "MarkedBatch",
+    "MarkedRows",
+    "NewHold",
+    "OpenWriter",
+    "OutboxStore",
+    "OversizedValue",
+    "RowQuery",
+    "SequenceSnapshot",
+    "SequenceStore",
+    "StoreFactory",
+    "StoredRecord",
+    "bytes_of",
+    "held_key",
+    "lane_of",
+    "size_of",
+]
+
 LaneKey = tuple[str, str]
 """(topic, key): the unit of order. A record without a key belongs to none."""
 
