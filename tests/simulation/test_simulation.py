@@ -40,19 +40,24 @@ def test_promises_hold_for_hours(mode):
 
 
 @pytest.mark.parametrize(
-    "rule",
-    ["a term reads the last manifest", "the floor waits for open writers"],
+    ("rule", "first"),
+    [
+        ("an unknown outcome is no success", 5),
+        ("a term reads the last manifest", 7),
+        ("no transaction in an epoch with a late EndTxn", 14),
+        ("the floor waits for open writers", 0),
+    ],
 )
-def test_broken_rules_are_found(rule):
-    """A run notices that a rule of the product is broken."""
+def test_broken_rules_are_found(rule, first):
+    """A run notices that a rule of the product is broken: from a seed on that is known to show it."""
     with broken(rule):
-        problems = (run(Plan.of(seed, RULES[rule].mode)).problem for seed in range(200))
+        problems = (run(Plan.of(seed, RULES[rule].mode)).problem for seed in range(first, first + 200))
         assert any(problems)
 
 
 def test_failing_plan_is_shrunk():
     """Shrinking leaves a smaller plan that still fails."""
-    plan = replace(Plan.of(1, "exactly-once"), harvesters=2, writers=5, seconds=20.0)
+    plan = Plan(1, "exactly-once", ("break",), harvesters=2, writers=1, seconds=20.0)
     rule = "the floor waits for open writers"
     smaller = shrink(plan, rule)
     with broken(rule):
