@@ -1,0 +1,450 @@
+"""Three brokers as Kafka 4.x behaves for clients of transaction protocol v1: logs, idempotence, transactions, groups.
+
+What a partition has acknowledged is on all replicas, so a broker that crashes loses no record: its partitions, its
+transaction coordinators and its groups are led by another one a while later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from confluent_kafka import KafkaError
+
+from tests.simulation.network import Respond, Server
+from tests.simulation.scheduling import Scheduler
+
+OPEN, PLAIN, COMMITTED, ABORTED, CONTROL = "open", "plain", "committed", "aborted", "control"
+_MARKER_SECONDS = 0.004
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A record, or the marker that ends a transaction."""
+
+    offset: int
+    state: str
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes]] | None
+    time: float
+    producer: int
+
+
+@dataclass(slots=True)
+class Sent:
+    """A record of a batch."""
+
+    key: bytes | None
+    value: bytes | None
+    headers: list[tuple[str, bytes]] | None
+
+
+@dataclass(slots=True)
+class _ProducerState:
+    epoch: int
+    next_sequence: int = 0
+    batches: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=5))  # first, last, offset
+
+
+class Partition:
+    """The log of a partition."""
+
+    def __init__(self, topic: str, number: int, leader: int) -> None:
+        self.topic = topic
+        self.number = number
+        self.leader = leader
+        self.log: list[Entry] = []
+        self.producers: dict[int, _ProducerState] = {}
+        self.open: dict[int, list[Entry]] = {}
+        self.on_progress: list[Callable[[], None]] = []
+
+    @property
+    def end(self) -> int:
+        """The high watermark."""
+        return len(self.log)
+
+    @property
+    def stable_end(self) -> int:
+        """The last stable offset."""
+        return min((entries[0].offset for entries in self.open.values() if entries), default=len(self.log))
+
+    def append(
+        self, producer: int, epoch: int, first: int, records: list[Sent], now: float, *, is_transactional: bool
+    ) -> tuple[int | None, int]:
+        """Append a batch; return an error code or None, and the offset of its first record."""
+        if producer >= 0:
+            state = self.producers.setdefault(producer, _ProducerState(epoch))
+            if epoch < state.epoch:
+                return KafkaError.INVALID_PRODUCER_EPOCH, -1
+            if epoch > state.epoch:
+                if first != 0:
+                    return KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, -1
+                state.epoch, state.next_sequence = epoch, 0
+                state.batches.clear()
+            last = first + len(records) - 1
+            for known_first, known_last, offset in state.batches:
+                if (known_first, known_last) == (first, last):
+                    return None, offset
+            if first != state.next_sequence:
+                is_old = first < state.next_sequence
+                code = KafkaError.DUPLICATE_SEQUENCE_NUMBER if is_old else KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER
+                return code, -1
+            state.next_sequence = last + 1
+            state.batches.append((first, last, self.end))
+        offset = self.end
+        kind = OPEN if is_transactional else PLAIN
+        entries = [
+            Entry(offset + place, kind, each.key, each.value, each.headers, now, producer)
+            for place, each in enumerate(records)
+        ]
+        self.log += entries
+        if is_transactional:
+            self.open.setdefault(producer, []).extend(entries)
+        self._progress()
+        return None, offset
+
+    def end_transaction(self, producer: int, epoch: int, now: float, *, is_committed: bool) -> None:
+        """Write the marker of a transaction's end."""
+        state = self.producers.setdefault(producer, _ProducerState(epoch))
+        if epoch > state.epoch:
+            state.epoch, state.next_sequence = epoch, 0
+            state.batches.clear()
+        for entry in self.open.pop(producer, ()):
+            entry.state = COMMITTED if is_committed else ABORTED
+        self.log.append(Entry(self.end, CONTROL, None, None, None, now, producer))
+        self._progress()
+
+    def _progress(self) -> None:
+        waiting, self.on_progress = self.on_progress, []
+        for step in waiting:
+            step()
+
+
+@dataclass(eq=False)
+class Transaction:
+    """What a coordinator knows of a transactional.id."""
+
+    producer: int
+    epoch: int = -1
+    state: str = "empty"  # ongoing, committing, aborting, committed, aborted
+    timeout: float = 60.0
+    number: int = 0
+    partitions: set[Partition] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class Member:
+    """A member of a group."""
+
+    name: str
+    session: float
+    expires_at: float
+    respond: Respond | None = None
+
+
+@dataclass(eq=False)
+class Group:
+    """A consumer group of one topic's partition 0: its owner keeps it as long as it is a member (sticky)."""
+
+    members: dict[str, Member] = field(default_factory=dict)
+    owner: str = ""
+    generation: int = 0
+    is_joining: bool = False
+    round: int = 0
+    heard_at: dict[str, float] = field(default_factory=dict)  # by the first part of a member's name, its process
+
+
+class Cluster:
+    """All brokers, with one view of who leads what."""
+
+    def __init__(self, scheduler: Scheduler, brokers: int = 3) -> None:
+        self.scheduler = scheduler
+        self.brokers = [Server(f"broker-{number}") for number in range(brokers)]
+        self.topics: dict[str, list[Partition]] = {}
+        self.settings: dict[str, dict[str, str]] = {}
+        self.transactions: dict[str, Transaction] = {}
+        self.groups: dict[str, Group] = {}
+        self.coordinator = {"group": 0, "transaction": 0}
+        self.verifies_partitions = True
+        self.seen: dict[str, int] = {}
+        self._next_producer = 1000
+
+    def reached(self, state: str) -> None:
+        """Count a state that a run should reach."""
+        self.seen[state] = self.seen.get(state, 0) + 1
+
+    # -- brokers and topics
+
+    def create(self, topic: str, partitions: int, settings: dict[str, str]) -> bool:
+        """Create a topic; return False if it is there."""
+        if topic in self.topics:
+            return False
+        up = [number for number, broker in enumerate(self.brokers) if broker.is_up] or [0]
+        self.topics[topic] = [
+            Partition(topic, number, self.scheduler.random.choice(up)) for number in range(partitions)
+        ]
+        self.settings[topic] = {"cleanup.policy": "delete", "max.message.bytes": "1048588", **settings}
+        return True
+
+    def crash(self, number: int) -> None:
+        """Stop a broker. What it leads moves after a while."""
+        self.brokers[number].is_up = False
+        self.scheduler.after(0.5 + self.scheduler.random.random() * 2.5, lambda: self._move(number))
+
+    def _move(self, number: int) -> None:
+        up = [other for other, broker in enumerate(self.brokers) if broker.is_up]
+        if self.brokers[number].is_up or not up:
+            return
+        for partitions in self.topics.values():
+            for partition in partitions:
+                if partition.leader == number:
+                    partition.leader = self.scheduler.random.choice(up)
+                    partition._progress()
+        for what, leader in self.coordinator.items():
+            if leader == number:
+                self.coordinator[what] = self.scheduler.random.choice(up)
+
+    def restart(self, number: int) -> None:
+        """Start a broker again."""
+        self.brokers[number].is_up = True
+
+    def move_leaders(self) -> None:
+        """Elect other leaders, as after a reassignment."""
+        for number in range(len(self.brokers)):
+            self._move(number)
+        up = [other for other, broker in enumerate(self.brokers) if broker.is_up]
+        if up:
+            for partitions in self.topics.values():
+                for partition in partitions:
+                    partition.leader = self.scheduler.random.choice(up)
+                    partition._progress()
+            for what in self.coordinator:
+                self.coordinator[what] = self.scheduler.random.choice(up)
+
+    # -- producers
+
+    def new_producer(self) -> tuple[int, int]:
+        """Return the ID and epoch of an idempotent producer."""
+        self._next_producer += 1
+        return self._next_producer, 0
+
+    def produce(self, broker: int, place: tuple[str, int], batch: Any, respond: Respond) -> None:
+        """Append a batch: (transactional.id or '', producer ID, epoch, first sequence, records)."""
+        partition = self._led_by(broker, place)
+        if isinstance(partition, int):
+            respond((partition, -1))
+            return
+        transactional_id, producer, epoch, first, records = batch
+        if transactional_id and self.verifies_partitions:
+            transaction = self.transactions.get(transactional_id)
+            if transaction is None or transaction.producer != producer or transaction.epoch != epoch:
+                respond((KafkaError.INVALID_PRODUCER_EPOCH, -1))
+                return
+            state = partition.producers.get(producer)
+            known = () if state is None or state.epoch != epoch else state.batches
+            is_repeat = any((first, first + len(records) - 1) == (one, two) for one, two, _ in known)
+            if not is_repeat and (transaction.state != "ongoing" or partition not in transaction.partitions):
+                self.reached("produce outside of a transaction")
+                respond((KafkaError.INVALID_TXN_STATE, -1))
+                return
+        answer = partition.append(
+            producer, epoch, first, records, self.scheduler.now, is_transactional=bool(transactional_id)
+        )
+        respond(answer)
+
+    def _led_by(self, broker: int, place: tuple[str, int]) -> Partition | int:
+        topic, number = place
+        partitions = self.topics.get(topic)
+        if partitions is None or number >= len(partitions):
+            return KafkaError.UNKNOWN_TOPIC_OR_PART
+        return partitions[number] if partitions[number].leader == broker else KafkaError.NOT_LEADER_FOR_PARTITION
+
+    # -- transactions
+
+    def init_producer(self, broker: int, transactional_id: str, timeout: float, respond: Respond) -> None:
+        """Fence the last user of a transactional.id; answer with (code, producer ID, epoch)."""
+        if self.coordinator["transaction"] != broker:
+            respond((KafkaError.NOT_COORDINATOR, -1, -1))
+            return
+        transaction = self.transactions.get(transactional_id)
+        if transaction is None:
+            self._next_producer += 1
+            transaction = self.transactions[transactional_id] = Transaction(self._next_producer)
+        if transaction.state == "ongoing":
+            self.reached("init aborts a transaction")
+            self._abort(transaction)
+        if transaction.state in ("committing", "aborting"):
+            respond((KafkaError.CONCURRENT_TRANSACTIONS, -1, -1))
+            return
+        transaction.epoch += 1
+        transaction.timeout = timeout
+        transaction.state = "empty"
+        respond((None, transaction.producer, transaction.epoch))
+
+    def _abort(self, transaction: Transaction) -> None:
+        transaction.epoch += 1
+        self._end(transaction, is_committed=False)
+
+    def add_partitions(self, broker: int, who: tuple[str, int, int], places: Any, respond: Respond) -> None:
+        """Add partitions to a transaction, which begins with that; answer with a code or None."""
+        transaction = self._of(broker, who)
+        if isinstance(transaction, int):
+            respond(transaction)
+        elif transaction.state in ("committing", "aborting"):
+            respond(KafkaError.CONCURRENT_TRANSACTIONS)
+        else:
+            if transaction.state != "ongoing":
+                transaction.state = "ongoing"
+                transaction.number += 1
+                self._watch(transaction, transaction.number)
+            transaction.partitions.update(self.topics[topic][number] for topic, number in places)
+            respond(None)
+
+    def _watch(self, transaction: Transaction, number: int) -> None:
+        def give_up() -> None:
+            if transaction.state == "ongoing" and transaction.number == number:
+                self.reached("transaction timed out")
+                self._abort(transaction)
+
+        self.scheduler.after(transaction.timeout, give_up)
+
+    def end_transaction(self, broker: int, who: tuple[str, int, int], commit: bool, respond: Respond) -> None:
+        """Commit or abort; answer with a code or None once that is certain, before the markers are written."""
+        transaction = self._of(broker, who)
+        if isinstance(transaction, int):
+            respond(transaction)
+            return
+        same = ("committing", "committed") if commit else ("aborting", "aborted")
+        if transaction.state == "ongoing":
+            self._end(transaction, is_committed=commit)
+            respond(None)
+        elif transaction.state == same[1]:
+            self.reached("EndTxn repeated")
+            respond(None)
+        elif transaction.state in ("committing", "aborting"):
+            wrong = transaction.state != same[0]
+            respond(KafkaError.INVALID_TXN_STATE if wrong else KafkaError.CONCURRENT_TRANSACTIONS)
+        else:
+            respond(KafkaError.INVALID_TXN_STATE)
+
+    def _of(self, broker: int, who: tuple[str, int, int]) -> Transaction | int:
+        transactional_id, producer, epoch = who
+        if self.coordinator["transaction"] != broker:
+            return KafkaError.NOT_COORDINATOR
+        transaction = self.transactions.get(transactional_id)
+        if transaction is None or transaction.producer != producer:
+            return KafkaError.INVALID_PRODUCER_ID_MAPPING
+        return transaction if transaction.epoch == epoch else KafkaError.PRODUCER_FENCED
+
+    def _end(self, transaction: Transaction, *, is_committed: bool) -> None:
+        transaction.state = "committing" if is_committed else "aborting"
+        left, transaction.partitions = transaction.partitions, set()
+        producer, epoch, random = transaction.producer, transaction.epoch, self.scheduler.random
+        left_to_mark = set(left)
+
+        def mark(partition: Partition) -> None:
+            if not self.brokers[partition.leader].is_up:
+                self.scheduler.after(0.1, lambda: mark(partition))
+                return
+            partition.end_transaction(producer, epoch, self.scheduler.now, is_committed=is_committed)
+            left_to_mark.discard(partition)
+            complete()
+
+        def complete() -> None:
+            if not left_to_mark:
+                transaction.state = "committed" if is_committed else "aborted"
+
+        for partition in sorted(left, key=lambda each: (each.topic, each.number)):
+            slow = 0.3 * random.random() if random.random() < 0.03 else 0.0
+            self.scheduler.after(_MARKER_SECONDS * random.random() + slow, lambda partition=partition: mark(partition))
+        complete()
+
+    # -- groups
+
+    def join(self, broker: int, group_id: str, name: str, session: float, respond: Respond) -> None:
+        """Join a group; the answer, (code, generation, owns), comes when all members have joined."""
+        if self.coordinator["group"] != broker:
+            respond((KafkaError.NOT_COORDINATOR, -1, False))
+            return
+        group = self.groups.setdefault(group_id, Group())
+        member = group.members.get(name)
+        if member is None:
+            member = group.members[name] = Member(name, session, 0.0)
+        member.respond = respond
+        self._expire_later(group, member)
+        if not group.is_joining:
+            group.is_joining = True
+            group.round += 1
+            number = group.round
+            self.scheduler.after(session, lambda: self._conclude(group, number))
+        self._conclude_if_all(group)
+
+    def heartbeat(self, broker: int, group_id: str, name: str, generation: int, respond: Respond) -> None:
+        """Note a sign of life; answer with a code or None."""
+        group = self.groups.get(group_id)
+        if self.coordinator["group"] != broker:
+            respond(KafkaError.NOT_COORDINATOR)
+        elif group is None or name not in group.members:
+            respond(KafkaError.UNKNOWN_MEMBER_ID)
+        else:
+            group.heard_at[name.partition("-member-")[0]] = self.scheduler.now
+            self._expire_later(group, group.members[name])
+            respond(KafkaError.REBALANCE_IN_PROGRESS if group.is_joining or generation != group.generation else None)
+
+    def leave(self, broker: int, group_id: str, name: str, respond: Respond) -> None:
+        """Leave a group."""
+        group = self.groups.get(group_id)
+        if self.coordinator["group"] == broker and group is not None:
+            self._remove(group, name)
+        respond(None)
+
+    def _expire_later(self, group: Group, member: Member) -> None:
+        member.expires_at = self.scheduler.now + member.session
+
+        def look() -> None:
+            if group.members.get(member.name) is not member:
+                return
+            left = member.expires_at - self.scheduler.now
+            if left > 1e-9:
+                return
+            if member.respond is not None:  # it waits for the others
+                return
+            self.reached("member expired")
+            self._remove(group, member.name)
+
+        self.scheduler.after(member.session, look)
+
+    def _remove(self, group: Group, name: str) -> None:
+        if group.members.pop(name, None) is None:
+            return
+        if group.owner == name:
+            group.owner = ""
+        if group.members and not group.is_joining:
+            group.is_joining = True
+            group.round += 1
+            number = group.round
+            longest = max(member.session for member in group.members.values())
+            self.scheduler.after(longest, lambda: self._conclude(group, number))
+        self._conclude_if_all(group)
+
+    def _conclude_if_all(self, group: Group) -> None:
+        if group.is_joining and all(member.respond is not None for member in group.members.values()):
+            self._conclude(group, group.round)
+
+    def _conclude(self, group: Group, number: int) -> None:
+        if not group.is_joining or group.round != number:
+            return
+        group.is_joining = False
+        for name in [name for name, member in group.members.items() if member.respond is None]:
+            del group.members[name]
+        if group.owner not in group.members:
+            group.owner = self.scheduler.random.choice(sorted(group.members)) if group.members else ""
+        group.generation += 1
+        for member in group.members.values():
+            respond, member.respond = member.respond, None
+            self._expire_later(group, member)
+            if respond is not None:
+                respond((None, group.generation, member.name == group.owner))

@@ -1,0 +1,167 @@
+"""Connections between clients and servers: they delay, they break, and what was held when they broke may arrive late.
+
+On one connection everything arrives in its order. After a break the client learns of it at once or after a while, and
+sends on over a new connection, which earlier requests may follow: nothing orders the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.simulation.scheduling import Process, ProcessDied, Scheduler
+
+Respond = Callable[[object], None]
+Handler = Callable[[Respond], None]
+"""What a server does with a request when that arrives; it answers now, later or never."""
+
+LOST = object()
+"""In the place of an answer: the connection broke, and it is not known whether the request arrived."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A request that is not answered."""
+
+    handler: Handler
+    on_answer: Callable[[object], None]
+    has_arrived: bool = False
+    is_over: bool = False
+
+
+@dataclass(eq=False)
+class Connection:
+    """A connection from a process to a server."""
+
+    process: Process
+    server: Server
+    is_broken: bool = False
+    last_out: float = 0.0
+    last_back: float = 0.0
+    open_requests: list[Request] = field(default_factory=list)
+
+
+class Server:
+    """The far end of connections: a broker, or the database."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_up = True
+
+
+class Network:
+    """All connections, and their faults."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.latency = 0.001
+        self.late = 0.0  # the share of held requests that arrive after their connection broke
+        self.longest_late = 8.0
+        self.cut: dict[tuple[Process, Server], None] = {}  # links that pass nothing
+        self.delivered_late = 0
+        self._connections: list[Connection] = []
+
+    def connect(self, process: Process, server: Server) -> Connection:
+        """Open a connection."""
+        connection = Connection(process, server)
+        self._connections = [other for other in self._connections if not other.is_broken]
+        self._connections.append(connection)
+        return connection
+
+    def send(self, connection: Connection, handler: Handler, on_answer: Callable[[object], None]) -> Request:
+        """Send a request; `on_answer` gets the answer or `LOST`, as a step of the client's process."""
+        if connection.process.is_dead:
+            raise ProcessDied
+        request = Request(handler, on_answer)
+        connection.open_requests.append(request)
+        if connection.is_broken or not connection.server.is_up:
+            self._after(0.002, lambda: self._lose(connection, request))
+            return request
+        connection.last_out = max(connection.last_out, self.scheduler.now + self._delay())
+        self._at(connection.last_out, lambda: self._arrive(connection, request))
+        return request
+
+    def _arrive(self, connection: Connection, request: Request) -> None:
+        if request.has_arrived or request.is_over:
+            return
+        if (connection.process, connection.server) in self.cut:
+            return  # held until the link is mended, or its connection breaks
+        if not connection.server.is_up:
+            self._lose(connection, request)
+            return
+        request.has_arrived = True
+        request.handler(lambda answer: self._answer(connection, request, answer))
+
+    def _answer(self, connection: Connection, request: Request, answer: object) -> None:
+        if request.is_over or connection.is_broken:
+            return
+        connection.last_back = max(connection.last_back, self.scheduler.now + self._delay())
+        self._at(connection.last_back, lambda: self._come_back(connection, request, answer))
+
+    def _come_back(self, connection: Connection, request: Request, answer: object) -> None:
+        if request.is_over or connection.is_broken:
+            return
+        if (connection.process, connection.server) in self.cut:
+            return  # never comes; the client's time-out breaks the connection
+        self._end(connection, request, answer)
+
+    def _lose(self, connection: Connection, request: Request) -> None:
+        if not request.is_over:
+            self._end(connection, request, LOST)
+
+    def _end(self, connection: Connection, request: Request, answer: object) -> None:
+        request.is_over = True
+        if request in connection.open_requests:
+            connection.open_requests.remove(request)
+        connection.process.run(lambda: request.on_answer(answer))
+
+    def break_connection(self, connection: Connection) -> None:
+        """Break a connection: the client learns of it, and what the network still holds may arrive late."""
+        if connection.is_broken:
+            return
+        connection.is_broken = True
+        for request in list(connection.open_requests):
+            if not request.has_arrived and self.scheduler.random.random() < self.late:
+                self._deliver_late(connection, request)
+            self._lose(connection, request)
+
+    def _deliver_late(self, connection: Connection, request: Request) -> None:
+        def arrive() -> None:
+            if connection.server.is_up:
+                self.delivered_late += 1
+                request.has_arrived = True
+                request.handler(lambda _: None)
+
+        late_by = self.scheduler.random.choice((0.3, 1.0, self.longest_late)) * self.scheduler.random.random()
+        self._after(late_by, arrive)
+
+    def break_some(self, of: Callable[[Connection], bool], share: float = 1.0) -> int:
+        """Break connections, each with a probability; return how many."""
+        chosen = [each for each in self._connections if not each.is_broken and of(each)]
+        chosen = [each for each in chosen if self.scheduler.random.random() < share]
+        for connection in chosen:
+            self.break_connection(connection)
+        return len(chosen)
+
+    def mend(self, process: Process, server: Server) -> None:
+        """Let a link pass again: what was held on a connection that still stands goes on."""
+        self.cut.pop((process, server), None)
+        for connection in self._connections:
+            if connection.process is process and connection.server is server and not connection.is_broken:
+                for request in list(connection.open_requests):
+                    if not request.has_arrived:
+                        self._arrive(connection, request)
+                    else:
+                        self._lose(connection, request)  # its answer was dropped
+
+    def _delay(self) -> float:
+        random = self.scheduler.random
+        return self.latency * (0.3 + random.expovariate(1.0)) + (
+            0.2 * random.random() if random.random() < 0.003 else 0
+        )
+
+    def _after(self, seconds: float, step: Callable[[], None]) -> None:
+        self.scheduler.after(seconds, step)
+
+    def _at(self, time: float, step: Callable[[], None]) -> None:
+        self.scheduler.after(time - self.scheduler.now, step)

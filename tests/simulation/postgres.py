@@ -1,0 +1,315 @@
+"""The database: an outbox table with snapshots, open writers and a sequence, and the store that the product asks.
+
+A statement takes its snapshot when it begins and changes rows when it ends; a row that changed in between is skipped,
+as UPDATE and DELETE skip it. A connection that breaks leaves the outcome of its statement unknown: it may have taken
+effect, have none, or take effect later, after its client has crashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from outbox_core.errors import StoreUnavailable
+from outbox_core.stores.interface import (
+    NO_FLOOR,
+    Backlog,
+    HoldSet,
+    MarkedBatch,
+    MarkedRows,
+    NewHold,
+    OpenWriter,
+    RowQuery,
+    SequenceSnapshot,
+    StoredRecord,
+    held_key,
+    lane_of,
+    row_id,
+    size_of,
+)
+from tests.simulation.network import LOST, Connection, Network, Server
+from tests.simulation.scheduling import Process, Scheduler, current
+from tests.simulation.threads import Event
+
+OUTBOX = "shop.public.outbox"
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """A committed row."""
+
+    record: StoredRecord
+    leader: UUID | None = None
+    version: int = 0
+
+
+@dataclass(eq=False)
+class Database:
+    """The table, its holds, and who writes to it."""
+
+    scheduler: Scheduler
+    server: Server = field(default_factory=lambda: Server("database"))
+    rows: dict[int, Row] = field(default_factory=dict)
+    last_id: int = 0
+    incarnation: int = 0
+    writers: set[str] = field(default_factory=set)
+    holds: list[NewHold] = field(default_factory=list)
+    hold_version: int = 0
+    on_hidden: Callable[[StoredRecord], None] = lambda _: None  # gets a row that a floor hides from its harvester
+    _times: int = 0
+
+    def draw(self) -> int:
+        """Draw an id from the sequence."""
+        self.last_id += 1
+        return self.last_id
+
+    def create_time(self) -> int:
+        """Return the begin of a transaction in microseconds, like no other."""
+        self._times += 1
+        return int(self.scheduler.wall_clock() * 1_000_000) + self._times
+
+    def commit(self, records: Sequence[StoredRecord]) -> None:
+        """Make rows visible."""
+        for record in records:
+            self.rows[record.id] = Row(record)
+
+    def truncate(self) -> bool:
+        """Empty the table and restart its ids; False while a writer is open, whose lock is in the way."""
+        if self.writers:
+            return False
+        self.rows.clear()
+        self.last_id = 0
+        self.incarnation += 1
+        return True
+
+    def set_holds(self, holds: list[NewHold]) -> None:
+        """Replace the holds."""
+        self.holds = holds
+        self.hold_version += 1
+
+
+@dataclass(frozen=True)
+class _Place:
+    connection: Connection | None
+    incarnation: int
+
+
+class Store:
+    """An `OutboxStore` on the simulated database; also its `HoldStore`, `SequenceStore` and `MarkStore`."""
+
+    def __init__(self, database: Database, network: Network) -> None:
+        self._database = database
+        self._network = network
+        self._scheduler = database.scheduler
+        self._process: Process = current().process
+        self._connection: Connection | None = None
+        self._known: tuple[int, HoldSet] | None = None
+        self.holds = self.sequence = self.marks = self
+
+    # -- statements
+
+    def _statement(self, *steps: Callable[[], Any]) -> Any:
+        """Run the steps of one statement on the server, with some time between them; return the last one's result."""
+        if self._connection is None or self._connection.is_broken:
+            self._connection = self._network.connect(self._process, self._database.server)
+        event, found = Event(), []
+
+        def handle(respond: Callable[[object], None]) -> None:
+            def run(number: int) -> None:
+                result = steps[number]()
+                if number + 1 == len(steps):
+                    respond((result,))
+                else:
+                    pause = 0.0003 if self._scheduler.random.random() < 0.9 else 0.02
+                    self._scheduler.after(pause * self._scheduler.random.random(), lambda: run(number + 1))
+
+            run(0)
+
+        connection = self._connection
+        request = self._network.send(connection, handle, lambda answer: (found.append(answer), event.set()))
+        self._process.after(30.0, lambda: None if request.is_over else self._network.break_connection(connection))
+        event.wait()
+        if found[0] is LOST:
+            self._connection = None
+            raise StoreUnavailable("the connection is lost", in_doubt=True)
+        return found[0][0]
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._network.break_connection(connection)
+
+    # -- the table
+
+    def check(self) -> str:
+        return str(self._statement(lambda: OUTBOX))
+
+    def server_id(self) -> str:
+        return str(self._statement(lambda: "4711"))
+
+    def _select(self, query: RowQuery, is_wanted: Callable[[Row], bool]) -> list[Row]:
+        database, floor = self._database, query.after
+        lowest = NO_FLOOR.id
+        here = _Place(self._connection, database.incarnation)
+        if floor.place == here and database.last_id >= floor.id:
+            lowest = floor.id
+        rows, keys, topics = set(query.without_rows), set(query.without_keys), set(query.without_topics)
+        found: list[Row] = []
+        taken = 0
+        for identity in sorted(database.rows):
+            row = database.rows[identity]
+            record = row.record
+            if not is_wanted(row) or record.topic in topics or query.holds.covers(record):
+                continue
+            if lane_of(record) in keys or row_id(record) in rows:
+                continue
+            if identity <= lowest:
+                if row.leader is None:  # else another leader has taken it from our hands
+                    database.on_hidden(record)
+                continue
+            if found and taken >= query.max_bytes:
+                break
+            found.append(row)
+            taken += size_of(record)
+            if len(found) == query.limit:
+                break
+        return found
+
+    def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
+        seen: list[tuple[Row, int]] = []
+
+        def select() -> None:
+            seen.extend((row, row.version) for row in self._select(query, lambda row: row.leader != leader_id))
+
+        def update() -> MarkedBatch:
+            records = []
+            for row, version in seen:
+                if row.version == version and self._database.rows.get(row.record.id) is row:
+                    row.leader = leader_id
+                    row.version += 1
+                    records.append(row.record)
+            return MarkedBatch(len(seen), records)
+
+        batch: MarkedBatch = self._statement(select, update)
+        return batch
+
+    def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
+        found: list[StoredRecord] = []
+        self._statement(lambda: found.extend(row.record for row in self._select(query, lambda _: True)), lambda: None)
+        return found
+
+    def _delete(self, ids: Sequence[int], times: Sequence[int], is_wanted: Callable[[Row], bool]) -> int:
+        rows = self._database.rows
+        count = 0
+        for identity, time in zip(ids, times, strict=True):
+            row = rows.get(identity)
+            if row is not None and row.record.create_time == time and is_wanted(row):
+                del rows[identity]
+                row.version += 1
+                count += 1
+        return count
+
+    def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        return int(self._statement(lambda: self._delete(ids, create_times, lambda row: row.leader == leader_id)))
+
+    def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        return int(self._statement(lambda: self._delete(ids, create_times, lambda _: True)))
+
+    def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
+        def clear() -> int:
+            rows = [self._database.rows.get(identity) for identity in ids]
+            mine = [row for row in rows if row is not None and row.leader == leader_id]
+            for row in mine:
+                row.leader = None
+                row.version += 1
+            return len(mine)
+
+        return int(self._statement(clear))
+
+    def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        def look() -> list[StoredRecord]:
+            return [self._database.rows[identity].record for identity in sorted(ids) if identity in self._database.rows]
+
+        records: list[StoredRecord] = self._statement(look)
+        return records
+
+    def is_empty(self) -> bool:
+        return bool(self._statement(lambda: not self._database.rows))
+
+    def backlog(self) -> Backlog:
+        return Backlog(int(self._statement(lambda: len(self._database.rows))), 0.0)
+
+    # -- holds
+
+    def read(self) -> HoldSet:
+        version, holds = self._statement(lambda: (self._database.hold_version, list(self._database.holds)))
+        if self._known is None or self._known[0] != version:
+            self._known = (
+                version,
+                HoldSet(
+                    topics=frozenset(hold.topic for hold in holds if hold.key is None and hold.record_id is None),
+                    lanes=frozenset((hold.topic, held_key(hold.key)) for hold in holds if hold.key is not None),
+                    ids=frozenset(hold.record_id for hold in holds if hold.key is None and hold.record_id is not None),
+                ),
+            )
+        return self._known[1]
+
+    def add(self, holds: Sequence[NewHold]) -> None:
+        self._statement(lambda: self._database.set_holds([*self._database.holds, *holds]))
+
+    def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
+        return self.find(ids)
+
+    def refuse_dead_letters(self, ids: Sequence[int], error: str) -> int:
+        del ids, error
+        return 0
+
+    def delete_dead_lettered(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        return self.delete_published(ids, create_times)
+
+    def release_gone(self) -> int:
+        return 0
+
+    # -- the sequence
+
+    def snapshot(self) -> SequenceSnapshot:
+        database, drawn = self._database, []
+        self._statement(lambda: drawn.append((database.last_id, database.incarnation)))
+        connection = self._connection
+        writers = self._statement(lambda: frozenset(database.writers))
+        if connection is not self._connection:
+            raise StoreUnavailable("the connection is lost")
+        (last_id, incarnation) = drawn[0]
+        return SequenceSnapshot(last_id, _Place(connection, incarnation), writers)
+
+    def describe(self, writers: Collection[str]) -> Sequence[OpenWriter]:
+        return [OpenWriter(name, 1, None, 0.0, "", "") for name in writers]
+
+    # -- marks
+
+    def count(self) -> MarkedRows:
+        def look() -> MarkedRows:
+            marked = sorted(identity for identity, row in self._database.rows.items() if row.leader is not None)
+            return MarkedRows(len(marked), marked[0] if marked else 0, marked[-1] if marked else 0)
+
+        marked: MarkedRows = self._statement(look)
+        return marked
+
+    def hold(self, limit: int) -> int:
+        del limit
+        return 0
+
+    def release_held(self) -> int:
+        return 0
+
+    def clear(self) -> int:
+        def wipe() -> int:
+            marked = [row for row in self._database.rows.values() if row.leader is not None]
+            for row in marked:
+                row.leader = None
+                row.version += 1
+            return len(marked)
+
+        return int(self._statement(wipe))

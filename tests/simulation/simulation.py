@@ -1,0 +1,628 @@
+"""One run: harvesters, writers and faults in a world that follows from a seed, and the promises that must hold."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from random import Random
+from typing import Any
+
+from outbox_core.config import HarvestConfig, Limits
+from outbox_core.errors import OutboxError
+from outbox_core.events import Event as ProductEvent
+from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
+from outbox_core.harvest import Harvester
+from outbox_core.kafka import clients as product_clients
+from outbox_core.kafka.identity import Failpoint
+from outbox_core.stores.interface import NewHold, StoredRecord
+from tests.simulation import clients
+from tests.simulation.brokers import COMMITTED, PLAIN, Cluster
+from tests.simulation.network import Network, Server
+from tests.simulation.postgres import Database, Store
+from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
+from tests.simulation.threads import Event, patched
+
+MODES = ("exactly-once", "at-least-once")
+FAULTS = (
+    "break", "cut", "crash", "at a step", "broker", "move", "suspend", "database", "truncate", "restart", "hold",
+)  # fmt: skip
+_TOPICS = {"orders": 2, "bills": 1}
+_LEAST_QUIET_SECONDS = 30.0
+_MOST_QUIET_SECONDS = 60.0
+_LEASE_SECONDS = 5.0
+_GROUP_HEARTBEAT_SECONDS = 0.7  # between two of them, with the network's delays
+
+
+class PromiseBroken(AssertionError):
+    """A promise of the product that did not hold in a run."""
+
+
+@dataclass
+class Plan:
+    """What a run consists of; a seed draws it, and shrinking takes parts of it away."""
+
+    seed: int
+    mode: str
+    faults: tuple[str, ...]
+    harvesters: int = 2
+    writers: int = 3
+    seconds: float = 60.0
+    late: float = 0.0
+    latency: float = 0.001
+    pause: float = 0.3  # of a writer between two transactions
+    drift: float = 0.0
+    most_faults: int = 1_000_000
+
+    @classmethod
+    def of(cls, seed: int, mode: str = "") -> Plan:
+        """Draw a plan: each seed switches a random subset of faults on, so that rare ones meet each other."""
+        random = Random(seed * 7919 + 17)
+        drawn, share = random.choice(MODES), random.choice((0.2, 0.4, 0.7))
+        # Not more records than batches of twenty can take.
+        latency, pause = random.choice(((0.001, 0.1), (0.001, 0.3), (0.005, 0.3), (0.03, 1.0)))
+        faults = tuple(fault for fault in FAULTS if random.random() < share)
+        return cls(
+            seed,
+            mode or drawn,
+            faults or ("break",),
+            harvesters=random.choice((1, 2, 2, 3)),
+            writers=random.choice((1, 3, 5)),
+            seconds=random.choice((20.0, 40.0, 80.0)),
+            late=random.choice((0.0, 0.4, 0.9)),
+            latency=latency,
+            pause=pause,
+            drift=random.choice((0.0, 0.0, 1e-4)),
+        )
+
+
+@dataclass
+class Outcome:
+    """What came of a run."""
+
+    plan: Plan
+    problem: str = ""
+    virtual_seconds: float = 0.0
+    steps: int = 0
+    records: int = 0
+    faults: int = 0
+    seen: Counter[str] = field(default_factory=Counter)
+    trace: list[str] = field(default_factory=list)
+
+
+class _Log(logging.Handler):
+    """Counts the product's log lines by their format, and adds them to the trace."""
+
+    def __init__(self, scheduler: Scheduler, seen: Counter[str]) -> None:
+        super().__init__()
+        self._scheduler = scheduler
+        self._seen = seen
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = str(record.msg)
+        for sentinel, part in _SENTINELS_IN_LOG.items():
+            if part in text:
+                self._seen[sentinel] += 1
+        if self._scheduler.trace is not None:
+            try:
+                name = current().process.name
+            except AttributeError:
+                name = "world"
+            self._scheduler.note(f"{name:12} {record.levelname.lower()}: {record.getMessage()}")
+
+
+_SENTINELS_IN_LOG = {
+    "torn transaction read back": "reading back which from",
+    "published rows purged by a successor": "rows that the last term had published",
+    "rows taken by another leader": "the rest carry another leader's mark",
+    "records in flight at a hand-over": "records were still in flight",
+    "outage of the database": "%s: %s; retrying",
+}
+
+SENTINELS = (
+    "leader acquired", "leader revoked", "leader fenced", "crash while leading", "fault at a step", "late request",
+    "EndTxn sent twice", "EndTxn repeated", "produce repeated", "delivery timed out", "producer fenced",
+    "init aborts a transaction", "transaction timed out", "member expired", "partition lost", "truncated", "suspended",
+    "late commit", "rolled back", "held", "produce outside of a transaction", "cut off from the group alone",
+    *_SENTINELS_IN_LOG,
+)  # fmt: skip
+"""States that a number of runs should reach; a report names those that were never reached."""
+
+
+class Node:
+    """A place where a harvester runs, process after process."""
+
+    def __init__(self, simulation: Simulation, number: int) -> None:
+        self.simulation = simulation
+        self.name = f"harvester-{number}"
+        self.process: Process | None = None
+        self.harvester: Harvester | None = None
+        self._lives = 0
+
+    @property
+    def is_up(self) -> bool:
+        """True while its process lives, suspended or not."""
+        return self.process is not None and not self.process.is_dead
+
+    def start(self) -> None:
+        """Start a process."""
+        simulation, self._lives = self.simulation, self._lives + 1
+        drift = simulation.plan.drift * simulation.scheduler.random.uniform(-1, 1)
+        process: Any = Process(simulation.scheduler, f"{self.name}.{self._lives}", drift)
+        process.world = simulation
+        self.process, self.harvester = process, None
+        process.spawn(self._main, "main")
+
+    def crash(self) -> None:
+        """Kill the process; what it had sent may arrive all the same."""
+        process = self.process
+        if process is None or process.is_dead:
+            return
+        if self.lease_left > 0:
+            self.simulation.seen["crash while leading"] += 1
+        self.simulation.scheduler.note("%s crashes", process.name)
+        process.crash()
+        self.harvester = None
+        self.simulation.network.break_some(lambda connection: connection.process is process)
+
+    def _main(self) -> None:
+        while True:
+            harvester = Harvester(
+                self.simulation.config(self.name),
+                self._on_event,
+                store_factory=lambda: Store(self.simulation.database, self.simulation.network),
+                reached=self._reached,
+            )
+            try:
+                harvester.start()
+                self.harvester = harvester
+                harvester.join()
+            except OutboxError as error:
+                self.simulation.scheduler.note("%s ended: %s", self.name, error)
+            except Exception as error:
+                self.simulation.broken(f"{self.name} ended with {type(error).__name__}: {error}")
+            else:
+                return
+            self.harvester = None
+            Event().wait(0.5)
+
+    def stop(self) -> None:
+        """Ask the harvester to stop in good order; its process ends with it, and another one begins."""
+        harvester, process = self.harvester, self.process
+        if harvester is None or process is None or process.is_suspended:
+            return
+        process.spawn(lambda: self._stop(harvester, process), "stop")
+
+    def _stop(self, harvester: Harvester, process: Process) -> None:
+        harvester.stop()
+        with suppress(OutboxError):
+            harvester.join(60.0)
+        self.simulation.scheduler.after(0.3, lambda: self._replace(process))
+
+    def _replace(self, process: Process) -> None:
+        if self.process is process:
+            self.crash()
+            self.start()
+
+    def _on_event(self, event: ProductEvent) -> None:
+        name = {LeaderAcquired: "leader acquired", LeaderRevoked: "leader revoked", LeaderFenced: "leader fenced"}
+        self.simulation.seen[name.get(type(event), "other event")] += 1
+        self.simulation.scheduler.note("%s %s", self.name, event)
+        self.simulation.check_leases()
+
+    def _reached(self, step: Failpoint) -> None:
+        simulation = self.simulation
+        random = simulation.scheduler.random
+        if "at a step" not in simulation.plan.faults or not simulation.is_faulty or random.random() > 0.02:
+            return
+        if not simulation.may_fault():
+            return
+        simulation.seen["fault at a step"] += 1
+        process, kind = current().process, random.choice(("crash", "suspend", "cut", "break", "break"))
+        simulation.scheduler.note("%s: %s at %s", self.name, kind, step)
+        if kind == "crash":
+            process.is_dead = True
+            simulation.scheduler.after(0.0, lambda: self._died(process))
+            raise ProcessDied
+        pause = random.choice((0.0, 2.0)) * simulation.network.latency
+        simulation.scheduler.after(pause, lambda: getattr(simulation, f"_{kind}")(process))
+
+    def _died(self, process: Process) -> None:
+        process.is_dead = False
+        self.crash()
+        self.simulation.restart_later(self)
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds until its lease ends on its own clock, negative without one."""
+        harvester, process = self.harvester, self.process
+        if harvester is None or process is None or process.is_dead or harvester._ctx is None:
+            return -1.0
+        leadership = harvester._ctx.elector.leadership
+        return -1.0 if leadership is None else leadership.deadline - process.boottime()
+
+
+class Writer:
+    """An application: one transaction after the other, each with some records of its own keys."""
+
+    def __init__(self, simulation: Simulation, number: int) -> None:
+        self._simulation = simulation
+        self._random = Random(simulation.plan.seed * 1000 + number)
+        self._name = f"w{number}"
+        self._counts: Counter[str] = Counter()
+        self._transactions = 0
+
+    def begin(self) -> None:
+        """Open a transaction, and write its records."""
+        simulation, random = self._simulation, self._random
+        if not simulation.is_writing:
+            return
+        self._transactions += 1
+        name = f"{self._name}-{self._transactions}"
+        database = simulation.database
+        database.writers.add(name)
+        create_time = database.create_time()
+        records = []
+        for _ in range(random.choice((1, 1, 2, 3, 6))):
+            key = random.choice((None, f"{self._name}a", f"{self._name}b", f"{self._name}c"))
+            self._counts[key or ""] += 1
+            token = f"{key or self._name + '-'}:{self._counts[key or '']}"
+            topic = random.choice(tuple(_TOPICS)) if key is None else ("orders", "bills")[ord(key[-1]) % 2]
+            records.append(StoredRecord(database.draw(), topic, key, token.encode(), None, None, -1, create_time))
+        long = random.random() < 0.05
+        pause = random.random() * (4.0 if long else 0.01)
+        simulation.seen["late commit"] += long
+        simulation.scheduler.after(pause, lambda: self._end(name, records))
+
+    def _end(self, name: str, records: list[StoredRecord]) -> None:
+        simulation, random = self._simulation, self._random
+        simulation.database.writers.discard(name)
+        tokens = [str(record.value, "utf-8") for record in records if isinstance(record.value, bytes)]
+        if random.random() < 0.1:
+            simulation.seen["rolled back"] += 1
+            simulation.rolled_back.update(tokens)
+        else:
+            simulation.database.commit(records)
+            simulation.committed.update(tokens)
+        simulation.scheduler.after(random.expovariate(1 / simulation.plan.pause), self.begin)
+
+
+class Simulation:
+    """A world with everything in it."""
+
+    def __init__(self, plan: Plan, *, trace: int = 0) -> None:
+        self.plan = plan
+        self.scheduler = Scheduler(plan.seed)
+        self.seen: Counter[str] = Counter()
+        if trace:
+            self.scheduler.trace = deque(maxlen=trace)
+        self.network = Network(self.scheduler)
+        self.network.late, self.network.latency = plan.late, plan.latency
+        self.cluster = Cluster(self.scheduler)
+        self.cluster.seen = self.seen
+        self.database = Database(self.scheduler)
+        self.database.on_hidden = lambda record: self.broken(f"the floor hides row {record.id}, which nobody has seen")
+        self.committed: set[str] = set()
+        self.rolled_back: set[str] = set()
+        self.truncated: set[str] = set()
+        self.is_writing = self.is_faulty = True
+        self.faults = 0
+        self.problem = ""
+        self.is_order_excused = False  # at least once: a paused thread may send after its lease
+        self.nodes = [Node(self, number) for number in range(plan.harvesters)]
+        self._writers = [Writer(self, number) for number in range(plan.writers)]
+
+    def config(self, name: str) -> HarvestConfig:
+        """Return a harvester's configuration: small batches, so that much happens in a short time."""
+        return HarvestConfig(
+            base_kafka_config={"bootstrap.servers": "simulated:9092"},
+            data_source="postgresql://simulated/shop",
+            name=name,
+            delivery=self.plan.mode,
+            limits=Limits(
+                mark_query_records=20,
+                max_in_flight_records=60,
+                lane_capacity=8,
+                transaction_timeout=timedelta(seconds=10),
+                drain_timeout=timedelta(seconds=5),
+            ),
+        )
+
+    def broken(self, problem: str) -> None:
+        """Note that a promise is broken; the run ends."""
+        if not self.problem:
+            self.problem = problem
+            self.scheduler.note("BROKEN: %s", problem)
+
+    def run(self) -> None:
+        """Run writers and faults for the plan's time, mend everything, and wait until nothing waits."""
+        for topic, width in _TOPICS.items():
+            self.cluster.create(topic, width, {})
+        for node in self.nodes:
+            node.start()
+        for writer in self._writers:
+            self.scheduler.after(1.0, writer.begin)
+        self.scheduler.after(3.0, self._next_fault)
+        self._watch()
+        self._run_for(self.plan.seconds)
+        self._mend()
+        self._run_for(5.0)
+        self.is_writing = False
+        self._run_for(_MOST_QUIET_SECONDS, until_done=True)
+        if not self.problem:
+            self._check_all()
+        for node in self.nodes:
+            node.crash()
+
+    def _run_for(self, seconds: float, *, until_done: bool = False) -> None:
+        end = self.scheduler.now + seconds
+
+        def stop() -> bool:
+            return bool(self.problem) or (until_done and self._is_done)
+
+        if not self.problem:
+            self.scheduler.run(end, stop)
+
+    @property
+    def _is_done(self) -> bool:
+        is_open = any(partition.open for topic in _TOPICS for partition in self.cluster.topics[topic])
+        return not self.database.rows and not self.database.writers and not is_open
+
+    def _watch(self) -> None:
+        self.check_leases()
+        self.scheduler.after(0.05, self._watch)
+
+    def check_leases(self) -> None:
+        """Note a broken promise unless at most one harvester has a valid lease.
+
+        An owner that is cut off from the group alone, and not from the leader topic, may lead until it reads its
+        successor's claim (`outbox_core.election.neli`, 3.): so says the last sign of life that the group has of it.
+        """
+        leading = [node for node in self.nodes if node.lease_left > 0]
+        if len(leading) < 2:
+            return
+        heard = next(iter(self.cluster.groups.values())).heard_at
+        for node in leading:
+            renewed_at = self.scheduler.now + node.lease_left - _LEASE_SECONDS
+            if node.process is not None and renewed_at > heard.get(node.process.name, 0.0) + _GROUP_HEARTBEAT_SECONDS:
+                self.seen["cut off from the group alone"] += 1
+                self.is_order_excused = True
+                return
+        self.broken(f"two lead at once: {', '.join(node.name for node in leading)}")
+
+    # -- faults
+
+    def may_fault(self) -> bool:
+        """Count a fault; False once the plan's number of them is reached."""
+        self.faults += 1
+        return self.faults <= self.plan.most_faults
+
+    def _next_fault(self) -> None:
+        if not self.is_faulty:
+            return
+        random = self.scheduler.random
+        kinds = [fault for fault in self.plan.faults if fault != "at a step"]
+        if kinds and self.may_fault():
+            kind = random.choice(kinds)
+            getattr(self, f"_fault_{kind}")(random)
+        self.scheduler.after(random.expovariate(1 / 1.5), self._next_fault)
+
+    def _any_server(self, random: Random) -> Server:
+        return random.choice([*self.cluster.brokers, self.database.server])
+
+    def _up_node(self, random: Random) -> Node | None:
+        up = [node for node in self.nodes if node.is_up]
+        return random.choice(up) if up else None
+
+    def _fault_break(self, random: Random) -> None:
+        server, share = self._any_server(random), random.choice((0.3, 1.0))
+        self.scheduler.note("connections to %s break", server.name)
+        self.network.break_some(lambda connection: connection.server is server, share)
+
+    def _fault_cut(self, random: Random) -> None:
+        node = self._up_node(random)
+        if node is not None and node.process is not None:
+            self._cut(node.process, self._any_server(random))
+
+    def _cut(self, process: Process, server: Server | None = None) -> None:
+        random = self.scheduler.random
+        server = server or self.cluster.brokers[self.cluster.coordinator["transaction"]]
+        self.scheduler.note("%s is cut off from %s", process.name, server.name)
+        self.network.cut[process, server] = None
+        breaks = random.random() < 0.7
+
+        def mend() -> None:
+            self.scheduler.note("%s reaches %s again", process.name, server.name)
+            if breaks:
+                self.network.break_some(lambda each: each.process is process and each.server is server)
+            self.network.mend(process, server)
+
+        self.scheduler.after(random.choice((0.3, 2.0, 9.0)) * (0.5 + random.random()), mend)
+
+    def _break(self, process: Process) -> None:
+        self.network.break_some(lambda connection: connection.process is process)
+
+    def _fault_crash(self, random: Random) -> None:
+        node = self._up_node(random)
+        if node is not None:
+            node.crash()
+            self.restart_later(node)
+
+    def restart_later(self, node: Node) -> None:
+        """Start a crashed harvester again after a while."""
+        pause = self.scheduler.random.choice((0.1, 1.0, 8.0)) * self.scheduler.random.random()
+        self.scheduler.after(pause, lambda: None if node.is_up else node.start())
+
+    def _fault_broker(self, random: Random) -> None:
+        up = [number for number, broker in enumerate(self.cluster.brokers) if broker.is_up]
+        if len(up) < 2:
+            return
+        number = random.choice(up)
+        server = self.cluster.brokers[number]
+        self.scheduler.note("%s crashes", server.name)
+        self.cluster.crash(number)
+        self.network.break_some(lambda connection: connection.server is server)
+        self.scheduler.after(0.3 + 6 * random.random(), lambda: self.cluster.restart(number))
+
+    def _fault_move(self, random: Random) -> None:
+        del random
+        self.scheduler.note("all partitions get other leaders")
+        self.cluster.move_leaders()
+
+    def _fault_suspend(self, random: Random) -> None:
+        node = self._up_node(random)
+        if node is not None and node.process is not None:
+            self._suspend(node.process)
+
+    def _suspend(self, process: Process) -> None:
+        random = self.scheduler.random
+        if process.is_suspended or process.is_dead:
+            return
+        self.seen["suspended"] += 1
+        self.is_order_excused = True
+        self.scheduler.note("%s is suspended", process.name)
+        process.suspend()
+
+        def resume() -> None:
+            if process.is_suspended:
+                self.scheduler.note("%s goes on", process.name)
+                process.resume()
+
+        self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()), resume)
+
+    def _fault_database(self, random: Random) -> None:
+        server = self.database.server
+        self.scheduler.note("the database restarts")
+        server.is_up = False
+        self.network.break_some(lambda connection: connection.server is server)
+        self.scheduler.after(random.random() * 4, lambda: setattr(server, "is_up", True))
+
+    def _fault_truncate(self, random: Random) -> None:
+        tokens = {str(row.record.value, "utf-8") for row in self.database.rows.values()}
+        if random.random() < 0.3 and self.database.truncate():
+            self.seen["truncated"] += 1
+            self.truncated |= tokens
+            self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
+
+    def _fault_restart(self, random: Random) -> None:
+        node = self._up_node(random)
+        if node is not None:
+            self.scheduler.note("%s is asked to stop", node.name)
+            node.stop()
+
+    def _fault_hold(self, random: Random) -> None:
+        key = f"w{random.randrange(self.plan.writers)}{random.choice('abc')}"
+        topic = ("orders", "bills")[ord(key[-1]) % 2]
+        hold = NewHold(topic, key, None, "paused", "")
+        self.seen["held"] += 1
+        self.database.set_holds([*self.database.holds, hold])
+        self.scheduler.after(
+            random.random() * 5,
+            lambda: self.database.set_holds([other for other in self.database.holds if other is not hold]),
+        )
+
+    def _mend(self) -> None:
+        self.scheduler.note("everything is mended")
+        self.is_faulty = False
+        self.database.set_holds([])
+        self.database.server.is_up = True
+        for process, server in list(self.network.cut):
+            self.network.break_some(
+                lambda each, process=process, server=server: each.process is process and each.server is server
+            )
+            self.network.mend(process, server)
+        for number in range(len(self.cluster.brokers)):
+            self.cluster.restart(number)
+        for node in self.nodes:
+            if node.process is not None and node.process.is_suspended:
+                node.process.resume()
+            if not node.is_up:
+                node.start()
+
+    # -- promises
+
+    def _check_all(self) -> None:
+        self.seen["late request"] += self.network.delivered_late
+        left = sorted(str(row.record.value, "utf-8") for row in self.database.rows.values())
+        if left:
+            self.broken(f"{len(left)} rows still wait {_MOST_QUIET_SECONDS:g} s after the last fault: {left[:5]}")
+            return
+        counts: Counter[str] = Counter()
+        for topic in _TOPICS:
+            for partition in self.cluster.topics[topic]:
+                if partition.stable_end < partition.end:
+                    self.broken(f"a transaction is open on {topic}[{partition.number}]")
+                last: dict[bytes, int] = {}
+                for entry in partition.log:
+                    if entry.state not in (PLAIN, COMMITTED) or entry.value is None:
+                        continue
+                    token = entry.value.decode()
+                    counts[token] += 1
+                    if entry.key is not None:
+                        self._check_order(last, entry.key, token)
+        self._check_counts(counts)
+
+    def _check_order(self, last: dict[bytes, int], key: bytes, token: str) -> None:
+        number = int(token.rpartition(":")[2])
+        before = last.get(key, 0)
+        last[key] = number
+        if number < before and not (self.plan.mode == "at-least-once" and self.is_order_excused):
+            self.broken(f"{token} comes after {before} of its key")
+
+    def _check_counts(self, counts: Counter[str]) -> None:
+        invented = self.rolled_back & counts.keys()
+        if invented:
+            self.broken(f"published, and never committed: {sorted(invented)[:5]}")
+        lost = self.committed - counts.keys() - self.truncated
+        if lost:
+            self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.committed)})")
+        repeated = sorted(token for token, count in counts.items() if count > 1)
+        self.seen["repeated"] += len(repeated)
+        if repeated and self.plan.mode == "exactly-once":
+            self.broken(f"repeated: {repeated[:5]} ({len(repeated)})")
+
+
+@contextmanager
+def _product_in(simulation: Simulation) -> Iterator[None]:
+    """Put the simulated client library, threads and clocks in the place of the real ones."""
+    originals = product_clients.Producer, product_clients.Consumer, product_clients.AdminClient
+    scope: Any = product_clients
+    scope.Producer, scope.Consumer, scope.AdminClient = clients.Producer, clients.Consumer, clients.AdminClient
+    log = logging.getLogger("outbox_core")
+    handler, level, propagates = _Log(simulation.scheduler, simulation.seen), log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        with patched(simulation.scheduler):
+            yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagates
+        scope.Producer, scope.Consumer, scope.AdminClient = originals
+
+
+def run(plan: Plan, *, trace: int = 0) -> Outcome:
+    """Run a plan."""
+    simulation = Simulation(plan, trace=trace)
+    with _product_in(simulation):
+        try:
+            simulation.run()
+        finally:
+            for node in simulation.nodes:
+                node.crash()
+    scheduler = simulation.scheduler
+    return Outcome(
+        plan,
+        simulation.problem,
+        scheduler.now,
+        scheduler.steps,
+        len(simulation.committed),
+        simulation.faults,
+        simulation.seen,
+        list(scheduler.trace or ()),
+    )
