@@ -9,7 +9,8 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, EXIT_NOT_STARTED, configure_logging, shown
+from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, EXIT_NOT_STARTED, shown
+from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.config.durations import parse_duration
 from outbox_core.errors import OutboxError
 
@@ -41,12 +42,13 @@ class Command(BaseCommand):
             help="for running tasks at the end (default: 30s)",
         )
         parser.add_argument("--tracker", action="store_true", help="run a redelivery tracker in this process, too")
+        add_log_format_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Work. Exit codes: 2 if it could not start, 1 if an error ended it or tasks did not finish in time."""
         del args
         if not logging.getLogger("outbox_queue").hasHandlers():
-            configure_logging(_LEVELS[min(options["verbosity"], 2)])
+            configure_logging(_LEVELS[min(options["verbosity"], 2)], options["log_format"] or "text")
         try:
             backend, names = _backend_and_queues(options["backend"], options["queue"])
         except OutboxError as error:
