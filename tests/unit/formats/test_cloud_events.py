@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta, timezone
 from uuid import UUID
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outbox_core.errors import InvalidRecord
@@ -72,6 +72,7 @@ def test_open_edx():
 _text = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=20)
 
 
+@settings(max_examples=30)
 @given(
     attributes=st.fixed_dictionaries(
         {"type": _text, "source": _text, "id": _text},
