@@ -382,6 +382,9 @@ class Simulation:
         successor's claim (`outbox_core.election.neli`, 3.): so says the last sign of life that the group has of it.
         """
         leading = [node for node in self.nodes if node.lease_left > 0]
+        for node in leading:
+            if node.lease_left > _LEASE_SECONDS + 0.001:
+                self.broken(f"the lease of {node.name} lasts for {node.lease_left:g} s more")
         if len(leading) < 2:
             return
         heard = next(iter(self.cluster.groups.values())).heard_at
