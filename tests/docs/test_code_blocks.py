@@ -62,7 +62,7 @@ def test_marks_say_why(block: Block) -> None:
     """A mark has a reason, or names a test that exists and reads the page."""
     if block.mark.startswith("run by "):
         path = ROOT / block.mark.removeprefix("run by ")
-        assert Path(block.page).name in path.read_text(), f"{path} does not run {block.page}"
+        assert Path(block.page).stem in path.read_text(), f"{path} does not run {block.page}"
     else:
         assert len(block.mark.removeprefix("not run: ")) > 10, f"{block.place}: say why it is not run"
 
