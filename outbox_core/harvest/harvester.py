@@ -26,7 +26,7 @@ from outbox_core.config import HarvestConfig, redact
 from outbox_core.election.interface import ElectorFactory
 from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable
-from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
+from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
 from outbox_core.harvest.context import HarvestContext, HarvestLimits
@@ -55,6 +55,7 @@ _STANDBY_DRAIN_CHECK_SECONDS = 0.5
 _UNHEALTHY_AFTER_SECONDS = 30.0
 _STALLED_AFTER_SECONDS = 5.0
 _LEAVE_SECONDS = 10.0
+_COUNTS_AFTER_FENCE_SECONDS = 30.0
 
 
 class Harvester:
@@ -97,6 +98,7 @@ class Harvester:
         self._term_changed = threading.Condition()
         self._term: AtLeastOnce | ExactlyOnce | None = None
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
+        self._fenced_at = float("-inf")
         self._leads_as: UUID | None = None  # the leadership, as event handlers see it: from Acquired, until Revoked
         self._failure: BaseException | None = None
         self._ctx: HarvestContext | None = None
@@ -218,8 +220,19 @@ class Harvester:
 
     @property
     def counts_backlog(self) -> bool:
-        """True if it counts the waiting records: it leads, or there is no leader."""
-        return self.is_leader or (self._ctx is not None and self._ctx.elector.trouble is not None)
+        """True if it counts the waiting records: it leads, there is no leader, or it was fenced a moment ago."""
+        # A standby waits for three sessions before it takes a leader for lost: the last one counts on until then.
+        if self.is_leader or now() < self._fenced_at + _COUNTS_AFTER_FENCE_SECONDS:
+            return True
+        return self._ctx is not None and self._ctx.elector.trouble is not None
+
+    @property
+    def kafka_answers(self) -> bool:
+        """True if Kafka has answered within the time of a lease."""
+        elector = self._ctx.elector if self._ctx is not None else None
+        # An elector of the user's own may not tell.
+        silence = getattr(elector, "silent_seconds", 0.0)
+        return elector is not None and silence <= self.config.limits.heartbeat_timeout.total_seconds()
 
     @property
     def is_stalled(self) -> bool:
@@ -272,6 +285,8 @@ class Harvester:
     def _on_leadership(self, event: Event) -> None:
         """Hand the event on; on a hand-over first let the term finish, since the successor waits for our return."""
         self._leads_as = event.leader_id if isinstance(event, LeaderAcquired) else None
+        if isinstance(event, LeaderFenced):
+            self._fenced_at = now()
         if isinstance(event, LeaderRevoked):
             self._hand_over()
         self.metrics.leading(isinstance(event, LeaderAcquired))

@@ -50,7 +50,8 @@ class StoredRecord(NamedTuple):
         header_keys: names of the headers, or None.
         header_values: their values, parallel to `header_keys`.
         partition: explicit partition; -1 lets the partitioner decide.
-        create_time: microseconds since the Unix epoch, from a scan; 0 from a mark.
+        create_time: microseconds since the Unix epoch, 0 for a time that does not fit; from a mark good enough for
+            latencies only.
     """
 
     id: int
@@ -187,16 +188,35 @@ class NewHold(NamedTuple):
     dead_letter: bool = False
 
 
-class Backlog(NamedTuple):
-    """The waiting rows.
+class WaitingRows(NamedTuple):
+    """Rows that wait in the outbox.
 
     Attributes:
-        pending: number of rows; exact up to a bound, estimated from statistics beyond it.
-        oldest_age_seconds: age of the row with the lowest id, 0.0 if there is none.
+        number: exact up to a bound, estimated beyond it.
+        oldest_age_seconds: age of the one with the lowest id, 0.0 if there is none.
+        topics: the number of rows of the most frequent topics, among those that were counted.
     """
 
-    pending: int
-    oldest_age_seconds: float
+    number: int = 0
+    oldest_age_seconds: float = 0.0
+    topics: Mapping[str, int] = MappingProxyType({})
+
+
+class Backlog(NamedTuple):
+    """The waiting rows: those that may be published, and those that a hold keeps back."""
+
+    deliverable: WaitingRows = WaitingRows()
+    held: WaitingRows = WaitingRows()
+
+    @property
+    def pending(self) -> int:
+        """Number of all rows."""
+        return self.deliverable.number + self.held.number
+
+    @property
+    def oldest_age_seconds(self) -> float:
+        """Age of the older of the first deliverable and the first held row."""
+        return max(self.deliverable.oldest_age_seconds, self.held.oldest_age_seconds)
 
 
 class Floor(NamedTuple):
@@ -388,7 +408,7 @@ class OutboxStore(Protocol):
         """Return True if no row is visible."""
 
     def backlog(self) -> Backlog:
-        """Count the waiting rows, for metrics."""
+        """Count the waiting rows, for metrics: by statements of their own, which see what is committed meanwhile."""
 
     def close(self) -> None:
         """Close the connection. The store can be used again: it reconnects."""

@@ -53,11 +53,14 @@ class PostgresHolds:
         self._holds = NO_HOLDS
         self._version = _Version()
 
-    def read(self) -> HoldSet | None:
-        """Return the holds, None if there is no table of them; a missing right to read it counts as an outage."""
+    def read(self, *, warn: bool = True) -> HoldSet | None:
+        """Return the holds, None if there is no table of them; a missing right to read it counts as an outage.
+
+        Whoever reads them only to count need not `warn` of what is missing, which the harvest thread does.
+        """
         table = self._table
         with self._rights_as_outage():
-            if not self._has_table and not self._find_table():
+            if not self._has_table and not self._find_table(warn=warn):
                 return None
             parameters = {"outbox": table.layout().outbox, "name": table.found[1].quoted}
             connection = table.connected()
@@ -67,18 +70,19 @@ class PostgresHolds:
                 found = table.query(sql.READ_HOLDS, parameters)
             except OutboxTableError as error:
                 self._has_table = None  # dropped, perhaps
-                if _is_about_rights(error) or self._find_table():
+                if _is_about_rights(error) or self._find_table(warn=warn):
                     raise
                 return None
         if not found:
             raise StoreUnavailable(f"table {table.hold_name} was replaced at this moment")
         may_change, number, checksum, *_ = found[0]
-        self._warn_of_rights(may_change=may_change)
+        if warn:
+            self._warn_of_rights(may_change=may_change)
         version = _Version(connection, number, checksum)
         if version != known or may_change != self._holds.may_change:
             if version == known and number:  # the requests that were not there for want of rights
                 self._version = _Version()
-                return self.read()
+                return self.read(warn=warn)
             holds = [_Hold(*columns) for _, _, _, is_hold, *columns in found if is_hold]
             self._holds, self._version = _hold_set(holds, may_change=may_change), version
         return self._holds
@@ -160,11 +164,11 @@ class PostgresHolds:
             )
         return len(found)
 
-    def _find_table(self) -> bool:
+    def _find_table(self, *, warn: bool) -> bool:
         before = self._has_table
         _, missing = self._table.inspect_holds()
         self._has_table = not missing
-        if before is None and missing:
+        if warn and before is None and missing:
             name = self._table.hold_name
             why = f"table {name} lacks the column(s) {', '.join(missing)}"
             if len(missing) == len(HOLD_COLUMNS):

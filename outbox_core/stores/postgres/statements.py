@@ -32,6 +32,12 @@ CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
      THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END
 """
 
+# The same in floating point, which is quick and exact enough for a latency. It must not identify a row.
+NEARLY_MICROSECONDS = """
+CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
+     THEN (date_part('epoch', create_time) * 1000000)::bigint ELSE 0 END
+"""
+
 # The same as `held_key` in Python. No character takes more than four bytes; of a value that is stored out of line only
 # the length in bytes is known without reading it.
 HELD_KEY = f"""
@@ -123,16 +129,27 @@ ORDER BY 1
 
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
 
-# Counting millions of rows takes seconds; beyond the bound the planner's statistics are good enough for a gauge.
-BACKLOG = """
-SELECT CASE WHEN counted < {bound} THEN counted
-            ELSE greatest(counted, (SELECT reltuples::bigint FROM pg_class WHERE oid = to_regclass(%(name)s)))
-       END,
-       -- An infinite time has no age.
-       coalesce((SELECT CASE WHEN isfinite(create_time)
-                             THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
-                 FROM {table} ORDER BY id LIMIT 1), 0)
-FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS head) AS bounded
+# Counting millions of rows takes seconds. Beyond the bound the ids tell about how many there are: the table is a queue,
+# and few ids are missing in it. Where many are, a few old rows before many that were published since, the planner's
+# statistics say less.
+COUNT_ROWS = """
+SELECT topic, number, coalesce((SELECT CASE WHEN isfinite(create_time)  -- An infinite time has no age.
+                                            THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
+                                FROM {table} AS stored WHERE stored.id = counted.first), 0)
+FROM (
+    SELECT topic, count(*) AS number, min(id) AS first, grouping(topic) AS is_total
+    FROM (SELECT {topic} AS topic, id FROM {table} WHERE {condition} ORDER BY id LIMIT {bound}) AS head
+    GROUP BY GROUPING SETS ((topic), ())
+) AS counted
+ORDER BY is_total DESC, number DESC
+LIMIT {topics}
+"""
+
+ESTIMATE_ROWS = """
+SELECT least(
+    (SELECT max(id)::float8 FROM {table}) - (SELECT min(id) FROM {table}) + 1,
+    greatest((SELECT reltuples FROM pg_class WHERE oid = to_regclass(%(name)s)), {bound})
+)
 """
 
 # -- marks and scans
@@ -187,7 +204,8 @@ WITH head AS MATERIALIZED (
 ), marked AS (
     UPDATE {table} SET leader_id = %(leader_id)s
     WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
-    RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, 0, CASE WHEN {is_large} THEN {content} END
+    RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, {nearly},
+              CASE WHEN {is_large} THEN {content} END
 )
 SELECT marked.*, selected FROM head LEFT JOIN marked ON true
 """
@@ -418,6 +436,7 @@ WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode 
 FRAGMENTS = {
     "topic": TOPIC,
     "microseconds": MICROSECONDS,
+    "nearly": NEARLY_MICROSECONDS,
     "held_key": HELD_KEY,
     "size": SIZE,
     "content": CONTENT,

@@ -12,7 +12,15 @@ from uuid import UUID
 import psycopg
 
 from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable
-from outbox_core.stores.interface import NO_LIMIT, Backlog, MarkedBatch, RowQuery, StoredRecord
+from outbox_core.stores.interface import (
+    NO_HOLDS,
+    NO_LIMIT,
+    Backlog,
+    MarkedBatch,
+    RowQuery,
+    StoredRecord,
+    WaitingRows,
+)
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import HeldParameters, array, multirange, stored_records, without_keys
 from outbox_core.stores.postgres.holds import PostgresHolds
@@ -23,6 +31,7 @@ from outbox_core.stores.postgres.table import Layout, OutboxTable
 _log = logging.getLogger(__name__)
 
 _BACKLOG_COUNT_BOUND = 100_000
+_MOST_TOPICS = 50
 _LONGEST_TIMEOUT_SECONDS = 86_400.0
 _SKIPPED_SECONDS = 3.0
 # No right to the function, or no such function (servers that only speak PostgreSQL's protocol).
@@ -157,10 +166,25 @@ class PostgresStore:
         return bool(self.table.query(sql.IS_EMPTY)[0][0])
 
     def backlog(self) -> Backlog:
-        """Count the waiting rows: exactly up to 100,000, by the planner's statistics beyond."""
-        found = self.table.query(sql.BACKLOG, {"name": self.table.quoted}, bound=_BACKLOG_COUNT_BOUND)
-        pending, age = found[0]
-        return Backlog(int(pending), max(0.0, age))
+        """Count the waiting rows: exactly up to 100,000, by ids and the planner's statistics beyond."""
+        holds = self.holds.read(warn=False) or NO_HOLDS
+        held_parameters = self._held_parameters.of(holds)
+        deliverable = self._count(f"true {sql.WITHOUT_HELD}" if holds else "true", held_parameters)
+        held = self._count(f"NOT (true {sql.WITHOUT_HELD})", held_parameters) if holds else WaitingRows()
+        bound = _BACKLOG_COUNT_BOUND
+        if bound in (deliverable.number, held.number):
+            ((estimate,),) = self.table.query(sql.ESTIMATE_ROWS, {"name": self.table.quoted}, bound=bound)
+            total = int(estimate or 0)
+            if deliverable.number == bound:
+                deliverable = deliverable._replace(number=max(bound, total - held.number))
+            else:
+                held = held._replace(number=max(bound, total - deliverable.number))
+        return Backlog(deliverable, held)
+
+    def _count(self, condition: str, parameters: dict[str, Any]) -> WaitingRows:
+        parts = {"bound": _BACKLOG_COUNT_BOUND, "topics": _MOST_TOPICS + 1, "condition": condition}
+        (_, number, age), *topics = self.table.query(sql.COUNT_ROWS, parameters, **parts)
+        return WaitingRows(number, max(0.0, age), {topic: count for topic, count, _ in topics})
 
     def close(self) -> None:
         """Close the connection. The next call opens another one."""
