@@ -16,7 +16,15 @@ from typing import Any, Literal, NamedTuple
 from django.conf import settings
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName, hold_beside
+from outbox_core.schema import (
+    BINARY_LAYOUT,
+    TEXT_LAYOUT,
+    TableLayout,
+    TableName,
+    events_beside,
+    hold_beside,
+    statistics_beside,
+)
 
 DEFAULT_TABLE = "outbox"
 DEFAULT_INBOX_TABLE = "inbox"
@@ -89,11 +97,25 @@ def inbox_model_table() -> str:
 
 def hold_model_table() -> str:
     """Return the table of the outbox's holds: the outbox's name with `_hold` behind it."""
+    return _table_beside(hold_beside)
+
+
+def statistics_model_table() -> str:
+    """Return the table of the outbox's statistics, in the same way."""
+    return _table_beside(statistics_beside)
+
+
+def event_model_table() -> str:
+    """Return the table of the outbox's events, in the same way."""
+    return _table_beside(events_beside)
+
+
+def _table_beside(beside: Callable[[TableName], TableName]) -> str:
     raw = getattr(settings, "OUTBOX", {})
     try:
-        return as_db_table(hold_beside(_table(raw.get("TABLE", DEFAULT_TABLE))))
+        return as_db_table(beside(_table(raw.get("TABLE", DEFAULT_TABLE))))
     except (AttributeError, InvalidConfig):
-        return as_db_table(hold_beside(_DEFAULT_TABLE_NAME))
+        return as_db_table(beside(_DEFAULT_TABLE_NAME))
 
 
 def _model_table(key: str, default: str) -> str:

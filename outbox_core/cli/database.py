@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import socket
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import InvalidConfig, MissingExtra, StoreUnavailable
@@ -39,6 +41,15 @@ def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
     return connection, found
+
+
+def operator() -> str:
+    """Return the person who runs a command, as far as the machine knows: `alice@host`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user ID without an entry, in a container
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
 
 
 def _as_libpq_reads_it(dsn: str) -> str:

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
+from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect, operator
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.holds import Hold, Holds
 from outbox_core.printable import printable, printable_json
@@ -102,6 +102,7 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", nargs="*", type=int, metavar="ID", help="ids of held records")
     parser.add_argument("--all", action="store_true", help="every held record (of the topic, or of the key, if named)")
     _add_lane(parser, "of this topic", "of this key of the topic")
+    parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the outbox's history")
 
 
 def _list(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> str:
@@ -147,7 +148,8 @@ def _add(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> st
 def _selected(options: Mapping[str, Any]) -> dict[str, Any]:
     if bool(options["records"]) == bool(options["all"]):
         raise InvalidConfig(f"{options['action']}: name the ids of held records, or say --all")
-    return {"records": options["records"] or None, "topic": options["topic"], "key": options["key"]}
+    names = ("topic", "key", "reason")
+    return {"records": options["records"] or None, **{name: options[name] for name in names}}
 
 
 def _release(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> str:
@@ -155,13 +157,13 @@ def _release(connection: Connection, holds: Holds, options: Mapping[str, Any]) -
     if options["records"] or options["all"]:
         selected = _selected(options)
         if options["all"]:
-            number = holds.release_records(connection, topic=topic, key=key)
+            number = holds.release_records(connection, topic=topic, key=key, reason=options["reason"])
         else:
             number = holds.release(connection, **selected)
     elif topic is None:
         raise InvalidConfig("release: name the ids of held records, a --topic, a --topic and a --key, or say --all")
     else:
-        number = holds.release(connection, topic=topic, key=key)
+        number = holds.release(connection, topic=topic, key=key, reason=options["reason"])
     return f"released {_count(number, 'hold')}\n"
 
 
@@ -191,7 +193,7 @@ def _run(options: argparse.Namespace) -> int:
     except InvalidConfig as error:
         raise InvalidConfig(f"--table: {error}") from None
     connection, name = connect(options.dsn, name)
-    holds = Holds(name)
+    holds = Holds(name, operator())
     with connection:
         import psycopg
 

@@ -1,4 +1,4 @@
-"""`outbox schema`: the DDL of an outbox table with its holds, or of an inbox table, or the grants of an outbox."""
+"""`outbox schema`: the DDL of an outbox with its holds and history, or of an inbox, or the grants of an outbox."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from outbox_core.schema import (
     TableName,
     add_checks_sql,
     checks_of,
+    create_history_sql,
     create_hold_sql,
     create_inbox_sql,
     create_table_sql,
@@ -28,8 +29,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "schema",
         help="print the DDL of an outbox table",
-        description="Print the DDL of an outbox table and its holds, or with --inbox that of an inbox table, or with "
-        "--grants the rights that its roles need.",
+        description="Print the DDL of an outbox table, its holds and its history, or with --inbox that of an inbox "
+        "table, or with --grants the rights that its roles need.",
     )
     parser.add_argument("--dialect", choices=["postgresql"], default="postgresql", help="default: %(default)s")
     tables = parser.add_mutually_exclusive_group()
@@ -38,9 +39,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     tables.add_argument("--inbox", metavar="NAME", nargs="?", const="inbox", help=inbox)
     parser.add_argument(
         "--only",
-        choices=["outbox", "hold", "checks"],
-        help="print one thing: the outbox table, the table of its holds, or the CHECK constraints for an outbox that "
-        "was made before there were any",
+        choices=["outbox", "hold", "history", "checks"],
+        help="print one thing: the outbox table, the table of its holds, the two tables of its history, or the CHECK "
+        "constraints for an outbox that was made before there were any",
     )
     parser.add_argument(
         "--grants",
@@ -77,6 +78,8 @@ def _print_schema(options: argparse.Namespace) -> int:
         sys.stdout.write(create_table_sql(name, options.layout))
     if options.only in {None, "hold"}:
         sys.stdout.write(create_hold_sql(name))
+    if options.only in {None, "history"}:
+        sys.stdout.write(create_history_sql(name))
     if options.only == "checks":
         sys.stdout.write(_checks(name, options.layout))
     if options.notify:

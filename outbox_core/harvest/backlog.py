@@ -1,4 +1,4 @@
-"""The count of waiting records for the metrics, on a connection of its own."""
+"""The count of waiting records for the metrics, and the writing of the history, on a connection of its own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.events import Event
+from outbox_core.harvest.history import HistoryWriter
 from outbox_core.outage import Outage
 from outbox_core.stores.interface import Backlog, OutboxStore
 
@@ -20,6 +22,7 @@ _log = logging.getLogger(__name__)
 # Where the head of the table is full of dead rows a count goes through them: at most a tenth of the time.
 _PAUSE_FACTOR = 9
 _TREND_SECONDS = 60.0
+_LAST_WRITE_SECONDS = 2.0
 
 
 class Trend:
@@ -45,42 +48,68 @@ class Trend:
 
 
 class BacklogObserver:
-    """A thread that counts at intervals while its harvester leads, or while there is no leader."""
+    """A thread that counts at intervals while its harvester leads, or while there is no leader, and writes the history.
+
+    It outlives the elector by a moment, to write the last event.
+    """
 
     def __init__(self, store: OutboxStore, harvester: Harvester, interval_seconds: float) -> None:
         self._store = store
         self._harvester = harvester
         self._interval = interval_seconds
         self._stopping = threading.Event()
+        self._wake = threading.Event()
         self._outage = Outage("counting the backlog", _log)
         self._trend = Trend()
+        self._history = HistoryWriter(harvester.config.name, harvester.metrics)
         self._thread = threading.Thread(target=self._run, name="outbox-backlog", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
+    def note(self, event: Event) -> None:
+        """Have a leadership event written into the history, soon. From any thread."""
+        self._history.note(event)
+        self._wake.set()
+
     def stop(self) -> None:
-        """Ask the thread to end, without waiting for it."""
+        """End the thread, and wait a moment for that: the last event should be written."""
         self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_WRITE_SECONDS)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            began = time.monotonic()
-            self._observe()
-            self._stopping.wait(max(self._interval, _PAUSE_FACTOR * (time.monotonic() - began)))
-        self._store.close()
+        count_at = time.monotonic()
+        backlog: Backlog | None = None
+        try:
+            while True:
+                self._wake.clear()
+                stops, began = self._stopping.is_set(), time.monotonic()
+                if not stops and began >= count_at:
+                    backlog = self._observe()
+                    ended = time.monotonic()
+                    count_at = ended + max(self._interval, _PAUSE_FACTOR * (ended - began))
+                self._history.write(self._store.history, backlog, leads=self._harvester.is_leader)
+                if stops:
+                    return
+                self._wake.wait(max(0.0, count_at - time.monotonic()))
+        finally:
+            self._store.close()
 
-    def _observe(self) -> None:
+    def _observe(self) -> Backlog | None:
+        """Count, and tell the metrics."""
         harvester = self._harvester
         harvester.metrics.kafka_up(harvester.kafka_answers)
         backlog = self._ask() if harvester.counts_backlog else None
         if backlog is None:
             self._trend.forget()
             harvester.metrics.backlog(None)
-            return
+            return None
         left = self._trend.time_to_empty(time.monotonic(), backlog.deliverable.number)
         harvester.metrics.backlog(backlog, left)
+        return backlog
 
     def _ask(self) -> Backlog | None:
         """Return the backlog; None if it is not known, as 0 would be good news."""

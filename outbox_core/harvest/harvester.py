@@ -64,7 +64,7 @@ class Harvester:
     Args:
         config: settings.
         on_event: called with every `outbox_core.events.Event`; see there what it may do.
-        metrics: counters and gauges; without them the backlog is not counted.
+        metrics: counters and gauges; without them the backlog is not counted, and no history written.
         drain: end once the table is empty, whichever process emptied it.
         store_factory: makes a store for each thread that needs one; by default PostgreSQL.
         elector_factory: makes the elector from an event handler; by default NELI through Kafka.
@@ -93,6 +93,7 @@ class Harvester:
         self._wake = threading.Event()
         self._commits = CommitFlag(self._wake)
         self._commit_listener: CommitListener | None = None
+        self._observer: BacklogObserver | None = None
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._term_changed = threading.Condition()
@@ -126,13 +127,14 @@ class Harvester:
             self._transactions.new_producer()  # finds wrong settings now
         self._publisher = self._parts.publisher(identity, self._transactions.topics)
         self._commit_listener = self._parts.commit_listener(self._commits)
+        if self._metrics is not None:
+            interval = self.config.limits.min_metrics_interval.total_seconds()
+            self._observer = BacklogObserver(self._parts.store(), self, interval)
         with ExitStack() as undo:
             ctx = self._ctx = self._context(identity, undo)
             ctx.elector.start()
             undo.callback(ctx.elector.stop)
-            interval = self.config.limits.min_metrics_interval.total_seconds()
-            observer = BacklogObserver(self._parts.store(), self, interval)
-            self._thread = threading.Thread(target=self._run, args=(ctx, observer), name="outbox-harvest", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(ctx,), name="outbox-harvest", daemon=True)
             self._thread.start()
             undo.pop_all()
         atexit.register(self._stop_with_process)
@@ -290,6 +292,8 @@ class Harvester:
         if isinstance(event, LeaderRevoked):
             self._hand_over()
         self.metrics.leading(isinstance(event, LeaderAcquired))
+        if self._observer is not None:
+            self._observer.note(event)
         self._emit(event)
         self._announced = event.leader_id if isinstance(event, LeaderAcquired) else None
         if self._commit_listener is not None:
@@ -315,7 +319,7 @@ class Harvester:
 
     # -- the harvest thread
 
-    def _run(self, ctx: HarvestContext, observer: BacklogObserver) -> None:
+    def _run(self, ctx: HarvestContext) -> None:
         try:
             with ExitStack() as parts:
                 # A reference to this object keeps no Kafka client.
@@ -324,8 +328,10 @@ class Harvester:
                     parts.callback(self._publisher.close)
                 parts.callback(ctx.purger.close)
                 parts.callback(ctx.marker.close)
+                if self._observer is not None:
+                    parts.callback(self._observer.stop)  # after the elector, whose last event it writes
                 parts.callback(ctx.elector.stop)
-                self._start_helpers(parts, observer)
+                self._start_helpers(parts)
                 try:
                     self._harvest_whenever_leading(ctx)
                 except BaseException as error:
@@ -337,10 +343,10 @@ class Harvester:
             self._ended.set()
             atexit.unregister(self._stop_with_process)
 
-    def _start_helpers(self, parts: ExitStack, observer: BacklogObserver) -> None:
-        helpers: list[BacklogObserver | CommitListener | ExhaustionMonitor] = [ExhaustionMonitor(self)]
-        if self._metrics is not None:
-            helpers.append(observer)
+    def _start_helpers(self, parts: ExitStack) -> None:
+        if self._observer is not None:
+            self._observer.start()
+        helpers: list[CommitListener | ExhaustionMonitor] = [ExhaustionMonitor(self)]
         if self._commit_listener is not None:
             helpers.append(self._commit_listener)
         for helper in helpers:

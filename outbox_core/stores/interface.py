@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
+from outbox_core.schema import EventKind
+
 LaneKey = tuple[str, str]
 """(topic, key): the unit of order. A record without a key belongs to none."""
 
@@ -219,6 +221,30 @@ class Backlog(NamedTuple):
         return max(self.deliverable.oldest_age_seconds, self.held.oldest_age_seconds)
 
 
+class NewEvent(NamedTuple):
+    """An event of a leadership for the history: of a kind, by an instance, so many seconds ago."""
+
+    kind: EventKind
+    actor: str
+    age_seconds: float
+    reason: str
+    leader_id: UUID
+    term: int | None
+
+
+class NewStatistics(NamedTuple):
+    """A row of statistics: an interval of an instance, with the backlog at its end; see `outbox_core.history`."""
+
+    instance: str
+    interval_seconds: float
+    published: int
+    failed: int
+    published_bytes: int
+    backlog: Backlog | None
+    latency_p50: float | None
+    latency_p99: float | None
+
+
 class Floor(NamedTuple):
     """An id up to which a mark or scan need not look (`outbox_core.harvest.watermark` proves it).
 
@@ -346,8 +372,21 @@ class MarkStore(Protocol):
         """Clear all marks, relays' too, but for those that a constraint keeps; return how many."""
 
 
+class HistoryStore(Protocol):
+    """The history of an outbox. An outbox may have none: then nothing is written, and no error says so."""
+
+    def add_events(self, events: Sequence[NewEvent]) -> None:
+        """Write events."""
+
+    def add_statistics(self, statistics: NewStatistics) -> None:
+        """Write a row of statistics."""
+
+    def prune(self) -> int:
+        """Delete statistics and events that are too old; return how many."""
+
+
 class OutboxStore(Protocol):
-    """One connection to the database that holds an outbox table, and its stores of holds, sequence and marks.
+    """One connection to the database that holds an outbox table, and its stores of holds, sequence, marks and history.
 
     Used by one thread at a time. Every method is one short transaction of its own, raises `StoreUnavailable` when the
     database is away (and reconnects on the next call), and `OutboxTableError` when the table is not as it should be.
@@ -364,6 +403,10 @@ class OutboxStore(Protocol):
     @property
     def marks(self) -> MarkStore:
         """The marks of other leaders."""
+
+    @property
+    def history(self) -> HistoryStore:
+        """The history."""
 
     def check(self) -> str:
         """Check the table; return the outbox's identity, `<database>.<schema>.<table>`."""

@@ -384,7 +384,7 @@ def test_backlog(scene, store):
 def test_backlog_tells_held_rows_from_others(scene, store):
     """Rows behind a hold, of a record with its key, of a key or of a topic, are counted apart, with their own age."""
     scene.execute(create_hold_sql(TableName("outbox")))
-    put(scene, ("a", "k"), ("a", "k"), ("a", None), ("a", None), ("b", "k"), ("c", "x"), ("c", "y"))
+    put(scene, ("a", "k"), ("a", "k"), ("a", "l"), ("a", "m"), ("b", "k"), ("c", "x"), ("c", "y"))
     scene.execute("UPDATE outbox SET create_time = now() - interval '1 minute' * (8 - id)")
     scene.hold("add_record", 1)  # with its key, so the second row too
     scene.hold("add_record", 3)

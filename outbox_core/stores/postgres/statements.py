@@ -32,12 +32,6 @@ CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
      THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END
 """
 
-# The same in floating point, which is quick and exact enough for a latency. It must not identify a row.
-NEARLY_MICROSECONDS = """
-CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
-     THEN (date_part('epoch', create_time) * 1000000)::bigint ELSE 0 END
-"""
-
 # The same as `held_key` in Python. No character takes more than four bytes; of a value that is stored out of line only
 # the length in bytes is known without reading it.
 HELD_KEY = f"""
@@ -204,7 +198,7 @@ WITH head AS MATERIALIZED (
 ), marked AS (
     UPDATE {table} SET leader_id = %(leader_id)s
     WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
-    RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, {nearly},
+    RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds},
               CASE WHEN {is_large} THEN {content} END
 )
 SELECT marked.*, selected FROM head LEFT JOIN marked ON true
@@ -237,7 +231,7 @@ ORDER BY id
 
 # -- purge, reset, deletion
 
-PURGE = "DELETE FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+PURGE = "DELETE FROM {table} AS stored WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
 RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
@@ -255,6 +249,25 @@ SELECT count(*), min(stored.id) FROM {table} AS stored
 JOIN unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
   ON stored.id = published.id AND {microseconds} = published.microseconds
 """
+
+# Around a deletion of rows that are called `stored`: they go into the archive by the statement that deletes them, or
+# not at all. The number of rows is that of the deleted ones.
+DELETE_INTO_ARCHIVE = """
+WITH gone AS ({delete} RETURNING {of_stored})
+INSERT INTO {archive} ({columns}) SELECT {columns} FROM gone
+"""
+
+ARCHIVE_DEAD_LETTERS = """, archived AS (
+    INSERT INTO {archive} ({columns}, dead_letter) SELECT {columns}, true FROM stored
+)"""
+
+INSPECT_ARCHIVE = """
+SELECT has_table_privilege(c.oid, 'INSERT'),
+       coalesce(has_function_privilege(to_regprocedure(%(rotate)s)::oid, 'EXECUTE'), false)
+FROM pg_class AS c WHERE c.oid = to_regclass(%(archive)s)
+"""
+
+ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s)"
 
 UNPURGED = "SELECT count(*), min(id) FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
@@ -301,6 +314,7 @@ FROM unnest(%(hold_ids)s::bigint[], %(topics)s::text[], %(keys)s::text[], %(ids)
             %(errors)s::text[], %(dead)s::boolean[])
      AS wanted (id, topic, key, record_id, reason, error, dead)
 ON CONFLICT (id) DO NOTHING
+RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''), nullif(error, '')) AS reason
 """
 
 FETCH_HELD = """
@@ -312,25 +326,32 @@ ORDER BY id
 """
 
 DELETE_DEAD_LETTERED = """
-WITH buried AS (
+WITH stored AS (
     DELETE FROM {table} AS stored
     USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
     WHERE stored.id = published.id AND {microseconds} = published.microseconds
-    RETURNING stored.id, stored.kafka_topic, stored.kafka_key
+    RETURNING stored.*
 ), released AS (
-    DELETE FROM {holds} AS held USING buried AS stored WHERE {is_of_record}
-)
-SELECT count(*) FROM buried
+    DELETE FROM {holds} AS held USING stored WHERE {is_of_record}
+), changed AS (
+    SELECT kafka_topic, kafka_key, id AS record_id, '' AS reason FROM stored
+){noted}{archived}
+SELECT count(*) FROM changed
 """
+
+# Around the statements below, and around `ADD_HOLDS`.
+CHANGE_HOLDS = "WITH changed AS ({change}){noted} SELECT count(*) FROM changed"
 
 REFUSE_DEAD_LETTERS = """
 UPDATE {holds} AS held SET dead_letter = false, error = %(error)s
 FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_record}
+RETURNING held.kafka_topic, held.kafka_key, held.record_id, held.error AS reason
 """
 
 RELEASE_GONE = """
 DELETE FROM {holds} AS held
 WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+RETURNING kafka_topic, kafka_key, record_id, 'its record is gone' AS reason
 """
 
 # Those that are held already come last: there may be more than are found at once.
@@ -338,6 +359,49 @@ FIND_VIOLATIONS = """
 SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} AS stored WHERE NOT {fulfilled}
 ORDER BY EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}), id LIMIT {limit}
 """
+
+# -- history
+
+# NULL where there is no such table.
+HISTORY_RIGHTS = """
+SELECT has_table_privilege(to_regclass(%(statistics)s)::oid, 'INSERT')
+           AND has_table_privilege(to_regclass(%(statistics)s)::oid, 'SELECT')
+           AND has_table_privilege(to_regclass(%(statistics)s)::oid, 'DELETE'),
+       has_table_privilege(to_regclass(%(events)s)::oid, 'INSERT')
+           AND has_table_privilege(to_regclass(%(events)s)::oid, 'SELECT')
+           AND has_table_privilege(to_regclass(%(events)s)::oid, 'DELETE')
+"""
+
+ADD_STATISTICS = """
+INSERT INTO {statistics} (outbox, instance, interval_seconds, published, failed, published_bytes, deliverable,
+                          deliverable_age, held, held_age, latency_p50, latency_p99)
+VALUES (%(outbox)s, %(instance)s, %(interval_seconds)s, %(published)s, %(failed)s, %(published_bytes)s,
+        %(deliverable)s, %(deliverable_age)s, %(held)s, %(held_age)s, %(latency_p50)s, %(latency_p99)s)
+"""
+
+# By the database's clock, like all times here: the harvester says only how long ago it was.
+ADD_EVENT = """
+INSERT INTO {events} (create_time, outbox, kind, actor, reason, leader_id, term)
+VALUES (clock_timestamp() - make_interval(secs => %(age_seconds)s), %(outbox)s, %(kind)s, %(actor)s, %(reason)s,
+        %(leader_id)s, %(term)s)
+"""
+
+PRUNE_STATISTICS = """
+DELETE FROM {statistics} WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s)
+"""
+
+PRUNE_EVENTS = """
+DELETE FROM {events} WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s)
+"""
+
+# Part of the statement that changes holds, so that no change is without its event. {changed} returns topic, key, record
+# and reason.
+NOTE_CHANGES = """, noted AS (
+    INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
+    SELECT %(outbox)s, %(kind)s, regexp_replace(current_setting('application_name'), '^kafka-outbox ', ''),
+           reason, kafka_topic, kafka_key, record_id
+    FROM changed
+)"""
 
 # -- marks of other leaders
 
@@ -374,7 +438,10 @@ WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' AND {fulf
   AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 """
 
-RELEASE_FOR = "DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s"
+RELEASE_FOR = """
+DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s
+RETURNING kafka_topic, kafka_key, record_id, 'no longer held for: ' || reason AS reason
+"""
 
 CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL AND {fulfilled}"
 
@@ -436,7 +503,6 @@ WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode 
 FRAGMENTS = {
     "topic": TOPIC,
     "microseconds": MICROSECONDS,
-    "nearly": NEARLY_MICROSECONDS,
     "held_key": HELD_KEY,
     "size": SIZE,
     "content": CONTENT,

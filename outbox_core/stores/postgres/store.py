@@ -23,6 +23,7 @@ from outbox_core.stores.interface import (
 )
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import HeldParameters, array, multirange, stored_records, without_keys
+from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.holds import PostgresHolds
 from outbox_core.stores.postgres.marks import PostgresMarks
 from outbox_core.stores.postgres.sequence import PostgresSequence
@@ -62,7 +63,8 @@ class PostgresStore:
         self.table = OutboxTable(
             data_source, table, application_name=application_name, statement_timeout=statement_timeout
         )
-        self.holds = PostgresHolds(self.table, max_message_bytes)
+        self.history = PostgresHistory(self.table)
+        self.holds = PostgresHolds(self.table, self.history, max_message_bytes)
         self.sequence = PostgresSequence(self.table)
         self.marks = PostgresMarks(self.table, self.holds)
         self._max_message_bytes = max_message_bytes

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import psycopg
 
 from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
-from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, quote
+from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, archive_beside, hold_beside, quote
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import (
     Connection,
@@ -70,8 +70,17 @@ class NewRules(NamedTuple):
 class OutboxTable:
     """An outbox table, the table of holds beside it, and the connection to both. Used by one thread at a time."""
 
-    def __init__(self, data_source: str, table: str, *, application_name: str, statement_timeout: float) -> None:
+    def __init__(
+        self,
+        data_source: str,
+        table: str,
+        *,
+        application_name: str,
+        statement_timeout: float,
+        archives: bool = False,
+    ) -> None:
         self.statement_timeout = statement_timeout
+        self.archives = archives
         self.name = TableName.parse(table)
         self.hold_name = hold_beside(self.name)
         self.found = self.name, self.hold_name
@@ -142,6 +151,18 @@ class OutboxTable:
             escaped = {part: name.quoted.replace("%", "%%") for part, name in names}
             self._formatted[key] = statement.format(**{**sql.FRAGMENTS, **escaped, **parts})
         return self._formatted[key]
+
+    def archived(self, statement: str, **parts: str) -> str:
+        """Return a statement, or a part of one, that puts rows into the archive; '' if they are deleted for good."""
+        if not self.archives:
+            return ""
+        columns = [*REQUIRED_COLUMNS, *(["kafka_partition"] if self.layout().has_partition else [])]
+        names = {
+            "archive": archive_beside(self.found[0]).quoted.replace("%", "%%"),
+            "columns": ", ".join(columns),
+            "of_stored": ", ".join(f"stored.{column}" for column in columns),
+        }
+        return self.format(statement, **names, **parts)
 
     def set_timeout(self, seconds: float) -> None:
         """Give up statements on this connection after so long."""

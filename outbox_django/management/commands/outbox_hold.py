@@ -7,6 +7,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
+from outbox_core.cli.database import operator
 from outbox_core.cli.harvest import shown
 from outbox_core.cli.hold import add_actions, run_action
 from outbox_core.errors import OutboxError
@@ -38,7 +39,7 @@ class Command(BaseCommand):
             name = TableName.parse(options["table"]) if options["table"] else outbox_settings().table
             connection = postgres_connection(options["database"] or write_alias("Hold"))
             with pinned_search_path(connection, name) as found:
-                told = run_action(connection, Holds(found), options)
+                told = run_action(connection, Holds(found, operator()), options)
         except (OutboxError, Error) as error:
             raise CommandError(" ".join(shown(error).split())) from None
         self.stdout.write(told, ending="")
