@@ -20,8 +20,8 @@ parameters. It sets holds itself, for records that Kafka refuses and topics it m
 Each call is one statement, which may be repeated. Only held records are ever skipped or dead-lettered, so there is no
 race with the harvester. A release lets a record be published before its followers, as if it had never been held.
 
-The same statement writes an event for each change into the outbox's history (`outbox_core.history`), if there is one
-and the role may: what was done, by whom, and why.
+The same statement writes an event for each change into the outbox's history (`outbox_core.retention.history`), if there
+is one and the role may: what was done, by whom, and why.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
@@ -320,8 +320,9 @@ GRANT USAGE ON SCHEMA {schema} TO {harvester};
 GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {table} TO {harvester};
 GRANT SELECT ON SEQUENCE {sequence} TO {harvester};
 GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE {holds} TO {harvester};
--- The history may be missing. Nobody changes what is in it.
+-- History and archive may be missing. Nobody changes what is in them.
 {grant_history};
+{grant_archive};
 -- Whoever may create functions in a schema can have others run them unawares (PostgreSQL 15 has this by itself).
 REVOKE CREATE ON SCHEMA {schema} FROM PUBLIC;
 """
@@ -332,6 +333,7 @@ REVOKE SELECT, DELETE, UPDATE (leader_id) ON TABLE {table} FROM {harvester};
 REVOKE SELECT ON SEQUENCE {sequence} FROM {harvester};
 REVOKE SELECT, INSERT, UPDATE, DELETE ON TABLE {holds} FROM {harvester};
 {revoke_history};
+{revoke_archive};
 """
 
 
@@ -370,7 +372,9 @@ def _grants(script: str, name: TableName, writer: str, harvester: str, layout: L
     table = TableName(name.table, schema)
     # As PostgreSQL calls the sequence of an identity or bigserial column.
     sequence = TableName(_with_suffix(name.table, "_id_seq"), schema).quoted
-    role = quote(harvester).replace("{", "{{").replace("}", "}}")
+    role, archive = quote(harvester), archive_beside(table)
+    history = statistics_beside(table), events_beside(table)
+    execute = f"EXECUTE ON FUNCTION {archive_rotation(table).quoted}(integer)"
     names = {
         "kept": "id, create_time or leader_id" if shape.has_time_default else "id or leader_id",
         "schema": quote(schema),
@@ -380,17 +384,25 @@ def _grants(script: str, name: TableName, writer: str, harvester: str, layout: L
         "columns": ", ".join(columns),
         "writer": quote(writer),
         "harvester": quote(harvester),
-        "grant_history": _if_there(table, f"GRANT SELECT, INSERT, DELETE ON TABLE {{table}} TO {role}"),
-        "revoke_history": _if_there(table, f"REVOKE SELECT, INSERT, DELETE ON TABLE {{table}} FROM {role}"),
+        "grant_history": _if_there(history, f"GRANT SELECT, INSERT, DELETE ON TABLE {{table}} TO {role}"),
+        "revoke_history": _if_there(history, f"REVOKE SELECT, INSERT, DELETE ON TABLE {{table}} FROM {role}"),
+        "grant_archive": _if_there(
+            [archive], f"GRANT SELECT, INSERT ON TABLE {{table}} TO {role}", f"GRANT {execute} TO {role}"
+        ),
+        "revoke_archive": _if_there(
+            [archive], f"REVOKE SELECT, INSERT ON TABLE {{table}} FROM {role}", f"REVOKE {execute} FROM {role}"
+        ),
     }
     return [statement.format(**names) for statement in script.removesuffix(";\n").split(";\n")]
 
 
-def _if_there(outbox: TableName, statement: str) -> str:
-    """Return the statement for each table of the history that exists: one block of PL/pgSQL."""
+def _if_there(tables: Iterable[TableName], *statements: str) -> str:
+    """Return the statements for each of these tables that exists: one block of PL/pgSQL."""
     block = "".join(
-        f"IF to_regclass({_literal(name.quoted)}) IS NOT NULL THEN {statement.format(table=name.quoted)}; END IF; "
-        for name in (statistics_beside(outbox), events_beside(outbox))
+        f"IF to_regclass({_literal(name.quoted)}) IS NOT NULL THEN "
+        + "".join(f"{statement.replace('{table}', name.quoted)}; " for statement in statements)
+        + "END IF; "
+        for name in tables
     )
     return f"DO {_dollars(block)}BEGIN {block}END{_dollars(block)}"
 

@@ -55,6 +55,8 @@ class OutboxSettings:
     tracking_topic: str | None = None
     on_poison: str | None = None
     dead_letter_topic: str | None = None
+    retention: str | None = None
+    archive_days: int | None = None
     notify: bool | None = None
     name: str | None = None
     outbox_name: str | None = None
@@ -186,6 +188,20 @@ def _on_poison(value: object) -> str | None:
     return value
 
 
+def _retention(value: object) -> str | None:
+    if value not in (None, "delete", "archive"):
+        raise InvalidConfig(f"expected 'delete' or 'archive', got {value!r}")
+    return value
+
+
+def _days(value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 36_500:
+        raise InvalidConfig(f"expected a number of days from 1 to 36500, got {value!r}")
+    return value
+
+
 def _truth(value: object) -> bool | None:
     if not isinstance(value, bool | None):
         raise InvalidConfig(f"expected True or False, got {value!r}")
@@ -240,6 +256,8 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "TRACKING_TOPIC": _text,
     "ON_POISON": _on_poison,
     "DEAD_LETTER_TOPIC": _text,
+    "RETENTION": _retention,
+    "ARCHIVE_DAYS": _days,
     "NOTIFY": _truth,
     "NAME": _text,
     "OUTBOX_NAME": _text,

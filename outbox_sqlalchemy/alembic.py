@@ -27,6 +27,7 @@ from alembic.config import Config
 from sqlalchemy.dialects import postgresql
 
 from outbox_core.errors import OutboxError
+from outbox_core.retention.archive import archive_statements, drop_archive_statements
 from outbox_core.schema import (
     TableName,
     add_checks_sql,
@@ -237,6 +238,24 @@ def outbox_notify(table: str | None = None) -> Revision:
 
     def downgrade() -> None:
         op.execute(sa.text(_escaped(drop_notify_sql(named or _table_of_environment()))))
+
+    return Revision(upgrade, downgrade)
+
+
+def outbox_archive(table: str | None = None) -> Revision:
+    """Return the archive of the outbox `table`, for harvesters with `retention: archive`. Not part of the chain.
+
+    The downgrade drops it with all that is in it.
+    """
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        for statement in archive_statements(named or _table_of_environment()):
+            op.execute(sa.text(_escaped(statement)))
+
+    def downgrade() -> None:
+        for statement in drop_archive_statements(named or _table_of_environment()):
+            op.execute(sa.text(_escaped(statement)))
 
     return Revision(upgrade, downgrade)
 

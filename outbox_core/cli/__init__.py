@@ -1,4 +1,4 @@
-"""The command `outbox`: `schema`, `harvest`, `hold`, `status`, `doctor` and `inbox prune`.
+"""The command `outbox`: `schema`, `harvest`, `hold`, `restash`, `status`, `doctor` and `inbox prune`.
 
 Other packages add commands by entry points of the group `outbox.commands`: a function that takes the arguments behind
 the command's name and returns the exit code.
@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from outbox_core import __version__
-from outbox_core.cli import doctor, harvest, hold, inbox, schema
+from outbox_core.cli import doctor, harvest, hold, inbox, restash, schema
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_commands(commands)
     inbox.add_command(commands)
     hold.add_command(commands)
+    restash.add_command(commands)
     for added in entry_points(group=_COMMANDS):
         commands.add_parser(added.name, help=f"see outbox {added.name} --help")
     return parser

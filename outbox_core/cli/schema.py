@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Literal
 
 from outbox_core.errors import InvalidConfig
+from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import (
     TableName,
     add_checks_sql,
@@ -51,16 +52,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "harvester's",
     )
     parser.add_argument(
+        "--archive",
+        action="store_true",
+        help="print the archive of an existing outbox instead, for `retention: archive`",
+    )
+    parser.add_argument(
         "--layout",
         choices=["binary", "text"],
         default="binary",
         help="binary: bytea values, any key (default); text: goharvest's table",
     )
-    parser.add_argument(
-        "--notify",
-        action="store_true",
-        help="print the trigger for harvesters with `notify` too; any outbox may be given it later",
-    )
+    notify = "print the trigger for harvesters with `notify` too; any outbox may be given it later"
+    parser.add_argument("--notify", action="store_true", help=notify)
     parser.set_defaults(command=_print_schema)
 
 
@@ -69,10 +72,8 @@ def _print_schema(options: argparse.Namespace) -> int:
         sys.stdout.write(_inbox(options))
         return 0
     name = _name("--table", options.table)
-    if options.grants:
-        if options.only or options.notify:
-            raise InvalidConfig("--grants: print nothing else; leave out --only and --notify")
-        sys.stdout.write(grants_sql(name, options.grants[0], options.grants[1], options.layout))
+    if options.archive or options.grants:
+        sys.stdout.write(_beside(options, name))
         return 0
     if options.only in {None, "outbox"}:
         sys.stdout.write(create_table_sql(name, options.layout))
@@ -87,9 +88,21 @@ def _print_schema(options: argparse.Namespace) -> int:
     return 0
 
 
+def _beside(options: argparse.Namespace, name: TableName) -> str:
+    """Return the archive or the grants of an outbox that exists."""
+    if options.only or options.notify or (options.archive and options.grants):
+        option = "--archive" if options.archive else "--grants"
+        raise InvalidConfig(f"{option}: print nothing else; leave out --only, --notify and the like")
+    if options.grants:
+        return grants_sql(name, options.grants[0], options.grants[1], options.layout)
+    return "".join(f"{statement.rstrip()};\n" for statement in archive_statements(name))
+
+
 def _inbox(options: argparse.Namespace) -> str:
     if options.notify:
         raise InvalidConfig("--notify: belongs to an outbox table, not to an inbox")
+    if options.archive:
+        raise InvalidConfig("--archive: belongs to an outbox table, not to an inbox")
     if options.only:
         raise InvalidConfig("--only: an inbox is one table; leave it out")
     if options.grants:

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 _PAUSE_FACTOR = 9
 _TREND_SECONDS = 60.0
 _LAST_WRITE_SECONDS = 2.0
+_ROTATE_EVERY_SECONDS = 3600.0
+_ROTATE_AGAIN_SECONDS = 60.0
 
 
 class Trend:
@@ -53,13 +55,18 @@ class BacklogObserver:
     It outlives the elector by a moment, to write the last event.
     """
 
-    def __init__(self, store: OutboxStore, harvester: Harvester, interval_seconds: float) -> None:
+    def __init__(
+        self, store: OutboxStore, harvester: Harvester, interval_seconds: float, *, counts: bool = True
+    ) -> None:
+        self._counts = counts
         self._store = store
         self._harvester = harvester
         self._interval = interval_seconds
         self._stopping = threading.Event()
         self._wake = threading.Event()
         self._outage = Outage("counting the backlog", _log)
+        self._rotation = Outage("making partitions of the archive", _log)
+        self._rotate_at = 0.0
         self._trend = Trend()
         self._history = HistoryWriter(harvester.config.name, harvester.metrics)
         self._thread = threading.Thread(target=self._run, name="outbox-backlog", daemon=True)
@@ -91,7 +98,10 @@ class BacklogObserver:
                     backlog = self._observe()
                     ended = time.monotonic()
                     count_at = ended + max(self._interval, _PAUSE_FACTOR * (ended - began))
-                self._history.write(self._store.history, backlog, leads=self._harvester.is_leader)
+                leads = self._harvester.is_leader
+                self._history.write(self._store.history, backlog, leads=leads)
+                if leads and not stops:
+                    self._rotate()
                 if stops:
                     return
                 self._wake.wait(max(0.0, count_at - time.monotonic()))
@@ -102,7 +112,7 @@ class BacklogObserver:
         """Count, and tell the metrics."""
         harvester = self._harvester
         harvester.metrics.kafka_up(harvester.kafka_answers)
-        backlog = self._ask() if harvester.counts_backlog else None
+        backlog = self._ask() if self._counts and harvester.counts_backlog else None
         if backlog is None:
             self._trend.forget()
             harvester.metrics.backlog(None)
@@ -110,6 +120,23 @@ class BacklogObserver:
         left = self._trend.time_to_empty(time.monotonic(), backlog.deliverable.number)
         harvester.metrics.backlog(backlog, left)
         return backlog
+
+    def _rotate(self) -> None:
+        """Have the archive's partitions made and dropped, once an hour."""
+        if time.monotonic() < self._rotate_at:
+            return
+        try:
+            dropped = self._store.rotate_archive()
+        except StoreUnavailable:
+            return  # the harvest thread says so
+        except OutboxTableError as error:
+            self._rotation.failed(error)
+            self._rotate_at = time.monotonic() + _ROTATE_AGAIN_SECONDS
+            return
+        self._rotation.recovered()
+        self._rotate_at = time.monotonic() + _ROTATE_EVERY_SECONDS
+        if dropped:
+            _log.info("dropped %d day(s) of the archive", dropped)
 
     def _ask(self) -> Backlog | None:
         """Return the backlog; None if it is not known, as 0 would be good news."""

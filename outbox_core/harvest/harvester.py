@@ -127,9 +127,10 @@ class Harvester:
             self._transactions.new_producer()  # finds wrong settings now
         self._publisher = self._parts.publisher(identity, self._transactions.topics)
         self._commit_listener = self._parts.commit_listener(self._commits)
-        if self._metrics is not None:
+        counts = self._metrics is not None
+        if counts or self.config.retention == "archive":
             interval = self.config.limits.min_metrics_interval.total_seconds()
-            self._observer = BacklogObserver(self._parts.store(), self, interval)
+            self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
         with ExitStack() as undo:
             ctx = self._ctx = self._context(identity, undo)
             ctx.elector.start()

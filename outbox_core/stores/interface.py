@@ -233,7 +233,7 @@ class NewEvent(NamedTuple):
 
 
 class NewStatistics(NamedTuple):
-    """A row of statistics: an interval of an instance, with the backlog at its end; see `outbox_core.history`."""
+    """A row of statistics: an interval of an instance, and the backlog then; see `outbox_core.retention.history`."""
 
     instance: str
     interval_seconds: float
@@ -442,6 +442,12 @@ class OutboxStore(Protocol):
 
         Raises:
             RowsRemain: if such rows are still there afterwards.
+        """
+
+    def rotate_archive(self) -> int:
+        """Make room in the archive for the days to come, drop days that are too old; return how many.
+
+        0 without an archive: then published rows are gone. With one they go there by the statement that deletes them.
         """
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:

@@ -1,4 +1,4 @@
-"""The history of an outbox in PostgreSQL: rows of statistics, and events (`outbox_core.history` reads them).
+"""The history of an outbox in PostgreSQL: rows of statistics, and events (`outbox_core.retention.history` reads them).
 
 Both tables may be missing, or may be made, dropped or forbidden while a harvester runs: whoever writes asks first, in
 the same second. `outbox doctor` says what is missing.

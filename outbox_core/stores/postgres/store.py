@@ -12,6 +12,7 @@ from uuid import UUID
 import psycopg
 
 from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable
+from outbox_core.schema import archive_rotation
 from outbox_core.stores.interface import (
     NO_HOLDS,
     NO_LIMIT,
@@ -48,7 +49,7 @@ class PostgresStore:
     """An outbox table in PostgreSQL; implements `outbox_core.stores.interface.OutboxStore`.
 
     A `statement_timeout` of 0.0 seconds is none. A value is not read (`OversizedValue`) if key, value and headers
-    together have more than `max_message_bytes`.
+    together have more than `max_message_bytes`. With `archive_days` published rows go into the archive, for so long.
     """
 
     def __init__(
@@ -59,15 +60,21 @@ class PostgresStore:
         application_name: str = "kafka-outbox",
         statement_timeout: float = 0.0,
         max_message_bytes: int = NO_LIMIT,
+        archive_days: int | None = None,
     ) -> None:
         self.table = OutboxTable(
-            data_source, table, application_name=application_name, statement_timeout=statement_timeout
+            data_source,
+            table,
+            application_name=application_name,
+            statement_timeout=statement_timeout,
+            archives=archive_days is not None,
         )
         self.history = PostgresHistory(self.table)
         self.holds = PostgresHolds(self.table, self.history, max_message_bytes)
         self.sequence = PostgresSequence(self.table)
         self.marks = PostgresMarks(self.table, self.holds)
         self._max_message_bytes = max_message_bytes
+        self._archive_days = archive_days
         self._held_parameters = HeldParameters()
         self._reading_timeout = statement_timeout
         self._skipped_since: float | None = None
@@ -75,6 +82,8 @@ class PostgresStore:
     def check(self) -> str:
         """Check the table, prepare for its layout, and return `<database>.<schema>.<table>`."""
         layout = self.table.check()
+        if self._archive_days is not None:
+            self.table.check_archive()
         return f"{layout.database}.{layout.outbox}"
 
     def server_id(self) -> str:
@@ -119,7 +128,7 @@ class PostgresStore:
     def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
         """Delete the rows of these ids that `leader_id` still marks; return how many."""
         parameters = {"leader_id": leader_id, "ids": array(ids)}
-        purged = self.table.execute(sql.PURGE, parameters)
+        purged = self._delete(sql.PURGE, parameters)
         if purged < len(ids):
             self.table.refuse_what_remains(sql.UNPURGED, parameters)
         return purged
@@ -142,10 +151,25 @@ class PostgresStore:
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, marked or not; return how many."""
         parameters = {"ids": array(ids), "create_times": array(create_times)}
-        deleted = self.table.execute(sql.DELETE_PUBLISHED, parameters)
+        deleted = self._delete(sql.DELETE_PUBLISHED, parameters)
         if deleted < len(ids):
             self.table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
         return deleted
+
+    def _delete(self, statement: str, parameters: dict[str, Any]) -> int:
+        """Delete published rows, or move them into the archive; return how many."""
+        archiving = self.table.archived(sql.DELETE_INTO_ARCHIVE, delete=self.table.format(statement))
+        if archiving:
+            return self.table.execute("{archiving}", parameters, archiving=archiving)
+        return self.table.execute(statement, parameters)
+
+    def rotate_archive(self) -> int:
+        """Make the archive's next partitions, and drop those that are too old; return how many."""
+        if self._archive_days is None:
+            return 0
+        rotate = archive_rotation(self.table.found_outbox).quoted.replace("%", "%%")
+        ((dropped,),) = self.table.query(sql.ROTATE_ARCHIVE, {"days": self._archive_days}, rotate=rotate)
+        return int(dropped)
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the rows of these ids, by ascending id, marked or not."""

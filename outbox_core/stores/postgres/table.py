@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, NoReturn
 import psycopg
 
 from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
-from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, archive_beside, hold_beside, quote
+from outbox_core.schema import (
+    HOLD_COLUMNS,
+    REQUIRED_COLUMNS,
+    TableName,
+    archive_beside,
+    archive_rotation,
+    hold_beside,
+    quote,
+)
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import (
     Connection,
@@ -119,6 +127,12 @@ class OutboxTable:
         """The table with its schema, as statements name it."""
         self.connected()
         return self.found[0].quoted
+
+    @property
+    def found_outbox(self) -> TableName:
+        """The table with its schema."""
+        self.connected()
+        return self.found[0]
 
     @property
     def quoted_role(self) -> str:
@@ -284,6 +298,23 @@ class OutboxTable:
         rows = self.query(sql.INSPECT_HOLDS, (self.found[1].quoted,))
         may_read, columns = rows[0] if rows else (False, ())
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
+
+    def check_archive(self) -> None:
+        """Raise OutboxTableError if published rows cannot go into the archive."""
+        outbox = self.found_outbox
+        archive, rotate = archive_beside(outbox).quoted, archive_rotation(outbox).quoted
+        rows = self.query(sql.INSPECT_ARCHIVE, {"archive": archive, "rotate": f"{rotate}(integer)"})
+        if not rows:
+            raise OutboxTableError(
+                f"retention: archive needs a table {archive}; make it with `outbox schema --archive --table "
+                f"{self.name}`, with outbox_sqlalchemy.alembic.outbox_archive or with "
+                "outbox_django.operations.ArchivePublished"
+            )
+        if not all(rows[0]):
+            raise OutboxTableError(
+                f"missing rights on the archive: GRANT SELECT, INSERT ON TABLE {archive} TO {self.quoted_role}; "
+                f"GRANT EXECUTE ON FUNCTION {rotate}(integer) TO {self.quoted_role}"
+            )
 
     def grant_holds(self) -> str:
         """Return the statement that grants the rights on the table of holds."""
