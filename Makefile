@@ -53,7 +53,7 @@ protocol: .protoc  ## Generate the Python code of outbox_queue/protocol/markers.
 
 test: $(STAMP)  ## Run the tests against a real Postgres and a real Kafka broker, JOBS=7 at a time
 	$(BIN)/pytest -n $(or $(JOBS),7) -m "not alone and not complete"
-	$(BIN)/pytest -n 3 -m "alone and not complete" tests/acceptance tests/chaos
+	$(BIN)/pytest -n 2 -m "alone and not complete" tests/acceptance tests/chaos
 
 test-quick: $(STAMP)  ## Run the unit tests, the contracts and one test of each mode of delivery: a minute
 	$(BIN)/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)

@@ -45,7 +45,7 @@ def mark_and_delete(dsn: str, rows: int) -> float:
     began = time.perf_counter()
     while done < rows:
         records = store.mark(leader_id, RowQuery(_BATCH)).records
-        store.purge(leader_id, [record[0] for record in records])
+        store.purge(leader_id, [record[0] for record in records], [record[7] for record in records])
         done += len(records)
     store.close()
     return rows / (time.perf_counter() - began)

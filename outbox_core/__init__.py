@@ -24,3 +24,8 @@ __all__ = [
     "TransactionRequired",
     "__version__",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that they come from."""
+    return __all__

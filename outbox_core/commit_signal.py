@@ -8,6 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+__all__ = [
+    "has_subscribers",
+    "notify",
+    "subscribe",
+]
+
 _lock = threading.Lock()
 _subscribers: tuple[Callable[[], None], ...] = ()  # replaced as a whole, so that `notify` needs no lock
 

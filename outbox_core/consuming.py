@@ -41,6 +41,18 @@ from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Mess
 from outbox_core.kafka.errors import GROUP_MOVED, MEMBER_RECOVERS
 from outbox_core.kafka.messages import UnreadableHeaders, headers_of
 
+__all__ = [
+    "ID_HEADER",
+    "ConsumeOptions",
+    "Consumed",
+    "Outboxes",
+    "RetryPolicy",
+    "backoff",
+    "consume",
+    "group_of",
+    "message_id_of",
+]
+
 ID_HEADER = "outbox-id"
 
 Transaction = TypeVar("Transaction")

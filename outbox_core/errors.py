@@ -6,6 +6,27 @@ shows data sources.
 
 from __future__ import annotations
 
+__all__ = [
+    "DeadLetterTopicError",
+    "GroupRefused",
+    "InvalidConfig",
+    "InvalidMessageId",
+    "InvalidRecord",
+    "KafkaUnavailable",
+    "LeaderTopicError",
+    "MarkedRowsFound",
+    "MissingExtra",
+    "OutboxError",
+    "OutboxTableError",
+    "ProcessExhausted",
+    "RowsHeld",
+    "RowsRemain",
+    "StoreUnavailable",
+    "TrackingTopicError",
+    "TransactionRequired",
+    "UnsafeConsumer",
+]
+
 
 class OutboxError(Exception):
     """The root of all errors of this library."""

@@ -17,6 +17,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from uuid import UUID
 
+__all__ = [
+    "Event",
+    "EventHandler",
+    "LeaderAcquired",
+    "LeaderFenced",
+    "LeaderRefreshed",
+    "LeaderRevoked",
+    "MeterRead",
+    "MeterStats",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class LeaderAcquired:

@@ -35,6 +35,11 @@ from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
 from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id
 from outbox_core.stasher import Connection
 
+__all__ = [
+    "Hold",
+    "Holds",
+]
+
 # Both tables must be there: without this the subqueries below would find nothing, and no error would say so.
 _NAME = """
 SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL,

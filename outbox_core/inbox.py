@@ -27,6 +27,11 @@ from outbox_core.errors import InvalidMessageId, OutboxError
 from outbox_core.schema import TableName
 from outbox_core.stasher import Connection, require_transaction
 
+__all__ = [
+    "MAX_ID_BYTES",
+    "Inbox",
+]
+
 MAX_ID_BYTES = 1000
 """Of source and message id each. PostgreSQL limits an index entry to 2,704 bytes."""
 

@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 
     from outbox_core.stores.interface import Backlog, StoredRecord
 
+__all__ = [
+    "HarvestMetrics",
+    "MetricsServer",
+]
+
+
 _LULL_SECONDS = 30.0  # who has sent nothing for so long does not try any more
 _NEVER = float("-inf")
 

@@ -17,6 +17,14 @@ from uuid import UUID
 from outbox_core.errors import InvalidRecord
 from outbox_core.topic_names import topic_problem
 
+__all__ = [
+    "MAX_HEADERS_BYTES",
+    "MAX_KEY_BYTES",
+    "MAX_VALUE_BYTES",
+    "Header",
+    "OutboxRecord",
+]
+
 MAX_KEY_BYTES = 64 * 2**10
 """Keys are held in memory for their order, a lane each, and travel with every statement while they are held."""
 MAX_HEADERS_BYTES = 2**20

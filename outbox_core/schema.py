@@ -26,6 +26,28 @@ from typing import Literal
 from outbox_core.errors import InvalidConfig, InvalidRecord
 from outbox_core.record import Header, OutboxRecord
 
+__all__ = [
+    "BINARY_LAYOUT",
+    "CHECKS",
+    "STORAGE_PARAMETERS",
+    "TEXT_LAYOUT",
+    "EventKind",
+    "TableLayout",
+    "TableName",
+    "add_checks_sql",
+    "create_history_sql",
+    "create_hold_sql",
+    "create_inbox_sql",
+    "create_table_sql",
+    "drop_checks_sql",
+    "drop_notify_sql",
+    "grant_statements",
+    "grants_sql",
+    "notify_sql",
+    "revoke_statements",
+    "validate_checks_sql",
+]
+
 COLUMNS = (
     "create_time",
     "kafka_topic",

@@ -15,7 +15,7 @@ held makes that the order in which transactions on the same data commit.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -23,6 +23,12 @@ from typing import Any, Protocol, Self
 from outbox_core.errors import OutboxError, TransactionRequired
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
+
+__all__ = [
+    "Connection",
+    "PreparedStasher",
+    "Stasher",
+]
 
 _PIPELINE_BUSY = 1
 _IN_TRANSACTION = (2, 3)
@@ -34,6 +40,30 @@ class Connection(Protocol):
 
     def cursor(self) -> Any:
         """Make a cursor."""
+
+
+class Interceptor(Protocol):
+    """A test's place between stashes and the database, for all adapters; `outbox_core.testing` takes it.
+
+    Rows are those of `TableLayout.row`, without the partition where the table has no column for it.
+
+    Attributes:
+        writes: False if rows are kept in memory: then no SQL is sent, and `keep` is called instead of `stashed`.
+    """
+
+    @property
+    def writes(self) -> bool:
+        """True if stashes go on to the database."""
+
+    def keep(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Keep rows in memory, after the checks that a stash makes before it sends SQL."""
+
+    def stashed(self, connection: object, rows: Sequence[Sequence[Any]]) -> None:
+        """Note rows that have been written in the transaction of a connection."""
+
+
+interceptor: Interceptor | None = None
+"""None outside tests. One for the process, as the code under test may stash in any thread."""
 
 
 class Stasher:
@@ -68,9 +98,14 @@ class Stasher:
             TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
         """
         row = self.row(record)
+        if interceptor is not None and not interceptor.writes:
+            interceptor.keep(connection, [row])
+            return
         require_transaction(connection)
         with closing(connection.cursor()) as cursor:
             cursor.execute(self.insert_sql, row)
+        if interceptor is not None:
+            interceptor.stashed(connection, [row])
 
     def stash_many(self, connection: Connection, records: Iterable[OutboxRecord]) -> None:
         """Write records in their order, in one batch; raises as `stash` does, before any record is sent.
@@ -78,10 +113,15 @@ class Stasher:
         psycopg 3 sends them without waiting for each answer.
         """
         rows = [self.row(record) for record in records]
+        if interceptor is not None and not interceptor.writes:
+            interceptor.keep(connection, rows)
+            return
         require_transaction(connection)
         if rows:
             with closing(connection.cursor()) as cursor:
                 cursor.executemany(self.insert_sql, rows)
+        if interceptor is not None:
+            interceptor.stashed(connection, rows)
 
     def prepare(self, connection: Connection) -> PreparedStasher:
         """Return a stasher of single records, bound to this connection.
@@ -115,8 +155,13 @@ class PreparedStasher:
     def stash(self, record: OutboxRecord) -> None:
         """Write one record in the connection's transaction; raises as `Stasher.stash` does."""
         row = self._stasher.row(record)
+        if interceptor is not None and not interceptor.writes:
+            interceptor.keep(self._connection, [row])
+            return
         require_transaction(self._connection)
         self._cursor.execute(self._stasher.insert_sql, row, **self._options)
+        if interceptor is not None:
+            interceptor.stashed(self._connection, [row])
 
     def close(self) -> None:
         """Close the cursor; the transaction stays as it is."""

@@ -34,3 +34,8 @@ __all__ = [
     "stash",
     "stash_many",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that they come from."""
+    return __all__

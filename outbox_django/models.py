@@ -18,6 +18,14 @@ from outbox_django.settings import (
     statistics_model_table,
 )
 
+__all__ = [
+    "Event",
+    "Hold",
+    "Inbox",
+    "Outbox",
+    "Statistics",
+]
+
 
 class Outbox(models.Model):
     """A record that waits to be published. The columns are those of `outbox_core.schema`."""

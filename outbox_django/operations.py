@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from django.db.migrations.state import ProjectState
     from django.db.models import Model
 
+__all__ = [
+    "AddChecks",
+    "ArchivePublished",
+    "GrantRights",
+    "NotifyOnInsert",
+    "SetStorageParameters",
+]
+
 
 class _TableOperation(Operation):
     """SQL for a model's table in databases that have it, which changes nothing of the state of Django's models.

@@ -16,7 +16,7 @@ from functools import lru_cache
 from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
-from outbox_core import commit_signal
+from outbox_core import commit_signal, stasher
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
 from outbox_core.stasher import Stasher
@@ -95,7 +95,12 @@ def _table(name: str, layout: TableLayout) -> OutboxTable:
 
 
 def _connection_in_transaction(using: str | None) -> BaseDatabaseWrapper:
-    return connection_in_transaction(using or stash_alias(), "stash", "record")
+    alias = using or stash_alias()
+    if stasher.interceptor is not None:
+        from outbox_django.testing import intercepted_connection
+
+        return intercepted_connection(alias, stasher.interceptor)
+    return connection_in_transaction(alias, "stash", "record")
 
 
 def _notify_after_commit(connection: BaseDatabaseWrapper) -> None:

@@ -48,3 +48,8 @@ __all__ = [
     "TrackerConfig",
     "backoff",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that they come from."""
+    return __all__

@@ -17,6 +17,12 @@ from outbox_spark.runtime.java import find_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+__all__ = [
+    "check_pyspark",
+    "register",
+    "start_session",
+]
+
 _DEFAULTS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

@@ -68,6 +68,12 @@ __all__ = [
     "stash_many",
 ]
 
+
+def __dir__() -> list[str]:
+    """Return the public names, without the modules that they come from."""
+    return __all__
+
+
 _outbox = Outbox()
 stash = _outbox.stash
 stash_many = _outbox.stash_many

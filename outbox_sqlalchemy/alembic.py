@@ -44,6 +44,20 @@ from outbox_core.schema import (
 )
 from outbox_sqlalchemy.table import storage_options
 
+__all__ = [
+    "Revision",
+    "alembic_config",
+    "migrations_folder",
+    "outbox_0001",
+    "outbox_0002",
+    "outbox_0003",
+    "outbox_0004",
+    "outbox_0005",
+    "outbox_archive",
+    "outbox_grants",
+    "outbox_notify",
+]
+
 
 class Revision(NamedTuple):
     """The two functions of an Alembic revision."""

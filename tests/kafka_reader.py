@@ -16,6 +16,7 @@ class ReadMessage:
     key: bytes | None
     value: bytes | None
     headers: list[tuple[str, bytes | None]]
+    timestamp_ms: int = 0
 
 
 def read_topic(bootstrap, topic, *, count=None, timeout=30.0, isolation="read_committed"):
@@ -116,4 +117,5 @@ def _read_message(message):
         key=message.key(),
         value=message.value(),
         headers=message.headers() or [],
+        timestamp_ms=message.timestamp()[1],
     )

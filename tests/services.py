@@ -25,6 +25,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from xdist.scheduler import LoadScopeScheduling
 
 from devstack.cluster import KafkaCluster
+from devstack.processes import wait_until
 from devstack.stack import DevStack
 
 _NEED_KAFKA = {"kafka", "private_stack", "own_stack", "cluster"}
@@ -33,7 +34,8 @@ QUICK = {
     # that has timed out for deleted, skips their markers and leaves the transaction open for ever ("Couldn't find
     # leader endpoint for partitions"; Kafka 4.3.1). No client can mend that.
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "3000",
-    "broker.session.timeout.ms": "2000",
+    # A broker that gets no CPU for so long is fenced, with all transactions that time out meanwhile: see above.
+    "broker.session.timeout.ms": "5000",
     "broker.heartbeat.interval.ms": "300",
 }
 """Settings of brokers that notice faults quickly."""
@@ -45,6 +47,9 @@ _CHAOS = "tests/chaos/test_chaos.py"
 _QUEUES = ("tests/integration/queue/", "tests/acceptance/test_queue_")
 _LONGEST = ("tests/spark/relay/", "tests/spark/pipelines/", *_QUEUES, _CHAOS)
 _STACK_DIRECTORY = "stack_directory"
+_SECONDS_TO_COMPILE = 60
+_OF_SERVICES = ["DevstackError", "INVALID_REPLICATION_FACTOR", "Failed to get metadata"]
+"""Errors of brokers that a starved machine does not let start or answer in time; they say nothing about the product."""
 
 
 def pytest_configure(config):
@@ -59,6 +64,23 @@ def pytest_configure(config):
 def pytest_configure_node(node):
     """Give each of the processes that run tests side by side the one stack, which the first that needs it starts."""
     node.workerinput[_STACK_DIRECTORY] = str(_shared_stack(node.config).directory)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session):
+    """Let one process compile the modules of the tests first; the others, which wait for it, read what it compiled."""
+    given = getattr(session.config, "workerinput", None)
+    if given is None:
+        return (yield)
+    compiled = Path(given[_STACK_DIRECTORY]) / f"compiled-{given['testrunuid']}"
+    if given["workerid"] != "gw0":
+        wait_until(compiled.exists, timeout=_SECONDS_TO_COMPILE)
+        return (yield)
+    try:
+        return (yield)
+    finally:
+        compiled.parent.mkdir(parents=True, exist_ok=True)
+        compiled.touch()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -104,6 +126,9 @@ def pytest_xdist_make_scheduler(config, log):
 def pytest_collection_modifyitems(items):
     """Begin with the longest: the two folders of Spark, that of queues, each of which one process runs, and chaos."""
     items.sort(key=lambda item: not item.nodeid.startswith(_LONGEST))
+    for item in items:
+        if item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.flaky(reruns=1, only_rerun=_OF_SERVICES))
 
 
 def pytest_collection_finish(session):

@@ -6,22 +6,24 @@ Their transactions really commit (`TransactionTestCase`), as the outbox is about
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from io import StringIO
 from unittest.mock import Mock, patch
 
 from django.core import mail
 from django.core.management import call_command
-from django.db import DatabaseError, connection
+from django.db import DatabaseError, connection, transaction
 from django.http import HttpResponse
 from django.test import Client, TransactionTestCase
 
-from example_project.shop.emails import send_confirmation
+from example_project.shop.emails import order_emails, send_confirmation
 from example_project.shop.models import Order, OrderEvent, OrderLine, Product, StockMovement
 from outbox_django.models import Outbox
-from outbox_queue import Reject
+from outbox_django.testing import OutboxTestMixin
+from outbox_queue.testing import InProcessQueue
 
 
-class ShopTests(TransactionTestCase):
+class ShopTests(OutboxTestMixin, TransactionTestCase):
     """Orders and the records that they stash."""
 
     def setUp(self) -> None:
@@ -48,18 +50,18 @@ class ShopTests(TransactionTestCase):
         number = answer.json()["order"]
         self.pen.refresh_from_db()
         self.assertEqual((self.pen.stock, self.pen.movements_count), (7, 1))
-        order, *stock, email = Outbox.objects.order_by("id")
-        self.assertEqual((order.kafka_topic, order.kafka_key), ("shop.orders", str(number)))
-        self.assertEqual(json.loads(bytes(order.kafka_value))["customer"], "Zoë")
-        self.assertEqual(
-            [(row.kafka_topic, row.kafka_key) for row in stock],
-            [("shop.stock", str(self.pen.pk)), ("shop.stock", str(self.ink.pk))],
-        )
-        self.assertEqual(json.loads(bytes(stock[0].kafka_value))["stock"], 7)
-        events = {str(event.pk) for event in (*OrderEvent.objects.all(), *StockMovement.objects.all())}
-        self.assertEqual({_header(row, "event-id") for row in (order, *stock)}, events)
-        self.assertEqual((email.kafka_topic, email.kafka_key), ("shop.messages", "order-emails"))
-        self.assertEqual(json.loads(bytes(email.kafka_value)), {"order": number})
+        placed, *moved = [
+            str(event.pk) for event in (*OrderEvent.objects.all(), *StockMovement.objects.order_by("product"))
+        ]
+        stashed = self.outbox_records
+        order = stashed.assert_stashed("shop.orders", key=number, headers={"event-id": placed}, count=1)
+        self.assertEqual(json.loads(order.value)["customer"], "Zoë")
+        for product, event, quantity, stock in ((self.pen, moved[0], -3, 7), (self.ink, moved[1], -1, 0)):
+            value = {"product": product.pk, "order": number, "quantity": quantity, "stock": stock}
+            stashed.assert_stashed("shop.stock", key=product.pk, value=value, headers={"event-id": event})
+        stashed.assert_stashed("shop.messages", key="order-emails", value={"order": number})
+        rows = [(row.kafka_topic, row.kafka_key) for row in Outbox.objects.order_by("id")]
+        self.assertEqual(rows, [(record.topic, record.key) for record in stashed])
 
     def test_an_order_that_cannot_be_leaves_nothing(self) -> None:
         """Too little stock, an unknown product and bad JSON are refused; neither data nor records are written."""
@@ -73,6 +75,7 @@ class ShopTests(TransactionTestCase):
             with self.subTest(basket=basket):
                 self.assertEqual(self.order(basket).status_code, status)
                 self.assertEqual(self.written(), [0] * 5)
+        self.outbox_records.assert_not_stashed()
         for body in ("{", "[" * 100_000, "null"):
             answer = self.client.post("/orders/", body, "application/json", headers=_LOCAL)
             self.assertEqual(answer.status_code, 400)
@@ -93,6 +96,8 @@ class ShopTests(TransactionTestCase):
         with patch(stash_many, stash_and_fail), self.assertLogs("django.request", "ERROR"):
             self.assertEqual(self.order({self.pen.pk: 1}).status_code, 500)
         self.assertEqual(self.written(), [0] * 5)
+        self.outbox_records.assert_not_stashed()
+        self.assertEqual([record.topic for record in self.outbox_records.rolled_back], ["shop.orders", "shop.stock"])
 
     def test_a_repeated_request_changes_nothing_twice(self) -> None:
         """A request that comes again with its Idempotency-Key gets the first answer; one without is a new order."""
@@ -145,21 +150,38 @@ class ShopTests(TransactionTestCase):
         self.assertEqual(statuses, [204, 404])
         self.pen.refresh_from_db()
         self.assertEqual((self.pen.stock, self.pen.movements_count), (10, 2))
-        placed, cancelled = Outbox.objects.filter(kafka_topic="shop.orders").order_by("id")
-        self.assertEqual(placed.kafka_key, cancelled.kafka_key)
-        self.assertIsNone(cancelled.kafka_value)
-        self.assertEqual([_header(row, "number") for row in (placed, cancelled)], ["1", "2"])
+        self.outbox_records.assert_stashed("shop.orders", key=number, headers={"number": "1"}, count=1)
+        self.outbox_records.assert_stashed("shop.orders", key=number, value=None, headers={"number": "2"}, count=1)
 
     def test_a_job_becomes_an_email(self) -> None:
         """The worker's handler sends the customer the order, and rejects a job that can never be done."""
         number = self.order({self.pen.pk: 3}).json()["order"]
-        send_confirmation(Mock(payload=json.dumps({"order": number}).encode()))
+        jobs = InProcessQueue(order_emails(), self.outbox_records)
+        self.assertEqual(jobs.run(send_confirmation), 1)
         (email,) = mail.outbox
         self.assertEqual((email.subject, email.to), (f"Your order {number}", ["zoë@example.org"]))
         self.assertIn("3 x Pen", email.body)
-        for payload in (b"{", b"{}", b"[]", b'{"order": 0}'):
-            with self.assertRaises(Reject):
-                send_confirmation(Mock(payload=payload))
+        with transaction.atomic():
+            for payload in (b"{", b"{}", b"[]", b'{"order": 0}'):
+                order_emails().stash(connection, payload)
+        jobs.run(send_confirmation)
+        self.assertEqual(len(jobs.dead_letters), 4)
+        self.assertEqual(len(mail.outbox), 1)
+
+    def test_an_email_that_fails_is_tried_again(self) -> None:
+        """A mail server that is away costs a delay, and no e-mail."""
+        self.order({self.pen.pk: 3})
+        jobs = InProcessQueue(order_emails(), self.outbox_records)
+        with (
+            patch("django.core.mail.EmailMessage.send", side_effect=ConnectionError),
+            self.assertLogs("outbox_queue", "WARNING"),
+            self.assertRaises(ConnectionError),
+        ):
+            jobs.run(send_confirmation)
+        self.assertEqual(jobs.run(send_confirmation), 0)
+        jobs.clock.advance(timedelta(minutes=1))
+        self.assertEqual(jobs.run(send_confirmation), 1)
+        self.assertEqual(len(mail.outbox), 1)
 
     def test_an_email_goes_to_our_own_domain(self) -> None:
         """Any customer's name becomes a single address in our domain."""
@@ -192,7 +214,3 @@ class ShopTests(TransactionTestCase):
 
 
 _LOCAL = {"host": "localhost"}
-
-
-def _header(row: Outbox, name: str) -> str:
-    return bytes(row.kafka_header_values[row.kafka_header_keys.index(name)]).decode()

@@ -124,14 +124,17 @@ class Harvester:
         self._transactions = TransactionalIdentity.of(self.config, identity.outbox, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions.tracking_topic)
-            self._transactions.new_producer()  # finds wrong settings now
-        self._publisher = self._parts.publisher(identity, self._transactions.topics)
+            self._transactions.new_producer().discard()  # finds wrong settings now
         self._commit_listener = self._parts.commit_listener(self._commits)
         counts = self._metrics is not None
         if counts or self.config.retention == "archive":
             interval = self.config.limits.min_metrics_interval.total_seconds()
             self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
         with ExitStack() as undo:
+            undo.callback(self._topic_limits.close)
+            self._publisher = self._parts.publisher(identity, self._transactions.topics)
+            if self._publisher is not None:
+                undo.callback(self._publisher.close)
             ctx = self._ctx = self._context(identity, undo)
             ctx.elector.start()
             undo.callback(ctx.elector.stop)

@@ -30,6 +30,7 @@ from outbox_core.kafka.clients import (
 from outbox_core.kafka.errors import NO_ANSWER, grant
 
 _ANSWER_SECONDS = 5.0
+_FENCED_INTERVAL_SECONDS = 0.5
 _LEADER_TOPIC_SETTINGS = {
     # Only the last claim and the heartbeats of the last seconds are ever read.
     "cleanup.policy": "delete",
@@ -198,18 +199,24 @@ def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:
         replication_factor=kind.replication_factor,
         config=dict(kind.settings),
     )
-    answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
-    try:
-        inquiry.wait_for(answer)
-    except (KafkaException, FutureTimeoutError) as error:
-        code = error.args[0].code() if isinstance(error, KafkaException) else None
-        if code in {KafkaError.TOPIC_ALREADY_EXISTS, KafkaError._UNSUPPORTED_FEATURE}:  # noqa: SLF001
+    while True:
+        answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
+        try:
+            inquiry.wait_for(answer)
+        except (KafkaException, FutureTimeoutError) as error:
+            code = error.args[0].code() if isinstance(error, KafkaException) else None
+            if code in {KafkaError.TOPIC_ALREADY_EXISTS, KafkaError._UNSUPPORTED_FEATURE}:  # noqa: SLF001
+                return
+            if code == KafkaError.INVALID_REPLICATION_FACTOR and not inquiry.is_late:
+                time.sleep(_FENCED_INTERVAL_SECONDS)  # brokers that have just started do not count for a moment
+                continue
+            counted = "one partition" if kind.partitions == 1 else f"{kind.partitions} partitions"
+            raise kind.error(
+                f"{kind.name} {topic!r} does not exist and cannot be made: {_reason(inquiry, error)}; "
+                f"create it with {counted}, or {grant('CREATE', inquiry.config)}"
+            ) from None
+        else:
             return
-        counted = "one partition" if kind.partitions == 1 else f"{kind.partitions} partitions"
-        raise kind.error(
-            f"{kind.name} {topic!r} does not exist and cannot be made: {_reason(inquiry, error)}; "
-            f"create it with {counted}, or {grant('CREATE', inquiry.config)}"
-        ) from None
 
 
 def _reason(inquiry: Inquiry, error: KafkaException | FutureTimeoutError) -> str:

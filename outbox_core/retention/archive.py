@@ -20,6 +20,8 @@ from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_core.schema import EventKind, TableName, archive_beside, archive_rotation, events_beside
 from outbox_core.stasher import Connection
 
+__all__ = ["RESTASH_HEADER", "Archive", "Selected", "archive_statements", "drop_archive_statements"]
+
 RESTASH_HEADER = "outbox-restash"
 """The header of a record that was stashed anew: `<schema>.<table>:<id>`, its identity in the archive."""
 

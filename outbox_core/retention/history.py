@@ -22,6 +22,8 @@ from outbox_core.errors import OutboxTableError
 from outbox_core.schema import EventKind, TableName, events_beside, statistics_beside
 from outbox_core.stasher import Connection
 
+__all__ = ["EventKind", "History", "HistoryEvent", "IntervalStatistics"]
+
 _IDENTIFY = """
 SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)

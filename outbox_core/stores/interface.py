@@ -15,6 +15,41 @@ from uuid import UUID
 
 from outbox_core.schema import EventKind
 
+__all__ = [
+    "HEADER_BYTES",
+    "KEY_DIGEST_PREFIX",
+    "LONGEST_KEY_OF_HOLD",
+    "NO_FLOOR",
+    "NO_HOLDS",
+    "NO_LIMIT",
+    "Backlog",
+    "Floor",
+    "HeldKey",
+    "HistoryStore",
+    "HoldSet",
+    "HoldStore",
+    "LaneKey",
+    "MarkStore",
+    "MarkedBatch",
+    "MarkedRows",
+    "NewEvent",
+    "NewHold",
+    "NewStatistics",
+    "OpenWriter",
+    "OutboxStore",
+    "OversizedValue",
+    "RowQuery",
+    "SequenceSnapshot",
+    "SequenceStore",
+    "StoreFactory",
+    "StoredRecord",
+    "WaitingRows",
+    "bytes_of",
+    "held_key",
+    "lane_of",
+    "size_of",
+]
+
 LaneKey = tuple[str, str]
 """(topic, key): the unit of order. A record without a key belongs to none."""
 
@@ -40,6 +75,13 @@ def held_key(key: str) -> str:
     return KEY_DIGEST_PREFIX + sha256(key.encode()).hexdigest()
 
 
+class RowId(NamedTuple):
+    """The identity of a row: an id alone comes back after TRUNCATE ... RESTART IDENTITY, with another create time."""
+
+    id: int
+    create_time: int
+
+
 class StoredRecord(NamedTuple):
     """A row of the outbox.
 
@@ -52,8 +94,7 @@ class StoredRecord(NamedTuple):
         header_keys: names of the headers, or None.
         header_values: their values, parallel to `header_keys`.
         partition: explicit partition; -1 lets the partitioner decide.
-        create_time: microseconds since the Unix epoch, 0 for a time that does not fit; from a mark good enough for
-            latencies only.
+        create_time: microseconds since the Unix epoch; 0 for a time that no clock shows.
     """
 
     id: int
@@ -69,6 +110,11 @@ class StoredRecord(NamedTuple):
 def lane_of(record: StoredRecord) -> LaneKey | None:
     """Return the lane of a record, None if it has no key."""
     return None if record.key is None else (record.topic, record.key)
+
+
+def row_id(record: StoredRecord) -> RowId:
+    """Return the identity of a record's row."""
+    return RowId(record.id, record.create_time)
 
 
 class OversizedValue:
@@ -308,7 +354,7 @@ class RowQuery(NamedTuple):
     max_bytes: int = NO_LIMIT
     after: Floor = NO_FLOOR
     without_keys: Collection[LaneKey] = ()
-    without_ids: Collection[int] = ()
+    without_rows: Collection[RowId] = ()
     without_topics: Collection[str] = ()
     holds: HoldSet = NO_HOLDS
 
@@ -421,8 +467,8 @@ class OutboxStore(Protocol):
             RowsHeld: if a constraint keeps some rows from being marked: they are held now, and none is marked.
         """
 
-    def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
-        """Delete the rows of these ids that `leader_id` still marks; return how many.
+    def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete the rows of which both id and create time match and that `leader_id` still marks; return how many.
 
         Raises:
             RowsRemain: if such rows are still there afterwards.

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from typing import Protocol
 
-from outbox_queue.consuming.acks import AckHandler
 from outbox_queue.consuming.delivery import Delivery, State
 from outbox_queue.errors import InvalidMessage, MessageSettled
 from outbox_queue.protocol.headers import LONGEST_REASON, Header
 from outbox_queue.times import delay_milliseconds, utc_time
+
+
+class Acks(Protocol):
+    """The settling of a consumer's messages; `AckHandler` does it by markers."""
+
+    def acknowledge(self, delivery: Delivery) -> None:
+        """Finish it."""
+
+    def nack(self, delivery: Delivery, delay_ms: int, reason: str) -> None:
+        """Have it redelivered after a delay."""
+
+    def reject(self, delivery: Delivery, reason: str) -> None:
+        """Make it a dead letter."""
+
+    def interrupt(self, delivery: Delivery) -> None:
+        """Have it redelivered after its timeout."""
+
+    def extend(self, delivery: Delivery, duration: timedelta) -> None:
+        """Keep it for so long from now."""
 
 
 class Message:
@@ -27,7 +46,7 @@ class Message:
 
     __slots__ = ("_acks", "_delivery", "attempt", "headers", "max_attempts", "payload", "queue")
 
-    def __init__(self, delivery: Delivery, acks: AckHandler) -> None:
+    def __init__(self, delivery: Delivery, acks: Acks) -> None:
         message = delivery.message
         self.payload: bytes = message.payload
         self.headers: tuple[Header, ...] = message.headers

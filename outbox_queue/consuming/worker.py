@@ -43,6 +43,45 @@ def backoff(
     return delay
 
 
+class HandlerCall:
+    """A handler with its consequences: a message that it does not settle itself is settled by how it ends."""
+
+    def __init__(self, handler: Handler, retry_delay: RetryDelay) -> None:
+        self._handler = handler
+        self._retry_delay = retry_delay
+
+    def __call__(self, message: Message) -> None:
+        """Handle a message; nothing that the handler raises leaves this."""
+        try:
+            try:
+                refuse_unfinished(self._handler(message))
+            except Exception as error:
+                self._failed(message, error)
+            else:
+                if not message.is_settled:
+                    message.ack()
+        except QueueClosed:
+            _log.warning("%r: done after the consumer was closed; it will be redelivered", message)
+        except MessageSettled:
+            _log.debug("%r: another thread has settled it just now", message)
+
+    def _failed(self, message: Message, error: Exception) -> None:
+        if message.is_settled:
+            _log.warning("%r: the handler raised after it had settled it\n%s", message, _trace(error))
+            return
+        try:
+            if isinstance(error, Reject):
+                message.reject(_text(error.reason))
+                return
+            _log.warning("%r: the handler raised\n%s", message, _trace(error))
+            message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {_text(error)}")
+        except (QueueClosed, MessageSettled):
+            raise
+        except Exception as problem:  # of `retry_delay`, too
+            _log.warning("%r: not given back, and redelivered after its timeout\n%s", message, _trace(problem))
+            message.interrupt()
+
+
 class Worker:
     """The threads of `Queue.run`, with their consumer, which they close."""
 
@@ -56,8 +95,7 @@ class Worker:
         drain_timeout: timedelta,
     ) -> None:
         self._consumer = consumer
-        self._handler = handler
-        self._retry_delay = retry_delay
+        self._handle = HandlerCall(handler, retry_delay)
         self._drain_timeout = drain_timeout
         self._stopping = threading.Event()
         self._failure: BaseException | None = None
@@ -94,36 +132,6 @@ class Worker:
             self._failure = error
             self._stopping.set()
 
-    def _handle(self, message: Message) -> None:
-        try:
-            try:
-                _refuse_unfinished(self._handler(message))
-            except Exception as error:
-                self._failed(message, error)
-            else:
-                if not message.is_settled:
-                    message.ack()
-        except QueueClosed:
-            _log.warning("%r: done after the consumer was closed; it will be redelivered", message)
-        except MessageSettled:
-            _log.debug("%r: another thread has settled it just now", message)
-
-    def _failed(self, message: Message, error: Exception) -> None:
-        if message.is_settled:
-            _log.warning("%r: the handler raised after it had settled it\n%s", message, _trace(error))
-            return
-        try:
-            if isinstance(error, Reject):
-                message.reject(_text(error.reason))
-                return
-            _log.warning("%r: the handler raised\n%s", message, _trace(error))
-            message.nack(delay=self._retry_delay(message, error), reason=f"{type(error).__name__}: {_text(error)}")
-        except (QueueClosed, MessageSettled):
-            raise
-        except Exception as problem:  # of `retry_delay`, too
-            _log.warning("%r: not given back, and redelivered after its timeout\n%s", message, _trace(problem))
-            message.interrupt()
-
 
 def _trace(error: Exception) -> str:
     """Format a traceback; some formatters of logs fail where the error's own text does."""
@@ -144,7 +152,8 @@ def check_handler(handler: object) -> None:
             raise InvalidMessage(f"handler: {handler!r:.200} is a generator function: calling it does nothing yet")
 
 
-def _refuse_unfinished(result: object) -> None:
+def refuse_unfinished(result: object) -> None:
+    """Refuse the result of a handler that was only begun (`QueueError`)."""
     if result is None or not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return
     if inspect.iscoroutine(result):

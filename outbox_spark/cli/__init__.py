@@ -16,6 +16,10 @@ from outbox_core import __version__
 from outbox_core.errors import MissingExtra, OutboxError
 from outbox_core.printable import printable
 
+__all__ = [
+    "main",
+]
+
 EXIT_NOT_STARTED = 2
 
 _HELP = {

@@ -37,6 +37,14 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
+__all__ = [
+    "OnProgress",
+    "RelayConfig",
+    "RelayFailed",
+    "relay",
+    "run_relay",
+]
+
 _log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1

@@ -14,6 +14,8 @@ from outbox_queue.protocol import markers as wire
 from outbox_queue.redelivery.redeliverer import REDELIVERED
 from tests.kafka_reader import read_topic
 
+READ_SECONDS = 2.0
+"""Time in which a tracker that gets little CPU has read an end, and looked at it: what ends later may come again."""
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
 
@@ -101,7 +103,8 @@ class Verdict:
 
     Attributes:
         lost: messages that were neither acknowledged nor, if they are poison, set aside.
-        redelivered_after_end: places in the message topic whose first end marker was followed by a tracker's.
+        redelivered_after_end: places in the message topic whose end marker was there for `READ_SECONDS` when a tracker
+            sent their messages again.
         miscounted: messages whose copies are not attempts 1, 2, 3 and so on.
         poison: copies and dead letters of each poison message.
         dead: payloads in the dead letter topic.
@@ -124,13 +127,22 @@ def judge(config, sent, journal, *, is_poison):
     for letter in read_topic(config.bootstrap_servers, config.dead_letters, timeout=120):
         verdict.dead[letter.value] += 1
         dead_attempts[letter.value] = headers.read(letter.headers).attempt
-    started_twice = _read_markers(config, verdict)
+    started_twice, ended_at = _read_markers(config)
     attempts = defaultdict(list)
     read_again = set()
+    places, sent_at = {}, {}
     for message in read_topic(config.bootstrap_servers, config.message_topic, timeout=120):
-        attempts[message.value].append(headers.read(message.headers).attempt)
-        if (message.partition, message.offset) in started_twice:
+        place, described = (message.partition, message.offset), headers.read(message.headers)
+        attempts[message.value].append(described.attempt)
+        if place in started_twice:
             read_again.add(message.value)
+        origin = described.origin or place
+        places[place] = origin, described.attempt
+        sent_at[origin, described.attempt] = message.timestamp_ms
+    for place, at in ended_at.items():
+        origin, attempt = places[place]
+        if sent_at.get((origin, attempt + 1), 0) > at + 1000 * READ_SECONDS:
+            verdict.redelivered_after_end.append(place)
     for payload in sent:
         made = sorted(attempts[payload])
         verdict.copies += len(made) > 1
@@ -144,10 +156,13 @@ def judge(config, sent, journal, *, is_poison):
     return verdict
 
 
-def _read_markers(config, verdict):
-    """Note the markers that follow an end; return the places that were started more than once."""
+def _read_markers(config):
+    """Return the places that were started more than once, and when a consumer ended those that a tracker ended, too.
+
+    Both clocks are this machine's: the brokers stamp markers, and the trackers the copies they send.
+    """
     starts = Counter()
-    ended = set()
+    ended, ended_at = {}, {}
     for record in read_topic(config.bootstrap_servers, config.marker_topic, timeout=120):
         marker = wire.Marker.FromString(record.value)
         place = (marker.message_id.partition, marker.message_id.offset)
@@ -155,9 +170,9 @@ def _read_markers(config, verdict):
             continue
         if marker.type == wire.START:
             starts[place] += 1
-            ended.discard(place)  # it is worked on again
+            ended.pop(place, None)  # it is worked on again
         elif marker.type == wire.END:
             if place in ended and marker.reason == REDELIVERED:
-                verdict.redelivered_after_end.append(place)
-            ended.add(place)
-    return {place for place, count in starts.items() if count > 1}
+                ended_at[place] = ended[place]
+            ended.setdefault(place, record.timestamp_ms)
+    return {place for place, count in starts.items() if count > 1}, ended_at

@@ -60,6 +60,7 @@ def test_killed_leaders(make_site, database, kafka_bootstrap, say):
     assert sum(left for _, left, _ in results) > 0, "no kill came while a record was under way"
 
 
+@pytest.mark.complete
 def test_paused_leaders(make_site, database, kafka_bootstrap, say):
     """A leader stopped for longer than its session is replaced, and fenced when it wakes up; no record is lost.
 

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.real_broker]
 _LOAD_SECONDS = 3.0
 
 
+@pytest.mark.complete
 def test_failing_deliveries(make_site, database, kafka_bootstrap, say):
     """With 2% failing produce calls and delivery reports, 1, 4 and 8 harvesters lose and reverse no record.
 

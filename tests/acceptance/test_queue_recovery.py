@@ -189,6 +189,7 @@ def test_trackers_share_the_partitions(config, markers):
     assert messages_in(config) == {b"payload %d" % number: [2] for number in range(60)}
 
 
+@pytest.mark.complete
 def test_a_brokers_outage(own_stack, make_topic):
     """Messages that expire during a broker's outage are redelivered once; a tracker can stop without a broker."""
     stack = own_stack(embedded=False)

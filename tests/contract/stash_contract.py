@@ -199,6 +199,34 @@ class StashContract:
         assert [row.create_time for row in stashed(outbox_database)] == [began, began]
 
 
+class CaptureContract:
+    """The behaviour of captures on adapters that tell them of transactions; beside `StashContract`."""
+
+    def test_a_capture_has_what_the_table_has(self, adapter, outbox_database, outbox_records):
+        """Records of transactions and savepoints that were rolled back are neither in the table nor in the capture."""
+        with adapter.transaction() as writer:
+            with _undone(writer.savepoint()):
+                writer.stash(OutboxRecord("orders", "undone before all others"))
+            writer.stash(OutboxRecord("orders", "first"))
+            with writer.savepoint():
+                writer.stash_many([OutboxRecord("orders", "second"), OutboxRecord("orders", "third")])
+                with _undone(writer.savepoint()):
+                    writer.stash(OutboxRecord("orders", "undone"))
+            assert [record.key for record in outbox_records] == ["first", "second", "third"]
+            assert outbox_records.committed == []
+        with _undone(adapter.transaction()) as writer:
+            writer.stash(OutboxRecord("orders", "rolled back"))
+        with adapter.transaction() as writer:
+            writer.stash(OutboxRecord("orders", "last"))
+        assert [record.key for record in outbox_records.committed] == _keys(outbox_database)
+        assert outbox_records == outbox_records.committed
+        assert [record.key for record in outbox_records.rolled_back] == [
+            "undone before all others",
+            "undone",
+            "rolled back",
+        ]
+
+
 class TextStashContract:
     """The contract of every stash adapter on a table as goharvest makes it, called `outbox`."""
 

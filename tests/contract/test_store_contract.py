@@ -17,7 +17,7 @@ import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql, drop_checks_sql
-from outbox_core.stores.interface import NO_FLOOR, Backlog, Floor, OutboxStore, RowQuery
+from outbox_core.stores.interface import NO_FLOOR, Backlog, Floor, HoldSet, OutboxStore, RowQuery, row_id
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.contract.accept_contract import wait_for_a_blocked_session
 from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
@@ -105,6 +105,11 @@ def ids(batch):
     return [record[0] for record in batch.records]
 
 
+def rows(store, *numbers):
+    """Return the identities of the rows of these ids."""
+    return [row_id(record) for record in store.find(numbers)]
+
+
 def marks(scene):
     """Return the rows' marks by id."""
     return {row.id: row.leader_id for row in scene.rows()}
@@ -167,7 +172,7 @@ def test_batches_are_limited_by_bytes(scene, store):
     """Marks and scans end behind the row that fills the limit, from the first one on; one large row always fits."""
     put(scene, *(("t", str(n), "x" * 9_000) for n in range(5)), *(("t", str(n), "x") for n in range(5)))
     assert [record[0] for record in store.scan(RowQuery(100, max_bytes=22_500))] == [1, 2, 3]
-    assert [record[0] for record in store.scan(RowQuery(100, without_ids={1, 2, 3}, max_bytes=1))] == [4]
+    assert [record[0] for record in store.scan(RowQuery(100, without_rows=rows(store, 1, 2, 3), max_bytes=1))] == [4]
     assert ids(store.mark(OURS, RowQuery(100, max_bytes=1))) == [1]
     assert ids(store.mark(OURS, RowQuery(100, max_bytes=13_500))) == [2, 3]
     assert ids(store.mark(OURS, RowQuery(100, without_keys={("t", "3")}, max_bytes=13_500))) == [5, 6, 7, 8, 10]
@@ -294,6 +299,21 @@ def test_lanes_that_look_alike(scene, store):
     ) == [1]
 
 
+def test_an_id_that_comes_back_is_another_row(scene, store):
+    """After TRUNCATE ... RESTART IDENTITY a new row is neither left out, purged nor held for an old one of its id."""
+    put(scene, ("t", "k"), ("t", "k"))
+    old = [row_id(record) for record in store.mark(OURS, RowQuery(10)).records]
+    assert old == rows(store, 1, 2), "marks tell the create times that scans do"
+    query = RowQuery(10, without_rows=old, holds=HoldSet(ids=frozenset({1})))
+    assert list(store.scan(query)) == []
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    put(scene, ("t", "k"), ("t", "k"), ("t", "k"))
+    assert [record.id for record in store.scan(query)] == [1, 2, 3]
+    assert ids(store.mark(OURS, query)) == [1, 2, 3]
+    assert store.purge(OURS, [row.id for row in old], [row.create_time for row in old]) == 0
+    assert list(marks(scene)) == [1, 2, 3]
+
+
 def test_another_leader_takes_all(scene, store):
     """A leader marks rows of another one like any other rows, without a recovery."""
     put(scene, *(("t", str(n)) for n in range(5)))
@@ -307,10 +327,11 @@ def test_purge_deletes_own_rows_only(scene, store):
     put(scene, *(("t", str(n)) for n in range(6)))
     store.mark(OURS, RowQuery(4))
     store.mark(THEIRS, RowQuery(2))
-    assert store.purge(OURS, [1, 2, 3, 5, 99]) == 1
+    times = {record.id: record.create_time for record in store.find([1, 2, 3, 5])} | {99: 0}
+    assert store.purge(OURS, list(times), list(times.values())) == 1
     assert marks(scene) == {1: THEIRS, 2: THEIRS, 4: OURS, 5: None, 6: None}
-    assert store.purge(OURS, [3]) == 0
-    assert store.purge(OURS, []) == 0
+    assert store.purge(OURS, [3], [times[3]]) == 0
+    assert store.purge(OURS, [], []) == 0
 
 
 def test_reset_clears_own_marks_only(scene, store):
@@ -362,9 +383,9 @@ def test_emptiness(scene, store):
     """A table is empty if it has no visible row, marked or not."""
     assert store.is_empty()
     put(scene, ("t", "k"))
-    store.mark(OURS, RowQuery(1))
+    (record,) = store.mark(OURS, RowQuery(1)).records
     assert not store.is_empty()
-    store.purge(OURS, [1])
+    store.purge(OURS, [1], [record.create_time])
     assert store.is_empty()
 
 
@@ -419,9 +440,11 @@ def test_mark_and_scan_begin_above_the_floor(scene, store):
     floor = _floor(store)
     assert _found(store, floor) == [3, 4, 5]
     assert [
-        record[0] for record in store.scan(RowQuery(10, without_ids=[3], without_keys={("t", "4")}, after=floor))
+        record[0]
+        for record in store.scan(RowQuery(10, without_rows=rows(store, 3), without_keys={("t", "4")}, after=floor))
     ] == [5]
-    assert ids(store.mark(OURS, RowQuery(10, without_keys={("t", "4")}, without_ids=[5], after=floor))) == [3]
+    query = RowQuery(10, without_keys={("t", "4")}, without_rows=rows(store, 5), after=floor)
+    assert ids(store.mark(OURS, query)) == [3]
 
 
 def test_where_ids_prove_nothing(scene, store):
@@ -574,11 +597,11 @@ def test_table_that_goes_away(scene, store):
 def test_close_and_use_again(scene, store):
     """A closed store holds no session, and opens one when it is used again."""
     put(scene, ("t", "k"))
-    store.mark(OURS, RowQuery(10))
+    (record,) = store.mark(OURS, RowQuery(10)).records
     store.close()
     store.close()
     wait_until(lambda: not _sessions(scene), "the session has ended")
-    assert store.purge(OURS, [1]) == 1
+    assert store.purge(OURS, [1], [record.create_time]) == 1
 
 
 def test_each_call_is_committed(scene, store):

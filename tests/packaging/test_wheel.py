@@ -1,6 +1,8 @@
 """The wheel, installed into clean environments away from the checkout."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -14,6 +16,8 @@ from outbox_core.schema import TableName, create_history_sql, create_hold_sql, c
 from tests.harvesting import Scene
 
 CHECKOUT = Path(__file__).parents[2]
+TYPED_PROJECT = Path(__file__).parent / "typed_project"
+TYPE_ERROR = re.compile(r"^ *(?:.*/)?(\w+\.py):(\d+)(?::\d+)*(?: -)?:? error", re.MULTILINE)
 HOST_ENVIRONMENT = """
 from alembic import context
 from sqlalchemy import create_engine
@@ -110,7 +114,9 @@ def test_contents(wheel):
     }
     assert "outbox_sqlalchemy/migrations/versions/0001_outbox.py" in names
     assert "outbox_django/migrations/0001_initial.py" in names
-    assert "outbox_core/py.typed" in names
+    assert {f"{package}/py.typed" for package in tops if package.startswith("outbox_")} <= names
+    modules = {"outbox_core/testing/pytest_plugin.py", "outbox_core/testing/kafka.py"}
+    assert modules | {f"outbox_{adapter}/testing.py" for adapter in ("django", "queue", "sqlalchemy")} <= names
     required = metadata.get_all("Requires-Dist")
     assert all("extra ==" in requirement for requirement in required), required
     assert {"harvester", "sqlalchemy", "django", "queue", "spark"} <= set(metadata.get_all("Provides-Extra"))
@@ -147,6 +153,17 @@ def test_base_install_does_not_harvest(base):
     assert done.stdout == ""
 
 
+def test_base_install_has_the_testing_helpers(base):
+    """The base install is enough for an outbox in memory, and the plugin is registered."""
+    told = base.python(
+        "from outbox_core import OutboxRecord, Stasher; from outbox_core.testing import in_memory_outbox\n"
+        "from importlib.metadata import entry_points\n"
+        "with in_memory_outbox() as stashed: Stasher().stash(None, OutboxRecord('t', 1))\n"
+        "print(stashed.assert_stashed('t', key=1).key, [entry.value for entry in entry_points(group='pytest11')])"
+    )
+    assert told.splitlines() == ["1 ['outbox_core.testing.pytest_plugin']"]
+
+
 @pytest.mark.complete
 def test_queues_need_their_extra_alone(base, queue_only):
     """`[queue]` is enough to import all of queues and run their command; the base install names the missing extra."""
@@ -178,6 +195,7 @@ def test_host_application_runs_the_revision(complete, database):
     assert scene.execute("SELECT to_regclass('outbox') AS found")[0].found is None
 
 
+@pytest.mark.complete
 def test_shipped_migrations_run(complete, database):
     """The Alembic environment inside the wheel is found and migrates a database by itself."""
     complete.python(
@@ -185,6 +203,33 @@ def test_shipped_migrations_run(complete, database):
         f"command.upgrade(alembic_config({database!r}), 'head')"
     )
     assert Scene(database, "", layout=None).count() == 0
+
+
+@pytest.mark.complete
+def test_mypy(complete, tmp_path):
+    """`mypy --strict` accepts a project that uses the packages rightly, and reports each mistake of another."""
+    python = complete.folder.parent / "bin" / "python"
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--no-error-summary"]
+    _check_types([*command, "--python-executable", python, "orders.py", "mistakes.py"], tmp_path)
+
+
+@pytest.mark.complete
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not on the PATH: it is a program for Node.js")
+def test_pyright(complete, tmp_path):
+    """Pyright in strict mode says the same as mypy."""
+    python = complete.folder.parent / "bin" / "python"
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    _check_types(["pyright", "--pythonpath", python], tmp_path)
+
+
+def _check_types(command, folder):
+    """Run a type checker in a copy of the user's project; it has to report the lines that are marked, and no others."""
+    shutil.copytree(TYPED_PROJECT, folder, dirs_exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MYPY"))}
+    ran = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False, timeout=540)
+    lines = (folder / "mistakes.py").read_text().splitlines()
+    marked = {("mistakes.py", number) for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
+    assert {(name, int(line)) for name, line in TYPE_ERROR.findall(ran.stdout)} == marked, ran.stdout + ran.stderr
 
 
 def test_django_app_is_found(complete):

@@ -54,7 +54,17 @@ from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.messages import Failure
-from outbox_core.stores.interface import NO_HOLDS, HoldSet, MarkedBatch, OutboxStore, RowQuery, StoredRecord, bytes_of
+from outbox_core.stores.interface import (
+    NO_HOLDS,
+    HoldSet,
+    MarkedBatch,
+    OutboxStore,
+    RowId,
+    RowQuery,
+    StoredRecord,
+    bytes_of,
+    row_id,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -83,10 +93,10 @@ class _Marked(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows to delete, and ids of rows whose marks must be cleared."""
+    """Rows to delete, and rows whose marks must be cleared."""
 
     purge: list[StoredRecord]
-    reset: list[int]
+    reset: list[RowId]
 
     @property
     def any(self) -> bool:
@@ -194,19 +204,19 @@ class AtLeastOnce:
         failures, hold_cache = self._failures, self._failures.hold_cache
         is_blocked = self._schedule.due_in() or not hold_cache.is_known or self._ctx.removal.is_ongoing
         limit = 0 if is_blocked else self._room()
-        if self._mark.is_running or not (limit or self._wants_holds()):
-            return
+        if self._mark.is_running or self._over() or not (limit or self._wants_holds()):
+            return  # rows that are marked after the lease are taken from the successor
         if not limit:
             self._request = _MarkRequest()
             self._mark.start(lambda store: _Marked(_NOTHING_MARKED, None, 0.0, hold_cache.current_or_reread(store)))
             return
         exclusion = failures.exclusion()
-        lanes, ids, topics = exclusion.lanes | self._lanes.full, exclusion.ids, exclusion.topics
+        lanes, rows, topics = exclusion.lanes | self._lanes.full, exclusion.rows, exclusion.topics
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         holds = failures.holds
-        plan = self._ctx.watermark.plan(frozenset(lanes | ids | topics | holds.items))
-        self._request = _MarkRequest(limit, plan, bool(lanes or ids or topics), holds)
-        query = RowQuery(limit, self._ctx.limits.mark_query_bytes, plan.floor, lanes, ids, topics, holds)
+        plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
+        self._request = _MarkRequest(limit, plan, bool(lanes or rows or topics), holds)
+        query = RowQuery(limit, self._ctx.limits.mark_query_bytes, plan.floor, lanes, rows, topics, holds)
         leader_id = self.leader_id
 
         def mark(store: OutboxStore) -> _Marked:
@@ -258,7 +268,7 @@ class AtLeastOnce:
         else:
             self._schedule.found_none(took)
         if self._remark or batch.selected != len(records) or self._lanes.holds_any(records):
-            self._to_settle.reset.extend(record.id for record in records)
+            self._to_settle.reset.extend(map(row_id, records))
             self._force_remark()
             self._leave_room_for_rivals()
             return
@@ -377,7 +387,7 @@ class AtLeastOnce:
         broken = [each for each in failures if isinstance(decide(each, alone=each.alone, can_hold=True), Remark)]
         if self._over() or self._remark or broken or self._publisher.is_broken:
             # They were cancelled, are released anyhow, or failed with the producer.
-            self._to_settle.reset.extend(record.id for record, *_ in failures)
+            self._to_settle.reset.extend(row_id(record) for record, *_ in failures)
             self._force_remark()
         else:
             self._ctx.batches.refused({failure.record.topic for failure in failures if _was_batch_too_large(failure)})
@@ -389,10 +399,10 @@ class AtLeastOnce:
 
     def _release(self, records: Iterable[StoredRecord]) -> None:
         """Clear the marks of records that are in no lane any more."""
-        ids = [record.id for record in records]
-        if ids:
+        rows = list(map(row_id, records))
+        if rows:
             self._ctx.watermark.reset("records went back to the table")
-            self._to_settle.reset.extend(ids)
+            self._to_settle.reset.extend(rows)
 
     # -- purge and reset
 
@@ -400,14 +410,15 @@ class AtLeastOnce:
         if not self._to_settle.any or not self._settle.can_start:
             return
         self._being_settled, self._to_settle = self._to_settle, _Rows([], [])
-        leader_id, reset_ids = self.leader_id, self._being_settled.reset
+        leader_id, reset_ids = self.leader_id, [row.id for row in self._being_settled.reset]
         purge_ids = [record.id for record in self._being_settled.purge]
+        create_times = [record.create_time for record in self._being_settled.purge]
 
         def settle(store: OutboxStore) -> int:
             purged = 0
             if purge_ids:
                 began = now()
-                purged = store.purge(leader_id, purge_ids)
+                purged = store.purge(leader_id, purge_ids, create_times)
                 self._ctx.metrics.purge_took(now() - began, purged)
             if reset_ids:
                 store.reset(leader_id, reset_ids)

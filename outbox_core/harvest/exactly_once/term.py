@@ -26,7 +26,17 @@ from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, Outcome
-from outbox_core.stores.interface import NO_HOLDS, HoldSet, OutboxStore, RowQuery, StoredRecord, bytes_of, lane_of
+from outbox_core.stores.interface import (
+    NO_HOLDS,
+    HoldSet,
+    OutboxStore,
+    RowId,
+    RowQuery,
+    StoredRecord,
+    bytes_of,
+    lane_of,
+    row_id,
+)
 
 _topic_of = attrgetter("topic")
 _IDLE_SECONDS = 1.0
@@ -81,8 +91,8 @@ class Term:
         self._ctx = ctx
         self._wait = LeadershipWait(leadership.over, ctx)
         self._transactions = transactions
-        self._in_flight: set[int] = set()  # scanned, and their purge is not committed: scans exclude them
-        self._unpurged: list[tuple[int, int]] = []  # (id, create time): published, and their purge is not committed
+        self._in_flight: set[RowId] = set()  # scanned, and their purge is not committed: scans exclude them
+        self._unpurged: list[RowId] = []  # published, and their purge is not committed
         self._are_dead_letters = False  # of the unpurged rows: then their holds are deleted, too
         self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx)
         self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx)
@@ -163,7 +173,7 @@ class Term:
         records = scanned.records
         if records:
             self._schedule.found_rows(more=True)  # the transaction between this scan and the next is pause enough
-            self._in_flight.update(record.id for record in records)
+            self._in_flight.update(map(row_id, records))
             self._transactions.reached(Failpoint.AFTER_SCAN)
             self._failures.scanned(found=True)
         else:
@@ -181,16 +191,16 @@ class Term:
         return min(failures.due_in(), self._dead_letters.due_in(failures.holds.requests))
 
     def _start_scan(self) -> None:
-        lanes, ids, topics = self._failures.exclusion()
+        lanes, rows, topics = self._failures.exclusion()
         # a copy: the set as it is before the statement begins
-        excluded = self._in_flight.union(ids)
+        excluded = self._in_flight.union(rows)
         topics |= self._suspects.excluded
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         hold_cache, holds = self._failures.hold_cache, self._failures.holds
-        plan = self._ctx.watermark.plan(frozenset(lanes | ids | topics | holds.items))
+        plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
         limits = self._suspects.limit, self._ctx.limits.mark_query_bytes
         query = RowQuery(*limits, plan.floor, lanes, excluded, topics, holds)
-        self._request = _ScanRequest(plan, bool(lanes or ids or topics), holds)
+        self._request = _ScanRequest(plan, bool(lanes or rows or topics), holds)
 
         def scan(store: OutboxStore) -> _Scan:
             evidence = plan.gather(store)
@@ -344,8 +354,7 @@ class Term:
 
     def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
         self._ctx.watermark.reset("records were left out of a transaction")
-        kept = {record.id for record in sent}
-        self._in_flight.difference_update(record.id for record in records if record.id not in kept)
+        self._in_flight.difference_update(set(map(row_id, records)).difference(map(row_id, sent)))
         records[:] = sent
 
     def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
@@ -379,7 +388,7 @@ class Term:
         self._transactions.reached(Failpoint.COMMITTED)
         self._ctx.kafka.recovered()  # not before: a term that begins well may never commit anything
         self.committed = True
-        self._unpurged = [(record.id, record.create_time) for record in records]
+        self._unpurged = list(map(row_id, records))
         self._are_dead_letters = are_dead_letters
         self._transactions.reached(Failpoint.BEFORE_PURGE)
         self._start_purge()
@@ -407,10 +416,7 @@ class Term:
         self._join_scan()
         self._ctx.watermark.reset("a transaction was aborted")
         self._purge_is_committed(None)
-        self._in_flight = self._not_purged()
-
-    def _not_purged(self) -> set[int]:
-        return {identity for identity, _ in self._unpurged}
+        self._in_flight = set(self._unpurged)
 
     # -- retries and dead letters
 
@@ -419,7 +425,7 @@ class Term:
         records = list(group)
         began = now()
         # Exactly these: scans must find those that were released.
-        self._in_flight = self._not_purged() | {record.id for record in records}
+        self._in_flight = {*self._unpurged, *map(row_id, records)}
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []
@@ -461,7 +467,7 @@ class Term:
     def _publish_dead_letters(self, producer: RecordProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         records: list[StoredRecord] = list(letters)
         failures: list[Failure] = []
-        self._in_flight.update(record.id for record in records)
+        self._in_flight.update(map(row_id, records))
         unfinished = self._fill(producer, records, failures.extend, failures)
         outcome = unfinished or self._commit_in_time(producer, records, failures, self._dead_letters.patience)
         if isinstance(outcome, Committed):
@@ -479,8 +485,7 @@ class Term:
     # -- purge
 
     def _start_purge(self) -> None:
-        ids = [identity for identity, _ in self._unpurged]
-        create_times = [create_time for _, create_time in self._unpurged]
+        ids, create_times = [row.id for row in self._unpurged], [row.create_time for row in self._unpurged]
         are_dead_letters = self._are_dead_letters
 
         def purge(store: OutboxStore) -> int:
@@ -501,7 +506,7 @@ class Term:
                 return False
             elif self._wait.result(self._purge) is not None:
                 self._ctx.removal.recovered()
-                self._in_flight.difference_update(identity for identity, _ in self._unpurged)
+                self._in_flight.difference_update(self._unpurged)
                 self._unpurged = []
                 self._transactions.reached(Failpoint.AFTER_PURGE)
             elif self._leadership.over() or (give_up_at is not None and now() >= give_up_at):

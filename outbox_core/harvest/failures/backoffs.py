@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outbox_core.harvest.failures.released_keys import LaneOrId, lane_or_id
-from outbox_core.stores.interface import LaneKey, StoredRecord, size_of
+from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row
+from outbox_core.stores.interface import LaneKey, RowId, StoredRecord, row_id, size_of
 
 Destination = tuple[str, int | LaneKey | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
@@ -66,7 +66,7 @@ class _Backoff:
     why: str
     probe: StoredRecord | None = None
     is_sent: bool = False
-    keys: set[LaneOrId] = field(default_factory=set)
+    keys: set[LaneOrRow] = field(default_factory=set)
 
     def double(self, longest: float, time: float) -> None:
         self.seconds = min(longest, self.seconds * 2)
@@ -98,9 +98,9 @@ class Backoffs:
         self._clock = clock
         self.may_expire = _ANY_NUMBER
         self._active: dict[Destination, _Backoff] = {}
-        self._probes: dict[int, Destination] = {}
+        self._probes: dict[RowId, Destination] = {}
         self._probe_bytes = 0
-        self._keys: dict[LaneOrId, Destination] = {}
+        self._keys: dict[LaneOrRow, Destination] = {}
         self._past: dict[Destination, _PastBackoff] = {}
         self._prune_past_at = 0.0
         self._arrived: dict[str, float] = {}  # time of the last arrival in each topic with a backoff
@@ -145,12 +145,12 @@ class Backoffs:
     @property
     def lanes(self) -> set[LaneKey]:
         """Keys that marks leave out."""
-        return {item for item in self._keys if not isinstance(item, int)}
+        return {item for item in self._keys if not isinstance(item, RowId)}
 
     @property
-    def ids(self) -> set[int]:
+    def rows(self) -> set[RowId]:
         """Records without a key that marks leave out."""
-        return {item for item in self._keys if isinstance(item, int)}
+        return {item for item in self._keys if isinstance(item, RowId)}
 
     @property
     def topics(self) -> frozenset[str]:
@@ -181,7 +181,7 @@ class Backoffs:
         self, record: StoredRecord, destination: Destination, *, unreachable: bool = True, why: str = ""
     ) -> bool:
         """Back off a destination after a failed delivery; return True if the record stays in memory, as the probe."""
-        mine = self._probes.get(record.id)
+        mine = self._probes.get(row_id(record))
         if mine is not None and mine in self._active:
             backoff = self._active[mine]
             backoff.is_unreachable, backoff.why = unreachable, why
@@ -244,7 +244,7 @@ class Backoffs:
 
     def not_sent(self, record: StoredRecord) -> bool:
         """Note that a record could not be sent after all; return True if it is a probe, which stays due."""
-        destination = self._probes.get(record.id)
+        destination = self._probes.get(row_id(record))
         if destination is None:
             return False
         self._active[destination].is_sent = False
@@ -265,7 +265,7 @@ class Backoffs:
                 self._past.pop(_destination_of_its_own(record), None)
             if self._expired:
                 self._expired = {other: until for other, until in self._expired.items() if other[0] != topic}
-            destination = self._probes.get(record.id)
+            destination = self._probes.get(row_id(record))
             if destination is not None:
                 self.end_probe(record)
                 self._end(destination)
@@ -274,7 +274,7 @@ class Backoffs:
 
     def end_probe(self, record: StoredRecord) -> None:
         """Note that a record is no probe any more: its fate is known, or it is held."""
-        destination = self._probes.pop(record.id, None)
+        destination = self._probes.pop(row_id(record), None)
         if destination is not None:
             backoff = self._active[destination]
             self._probe_bytes -= size_of(record)
@@ -304,7 +304,7 @@ class Backoffs:
         if len(self._probes) >= self._limits.most_probes or self._probe_bytes + size > self._limits.most_probe_bytes:
             return False
         backoff.probe = record
-        self._probes[record.id] = destination
+        self._probes[row_id(record)] = destination
         self._probe_bytes += size
         return True
 
@@ -319,7 +319,7 @@ class Backoffs:
         self._past[destination] = _PastBackoff(backoff.seconds, backoff.since, known_until)
 
     def _add_key(self, record: StoredRecord, destination: Destination, backoff: _Backoff) -> None:
-        item = lane_or_id(record)
+        item = lane_or_row(record)
         if self._keys.setdefault(item, destination) == destination:
             backoff.keys.add(item)
 
@@ -342,10 +342,10 @@ class Backoffs:
             del self._active[destination]
             self._active[whole] = backoff
             if backoff.probe is not None:
-                self._probes[backoff.probe.id] = whole
+                self._probes[row_id(backoff.probe)] = whole
 
 
 def _destination_of_its_own(record: StoredRecord) -> Destination:
     """Return the destination that only the record and its key have."""
-    item = lane_or_id(record)
-    return record.topic, item if not isinstance(item, int) else ("", str(item))
+    item = lane_or_row(record)
+    return record.topic, item if not isinstance(item, RowId) else ("", f"{item.id} {item.create_time}")

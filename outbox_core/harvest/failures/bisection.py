@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from outbox_core.kafka.errors import TOO_LARGE
-from outbox_core.stores.interface import LaneKey, StoredRecord, bytes_of, lane_of
+from outbox_core.stores.interface import LaneKey, RowId, StoredRecord, bytes_of, lane_of, row_id
 
 Group = Sequence[StoredRecord]
 
@@ -57,9 +57,9 @@ class Bisection:
         return {lane for lane in lanes if lane is not None}
 
     @property
-    def ids(self) -> set[int]:
+    def rows(self) -> set[RowId]:
         """Records that scans leave out."""
-        return {record.id for group in self._groups for record in group}
+        return {row_id(record) for group in self._groups for record in group}
 
     @property
     def is_over_limit(self) -> bool:

@@ -17,10 +17,10 @@ from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.backoffs import Backoffs
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, destination_of
-from outbox_core.harvest.failures.released_keys import LaneOrId, ReleasedKeys, lane_or_id
+from outbox_core.harvest.failures.released_keys import LaneOrRow, ReleasedKeys, lane_or_row
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.messages import Failure
-from outbox_core.stores.interface import HoldSet, NewHold, StoredRecord
+from outbox_core.stores.interface import HoldSet, NewHold, RowId, StoredRecord, row_id
 
 
 class FailedDeliveries(FailureHandler):
@@ -39,8 +39,8 @@ class FailedDeliveries(FailureHandler):
         super().__init__(ctx, backoffs)
         self._released = ReleasedKeys()
         self._suspects: deque[StoredRecord] = deque()
-        self._new_holds: list[tuple[NewHold, LaneOrId | None]] = []
-        self._being_written: list[tuple[NewHold, LaneOrId | None]] = []
+        self._new_holds: list[tuple[NewHold, LaneOrRow | None]] = []
+        self._being_written: list[tuple[NewHold, LaneOrRow | None]] = []
         self._writing: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
 
     # -- failures
@@ -65,7 +65,7 @@ class FailedDeliveries(FailureHandler):
 
     def _hold(self, failure: Failure) -> None:
         hold = self._new_hold(failure)
-        item = None if hold.record_id is None else lane_or_id(failure.record)
+        item = None if hold.record_id is None else lane_or_row(failure.record)
         if item is not None:
             self._released.hold(item)
         elif any(hold.topic == other.topic and other.record_id is None for other, _ in self._new_holds):
@@ -140,7 +140,7 @@ class FailedDeliveries(FailureHandler):
         """Return the exclusion of a mark that starts now."""
         self._released.mark_starts()
         released, backoffs = self._released, self.backoffs
-        return Exclusion(released.lanes | backoffs.lanes, released.ids | backoffs.ids, backoffs.topics)
+        return Exclusion(released.lanes | backoffs.lanes, released.rows | backoffs.rows, backoffs.topics)
 
     def apply_holds(self, holds: HoldSet, lanes: Lanes) -> list[StoredRecord]:
         """Take in the current holds; return the records that are released to the table."""
@@ -161,17 +161,17 @@ class FailedDeliveries(FailureHandler):
         if not self.holds and not self._released and not self.backoffs:
             return records, []
         covers, must_release, backoffs = self.holds.covers, self._released.must_release, self.backoffs
-        back = [each for each in records if covers(each) or must_release(each) or lane_or_id(each) in backoffs]
+        back = [each for each in records if covers(each) or must_release(each) or lane_or_row(each) in backoffs]
         if not back:
             return records, []
         self._released.release(back)
-        ids = {record.id for record in back}
-        return [record for record in records if record.id not in ids], back
+        rows = set(map(row_id, back))
+        return [record for record in records if row_id(record) not in rows], back
 
-    def reset_done(self, ids: Iterable[int]) -> None:
+    def reset_done(self, rows: Iterable[RowId]) -> None:
         """Note rows whose marks are cleared."""
         if self._released:
-            self._released.reset_done(ids)
+            self._released.reset_done(rows)
 
     # -- writing holds
 

@@ -19,13 +19,13 @@ from outbox_core.harvest.failures.bisection import Bisection, Group
 from outbox_core.harvest.failures.denied_topics import DeniedTopics
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, new_hold
-from outbox_core.harvest.failures.released_keys import LaneOrId, lane_or_id
+from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.transactions import Aborted
-from outbox_core.stores.interface import HoldSet, NewHold, StoredRecord
+from outbox_core.stores.interface import HoldSet, NewHold, StoredRecord, row_id
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class FailedTransactions(FailureHandler):
         self._bisection = Bisection(4 * limits.mark_query_records, limits.mark_query_bytes)
         self._probes: deque[StoredRecord] = deque()
         self._tried_probe = False  # at the last turn
-        self._since_scan: set[LaneOrId] = set()  # held or backed off since the scan under way was sent
+        self._since_scan: set[LaneOrRow] = set()  # held or backed off since the scan under way was sent
 
     # -- scans
 
@@ -53,8 +53,8 @@ class FailedTransactions(FailureHandler):
         """Return the exclusion of a scan that starts now."""
         self._since_scan.clear()
         backoffs, bisection = self.backoffs, self._bisection
-        probes = {probe.id for probe in [*backoffs.probes, *self._probes]}
-        return Exclusion(bisection.lanes | backoffs.lanes, bisection.ids | backoffs.ids | probes, backoffs.topics)
+        probes = {row_id(probe) for probe in [*backoffs.probes, *self._probes]}
+        return Exclusion(bisection.lanes | backoffs.lanes, bisection.rows | backoffs.rows | probes, backoffs.topics)
 
     def due_in(self) -> float:
         """Return the seconds until the holds must be read, a probe sent, or a group tried."""
@@ -84,7 +84,7 @@ class FailedTransactions(FailureHandler):
         if not holds and not self._since_scan:
             return list(records)
         since = self._since_scan
-        kept = [record for record in records if not holds.covers(record) and lane_or_id(record) not in since]
+        kept = [record for record in records if not holds.covers(record) and lane_or_row(record) not in since]
         if len(kept) < len(records):
             self._ctx.watermark.reset("records that were read are held")
         return kept
@@ -134,7 +134,7 @@ class FailedTransactions(FailureHandler):
         return group, None
 
     def _is_kept_back(self, record: StoredRecord) -> bool:
-        is_backed_off = lane_or_id(record) in self.backoffs or record.topic in self.backoffs.topics
+        is_backed_off = lane_or_row(record) in self.backoffs or record.topic in self.backoffs.topics
         return is_backed_off or self.holds.covers(record)
 
     def retry_later(self, records: Sequence[StoredRecord]) -> None:
@@ -212,7 +212,7 @@ class FailedTransactions(FailureHandler):
         is_probe, _ = self._back_off(failure)
         if not is_probe:
             self._bisection.release([failure.record])
-        self._since_scan.add(lane_or_id(failure.record))
+        self._since_scan.add(lane_or_row(failure.record))
 
     # -- holds
 
@@ -231,7 +231,7 @@ class FailedTransactions(FailureHandler):
         for failure in failures:
             self._bisection.note_too_large(failure.record, failure.error.code())
         self._bisection.release(failure.record for failure in failures)
-        self._since_scan.update(lane_or_id(failure.record) for failure in failures)
+        self._since_scan.update(lane_or_row(failure.record) for failure in failures)
         holds = []
         for failure in failures:
             if decide(failure, alone=True, can_hold=self.hold_cache.is_writable) == Backoff(None):

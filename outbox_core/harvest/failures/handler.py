@@ -12,7 +12,7 @@ from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.harvest.failures.policy import destination_of, new_hold
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import Failure
-from outbox_core.stores.interface import NO_HOLDS, HoldSet, LaneKey, NewHold, StoredRecord
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, LaneKey, NewHold, RowId, StoredRecord
 
 _log = logging.getLogger(__name__)
 
@@ -20,14 +20,14 @@ _LONGEST_BACKOFF_FACTOR = 20
 
 
 class Exclusion(NamedTuple):
-    """Keys, records without one, and topics that a mark or scan leaves out beside those that are held."""
+    """Keys, rows, and topics that a mark or scan leaves out beside those that are held."""
 
     lanes: set[LaneKey]
-    ids: set[int]
+    rows: set[RowId]
     topics: frozenset[str]
 
     def __bool__(self) -> bool:
-        return bool(self.lanes or self.ids or self.topics)
+        return bool(self.lanes or self.rows or self.topics)
 
 
 def longest_backoff_of(limits: HarvestLimits) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from outbox_core.stores.interface import HeldKey, HoldSet, LaneKey, OversizedValue, StoredRecord, held_key
+from outbox_core.stores.interface import HeldKey, HoldSet, LaneKey, OversizedValue, RowId, StoredRecord, held_key
 
 _LARGEST_ID = 2**63 - 1
 
@@ -39,6 +39,15 @@ def without_keys(lanes: Collection[LaneKey]) -> dict[str, Any]:
     return {
         "excluded_topics": text_array(topic for topic, _ in lanes),
         "excluded_keys": text_array(held_key(key) for _, key in lanes),
+    }
+
+
+def without_rows(rows: Collection[RowId]) -> dict[str, str]:
+    """Return the parameters of `WITHOUT_ROWS`."""
+    return {
+        "ids": multirange([row.id for row in rows]),
+        "row_ids": array([row.id for row in rows]),
+        "row_times": array([row.create_time for row in rows]),
     }
 
 

@@ -167,13 +167,22 @@ AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
      (SELECT * FROM unnest(%(excluded_topics)s::text[], %(excluded_keys)s::text[])))
 """
 
-# Ids come in runs: a multirange is searched by halves, where an array is walked.
-WITHOUT_IDS = "NOT (id::bigint <@ %(ids)s::int8multirange)"
+# Ids come in runs: a multirange is searched by halves, where an array is walked. Only a row with one of these ids is
+# looked at twice: after TRUNCATE ... RESTART IDENTITY it may be another one.
+WITHOUT_ROWS = f"""
+(NOT (id::bigint <@ %(ids)s::int8multirange)
+ OR (id::bigint, {MICROSECONDS}) NOT IN
+    (SELECT * FROM unnest(%(row_ids)s::bigint[], %(row_times)s::bigint[])))
+"""
+
+# A hold by id is of a record without a key, or with one that is too long to be read for every row. Another row that got
+# the id later is left to the holds of its own key.
+IS_HELD_BY_ID = f"(kafka_key IS NULL OR octet_length(kafka_key) > {LONGEST_KEY_OF_HOLD})"
 
 # What is held was read by an earlier statement and comes as parameters. Read here, in the same snapshot, a release
 # would take effect for a statement that was prepared for the hold: one that begins behind the rows it releases.
 WITHOUT_HELD = f"""
-AND NOT (id::bigint <@ %(held_ids)s::int8multirange)
+AND NOT (id::bigint <@ %(held_ids)s::int8multirange AND {IS_HELD_BY_ID})
 AND {TOPIC} NOT IN (SELECT unnest(%(held_topics)s::text[]))
 AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
      (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
@@ -212,7 +221,7 @@ FROM (
         SELECT id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
                {partition} AS partition, {microseconds} AS microseconds, {size} AS size
         FROM {table}
-        WHERE {above} AND {other_ids} {exclusion}
+        WHERE {above} AND {other_rows} {exclusion}
         ORDER BY id
         LIMIT %(limit)s
     ) AS earliest
@@ -231,7 +240,11 @@ ORDER BY id
 
 # -- purge, reset, deletion
 
-PURGE = "DELETE FROM {table} AS stored WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+PURGE = """
+DELETE FROM {table} AS stored
+USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
+WHERE stored.id = published.id AND {microseconds} = published.microseconds AND leader_id = %(leader_id)s
+"""
 
 RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
@@ -269,7 +282,7 @@ FROM pg_class AS c WHERE c.oid = to_regclass(%(archive)s)
 
 ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s)"
 
-UNPURGED = "SELECT count(*), min(id) FROM {table} WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
+UNPURGED = f"{UNDELETED_PUBLISHED} WHERE leader_id = %(leader_id)s"
 
 # -- holds
 
@@ -508,14 +521,14 @@ FRAGMENTS = {
     "content": CONTENT,
     "is_of_record": IS_OF_RECORD,
     "above": ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
-    "other_ids": WITHOUT_IDS,
+    "other_rows": WITHOUT_ROWS,
     "digest": KEY_DIGEST_PREFIX,
     "first_of_relays": relay_marks.FIRST,
     "last_of_relays": relay_marks.LAST,
 }
 """Parts that every statement may name in braces."""
 
-MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_IDS} {WITHOUT_HELD}"
+MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_ROWS} {WITHOUT_HELD}"
 SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
 
 _IS_LARGE = f"{CONTENT} > %(max_message)s"

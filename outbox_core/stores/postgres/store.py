@@ -23,7 +23,7 @@ from outbox_core.stores.interface import (
     WaitingRows,
 )
 from outbox_core.stores.postgres import statements as sql
-from outbox_core.stores.postgres.conversion import HeldParameters, array, multirange, stored_records, without_keys
+from outbox_core.stores.postgres.conversion import HeldParameters, array, stored_records, without_keys, without_rows
 from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.holds import PostgresHolds
 from outbox_core.stores.postgres.marks import PostgresMarks
@@ -125,9 +125,9 @@ class PostgresStore:
                 in_doubt=True,
             )
 
-    def purge(self, leader_id: UUID, ids: Sequence[int]) -> int:
-        """Delete the rows of these ids that `leader_id` still marks; return how many."""
-        parameters = {"leader_id": leader_id, "ids": array(ids)}
+    def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
+        """Delete the rows of which both id and create time match and that `leader_id` still marks; return how many."""
+        parameters = {"leader_id": leader_id, "ids": array(ids), "create_times": array(create_times)}
         purged = self._delete(sql.PURGE, parameters)
         if purged < len(ids):
             self.table.refuse_what_remains(sql.UNPURGED, parameters)
@@ -221,7 +221,7 @@ class PostgresStore:
             "limit": query.limit,
             "max_bytes": query.max_bytes,
             "max_message": self._max_message_bytes,
-            "ids": multirange(query.without_ids),
+            **without_rows(query.without_rows),
             **without_keys(query.without_keys),
             **self._held_parameters.of(query.holds, query.without_topics),
             **self.sequence.floor_parameters(query.after),
@@ -262,7 +262,7 @@ class PostgresStore:
 def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `MARK` for a query."""
     return {
-        "exclusion": sql.MARK_EXCLUSION if query.without_ids or _leaves_out(query) else "",
+        "exclusion": sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "",
         **sql.columns("(SELECT may_be_large FROM head)", has_partition=layout.has_partition),
         **sql.locators(by_address=layout.by_address),
     }

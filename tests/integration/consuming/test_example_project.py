@@ -63,7 +63,7 @@ def test_the_migrations_are_complete(payments_database, example_environment):
     _succeed([*_ALEMBIC, "check"], example_environment)
 
 
-def test_a_payment_is_made_with_its_messages(payments_database):
+def test_a_payment_is_made_with_its_messages(payments_database, outbox_records):
     """A payment over HTTP moves the money and stashes the payment and both entries in the same transaction."""
     answers = _post({"payer": 1, "payee": 2, "amount_cents": 300}, {"payer": 1, "payee": 2, "amount_cents": 100})
 
@@ -83,9 +83,19 @@ def test_a_payment_is_made_with_its_messages(payments_database):
         ("payments.entries", "2", b"2"),
     ]
     assert json.loads(rows[-1][2])["balance_cents"] == 400
+    assert [(record.topic, record.key, record.value.encode()) for record in outbox_records.committed] == [
+        (topic, key, value) for topic, key, value, _ in rows
+    ]
+    outbox_records.assert_stashed(
+        "payments.entries",
+        key=2,
+        value={"payment": answers[0][1]["payment"], "amount_cents": 300, "balance_cents": 300},
+        headers={"event": "entry-made", "number": "1"},
+        count=1,
+    )
 
 
-def test_a_payment_that_cannot_be_leaves_nothing(payments_database):
+def test_a_payment_that_cannot_be_leaves_nothing(payments_database, outbox_records):
     """A refused payment is neither in the tables nor in the outbox."""
     answers = _post(
         {"payer": 1, "payee": 2, "amount_cents": 1001},
@@ -97,6 +107,7 @@ def test_a_payment_that_cannot_be_leaves_nothing(payments_database):
         ["not", "a", "payment"],
     )
     assert [status for status, _ in answers] == [409, 404, 400, 400, 400, 400, 400]
+    outbox_records.assert_not_stashed()
     assert _rows(payments_database) == [0, 0, 0]
 
 

@@ -8,7 +8,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 import outbox_django
 from outbox_core.schema import TEXT_LAYOUT
-from tests.contract.stash_contract import StashContract, TextStashContract
+from tests.contract.stash_contract import CaptureContract, StashContract, TextStashContract
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
 
 __all__ = ["django_db_modify_db_settings"]
@@ -61,7 +61,7 @@ def alias(outbox_database, django_db_blocker, monkeypatch):
         del connections[_ALIAS]
 
 
-class TestConfiguredTable(StashContract):
+class TestConfiguredTable(StashContract, CaptureContract):
     """`outbox_django.stash` and `stash_many`, on the table of the OUTBOX setting."""
 
     @pytest.fixture

@@ -42,8 +42,8 @@ class Weighing(PostgresStore):
         self.weigh(records)
         return records
 
-    def purge(self, leader_id, ids):
-        purged = super().purge(leader_id, ids)
+    def purge(self, leader_id, ids, create_times):
+        purged = super().purge(leader_id, ids, create_times)
         self.unload(ids)
         return purged
 

@@ -72,7 +72,14 @@ def _track(config):
 
 
 @pytest.mark.parametrize(
-    "use", [_produce, _consume, _consume_in_transactions, _reject, _track, _prepare, _requeue, _look]
+    "use",
+    [
+        _consume,
+        *(
+            pytest.param(use, marks=pytest.mark.complete)
+            for use in (_produce, _consume_in_transactions, _reject, _track, _prepare, _requeue, _look)
+        ),
+    ],
 )
 def test_nothing_outlives_its_use(config, use):
     """Threads and descriptors stay as before, however often a client of a queue, or a command, comes and goes."""

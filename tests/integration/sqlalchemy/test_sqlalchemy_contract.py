@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import outbox_sqlalchemy as outbox
-from tests.contract.stash_contract import StashContract, TextStashContract
+from tests.contract.stash_contract import CaptureContract, StashContract, TextStashContract
 
 
 class _SyncWriter:
@@ -63,7 +63,7 @@ def engine(outbox_database):
     engine.dispose()
 
 
-class TestSession(StashContract):
+class TestSession(StashContract, CaptureContract):
     """The contract on a Session."""
 
     @pytest.fixture
@@ -81,7 +81,7 @@ class TestScopedSession(StashContract):
         return _SyncAdapter(engine, lambda bind: scoped_session(sessionmaker(bind)))
 
 
-class TestConnection(StashContract):
+class TestConnection(StashContract, CaptureContract):
     """The contract on a Connection."""
 
     @pytest.fixture
@@ -188,7 +188,7 @@ def async_engine(outbox_database, runner):
     runner.run(dispose())
 
 
-class TestAsyncSession(StashContract):
+class TestAsyncSession(StashContract, CaptureContract):
     """The contract on an AsyncSession."""
 
     @pytest.fixture

@@ -204,6 +204,7 @@ def inbox_database(database):
     return database
 
 
+@pytest.mark.complete
 def test_fifty_threads(engine, inbox_database):
     """Of fifty threads that accept the same 300 ids, in batches, exactly one accepts each id."""
 

@@ -11,7 +11,7 @@ import psycopg
 
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.stores.interface import NO_FLOOR, RowQuery
+from outbox_core.stores.interface import NO_FLOOR, RowId, RowQuery, row_id
 from outbox_core.stores.postgres.store import PostgresStore
 
 SESSIONS = 3
@@ -107,7 +107,7 @@ class World:
         self._admin.execute("TRUNCATE outbox RESTART IDENTITY")
         self.floor = self._floor_class(HarvestMetrics(), lambda: self.time)
         self.highest = NO_FLOOR.id
-        self.held: set[int] = set()
+        self.held: set[RowId] = set()
         self.left_out: frozenset[tuple[str, str]] = frozenset()
 
     def __enter__(self):
@@ -136,12 +136,12 @@ class World:
         above = [
             record[0]
             for record in self.store.scan(
-                RowQuery(1000, without_ids=self.held, without_keys=lanes, after=self.floor.floor)
+                RowQuery(1000, without_rows=self.held, without_keys=lanes, after=self.floor.floor)
             )
         ]
         everywhere = [
             record[0]
-            for record in self.store.scan(RowQuery(1000, without_ids=self.held, without_keys=lanes, after=NO_FLOOR))
+            for record in self.store.scan(RowQuery(1000, without_rows=self.held, without_keys=lanes, after=NO_FLOOR))
         ]
         if above != everywhere:
             raise BehindTheFloor(f"floor {self.floor.floor.id}: {sorted(set(everywhere) - set(above))} unseen")
@@ -203,10 +203,10 @@ class World:
         self.store.after_writers = lambda: [self.act(action) for action in after_writers]
         evidence = plan.gather(self.store)
         self.store.after_drawn = self.store.after_writers = lambda: None
-        query = RowQuery(limit, without_ids=self.held, without_keys=self.left_out, after=plan.floor)
+        query = RowQuery(limit, without_rows=self.held, without_keys=self.left_out, after=plan.floor)
         records = self.store.scan(query)
         self.floor.scanned(plan, evidence, records, 0.0)
-        self.held.update(record[0] for record in records)
+        self.held.update(map(row_id, records))
 
     def _catch_up(self, limit):
         """Read twice with a new snapshot each: the second settles the last id of the first if no writer is open."""
@@ -216,7 +216,7 @@ class World:
 
     def _purge(self, count):
         purged = sorted(self.held)[:count]
-        self._admin.execute("DELETE FROM outbox WHERE id = ANY (%s)", [purged])
+        self._admin.execute("DELETE FROM outbox WHERE id = ANY (%s)", [[row.id for row in purged]])
         self.held.difference_update(purged)
 
     def _reset(self):

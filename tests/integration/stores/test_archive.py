@@ -46,6 +46,11 @@ def store(scene):
     store.close()
 
 
+def purge(store, records):
+    """Purge these records; return how many were."""
+    return store.purge(ME, [record.id for record in records], [record.create_time for record in records])
+
+
 def archived(scene, columns="id, kafka_topic, kafka_key"):
     """Return the archived rows by id."""
     return [tuple(row) for row in scene.execute(f"SELECT {columns} FROM outbox_archive ORDER BY id")]
@@ -57,8 +62,9 @@ def test_each_deletion_archives_what_it_deletes(scene, store):
         OutboxRecord("a", "k", "one", headers=[Header("h", "v")]), *(OutboxRecord("a", f"k{n}", "x") for n in range(4))
     )
     before = scene.execute("SELECT id, create_time, kafka_topic, kafka_key, kafka_value, kafka_header_keys FROM outbox")
+    records = store.scan(RowQuery(3))
     store.mark(ME, RowQuery(2))
-    assert store.purge(ME, [1, 2, 3]) == 2, "the third is not marked"
+    assert purge(store, records) == 2, "the third is not marked"
     third, fourth, _ = store.scan(RowQuery(10))
     assert store.delete_published([3, 4], [third.create_time, fourth.create_time + 1]) == 1
     store.holds.add([NewHold("a", "k2", 4, "refused", "")])
@@ -81,8 +87,7 @@ def test_days_are_partitions_that_come_and_go(scene, store):
     coming = [f"{today + timedelta(days=n):%Y%m%d}" for n in range(4)]
     assert days() == [*coming, "default"]
     scene.fill("t", 2)
-    store.mark(ME, RowQuery(2))
-    store.purge(ME, [1, 2])
+    purge(store, store.mark(ME, RowQuery(2)).records)
     assert scene.execute(f"SELECT count(*) FROM outbox_archive_{coming[0]}")[0].count == 2
     old, young = today - timedelta(days=31), today - timedelta(days=30)
     for day in (old, young):
@@ -109,8 +114,7 @@ def test_day_without_a_partition_stops_nothing(scene, store):
     ):
         scene.execute(statement.drop)
     scene.fill("t", 1)
-    store.mark(ME, RowQuery(1))
-    assert store.purge(ME, [1]) == 1
+    assert purge(store, store.mark(ME, RowQuery(1)).records) == 1
     assert scene.execute("SELECT count(*) FROM outbox_archive_default")[0].count == 1
     store.rotate_archive()
     made = scene.execute("SELECT count(*) FROM pg_inherits WHERE inhparent = 'outbox_archive'::regclass")[0].count
@@ -131,8 +135,7 @@ def test_printed_grants_suffice(scene, topic_name):
         scene.execute(grants_sql(NAME, "postgres", role).replace('FROM "postgres", ', "FROM "))
         store.check()
         scene.fill("t", 1)
-        store.mark(ME, RowQuery(1))
-        assert store.purge(ME, [1]) == 1
+        assert purge(store, store.mark(ME, RowQuery(1)).records) == 1
         assert store.rotate_archive() == 0
         for statement in ("DELETE FROM outbox_archive", "DROP TABLE outbox_archive"):
             with (
@@ -169,8 +172,7 @@ def filled(scene, store, monkeypatch):
     scene.execute(create_history_sql(NAME))
     scene.stash(*(OutboxRecord("orders", f"k{n % 2}", f"v{n}", headers=[Header("h", "v")]) for n in range(4)))
     scene.stash(OutboxRecord("mails", "k0", "v4"), OutboxRecord("orders", "k0", "v5"))
-    store.mark(ME, RowQuery(10))
-    store.purge(ME, [1, 2, 3, 4, 5, 6])
+    assert purge(store, store.mark(ME, RowQuery(10)).records) == 6
     scene.execute("UPDATE outbox_archive SET dead_letter = true WHERE id = 4")
     scene.execute("UPDATE outbox_archive SET archive_time = now() - interval '2 hours' WHERE id = 6")
     return scene

@@ -115,7 +115,7 @@ def test_marks_that_a_constraint_keeps(scene):
     assert (held.record_id, held.reason) == (1, "violates outbox_headers_in_pairs")
     assert store.marks.clear() == 1
     assert [row.id for row in scene.rows() if row.leader_id is not None] == [1]
-    assert store.purge(me, [1]) == 1
+    assert store.purge(me, [1], [store.find([1])[0].create_time]) == 1
     store.close()
 
 

@@ -207,7 +207,7 @@ def test_dead_rows_are_not_waded_through(scene, mode):
             evidence = plan.gather(store)
             if mode == "mark":
                 records = store.mark(me, RowQuery(5_000, after=plan.floor)).records
-                store.purge(me, [record[0] for record in records])
+                store.purge(me, [record[0] for record in records], [record[7] for record in records])
             else:
                 records = store.scan(RowQuery(5_000, after=plan.floor))
                 store.delete_published([record[0] for record in records], [record[7] for record in records])

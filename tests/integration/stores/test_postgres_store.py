@@ -10,7 +10,7 @@ import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName, create_table_sql
-from outbox_core.stores.interface import Floor, HoldSet, RowQuery
+from outbox_core.stores.interface import Floor, HoldSet, RowId, RowQuery
 from outbox_core.stores.postgres import connection as sessions_module
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres import store as store_module
@@ -67,12 +67,12 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
     plain = RowQuery(100, after=Floor(10, store.sequence.snapshot().place))
     excluding = plain._replace(
         without_keys=[("t", f"k{n}") for n in range(5)],
-        without_ids=[1, 2, 3, 7],
+        without_rows=[RowId(number, 0) for number in (1, 2, 3, 7)],
         holds=HoldSet(frozenset({"other"}), frozenset({("t", "k6")}), frozenset({9})),
     )
     statements = {
         "delete_published": (table.format(sql.DELETE_PUBLISHED), {"ids": "{1,2,3}", "create_times": "{1,2,3}"}),
-        "purge": (table.format(sql.PURGE), {"leader_id": me, "ids": "{1,2,3}"}),
+        "purge": (table.format(sql.PURGE), {"leader_id": me, "ids": "{1,2,3}", "create_times": "{1,2,3}"}),
         "reset": (table.format(sql.RESET), {"leader_id": me, "ids": "{1,2,3}"}),
     }
     for name, query in {"": plain, "_excluding": excluding}.items():
@@ -132,9 +132,9 @@ def test_own_names_are_quoted(database):
         me = uuid4()
         assert len(store.mark(me, RowQuery(10, without_keys={("x", "y")})).records) == 1
         assert store.reset(me, [1]) == 1
-        assert len(store.mark(me, RowQuery(10)).records) == 1
+        (record,) = store.mark(me, RowQuery(10)).records
         assert store.backlog().pending == 1
-        assert store.purge(me, [1]) == 1
+        assert store.purge(me, [1], [record.create_time]) == 1
         assert store.is_empty()
         store.close()
 

@@ -9,7 +9,17 @@ import pytest
 
 from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
-from outbox_core.stores.interface import HoldSet, NewHold, OversizedValue, RowQuery, bytes_of, held_key, size_of
+from outbox_core.stores.interface import (
+    HoldSet,
+    NewHold,
+    OversizedValue,
+    RowId,
+    RowQuery,
+    bytes_of,
+    held_key,
+    row_id,
+    size_of,
+)
 from outbox_core.stores.postgres import connection as sessions
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
@@ -88,9 +98,14 @@ def test_functions_of_other_schemas_are_never_called(scene):
     store.sequence.describe(["1/1"])
     assert len(store.mark(ME, RowQuery(10)).records) == 2
     held = HoldSet(frozenset({"u"}), frozenset({("t", "l")}), frozenset({7}))
-    assert len(store.mark(uuid4(), RowQuery(10, without_keys={("t", "k")}, without_ids=[9], holds=held)).records) == 0
+    assert (
+        len(
+            store.mark(uuid4(), RowQuery(10, without_keys={("t", "k")}, without_rows=[RowId(9, 0)], holds=held)).records
+        )
+        == 0
+    )
     assert len(store.scan(RowQuery(10))) == 2
-    (row,) = store.scan(RowQuery(10, without_ids=[9], without_keys={("t", "x")}, holds=held))
+    (row,) = store.scan(RowQuery(10, without_rows=[RowId(9, 0)], without_keys={("t", "x")}, holds=held))
     store.holds.add([NewHold("t", "l", 2, "refused", "", dead_letter=True)])
     assert store.holds.read().lanes == {("t", "l")}
     (letter,) = store.holds.fetch([2])
@@ -99,7 +114,7 @@ def test_functions_of_other_schemas_are_never_called(scene):
     assert store.holds.release_gone() == 0
     assert store.marks.count().number == store.backlog().pending == 1
     assert store.marks.clear() == 1
-    assert store.reset(ME, [1]) == store.purge(ME, [1]) == 0
+    assert store.reset(ME, [1]) == store.purge(ME, [1], [row[7]]) == 0
     assert store.delete_published([1], [row[7]]) == 1
     assert not floor.unusable
     assert store.is_empty()
@@ -180,15 +195,18 @@ def test_any_create_time_can_be_read_and_deleted(scene, store, text, zone):
 def test_ids_at_both_ends(scene, store):
     """The lowest and the highest possible ids are found, left out and held like any other."""
     scene.execute("INSERT INTO outbox (id, kafka_topic) VALUES (%s, 't'), (%s, 't'), (5, 't')", [FIRST, LAST])
-    assert [row[0] for row in store.scan(RowQuery(10))] == [FIRST, 5, LAST]
-    assert [row[0] for row in store.scan(RowQuery(10, without_ids=[FIRST, LAST]))] == [5]
-    assert [row[0] for row in store.scan(RowQuery(10, without_ids=[LAST - 1, LAST, FIRST, FIRST + 1]))] == [5]
+    rows = store.scan(RowQuery(10))
+    assert [row[0] for row in rows] == [FIRST, 5, LAST]
+    first, _, last = map(row_id, rows)
+    assert [row[0] for row in store.scan(RowQuery(10, without_rows=[first, last]))] == [5]
+    neighbours = RowId(LAST - 1, last.create_time), RowId(FIRST + 1, first.create_time)
+    assert [row[0] for row in store.scan(RowQuery(10, without_rows=[first, last, *neighbours]))] == [5]
     store.holds.add([NewHold("t", None, LAST, "refused", ""), NewHold("t", None, FIRST, "refused", "")])
     holds = store.holds.read()
     assert [row[0] for row in store.scan(RowQuery(10, holds=holds))] == [5]
     assert [row[0] for row in store.mark(ME, RowQuery(10, holds=holds)).records] == [5]
     assert [row[0] for row in store.mark(ME, RowQuery(10)).records] == [FIRST, LAST]
-    assert store.purge(ME, [FIRST, LAST]) == 2
+    assert store.purge(ME, [FIRST, LAST], [first.create_time, last.create_time]) == 2
 
 
 def test_record_without_a_topic(scene, store):
@@ -224,12 +242,12 @@ def test_rows_count_with_all_they_have(scene, store):
         " ('t', 'c', '{a}', ARRAY[repeat('v', 100000)::bytea]), ('t', 'd', '{a}', ARRAY[repeat('v', 100000)::bytea]),"
         " ('t', 'e', array_fill('xy'::text, ARRAY[2000]), array_fill('xy'::bytea, ARRAY[2000]))"
     )
-    seen: set[int] = set()
+    seen: set[RowId] = set()
     for pair in ([1], [2], [3], [4], [5], [6], [7]):
-        rows = store.scan(RowQuery(10, without_ids=seen, max_bytes=90_000))
+        rows = store.scan(RowQuery(10, without_rows=seen, max_bytes=90_000))
         assert [row[0] for row in rows] == pair
         assert bytes_of(rows) >= 90_000, "by its size the batch is known to have been cut short"
-        seen.update(pair)
+        seen.update(map(row_id, rows))
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -288,7 +306,7 @@ def test_what_cannot_be_sent_is_not_read(scene, limited):
     )
     for read in (
         lambda: limited.scan(RowQuery(10)),
-        lambda: limited.scan(RowQuery(10, without_ids=[99], without_keys={("t", "x")})),
+        lambda: limited.scan(RowQuery(10, without_rows=[RowId(99, 0)], without_keys={("t", "x")})),
         lambda: limited.mark(uuid4(), RowQuery(10)).records,
         lambda: limited.mark(uuid4(), RowQuery(10, without_keys={("t", "x")})).records,
     ):
@@ -372,12 +390,13 @@ def test_delete_that_deletes_nothing(scene, role, by, caplog):
     assert _NAMED[by] in str(raised.value)
     store.mark(ME, RowQuery(10))
     with pytest.raises(RowsRemain):
-        store.purge(ME, [1, 2])
+        store.purge(ME, [1, 2], times)
     store.holds.add([NewHold("t", "k", 1, "refused", "", dead_letter=True)])
     with pytest.raises(OutboxError if by == "rule" else RowsRemain):  # with a rule no DELETE can return rows
         store.holds.delete_dead_lettered([1], times[:1])
     assert store.holds.read().lanes == {("t", "k")}, "its hold is not released"
-    assert store.delete_published([7, 8], [1, 2]) == store.purge(uuid4(), [1, 2]) == store.purge(ME, [9]) == 0
+    assert store.delete_published([7, 8], [1, 2]) == store.purge(uuid4(), [1, 2], times) == 0
+    assert store.purge(ME, [9], [1]) == 0
     store.close()
 
 

@@ -130,6 +130,7 @@ def test_says_when_records_would_be_missing(spark, settings, kafka_bootstrap):
     assert _archived(spark, settings) == list(range(20))
 
 
+@pytest.mark.complete
 def test_replays_in_order_and_once(spark, settings, kafka_bootstrap, make_topic):
     """A dry run publishes no record; a replay publishes the selection in order, marked, and only once."""
     topic, target = settings.topics[0], make_topic(3)

@@ -2,7 +2,7 @@
 
 from outbox_core.harvest.failures.backoffs import Backoffs
 from outbox_core.harvest.failures.released_keys import ReleasedKeys
-from outbox_core.stores.interface import StoredRecord
+from outbox_core.stores.interface import RowId, StoredRecord, row_id
 
 
 class Clock:
@@ -14,9 +14,9 @@ class Clock:
         return self.time
 
 
-def record(identity, key, topic="t"):
+def record(identity, key, topic="t", create_time=0):
     """Return a stored record."""
-    return StoredRecord(identity, topic, key, b"", None, None, -1, 0)
+    return StoredRecord(identity, topic, key, b"", None, None, -1, create_time)
 
 
 def test_one_probe_each_place_and_the_others_are_parked():
@@ -28,14 +28,14 @@ def test_one_probe_each_place_and_the_others_are_parked():
     assert backoffs.failed(record(3, "c"), ("t", 1))
     assert not backoffs.failed(record(4, None), ("t", 1))
     assert backoffs.lanes == {("t", "a"), ("t", "b"), ("t", "c")}
-    assert backoffs.ids == {4}
+    assert backoffs.rows == {RowId(4, 0)}
     assert list(backoffs.due_probes()) == []
     clock.time += 1.1
     assert [probe[0] for probe in backoffs.due_probes()] == [1, 3]
     assert list(backoffs.due_probes()) == []
     assert backoffs.succeeded([record(1, "a")]) == [("t", 0)]
     assert backoffs.lanes == {("t", "c")}
-    assert backoffs.ids == {4}
+    assert backoffs.rows == {RowId(4, 0)}
 
 
 def test_rests_double():
@@ -176,6 +176,20 @@ def test_rests_are_forgotten():
     assert len(backoffs._past) == 1
 
 
+def test_an_id_that_comes_back_is_another_record():
+    """Another row that gets a probe's id, after TRUNCATE ... RESTART IDENTITY, is not taken for the probe."""
+    backoffs, released = Backoffs(1.0, 5.0, Clock()), ReleasedKeys()
+    old, new = record(1, "a"), record(1, "b", create_time=5)
+    assert backoffs.failed(old, ("t", 0))
+    assert backoffs.succeeded([new]) == []
+    assert backoffs.failed(new, ("t", 1))
+    assert len(backoffs) == 2
+    assert backoffs.succeeded([old]) == [("t", 0)]
+    released.release([old, new])
+    released.reset_done([row_id(old)])
+    assert released.lanes == {("t", "b")}, "its mark is not cleared"
+
+
 def test_withdrawn_keys_are_left_out_until_they_are_back():
     """A key is excluded until its marks are cleared and its hold is written; a mark under way is filtered."""
     released = ReleasedKeys()
@@ -185,9 +199,9 @@ def test_withdrawn_keys_are_left_out_until_they_are_back():
     assert released.must_release(record(9, "a"))
     assert released.must_release(record(3, None))
     assert not released.must_release(record(4, None))
-    released.reset_done([1, 2, 3])
+    released.reset_done([RowId(1, 0), RowId(2, 0), RowId(3, 0)])
     assert released.lanes == {("t", "a")}
-    assert released.ids == set()
+    assert released.rows == set()
     released.hold_done(("t", "a"))
     assert released, "a mark that was sent before has not answered"
     assert released.must_release(record(9, "a"))

@@ -13,7 +13,7 @@ from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.outage import Outage
-from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecord, bytes_of
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecord, bytes_of, row_id
 
 TIMED_OUT = KafkaError(KafkaError._MSG_TIMED_OUT)
 NO_TOPIC = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
@@ -83,7 +83,7 @@ def test_slow_mark_does_not_overtake_records_that_went_back_meanwhile(failures):
     failures.exclusion()  # a mark is sent; it will see a third record of the key, but not the second, which is ours yet
     back = failures.handle([failed(record(1, "hot"))], lanes)
     assert ids(back) == [2]
-    failures.reset_done(ids(back))
+    failures.reset_done(map(row_id, back))
     failures.succeeded([record(1, "hot")])
     assert not failures.backoffs
     sent, back = failures.admissible([record(3, "hot")])
@@ -107,7 +107,7 @@ def test_what_waits_behind_a_probe_goes_back(failures):
 
     failures.succeeded([hot[0]])
     assert failures.exclusion().lanes == {("t", "hot")}, "the others are still on their way back"
-    failures.reset_done([*ids(back), 40])
+    failures.reset_done(map(row_id, [*back, late[0]]))
     assert failures.exclusion().lanes == set()
     lanes.admit(hot[1:3])
     assert not lanes.has_ready, "the probe's purge is not committed"

@@ -24,7 +24,7 @@ from outbox_core.kafka.record_producer import Sent
 from outbox_core.kafka.tracking import Ledger
 from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.stores.interface import HoldSet, NewHold, SequenceSnapshot, StoredRecord, lane_of
+from outbox_core.stores.interface import HoldSet, NewHold, SequenceSnapshot, StoredRecord, lane_of, row_id
 
 TRACKING, LETTERS = "tracking", "letters"
 POISON = b"poison"
@@ -49,7 +49,7 @@ class Table:
         self.kept = {}
         self.failing_scans = 0
         self.during_scan = lambda: None
-        self._last_id = 0
+        self._last_id = self._first_time = 0
         self._lock = threading.RLock()
         self.sequence = self
         self.holds = FakeHolds(self)
@@ -58,10 +58,18 @@ class Table:
         """Stash records, a key each unless all have the same; return the last one's id."""
         with self._lock:
             for identity in range(self._last_id + 1, self._last_id + count + 1):
-                row = StoredRecord(identity, topic, key or f"k{identity}", value, None, None, -1, identity)
+                time = self._first_time + identity
+                row = StoredRecord(identity, topic, key or f"k{identity}", value, None, None, -1, time)
                 self.rows[identity] = row
             self._last_id += count
             return self._last_id
+
+    def restart(self):
+        """Truncate the table and restart its ids; rows that are added later are younger."""
+        with self._lock:
+            self.rows.clear()
+            self._first_time += self._last_id
+            self._last_id = 0
 
     def request(self, identity):
         """Hold a record and ask for it as a dead letter."""
@@ -84,8 +92,8 @@ class Table:
                 raise StoreUnavailable("canceling statement due to statement timeout")
             found = [
                 row
-                for identity, row in sorted(self.rows.items())
-                if identity not in query.without_ids
+                for _, row in sorted(self.rows.items())
+                if row_id(row) not in query.without_rows
                 and lane_of(row) not in query.without_keys
                 and row.topic not in query.without_topics
                 and not query.holds.covers(row)
@@ -94,9 +102,9 @@ class Table:
         return found[: query.limit]
 
     def delete_published(self, ids, create_times):
-        del create_times
         with self._lock:
-            return sum(self.rows.pop(identity, None) is not None for identity in ids)
+            published = [row for row in map(self.rows.get, ids) if row and row.create_time in create_times]
+            return sum(self.rows.pop(row.id, None) is not None for row in published)
 
     def is_empty(self):
         return not self.rows

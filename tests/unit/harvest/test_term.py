@@ -1,6 +1,7 @@
 """Terms of exactly-once delivery: the end of a drain, and the steady flow of ordinary records."""
 
 import logging
+import threading
 import time
 from dataclasses import replace
 from functools import partial
@@ -21,7 +22,7 @@ from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_core.stores.interface import NewHold
-from tests.harvesting import wait_until
+from tests.harvesting import GENEROUS_SECONDS, wait_until
 from tests.unit.harvest.term_world import LETTERS, POISON, TRACKING, Producer, World
 
 
@@ -49,6 +50,27 @@ def test_drain_outlasts_a_scan_that_failed(world):
     world.run()
     assert world.delivery.drained
     assert world.table.left() == [held]
+
+
+def test_ids_that_come_back(world):
+    """A row with the id of one whose purge is under way is not left out of the scans, so none overtakes it."""
+    table, scan, delete, restarted = world.table, world.table.scan, world.table.delete_published, threading.Event()
+    table.add("t", 2)
+
+    def scan_after_restart(query):
+        if query.without_rows and not restarted.is_set():
+            table.restart()
+            table.add("u", 3, key="k")
+            restarted.set()
+        return scan(query)
+
+    def delete_after_restart(ids, create_times):
+        assert restarted.wait(GENEROUS_SECONDS)
+        return delete(ids, create_times)
+
+    table.scan, table.delete_published = scan_after_restart, delete_after_restart
+    world.run()
+    assert world.cluster.published == {"t": [1, 2], "u": [1, 2, 3]}
 
 
 def test_drain_outlasts_a_batch_that_is_all_held(world, monkeypatch):
