@@ -240,10 +240,12 @@ ORDER BY id
 
 # -- purge, reset, deletion
 
+# The index is searched with all ids at once, where a join would search it for each. IS TRUE keeps the planner from
+# making a join of the second condition, which is a look into a table of hashes.
 PURGE = """
-DELETE FROM {table} AS stored
-USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
-WHERE stored.id = published.id AND {microseconds} = published.microseconds AND leader_id = %(leader_id)s
+DELETE FROM {table}
+WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s
+  AND ((id::bigint, {microseconds}) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(create_times)s::bigint[]))) IS TRUE
 """
 
 RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
