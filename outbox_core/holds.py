@@ -64,6 +64,31 @@ ON CONFLICT (id) DO NOTHING
 RETURNING kafka_topic, kafka_key, record_id
 """
 
+# Three joins, each of which can be hashed: thousands of holds and thousands of records are not compared pairwise.
+_BEHIND = """
+WITH head AS MATERIALIZED (
+    SELECT id, kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}
+), chosen AS MATERIALIZED (
+    SELECT id, kafka_topic, kafka_key, record_id FROM {holds} AS held WHERE {filter}
+)
+SELECT hold, count(*) FROM (
+    SELECT chosen.id AS hold FROM chosen JOIN head USING (kafka_topic)
+    WHERE chosen.kafka_key IS NULL AND chosen.record_id IS NULL
+    UNION ALL
+    SELECT chosen.id FROM chosen JOIN head USING (kafka_topic, kafka_key)
+    WHERE chosen.record_id IS NULL OR head.id >= chosen.record_id
+    UNION ALL
+    SELECT chosen.id FROM chosen JOIN head ON head.id = chosen.record_id WHERE chosen.kafka_key IS NULL
+) AS kept GROUP BY hold
+"""
+
+_LANES = """
+SELECT kafka_topic, count(*), bool_or(kafka_key = %s)
+FROM (SELECT kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}) AS head GROUP BY kafka_topic
+"""
+
+_HEAD_ROWS = 10_000
+
 _LANE_OF_RECORD = "SELECT kafka_topic, kafka_key FROM {table} WHERE id = %s"
 
 _RELEASE = "DELETE FROM {holds} AS held WHERE {filter} RETURNING kafka_topic, kafka_key, record_id"
@@ -151,12 +176,29 @@ class Holds:
         *,
         topic: str | None = None,
         key: str | bytes | None = None,
+        records: Iterable[int] | None = None,
         limit: int | None = None,
     ) -> _Listing:
-        """List the holds, by topic, key and record: at most `limit` of all, of one topic, or of one key of it."""
-        wanted = _Selection(self._identify(connection).outbox, topic=topic, key=_text(key, "key"))
+        """List the holds, by topic, key and record: at most `limit` of all, of a topic, of a key of it, of records."""
+        wanted = _Selection(self._identify(connection).outbox, records, topic, _text(key, "key"))
         rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, limit])
         return [Hold._make([*row[:-1], datetime.fromisoformat(row[-1])]) for row in rows]
+
+    def count_behind(
+        self, connection: Connection, *, topic: str | None = None, key: str | bytes | None = None
+    ) -> dict[int, int]:
+        """Count the records that each hold keeps, by the hold's id, among the oldest 10,000; holds of none are absent.
+
+        Of a key's held record that is the record and those behind it.
+        """
+        wanted = _Selection(self._identify(connection).outbox, topic=topic, key=_text(key, "key"))
+        statement = self._sql(_BEHIND, wanted.filter, rows=_HEAD_ROWS)
+        return dict(self._fetch(connection, statement, wanted.parameters))
+
+    def waiting_topics(self, connection: Connection, key: str | bytes | None = None) -> dict[str, bool]:
+        """Return the topics of the oldest 10,000 records, and of each whether one of them has this key."""
+        rows = self._fetch(connection, self._sql(_LANES, rows=_HEAD_ROWS), [_text(key, "key")])
+        return {topic: bool(has_key) for topic, _, has_key in sorted(rows, key=lambda row: -row[1])}
 
     def add(self, connection: Connection, topic: str, key: str | bytes | None = None, *, reason: str = "") -> bool:
         """Pause a topic, or one key of it; return False if it was paused already.
@@ -272,13 +314,13 @@ class Holds:
         if not rows[0][1]:
             raise OutboxTableError(
                 f"there is no table {self.table}, so nothing can be held; make it with "
-                f"`outbox schema --only hold --table {self.outbox}`, with Alembic or with `manage.py migrate`"
+                f"`outbox schema --apply --table {self.outbox}`, with Alembic or with `manage.py migrate`"
             )
         return _Place(rows[0][0], bool(rows[0][2]))
 
-    def _sql(self, statement: str, condition: str = "", noted: str = "") -> str:
+    def _sql(self, statement: str, condition: str = "", noted: str = "", rows: int = 0) -> str:
         escaped = {"table": self.outbox.quoted.replace("%", "%%"), "holds": self.table.quoted.replace("%", "%%")}
-        return statement.format(**escaped, filter=condition, noted=noted)
+        return statement.format(**escaped, filter=condition, noted=noted, rows=rows)
 
     def _noted(self, place: _Place, kind: EventKind, reason: str) -> _Noted:
         if not place.has_events:

@@ -18,6 +18,7 @@ The conflict is named, `(source, message_id)`, so that a table without its prima
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from datetime import timedelta
 from typing import Any, Protocol
@@ -117,7 +118,14 @@ class Inbox:
             cursor.execute(self._accept_sql, parameters)
             return cursor.fetchone() is not None
 
-    def prune(self, connection: PrunedConnection, older_than: timedelta, *, batch: int = PRUNE_BATCH) -> int:
+    def prune(
+        self,
+        connection: PrunedConnection,
+        older_than: timedelta,
+        *,
+        batch: int = PRUNE_BATCH,
+        on_batch: Callable[[int], None] = lambda _: None,
+    ) -> int:
         """Forget messages that were accepted longer ago than `older_than`, the oldest first; return how many.
 
         Each batch is a transaction of its own: locks are short, and a run that breaks off loses no work. Several calls
@@ -127,6 +135,7 @@ class Inbox:
             connection: outside a transaction; in autocommit mode or not.
             older_than: by the database's clock. A repeat that comes later than that is accepted again.
             batch: messages of one transaction.
+            on_batch: called after each with the number deleted so far.
 
         Raises:
             ValueError: if `older_than` or `batch` is not positive.
@@ -142,6 +151,7 @@ class Inbox:
             # From where the last batch ended: what it deleted is still in the index until vacuum.
             number, latest, deleted = self._one_row(connection, self._prune_sql, [cutoff, begin, batch, cutoff])
             pruned += deleted
+            on_batch(pruned)
             if number < batch:
                 return pruned
             begin = latest

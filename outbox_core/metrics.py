@@ -41,17 +41,24 @@ __all__ = [
 ]
 
 
+_HEALTH_PAGES = ("/healthz", "/readyz", "/livez")
+_TITLE = "<!DOCTYPE html><title>kafka-outbox</title>\n"
+
 _LULL_SECONDS = 30.0  # who has sent nothing for so long does not try any more
 _NEVER = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """The health of a harvester, leading or standing by; `detail` has the reason if it does not work."""
+    """The health of a harvester, leading or standing by; `detail` has the reason if it does not work.
+
+    It is `alive` until it has ended: as long as it tries on by itself, a restart would not help.
+    """
 
     ok: bool
     leader: bool
     detail: str = ""
+    alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,10 +355,11 @@ def _register(metrics: HarvestMetrics) -> None:
 
 
 class MetricsServer:
-    """A server of `/metrics` and `/healthz` on a thread of its own until closed. Port 0 takes any free one, see `port`.
+    """A server of `/metrics` and of health on a thread of its own until closed. Port 0 takes any free one, see `port`.
 
-    `/healthz` answers 200 with `{"status": "ok", "leader": ..., "detail": ...}` while `health()` says ok, whether the
-    harvester leads or stands by, else 503 with the reason.
+    `/healthz` and `/readyz` answer 200 with `{"status": "ok", "leader": ..., "detail": ...}` while `health()` says ok,
+    whether the harvester leads or stands by, else 503 with the reason. `/livez` answers the same with 200 until the
+    harvester has ended.
 
     Raises:
         InvalidConfig: if it cannot listen there.
@@ -386,9 +394,12 @@ class MetricsServer:
             return text_answer(405, "Method Not Allowed", "only GET and HEAD\n")
         if request.path == "/metrics":
             return self._answer_metrics(request)
-        if request.path == "/healthz":
-            return self._answer_health()
-        return text_answer(404, "Not Found", "see /metrics and /healthz\n")
+        if request.path in _HEALTH_PAGES:
+            return self._answer_health(alive_suffices=request.path == "/livez")
+        if request.path == "/":
+            links = "".join(f'<li><a href="{page}">{page}</a>\n' for page in ("/metrics", *_HEALTH_PAGES))
+            return text_answer(200, "OK", f"{_TITLE}<ul>\n{links}</ul>\n", "text/html; charset=utf-8")
+        return text_answer(404, "Not Found", f"see /metrics, {', '.join(_HEALTH_PAGES)}\n")
 
     def _answer_metrics(self, request: Request) -> Answer:
         """Answer as Prometheus' own server does: in the format that is accepted, of the names that are asked for."""
@@ -408,11 +419,12 @@ class MetricsServer:
         body = b"".join(make_wsgi_app(self._registry)(asked, start))
         return replace(answers[0], body=body)
 
-    def _answer_health(self) -> Answer:
+    def _answer_health(self, *, alive_suffices: bool) -> Answer:
         try:
             health = self._health()
         except Exception as error:
             health = Health(ok=False, leader=False, detail=f"cannot tell: {type(error).__name__}")
         shown = {"status": "ok" if health.ok else "failing", "leader": health.leader, "detail": health.detail}
-        status, phrase = (200, "OK") if health.ok else (503, "Service Unavailable")
+        is_well = health.alive if alive_suffices else health.ok
+        status, phrase = (200, "OK") if is_well else (503, "Service Unavailable")
         return text_answer(status, phrase, json.dumps(shown) + "\n", "application/json")

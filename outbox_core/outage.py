@@ -22,13 +22,12 @@ class Outage:
     def failed(self, error: object) -> None:
         """Note a failure; log it if it is the first, or if the last line is old."""
         self._failed_at = time.monotonic()
+        self._reason = str(error)
         if self._began_at is None:
             self._began_at = self._logged_at = self._failed_at
-            self._reason = str(error)
             self._log.warning("%s: %s; retrying", self._what, error)
         elif self._again_seconds is not None and self._failed_at - self._logged_at >= self._again_seconds:
             self._logged_at = self._failed_at
-            self._reason = str(error)
             self._log.warning("%s: %s; retrying for %.0f s", self._what, error, self._failed_at - self._began_at)
 
     def recovered(self) -> None:

@@ -7,6 +7,7 @@ not printable (control characters, line breaks, marks that turn the direction of
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 from typing import Any
@@ -23,6 +24,21 @@ def printable_json(document: Any) -> str:
     """Return the value as JSON in one line, readable in any script; raise ValueError for infinite numbers and NaN."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False)
     return "".join(character if character.isprintable() else json.dumps(character)[1:-1] for character in text)
+
+
+def text_or_base64(content: bytes) -> str | dict[str, str]:
+    """Return bytes as JSON can have them: text if they are UTF-8, else `{"base64": ...}`."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(content).decode()}
+
+
+def preview(content: bytes, width: int = 60) -> str:
+    """Return the beginning of bytes as one line of text, with `.` for what is not printable."""
+    text = content[: 4 * width].decode(errors="replace")
+    shown = "".join(character if character.isprintable() else "." for character in text)
+    return shown if len(shown) <= width else shown[: width - 1] + "…"
 
 
 def escape_log_lines(package: str) -> None:

@@ -580,30 +580,42 @@ def archive_rotation(outbox: TableName) -> TableName:
 NOTIFY_CHANNEL_PREFIX = "kafka_outbox_"
 """What stands before the table's oid in the name of the channel on which inserts are told of."""
 
-_NOTIFY = """\
+_NOTIFY = (
+    """\
 CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM pg_notify('{prefix}' || TG_RELID::text, '');
     RETURN NULL;
 END
-$$;
-CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {table} FOR EACH STATEMENT EXECUTE FUNCTION {function}();
-"""
+$$""",
+    "CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {table} FOR EACH STATEMENT EXECUTE FUNCTION {function}()",
+)
 
-_NO_NOTIFY = """\
-DROP TRIGGER IF EXISTS {trigger} ON {table};
-DROP FUNCTION IF EXISTS {function}();
-"""
+_NO_NOTIFY = ("DROP TRIGGER IF EXISTS {trigger} ON {table}", "DROP FUNCTION IF EXISTS {function}()")
 
 
 def notify_sql(name: TableName) -> str:
     """Return the PostgreSQL DDL of the trigger that notifies harvesters of inserts: two repeatable statements."""
-    return _NOTIFY.format(table=name.quoted, prefix=NOTIFY_CHANNEL_PREFIX, **_notify_names(name))
+    return "".join(f"{statement};\n" for statement in notify_statements(name))
+
+
+def notify_statements(name: TableName) -> list[str]:
+    """Return the statements of `notify_sql` one by one, for drivers that take no script."""
+    return [_about_notify(statement, name) for statement in _NOTIFY]
 
 
 def drop_notify_sql(name: TableName) -> str:
     """Return the PostgreSQL DDL that removes the trigger of `notify_sql`: two repeatable statements."""
-    return _NO_NOTIFY.format(table=name.quoted, **_notify_names(name))
+    return "".join(f"{statement};\n" for statement in drop_notify_statements(name))
+
+
+def drop_notify_statements(name: TableName) -> list[str]:
+    """Return the statements of `drop_notify_sql` one by one."""
+    return [_about_notify(statement, name) for statement in _NO_NOTIFY]
+
+
+def _about_notify(statement: str, name: TableName) -> str:
+    return statement.format(table=name.quoted, prefix=NOTIFY_CHANNEL_PREFIX, **_notify_names(name))
 
 
 def _notify_names(name: TableName) -> dict[str, str]:

@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
+from django.contrib.admin.widgets import AdminTextInputWidget
 from django.core.paginator import Paginator
 from django.db import models
+from django.http import HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import reverse
 from django.utils.html import format_html, format_html_join
+from django.utils.timesince import timesince
 
 from outbox_django.databases import write_alias
 from outbox_django.holding import holds
@@ -32,6 +37,9 @@ else:
     PaginatorBase = Paginator
 
 _COUNT_BOUND = 10_000
+_NAMED = 100
+_MOST_LOGGED = 1_000
+_LONGEST_ENTRY = 500
 _SHOWN_CHARACTERS = 20_000
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
@@ -59,7 +67,7 @@ class OutboxChangeList(ChangeList):
 class OutboxAdmin(OutboxAdminBase):
     """Records that wait to be published, the next one first."""
 
-    list_display = ("id", "kafka_topic", "kafka_key", "create_time", "leader_id", "size")
+    list_display = ("id", "kafka_topic", "kafka_key", "age", "held", "in_flight", "size")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith")
     search_help_text = "Beginning of a topic or of a key"
     list_filter = (("leader_id", admin.EmptyFieldListFilter),)
@@ -78,15 +86,20 @@ class OutboxAdmin(OutboxAdminBase):
         "kafka_key",
         "kafka_partition",
         "leader_id",
+        "held",
         "shown_headers",
         "size",
         "shown_value",
     )
 
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Outbox]:
-        """Return the rows with the sizes of their values."""
+        """Return the rows with the sizes of their values and their holds."""
         size = models.Func("kafka_value", function="octet_length", output_field=models.IntegerField())
-        return super().get_queryset(request).annotate(octets=size)
+        topic, key, record = (models.OuterRef(name) for name in ("kafka_topic", "kafka_key", "pk"))
+        keeps = models.Q(record_id=record) | models.Q(kafka_key=key)
+        keeps |= models.Q(kafka_key__isnull=True, record_id__isnull=True)
+        hold = Hold.objects.filter(keeps, kafka_topic=topic).order_by("create_time").values("pk")[:1]
+        return super().get_queryset(request).annotate(octets=size, hold=models.Subquery(hold))
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         """Return the list that leaves values out."""
@@ -108,6 +121,22 @@ class OutboxAdmin(OutboxAdminBase):
         del request, obj
         return False
 
+    @admin.display(description="waiting for", ordering="id")
+    def age(self, record: Outbox) -> str:
+        """Return the time since the record's transaction began."""
+        return timesince(record.create_time)
+
+    @admin.display(description="held by")
+    def held(self, record: Outbox) -> str:
+        """Return a link to a hold that keeps the record."""
+        hold: int | None = getattr(record, "hold", None)
+        return "-" if hold is None else _link("hold", hold, "a hold")
+
+    @admin.display(description="in flight")
+    def in_flight(self, record: Outbox) -> str:
+        """Tell whether an at-least-once harvester has marked the record, and is publishing it."""
+        return "-" if record.leader_id is None else "yes"
+
     @admin.display(description="size (bytes)")
     def size(self, record: Outbox) -> int | str:
         """Return the bytes of the value."""
@@ -125,14 +154,16 @@ class OutboxAdmin(OutboxAdminBase):
         """Return the value as JSON, text or hexadecimal digits, whichever it is."""
         text = _indented(as_text(record.kafka_value))
         cut = "" if len(text) <= _SHOWN_CHARACTERS else f"\n... {len(text) - _SHOWN_CHARACTERS} more characters"
-        return format_html('<pre style="white-space: pre-wrap">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut)
+        return format_html(
+            '<pre style="white-space: pre-wrap; overflow-wrap: anywhere">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut
+        )
 
 
 @admin.register(Hold)
 class HoldAdmin(HoldAdminBase):
     """The holds of the outbox. The actions are those of `outbox hold`."""
 
-    list_display = ("kafka_topic", "kafka_key", "record_id", "reason", "error", "dead_letter", "create_time")
+    list_display = ("__str__", "record", "reason", "error", "dead_lettering", "create_time")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith", "=record_id")
     search_help_text = "Beginning of a topic or of a key, or a record's id"
     list_filter = ("dead_letter", ("record_id", admin.EmptyFieldListFilter))
@@ -140,27 +171,68 @@ class HoldAdmin(HoldAdminBase):
     show_full_result_count = False
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")
-    fields = ("kafka_topic", "kafka_key", "reason")
+
+    def get_fields(self, request: HttpRequest, obj: Hold | None = None) -> tuple[str, ...]:
+        """Return the fields of a new hold, or all of one that is there."""
+        del request
+        new = ("kafka_topic", "kafka_key", "reason")
+        return new if obj is None else (*new, "record", "error", "dead_lettering", "create_time")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Hold | None = None) -> tuple[str, ...]:
+        """Return the fields that nobody enters."""
+        del request
+        return () if obj is None else ("record", "dead_lettering", "create_time")
+
+    @admin.display(description="record", ordering="record_id")
+    def record(self, hold: Hold) -> str:
+        """Return a link to the held record."""
+        return "-" if hold.record_id is None else _link("outbox", hold.record_id, str(hold.record_id))
+
+    @admin.display(description="dead letter", ordering="dead_letter")
+    def dead_lettering(self, hold: Hold) -> str:
+        """Tell whether the record waits for the dead-letter topic."""
+        return "asked for" if hold.dead_letter else "-"
 
     def save_model(self, request: HttpRequest, obj: Hold, form: Any, change: bool) -> None:
         """Pause a topic or a key, as `outbox hold add` does."""
         del form, change
-        key = obj.kafka_key or None
+        obj.kafka_key = obj.kafka_key or None
         which = holds(write_alias("Hold"))
-        if not which.add(obj.kafka_topic, key, reason=obj.reason or f"by {request.user}"):
-            self.message_user(request, "It was held already.", messages.WARNING)
-        obj.pk = which.list(topic=obj.kafka_topic, key=key)[0].id
+        obj.was_held = not which.add(obj.kafka_topic, obj.kafka_key, reason=obj.reason or f"by {request.user}")
+        obj.pk = which.list(topic=obj.kafka_topic, key=obj.kafka_key)[0].id
+        waiting = which.waiting_topics(obj.kafka_key)
+        if obj.kafka_topic not in waiting:
+            known = f" They are for: {', '.join(list(waiting)[:10])}." if waiting else ""
+            text = f"None of the oldest 10,000 records is for topic {obj.kafka_topic}.{known}"
+            self.message_user(request, text, messages.WARNING)
+        elif obj.kafka_key is not None and not waiting[obj.kafka_topic]:
+            text = f"None of the oldest 10,000 records has key {obj.kafka_key} of {obj.kafka_topic}."
+            self.message_user(request, text, messages.WARNING)
+
+    def response_add(self, request: HttpRequest, obj: Hold, post_url_continue: str | None = None) -> HttpResponse:
+        """Go back to the list, and say what is held now."""
+        del post_url_continue
+        text = f"It was held already: {obj}." if obj.was_held else f"Held: {obj}."
+        self.message_user(request, text, messages.WARNING if obj.was_held else messages.SUCCESS)
+        return HttpResponseRedirect(reverse("admin:outbox_django_hold_changelist"))
 
     def get_form(self, request: HttpRequest, obj: Hold | None = None, change: bool = False, **kwargs: Any) -> Any:
-        """Return the form, in which key and reason are optional."""
+        """Return the form, in which key and reason are optional and each field is one line."""
         form = super().get_form(request, obj, change, **kwargs)
         for name in ("kafka_key", "reason"):
             if name in form.base_fields:
                 form.base_fields[name].required = False
+        for field in form.base_fields.values():
+            field.widget = AdminTextInputWidget()
         return form
 
     def has_change_permission(self, request: HttpRequest, obj: Hold | None = None) -> bool:
         """Refuse: a hold is released, and another one made."""
+        del request, obj
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Hold | None = None) -> bool:
+        """Refuse: "Delete" does not say that the record is published then. The actions do."""
         del request, obj
         return False
 
@@ -171,25 +243,61 @@ class HoldAdmin(HoldAdminBase):
     @admin.action(description="Release: publish what was held", permissions=["decide"])
     def release(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
         """End the selected holds."""
+        self._log(request, chosen, "Released")
         number, _ = chosen.delete()
         self.message_user(request, f"Released: {number}.")
 
     @admin.action(description="Skip: delete the held records for good", permissions=["decide"])
-    def skip(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
-        """Delete the records of the selected holds."""
+    def skip(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> HttpResponse | None:
+        """Delete the records of the selected holds, once that is confirmed."""
+        held = chosen.filter(record_id__isnull=False)
+        if "confirmed" not in request.POST:
+            return self._confirm_skip(request, chosen, held)
+        self._log(request, held, "Skipped: deleted the record")
         number = holds(chosen.db).skip(records=self._records(chosen))
-        self.message_user(request, f"Skipped records: {number}.")
+        self.message_user(request, f"Skipped records: {number}.{self._left_out(chosen, number)}")
+        return None
+
+    def _confirm_skip(self, request: HttpRequest, chosen: models.QuerySet[Hold], held: Any) -> HttpResponse:
+        context = {
+            **self.admin_site.each_context(request),
+            "title": "Delete held records for good?",
+            "opts": self.model._meta,  # noqa: SLF001  Django's documented API
+            "chosen": [str(pk) for pk in chosen.values_list("pk", flat=True)],
+            "held": held[:_NAMED],
+            "count": held.count(),
+            "others": chosen.count() - held.count(),
+        }
+        return TemplateResponse(request, "admin/outbox_django/hold/confirm_skip.html", context)
 
     @admin.action(description="Publish the held records to the dead-letter topic instead", permissions=["decide"])
     def send_to_dead_letters(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
         """Ask the harvester to publish them there."""
+        self._log(request, chosen.filter(record_id__isnull=False), "Asked for the dead-letter topic")
         number = holds(chosen.db).dead_letter(records=self._records(chosen))
-        self.message_user(request, f"Asked for: {number}.")
+        self.message_user(request, f"Asked for: {number}.{self._left_out(chosen, number)}")
+
+    def _log(self, request: HttpRequest, chosen: models.QuerySet[Hold], what: str) -> None:
+        """Write who did what to which hold into Django's log of admin actions."""
+        for hold in chosen[:_MOST_LOGGED]:
+            why = hold.error or hold.reason
+            self.log_change(request, hold, f"{what}{f' ({why})' if why else ''}"[:_LONGEST_ENTRY])
+
+    @staticmethod
+    def _left_out(chosen: models.QuerySet[Hold], number: int) -> str:
+        others = chosen.filter(record_id__isnull=True).count()
+        if number == 0 and others:
+            return " Paused topics and keys have no record of their own: release them, or pick a record's hold."
+        return ""
 
     @staticmethod
     def _records(chosen: models.QuerySet[Hold]) -> list[int]:
         records = chosen.values_list("record_id", flat=True)
         return [identity for identity in records if identity is not None]
+
+
+def _link(model: str, pk: int, text: str) -> str:
+    return format_html('<a href="{}">{}</a>', reverse(f"admin:outbox_django_{model}_change", args=[pk]), text)
 
 
 def as_text(value: Any) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from django.conf import settings
 from django.core.checks import CheckMessage, Error
 from django.core.checks import Warning as CheckWarning
 from django.db import connections, router
+from django.db.migrations.recorder import MigrationRecorder
 from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.errors import OutboxError
@@ -119,9 +121,17 @@ def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = No
     found: list[CheckMessage] = []
     for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox), ("Hold", _check_holds)):
         for alias in databases or ():
-            if _belongs(model, alias):
+            if _belongs(model, alias) and not _is_being_made(alias):
                 found += check(current, alias)
     return found
+
+
+def _is_being_made(alias: str) -> bool:
+    """Tell whether this is the `manage.py migrate` that makes the tables: what it makes is not missing."""
+    if sys.argv[1:2] != ["migrate"]:
+        return False
+    applied = MigrationRecorder(connections[alias]).applied_migrations()
+    return not any(app == "outbox_django" for app, _ in applied)
 
 
 def _belongs(model: str, alias: str) -> bool:

@@ -20,7 +20,19 @@ from outbox_django.settings import outbox_settings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_METHODS = frozenset({"list", "add", "add_record", "release", "release_records", "skip", "dead_letter"})
+_METHODS = frozenset(
+    {
+        "list",
+        "count_behind",
+        "waiting_topics",
+        "add",
+        "add_record",
+        "release",
+        "release_records",
+        "skip",
+        "dead_letter",
+    }
+)
 
 
 class OutboxHolds:

@@ -72,6 +72,9 @@ class Hold(models.Model):
     dead_letter = models.BooleanField(db_default=False)
     create_time = models.DateTimeField(db_default=models.Func(function="now"))
 
+    was_held = False
+    """True for one that the admin added although it was there."""
+
     class Meta:
         """Only PostgreSQL has the table; other databases are left alone by `migrate`."""
 
@@ -83,7 +86,9 @@ class Hold(models.Model):
     def __str__(self) -> str:
         if self.record_id is not None:
             return f"record {self.record_id} of {self.kafka_topic}"
-        return self.kafka_topic if self.kafka_key is None else f"key {self.kafka_key} of {self.kafka_topic}"
+        if self.kafka_key is None:
+            return f"topic {self.kafka_topic}"
+        return f"key {self.kafka_key} of {self.kafka_topic}"
 
 
 class Statistics(models.Model):

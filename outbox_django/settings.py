@@ -83,7 +83,7 @@ def outbox_settings() -> OutboxSettings:
     """Return the current `OUTBOX` setting; all defaults if there is none. InvalidConfig names the first wrong key."""
     raw = getattr(settings, "OUTBOX", {})
     for problem in find_problems(raw):
-        raise InvalidConfig(problem.message)
+        raise InvalidConfig(" ".join(text for text in (problem.message, problem.hint) if text))
     return OutboxSettings(**{key.lower(): _READERS[key](value) for key, value in raw.items()})
 
 
@@ -151,7 +151,7 @@ def find_problems(raw: object) -> Iterator[Problem]:
 def _unknown_key(key: object) -> Problem:
     nearest = difflib.get_close_matches(str(key).upper(), _READERS, n=1)
     hint = f"Did you mean {nearest[0]!r}?" if nearest else f"The keys are {', '.join(_READERS)}."
-    return Problem(str(key), f"OUTBOX[{key!r}] is no setting. {hint}", hint)
+    return Problem(str(key), f"OUTBOX[{key!r}] is no setting.", hint)
 
 
 def _text(value: object) -> str:

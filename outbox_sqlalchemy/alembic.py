@@ -32,13 +32,13 @@ from outbox_core.schema import (
     TableName,
     add_checks_sql,
     drop_checks_sql,
-    drop_notify_sql,
+    drop_notify_statements,
     events_beside,
     grant_statements,
     hold_beside,
     inbox_beside,
     inbox_index,
-    notify_sql,
+    notify_statements,
     revoke_statements,
     statistics_beside,
 )
@@ -248,10 +248,12 @@ def outbox_notify(table: str | None = None) -> Revision:
     named = None if table is None else TableName.parse(table)
 
     def upgrade() -> None:
-        op.execute(sa.text(_escaped(notify_sql(named or _table_of_environment()))))
+        for statement in notify_statements(named or _table_of_environment()):  # asyncpg takes one at a time
+            op.execute(sa.text(_escaped(statement)))
 
     def downgrade() -> None:
-        op.execute(sa.text(_escaped(drop_notify_sql(named or _table_of_environment()))))
+        for statement in drop_notify_statements(named or _table_of_environment()):
+            op.execute(sa.text(_escaped(statement)))
 
     return Revision(upgrade, downgrade)
 

@@ -1,23 +1,26 @@
-"""The command `outbox`: `schema`, `harvest`, `hold`, `restash`, `status`, `doctor` and `inbox prune`.
+"""The command `outbox`: `schema`, `harvest`, `hold`, `restash`, `peek`, `status`, `doctor` and `inbox prune`.
 
 Other packages add commands by entry points of the group `outbox.commands`: a function that takes the arguments behind
 the command's name and returns the exit code.
 
 Exit codes: 0 for success, 2 for an error before work began (arguments, settings, an unreachable service, a missing
-table), 1 for a harvester that an error ended and for a doctor that found a problem, 130 and 143 after a second SIGINT
-or SIGTERM. Each failure is one line on stderr, beginning with `outbox: error:`.
+table), 1 for a harvester that an error ended, for a doctor that found a problem and for what was not confirmed, 3 to 5
+for services that did not answer `status` or `doctor`, 130 and 143 after a second SIGINT or SIGTERM. Each failure is one
+line on stderr, beginning with `outbox: error:`.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from outbox_core import __version__
-from outbox_core.cli import doctor, harvest, hold, inbox, restash, schema
+from outbox_core.cli import completion, doctor, harvest, hold, inbox, peek, restash, schema
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
@@ -43,18 +46,33 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `outbox`, with its subcommands."""
-    parser = argparse.ArgumentParser(prog="outbox", description="A transactional outbox for PostgreSQL and Kafka.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="outbox", description="A transactional outbox for PostgreSQL and Kafka."
+    )
     parser.add_argument("--version", action="version", version=f"kafka-outbox {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     schema.add_command(commands)
     harvest.add_command(commands)
     doctor.add_commands(commands)
-    inbox.add_command(commands)
+    peek.add_command(commands)
     hold.add_command(commands)
     restash.add_command(commands)
+    inbox.add_command(commands)
+    completion.add_command(commands, parser)
     for added in entry_points(group=_COMMANDS):
         commands.add_parser(added.name, help=f"see outbox {added.name} --help")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that suggests the right word for a wrong one, as Python's own does from 3.14 on."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and message, and exit with code 2."""
+        wrong = re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)$", message)
+        choices = wrong[2].replace("'", "").split(", ") if wrong else []
+        close = difflib.get_close_matches(wrong[1], choices, 1) if wrong else []
+        super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 
 def _run(arguments: list[str]) -> int:

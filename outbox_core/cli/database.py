@@ -5,16 +5,65 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig, MissingExtra, StoreUnavailable
+from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
+    import argparse
+
     import psycopg
 
-    from outbox_core.schema import TableName
-
 DATA_SOURCE_VARIABLE = "OUTBOX_POSTGRES_DSN"
+TABLE_VARIABLE = "OUTBOX_TABLE"
+_CONNECT_SECONDS = 10
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the outbox is. Read them with `find_place`."""
+    parser.add_argument(
+        "-f", "--file", metavar="FILE", help="the YAML file of `outbox harvest`, for database and table"
+    )
+    parser.add_argument(
+        "--dsn",
+        metavar="DSN",
+        help=f"the database: key=value pairs or a postgresql:// URL; environment: {DATA_SOURCE_VARIABLE}",
+    )
+    parser.add_argument(
+        "--table",
+        metavar="NAME",
+        help=f"the outbox: `table` or `schema.table`; default: outbox; environment: {TABLE_VARIABLE}",
+    )
+
+
+def find_place(options: argparse.Namespace) -> tuple[str | None, TableName]:
+    """Return data source and table: options win over environment variables, those over the file."""
+    dsn = options.dsn or os.environ.get(DATA_SOURCE_VARIABLE)
+    table = options.table or os.environ.get(TABLE_VARIABLE)
+    if options.file is not None:
+        in_file = _read_file(options.file)
+        dsn, table = dsn or in_file.get("dataSource"), table or in_file.get("outboxTable")
+    try:
+        return dsn, TableName.parse(str(table or "outbox"))
+    except InvalidConfig as error:
+        raise InvalidConfig(f"--table: {error}" if options.table else f"outbox table: {error}") from None
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    try:
+        from outbox_core.config import load_config, read_document
+    except ImportError as error:
+        raise MissingExtra(
+            f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[harvester]'"
+        ) from None
+    document = read_document(path)
+    load_config(document)  # names all mistakes of the file
+    harvest: dict[str, Any] = dict(document.get("harvest") or {})
+    return {_YAML_NAMES.get(name, name): value for name, value in harvest.items()}
+
+
+_YAML_NAMES = {"data_source": "dataSource", "outbox_table": "outboxTable"}
 
 
 def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[object, ...]], TableName]:
@@ -23,6 +72,14 @@ def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[
     No schema can put functions of its own in the connection's way. Without `dsn` the environment's counts. A table that
     does not exist keeps its name. Raises MissingExtra, InvalidConfig or StoreUnavailable.
     """
+    connection, found, _ = connect_to_schema(dsn, name)
+    return connection, found
+
+
+def connect_to_schema(
+    dsn: str | None, name: TableName
+) -> tuple[psycopg.Connection[tuple[object, ...]], TableName, str | None]:
+    """Do as `connect`, and return also the schema in which a table that is named without one would be made."""
     try:
         import psycopg
     except ImportError:
@@ -33,14 +90,15 @@ def connect(dsn: str | None, name: TableName) -> tuple[psycopg.Connection[tuple[
     from outbox_core.stores.postgres.connection import one_line, pin_search_path
 
     try:
-        connection = psycopg.connect(_as_libpq_reads_it(dsn), autocommit=True, connect_timeout=10)
+        connection = psycopg.connect(as_libpq_reads_it(dsn), autocommit=True, connect_timeout=_CONNECT_SECONDS)
+        (schema,) = connection.execute("SELECT pg_catalog.current_schema()").fetchone() or (None,)
         (found,) = pin_search_path(connection, name)
     except psycopg.ProgrammingError:
         # Without the driver's words: they quote the DSN, perhaps its password.
         raise InvalidConfig("--dsn: neither key=value pairs nor a postgresql:// URL") from None
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
-    return connection, found
+    return connection, found, schema
 
 
 def operator() -> str:
@@ -52,7 +110,7 @@ def operator() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def _as_libpq_reads_it(dsn: str) -> str:
+def as_libpq_reads_it(dsn: str) -> str:
     """Return the DSN from the notations of `outbox harvest`, or from libpq's own where only psycopg is installed."""
     try:
         from outbox_core.config import normalise_data_source

@@ -6,116 +6,144 @@ import argparse
 import json
 import os
 import sys
-from contextlib import closing
-from dataclasses import asdict
+import time
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from outbox_core.cli.harvest import add_source_arguments, missing_extra, overrides_from, shown
-from outbox_core.doctor.findings import Finding, Verdict, fine, problem, warning
-from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.cli.harvest import add_source_arguments, missing_extra, overrides_from
+from outbox_core.cli.terminal import GREEN, RED, YELLOW, Output, flush, is_terminal, paint
+from outbox_core.doctor.findings import CommandLine, Commands, Finding, Verdict
+from outbox_core.errors import InvalidConfig
 from outbox_core.printable import printable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from outbox_core.config import HarvestConfig
-    from outbox_core.stores.interface import SequenceSnapshot
+    from outbox_core.doctor.status import Backlog, DatabaseStatus, KafkaStatus
 
 EXIT_PROBLEM = 1
+EXIT_NO_DATABASE = 3
+EXIT_NO_KAFKA = 4
+EXIT_NEITHER = 5
+_CONNECT_SECONDS = 2.0
+_WATCH_SECONDS = 2.0
+_SHORTEST_WATCH_SECONDS = 0.1
+_SUBJECT_WIDTH = 18
+_CLEAR = "\x1b[2J\x1b[H"
 
+_SIGNS = {Verdict.OK: ("ok     ", GREEN), Verdict.WARNING: ("warning", YELLOW), Verdict.PROBLEM: ("PROBLEM", RED)}
 
-class Output(Protocol):
-    """The output: `sys.stdout`, or the one of a Django command."""
-
-    def write(self, text: str, /) -> object:
-        """Print text that ends in a newline."""
-
-
-_SIGNS = {Verdict.OK: "ok     ", Verdict.WARNING: "warning", Verdict.PROBLEM: "PROBLEM"}
-_DATABASE, _KAFKA = "database", "Kafka"
+STATUS_DESCRIPTION = (
+    "Show how many records wait, how many of them are held, for how long and for which topics, and which harvester "
+    "leads. Needs SELECT on the outbox and its holds. What a service does not tell within two seconds is left out."
+)
+DOCTOR_DESCRIPTION = (
+    "Look at database, table and Kafka for whatever could keep records from being published, or out of order, and say "
+    "how to mend it. Changes nothing, and needs no right but SELECT; each finding is printed as soon as it is made."
+)
+_EXIT_CODES = (
+    f"{EXIT_NO_DATABASE} the database did not answer, or the table is locked; {EXIT_NO_KAFKA} Kafka did not answer; "
+    f"{EXIT_NEITHER} neither did."
+)
+STATUS_EPILOG = f"Exit codes: 0 all is known; 2 wrong options or settings; {_EXIT_CODES}"
+DOCTOR_EPILOG = f"Exit codes: 0 no problem; {EXIT_PROBLEM} a problem; 2 wrong options or settings; {_EXIT_CODES}"
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `status` and `doctor` to the commands of `outbox`."""
-    _add(commands, "status", print_status, "show what waits, and which harvesters stand by", STATUS_DESCRIPTION)
-    _add(commands, "doctor", print_findings, "look for what could keep records from Kafka", DOCTOR_DESCRIPTION)
+    status = commands.add_parser(
+        "status",
+        help="show what waits, and which harvesters stand by",
+        description=STATUS_DESCRIPTION,
+        epilog=STATUS_EPILOG,
+    )
+    _add_source(status)
+    add_status_arguments(status)
+    status.set_defaults(command=lambda options: run_status(_config(options), sys.stdout, vars(options)))
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what could keep records from Kafka",
+        description=DOCTOR_DESCRIPTION,
+        epilog=DOCTOR_EPILOG,
+    )
+    _add_source(doctor)
+    add_doctor_arguments(doctor)
+    doctor.set_defaults(
+        command=lambda options: run_doctor(_config(options), sys.stdout, vars(options), commands_of(options))
+    )
 
 
-STATUS_DESCRIPTION = "Show how many records wait, for how long and for which topics, and which harvester leads."
-DOCTOR_DESCRIPTION = (
-    "Look at database, table and Kafka for whatever could keep records from being published, or out of order, and say "
-    "how to mend it. Changes nothing. Exit code 1 if there is a problem, 0 if there are none but warnings."
-)
-
-
-def add_format_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option that both commands have."""
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `doctor` that say how to look."""
     parser.add_argument("--json", action="store_true", help="print one JSON document for programs to read")
+    parser.add_argument(
+        "--timeout",
+        type=_seconds,
+        default=_CONNECT_SECONDS,
+        metavar="SECONDS",
+        help="how long each service may take to answer at first; default: %(default)g",
+    )
 
 
-def print_findings(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
-    """Examine database and Kafka, print the findings, and return the exit code."""
-    findings = list(_findings(config))
-    if as_json:
-        shapes = [asdict(found) | {"verdict": found.verdict.value} for found in findings]
-        _print_json(shapes, out)
-    else:
-        width = max(len(found.subject) for found in findings)
-        for found in findings:
-            out.write(f"{_SIGNS[found.verdict]}  {found.subject:{width}}  {printable(found.detail)}\n")
-            if found.remedy:
-                out.write(f"{'':{width + 11}}-> {printable(found.remedy)}\n")
-    return EXIT_PROBLEM if any(found.verdict is Verdict.PROBLEM for found in findings) else 0
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `status` that say how to look."""
+    add_doctor_arguments(parser)
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=_WATCH_SECONDS,
+        metavar="SECONDS",
+        help="show it again at this interval until Ctrl-C; default: %(const)g. With --json one object a line",
+    )
 
 
-def print_status(config: HarvestConfig, out: Output, *, as_json: bool) -> int:
-    """Print the backlog, the holds and the harvesters, and return the exit code."""
-    status = _status(config)
-    if as_json:
-        _print_json(status, out)
-        return 0
-
-    def write(line: str) -> None:
-        out.write(f"{printable(line)}\n")
-
-    write(f"outbox   {status['outbox']}, delivery {config.delivery}")
-    age = status["oldest_age_seconds"]
-    oldest = "the oldest for ever" if age is None else f"the oldest for {age:,.1f} s"
-    write(f"waiting  {status['pending']:,} records, {oldest}")
-    for topic in status["topics"]:
-        marked = f", {topic['marked']:,} marked" if topic["marked"] else ""
-        write(f"         {topic['topic']}: {topic['waiting']:,} of the oldest 10,000{marked}")
-    held = status["held"]
-    if held is not None and any(held.values()):
-        paused = f"; paused: {', '.join(held['topics'])}" if held["topics"] else ""
-        write(f"held     {held['records']:,} records, {held['keys']:,} keys{paused}")
-    write(f"group    {status['leader_group']}")
-    for contender in status["harvesters"]:
-        role = "leads" if contender["leads"] else "stands by"
-        write(f"         {contender['client_id']} on {contender['host']} {role}")
-    if not status["harvesters"]:
-        write("         no harvester")
-    return 0
+def commands_of(options: argparse.Namespace) -> CommandLine:
+    """Return the commands that remedies name, with the options that lead them to the same outbox."""
+    table = options.table or os.environ.get("OUTBOX_TABLE") or "outbox"
+    return CommandLine(table, ("-f", options.file) if options.file else ())
 
 
-def _add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    act: Callable[..., int],
-    summary: str,
-    description: str,
-) -> None:
-    parser = commands.add_parser(name, help=summary, description=description)
+def run_doctor(config: HarvestConfig, out: Output, options: Mapping[str, Any], commands: Commands) -> int:
+    """Examine database and Kafka, print the findings as they come, and return the exit code."""
+    try:
+        from outbox_core.doctor.examination import examine
+    except ImportError as error:
+        raise missing_extra(error) from None
+    _check_table(config)
+    findings = examine(config, commands, connect_seconds=options["timeout"])
+    if options["json"]:
+        listed = list(findings)
+        _print_json([found.as_json() for found in listed], out)
+        return _exit_code(listed)
+    return _exit_code(_printed(findings, out))
+
+
+def run_status(config: HarvestConfig, out: Output, options: Mapping[str, Any]) -> int:
+    """Print backlog, holds and harvesters, each half as soon as it is known, and return the exit code."""
+    _check_table(config)
+    interval: float | None = options["watch"]
+    if interval is None:
+        return _print_status(config, out, options)
+    code = 0
+    try:
+        while True:
+            if is_terminal(out):
+                out.write(_CLEAR)
+            elif not options["json"]:
+                out.write(f"at       {time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n")
+            code = _print_status(config, out, options)
+            flush(out)
+            time.sleep(interval)
+    except KeyboardInterrupt:
+        return code
+
+
+def _add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-f", "--file", metavar="FILE", help="the YAML file of `outbox harvest`")
-    add_source_arguments(parser)
-    add_format_argument(parser)
-
-    def command(options: argparse.Namespace) -> int:
-        return act(_config(options), sys.stdout, as_json=options.json)
-
-    parser.set_defaults(command=command)
+    add_source_arguments(parser, variables=True)
 
 
 def _config(options: argparse.Namespace) -> HarvestConfig:
@@ -127,158 +155,139 @@ def _config(options: argparse.Namespace) -> HarvestConfig:
     return load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
 
 
-def _findings(config: HarvestConfig) -> Iterator[Finding]:
-    """Yield all findings, the database's first: the names of everything in Kafka derive from the table's identity."""
+def _check_table(config: HarvestConfig) -> None:
     try:
         TableName.parse(config.outbox_table)
     except InvalidConfig as error:
         raise InvalidConfig(f"outbox_table: {error}") from None
-    identity: str | None = None
-    server_id = ""
-    topics: list[str] = []
+
+
+def _printed(findings: Iterable[Finding], out: Output) -> Iterator[Finding]:
+    for found in findings:
+        sign, colour = _SIGNS[found.verdict]
+        out.write(f"{paint(sign, colour, out)}  {found.subject:{_SUBJECT_WIDTH}}  {printable(found.detail)}\n")
+        if found.remedy:
+            out.write(f"{'':{_SUBJECT_WIDTH + 11}}-> {printable(found.remedy)}\n")
+        flush(out)
+        yield found
+
+
+def _exit_code(findings: Iterable[Finding]) -> int:
+    silent, has_problem = set(), False
+    for found in findings:
+        has_problem = has_problem or found.verdict is Verdict.PROBLEM
+        silent.add(found.unanswered)
+    return _exit_code_without("database" in silent, "kafka" in silent) or (EXIT_PROBLEM if has_problem else 0)
+
+
+def _exit_code_without(database: bool, kafka: bool) -> int:
+    if database and kafka:
+        return EXIT_NEITHER
+    return EXIT_NO_DATABASE if database else EXIT_NO_KAFKA if kafka else 0
+
+
+def _print_status(config: HarvestConfig, out: Output, options: Mapping[str, Any]) -> int:
     try:
-        examined, identity, server_id, topics = _examine_database(config)
-        yield from examined
-    except OutboxError as error:
-        yield problem(_DATABASE, shown(error), "the harvester would say the same, and not start")
-    try:
-        yield from _examine_kafka(config, identity, server_id, topics)
-    except OutboxError as error:
-        yield problem(_KAFKA, shown(error), "the harvester would say the same, and not start")
-
-
-def _examine_database(config: HarvestConfig) -> tuple[list[Finding], str, str, list[str]]:
-    store, checks = _database(config)
-    with closing(store), closing(checks):
-        identity = store.check()
-        findings = [
-            *checks.findings(without_marks=config.delivery == "exactly-once"),
-            *(_obstacle(what, checks.role) for what in store.table.obstacles()),
-            checks.holds(needed=config.on_poison == "dead-letter"),
-        ]
-        if config.notify:
-            findings.append(_examine_notices(config))
-        findings.append(_settled_floor(store.sequence.snapshot()))
-        return findings, identity, store.server_id(), [head.topic for head in checks.topics_at_head()]
-
-
-def _examine_notices(config: HarvestConfig) -> Finding:
-    from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
-
-    notices = CommitNotices(config.data_source, config.outbox_table, application_name="kafka-outbox doctor")
-    try:
-        notices.open()
-    except NoNotices as error:
-        return warning("notices", str(error), "until then the harvester looks at intervals, up to markBackoff")
-    finally:
-        notices.dispose()
-    return fine("notices", "the trigger is there, and notices come through")
-
-
-def _obstacle(what: str, role: str) -> Finding:
-    """Return the finding on something between the harvester and the rows that it deletes and marks."""
-    is_certain = what.startswith("rule ") or what.endswith("(it has no policy)")
-    return (problem if is_certain else warning)(
-        "obstacle",
-        f"the table has {what}: rows that it hides are not published; if it keeps rows from being marked or deleted, "
-        "publishing stops",
-        f"exempt role {role} from it, or take it from the table",
-    )
-
-
-def _settled_floor(sight: SequenceSnapshot) -> Finding:
-    if sight.unusable:
-        remedy = "nothing is lost, but while old snapshots are open harvesting gets slower the more is harvested"
-        return warning("settled floor", f"is off: {sight.unusable}", remedy)
-    return fine("settled floor", "can be proven")
-
-
-def _examine_kafka(config: HarvestConfig, identity: str | None, server_id: str, topics: list[str]) -> Iterator[Finding]:
-    with _kafka(config) as kafka:
-        yield kafka.cluster()
-        if identity is None:
-            return
-        group, leader_topic = config.leader_names(identity)
-        tracking = config.tracking_names(identity)
-        is_needed = config.delivery == "exactly-once"
-        yield from kafka.leader_topic(leader_topic)
-        members = kafka.leader_group(group)
-        yield members
-        if members.verdict is Verdict.OK:  # else there are none, or they are not ours
-            yield _leader(config, identity, server_id)
-        # The head names the outbox; ids and times take eight bytes each.
-        manifest_bytes = 2048 + 16 * config.limits.mark_query_records
-        yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
-        yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
-        yield from kafka.relay_topic(tracking.relay_topic)
-        if config.on_poison == "dead-letter":
-            yield from kafka.dead_letter_topic(config.dead_letter_name(identity))
-        yield kafka.writers([leader_topic, tracking.topic, tracking.relay_topic])
-        if topics:
-            yield from kafka.topics(topics)
-
-
-def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:
-    """Return the finding on the leader, by its heartbeats: it must lead for this very outbox."""
-    from outbox_core.election import NeliConfig
-    from outbox_core.election.observer import next_heartbeat
-
-    contest = NeliConfig.of(config, identity, server_id)
-    heartbeat = next_heartbeat(contest)
-    if heartbeat is None:
-        return warning(
-            "leader",
-            f"no heartbeat of a leader was read on {contest.topic}",
-            "look again; if it stays so, the log of the harvesters says what keeps them from leading",
-        )
-    if not contest.contest.agrees(heartbeat.contest):
-        return problem(
-            "leader",
-            f"{heartbeat.name} leads {contest.group_id} for {heartbeat.contest}, and this is {contest.contest}",
-            "set another leaderGroupID (leader_group_id) for one of the two: only one of them is published",
-        )
-    return fine("leader", f"{heartbeat.name} leads")
-
-
-def _status(config: HarvestConfig) -> dict[str, Any]:
-    store, checks = _database(config)
-    with closing(store), closing(checks):
-        identity = store.check()
-        backlog = store.backlog()
-        topics = [head._asdict() for head in checks.topics_at_head()]
-        held = checks.held()
-    group, _ = config.leader_names(identity)
-    with _kafka(config) as kafka:
-        harvesters = [contender._asdict() for contender in kafka.contenders(group)]
-    return {
-        "outbox": identity,
-        "pending": backlog.pending,
-        # A time of '-infinity' has no age, and JSON no number for it.
-        "oldest_age_seconds": round(backlog.oldest_age_seconds, 3) if isfinite(backlog.oldest_age_seconds) else None,
-        "topics": topics,
-        "held": held._asdict() if held is not None else None,
-        "leader_group": group,
-        "harvesters": harvesters,
-    }
-
-
-def _database(config: HarvestConfig) -> tuple[Any, Any]:
-    try:
-        from outbox_core.doctor.postgres import PostgresChecks
-        from outbox_core.stores.postgres.store import PostgresStore
+        from outbox_core.doctor.status import Status, Unknown, read_database_status, read_kafka_status
     except ImportError as error:
         raise missing_extra(error) from None
-    store = PostgresStore(config.data_source, config.outbox_table, application_name="kafka-outbox doctor")
-    return store, PostgresChecks(config.data_source, config.outbox_table)
+    seconds: float = options["timeout"]
+    write = _Lines(out)
+    database = read_database_status(config, connect_seconds=seconds)
+    if not options["json"]:
+        _write_database(database, config.delivery, write)
+        flush(out)
+    kafka = read_kafka_status(config, database.outbox, connect_seconds=seconds)
+    if not options["json"]:
+        _write_kafka(kafka, write)
+    elif options["watch"] is None:
+        _print_json(Status(database, kafka).as_json(), out)
+    else:
+        out.write(json.dumps(Status(database, kafka).as_json(), allow_nan=False) + "\n")
+    return _exit_code_without(isinstance(database.backlog, Unknown), isinstance(kafka.harvesters, Unknown))
 
 
-def _kafka(config: HarvestConfig) -> Any:
-    try:
-        from outbox_core.doctor.kafka import KafkaChecks
-    except ImportError as error:
-        raise missing_extra(error) from None
-    return KafkaChecks(config.base_kafka_config)
+class _Lines:
+    """Lines with a word before each group, and no unprintable characters."""
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+
+    def __call__(self, word: str, text: str) -> None:
+        self._out.write(f"{word:9}{printable(text)}\n")
+
+    def unknown(self, word: str, reason: str, remedy: str) -> None:
+        self._out.write(f"{word:9}{paint('unknown', RED, self._out)}: {printable(reason)}\n")
+        if remedy:
+            self("", f"-> {remedy}")
+
+
+def _write_database(status: DatabaseStatus, delivery: str, write: _Lines) -> None:
+    from outbox_core.doctor.status import Unknown
+
+    write("outbox", f"{status.outbox}, delivery {delivery}")
+    backlog = status.backlog
+    if isinstance(backlog, Unknown):
+        write.unknown("waiting", backlog.reason, backlog.remedy)
+        return
+    from outbox_core.doctor.postgres import plural
+
+    about = "about " if backlog.is_estimate else ""
+    write("waiting", f"{about}{plural(backlog.pending, 'record')}{_oldest(backlog.oldest_age_seconds)}")
+    for topic in backlog.topics:
+        marked = f", {topic.marked:,} marked" if topic.marked else ""
+        held = f", {topic.held:,} held" if topic.held else ""
+        among = " of the oldest 10,000" if backlog.pending > 10_000 else ""
+        write("", f"{topic.topic}: {topic.waiting:,}{among}{held}{marked}")
+    _write_held(backlog, write)
+
+
+def _write_held(backlog: Backlog, write: _Lines) -> None:
+    from outbox_core.doctor.postgres import plural
+
+    held = backlog.held
+    if held is None:
+        write("held", "unknown: the table of holds is missing, or this role may not read it")
+        return
+    if not any(held):
+        return
+    ready = min(backlog.pending, 10_000) - backlog.held_at_head
+    among = " of the oldest 10,000" if backlog.pending > 10_000 else ""
+    write("ready", f"{plural(ready, 'record')}{among}{_oldest(backlog.oldest_deliverable_seconds)}")
+    kept = f"{plural(backlog.held_at_head, 'record')}{among}{_oldest(backlog.oldest_held_seconds)}"
+    paused = f"; paused: {', '.join(held.topics)}" if held.topics else ""
+    holds = f"by holds of {plural(held.records, 'record')} and {plural(held.keys, 'key')}{paused}"
+    write("held", f"{kept}, {holds}")
+
+
+def _oldest(age: float | None) -> str:
+    if age is None:
+        return ""
+    return f", the oldest for {age:,.1f} s" if isfinite(age) else ", the oldest forever"
+
+
+def _write_kafka(status: KafkaStatus, write: _Lines) -> None:
+    from outbox_core.doctor.status import Unknown
+
+    write("group", status.group)
+    if isinstance(status.harvesters, Unknown):
+        write.unknown("Kafka", status.harvesters.reason, status.harvesters.remedy)
+        return
+    for one in status.harvesters:
+        write("", f"{one.client_id} on {one.host} {'leads' if one.leads else 'stands by'}")
+    if not status.harvesters:
+        write("", "no harvester")
 
 
 def _print_json(document: object, out: Output) -> None:
     out.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not _SHORTEST_WATCH_SECONDS <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds

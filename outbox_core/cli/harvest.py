@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.cli.gc_tuning import tune_gc
+from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
@@ -17,7 +18,7 @@ from outbox_core.printable import printable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from outbox_core.config import HarvestConfig
     from outbox_core.harvest.harvester import Harvester
@@ -38,15 +39,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "Options win over environment variables (OUTBOX_...), those over the file.",
     )
     parser.add_argument("-f", "--file", metavar="FILE", help="YAML file; goharvest's reaper.yaml is understood")
-    parser.add_argument("--log-level", metavar="LEVEL", help="debug, info (default), warn or error")
-    add_harvest_arguments(parser)
+    parser.add_argument(
+        "--log-level", metavar="LEVEL", help="debug, info (default), warn or error; environment: OUTBOX_LOG_LEVEL"
+    )
+    add_log_format_argument(parser, variables=True)
+    add_harvest_arguments(parser, variables=True)
     parser.set_defaults(command=_harvest)
 
 
-def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of harvesting. Read them with `overrides_from`."""
+def add_harvest_arguments(parser: argparse.ArgumentParser, *, variables: bool = False) -> None:
+    """Add the options of harvesting, with their environment variables where these count.
+
+    Read the options with `overrides_from`.
+    """
+    add = _adder(parser, variables=variables)
     parser.add_argument("--drain", action="store_true", help="end with exit code 0 once the table is empty")
-    add_source_arguments(parser)
+    add_source_arguments(parser, variables=variables)
     parser.add_argument(
         "--accept-marked",
         action="store_true",
@@ -59,41 +67,60 @@ def add_harvest_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="exactly once: go on after the database was moved to another server, where nothing harvests the old one",
     )
-    parser.add_argument(
+    add(
         "--on-poison",
         choices=["hold", "dead-letter"],
         help="what becomes of a record that Kafka refuses for good; default: hold",
     )
-    parser.add_argument("--dead-letter-topic", metavar="TOPIC", help="topic for such records")
-    parser.add_argument(
+    add("--dead-letter-topic", metavar="TOPIC", help="topic for such records")
+    add(
         "--notify",
         action="store_true",
         default=None,
         help="listen for the notices of the trigger that `outbox schema --notify` prints",
     )
-    parser.add_argument("--name", help="name of this instance in logs")
-    parser.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
-    parser.add_argument("--metrics-host", metavar="HOST", help="address for them; default: 127.0.0.1")
+    add("--name", help="name of this instance in logs")
+    add("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
+    add("--metrics-host", metavar="HOST", help="address for them; default: 127.0.0.1")
 
 
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+def add_source_arguments(parser: argparse.ArgumentParser, *, variables: bool = False) -> None:
     """Add the options that name the outbox and the Kafka cluster."""
-    parser.add_argument("--dsn", metavar="DSN", help="the database: key=value pairs or a postgresql:// URL")
-    parser.add_argument("--bootstrap-servers", metavar="HOST:PORT,...", help="the Kafka cluster")
-    parser.add_argument("--table", metavar="NAME", help="the outbox table, `table` or `schema.table`")
-    parser.add_argument("--leader-topic", metavar="TOPIC", help="topic of the leader election")
-    parser.add_argument("--leader-group-id", metavar="GROUP", help="group in which an outbox's harvesters compete")
-    parser.add_argument(
-        "--delivery", metavar="MODE", help="at-least-once (default), or exactly-once through Kafka transactions"
-    )
+    add = _adder(parser, variables=variables)
+    add("--dsn", metavar="DSN", help="the database: key=value pairs or a postgresql:// URL")
+    add("--bootstrap-servers", metavar="HOST:PORT,...", help="the Kafka cluster")
+    add("--table", metavar="NAME", help="the outbox table, `table` or `schema.table`")
+    add("--leader-topic", metavar="TOPIC", help="topic of the leader election")
+    add("--leader-group-id", metavar="GROUP", help="group in which an outbox's harvesters compete")
+    add("--delivery", metavar="MODE", help="at-least-once (default), or exactly-once through Kafka transactions")
     parser.add_argument(
         "-X",
         dest="kafka_properties",
         action="append",
         type=_property,
         metavar="PROPERTY=VALUE",
-        help="any librdkafka property, for all clients; may be given several times",
+        help="any librdkafka property, for all clients; may be given several times"
+        + ("; environment: OUTBOX_KAFKA_<PROPERTY>, _ for ." if variables else ""),
     )
+
+
+_VARIABLES = {
+    "--dsn": "OUTBOX_POSTGRES_DSN",
+    "--table": "OUTBOX_TABLE",
+    "--bootstrap-servers": "OUTBOX_KAFKA_BOOTSTRAP",
+}
+
+
+def variable_of(option: str) -> str:
+    """Return the environment variable of an option, as `outbox_core.config.names` has it, without the extra."""
+    return _VARIABLES.get(option) or f"OUTBOX_{option.removeprefix('--').replace('-', '_').upper()}"
+
+
+def _adder(parser: argparse.ArgumentParser, *, variables: bool) -> Callable[..., None]:
+    def add(option: str, *, help: str, **how: Any) -> None:  # noqa: A002  argparse's own name
+        parser.add_argument(option, help=f"{help}; environment: {variable_of(option)}" if variables else help, **how)
+
+    return add
 
 
 def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,30 +165,16 @@ def shown(error: Exception) -> str:
     return redact(str(error)) or type(error).__name__
 
 
-def configure_logging(level: int) -> None:
-    """Log to stderr, one line for each record, with secrets hidden and names escaped."""
-    from outbox_core.config import redact
-
-    class _Redacting(logging.Formatter):
-        def format(self, record: logging.LogRecord) -> str:
-            return redact(super().format(record))
-
-        def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
-            record.message = printable(record.message)
-            return super().formatMessage(record)
-
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-
-
 def _harvest(options: argparse.Namespace) -> int:
     try:
-        from outbox_core.config import load_config, log_level, read_document
+        from outbox_core.config import load_config, log_format, log_level, read_document
     except ImportError as error:
         raise missing_extra(error) from None
     document = read_document(options.file) if options.file is not None else None
-    configure_logging(log_level(document, environ=os.environ, override=options.log_level))
+    configure_logging(
+        log_level(document, environ=os.environ, override=options.log_level),
+        log_format(document, environ=os.environ, override=options.log_format),
+    )
     config = load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
     return run(config, drain=options.drain)
 

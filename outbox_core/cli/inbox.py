@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
+from outbox_core.cli.terminal import Progress
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.inbox import PRUNE_BATCH, Inbox
 from outbox_core.schema import TableName
@@ -23,13 +24,13 @@ _LONGEST = timedelta(days=36_500)
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `inbox` and its own commands to the commands of `outbox`."""
-    inbox = commands.add_parser("inbox", help="look after an inbox table", description="Look after an inbox table.")
+    inbox = commands.add_parser("inbox", help="prune an inbox table", description="Prune an inbox table.")
     actions = inbox.add_subparsers(title="commands", metavar="COMMAND", required=True)
     description = (
         "Delete what was accepted longer ago, in batches, the oldest first. A message that is repeated later than that "
         "is accepted again."
     )
-    parser = actions.add_parser("prune", help="forget what was accepted long ago", description=description)
+    parser = actions.add_parser("prune", help="delete messages that were accepted long ago", description=description)
     parser.add_argument(
         "--dsn",
         metavar="DSN",
@@ -80,8 +81,13 @@ def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, 
     import psycopg
 
     try:
-        return inbox.prune(connection, options.older_than, batch=options.batch)
-    except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn, psycopg.errors.InvalidSchemaName) as error:
+        with Progress(sys.stderr, "pruned") as progress:
+            return inbox.prune(connection, options.older_than, batch=options.batch, on_batch=progress)
+    except psycopg.errors.UndefinedTable:
+        raise OutboxTableError(
+            f"there is no table {inbox.table}; `outbox schema --inbox {inbox.table}` prints it"
+        ) from None
+    except (psycopg.errors.UndefinedColumn, psycopg.errors.InvalidSchemaName) as error:
         raise OutboxTableError(f"{inbox.table} is no inbox: {error.diag.message_primary}") from None
     except psycopg.errors.InsufficientPrivilege as error:
         needs = f"role {connection.info.user} needs SELECT and DELETE to prune"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Literal
 
-from outbox_core.errors import InvalidConfig
+from outbox_core.cli.database import DATA_SOURCE_VARIABLE, TABLE_VARIABLE, connect_to_schema, find_place
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import (
     TableName,
@@ -24,18 +25,24 @@ from outbox_core.schema import (
 if TYPE_CHECKING:
     import argparse
 
+    from outbox_core.stores.postgres.schema_changes import Part
+
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `schema` to the commands of `outbox`."""
     parser = commands.add_parser(
         "schema",
-        help="print the DDL of an outbox table",
+        help="print the DDL of an outbox table, or apply it",
         description="Print the DDL of an outbox table, its holds and its history, or with --inbox that of an inbox "
-        "table, or with --grants the rights that its roles need.",
+        "table, or with --grants the rights that its roles need. With --apply make the tables in the database.",
     )
     parser.add_argument("--dialect", choices=["postgresql"], default="postgresql", help="default: %(default)s")
     tables = parser.add_mutually_exclusive_group()
-    tables.add_argument("--table", metavar="NAME", default="outbox", help="`table` or `schema.table`; default: outbox")
+    tables.add_argument(
+        "--table",
+        metavar="NAME",
+        help=f"`table` or `schema.table`; default: outbox; environment, for --apply and --version: {TABLE_VARIABLE}",
+    )
     inbox = "print an inbox table instead; its name; default: inbox"
     tables.add_argument("--inbox", metavar="NAME", nargs="?", const="inbox", help=inbox)
     parser.add_argument(
@@ -62,16 +69,74 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default="binary",
         help="binary: bytea values, any key (default); text: goharvest's table",
     )
-    notify = "print the trigger for harvesters with `notify` too; any outbox may be given it later"
-    parser.add_argument("--notify", action="store_true", help=notify)
-    parser.set_defaults(command=_print_schema)
+    trigger = "print the trigger for harvesters with `notify` too; any outbox may be given it later"
+    parser.add_argument("--notify", action="store_true", help=trigger)
+    _add_database_arguments(parser)
+    parser.set_defaults(command=_run)
+
+
+def _add_database_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--apply",
+        action="store_true",
+        help="make in the database what is missing there, and say what was done; may be repeated",
+    )
+    parser.add_argument(
+        "--version", action="store_true", help="show which parts of the schema the database has, with their revisions"
+    )
+    database = parser.add_argument_group("the database, for --apply and --version")
+    database.add_argument("-f", "--file", metavar="FILE", help="the YAML file of `outbox harvest`")
+    database.add_argument("--dsn", metavar="DSN", help=f"the database; environment: {DATA_SOURCE_VARIABLE}")
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.apply or options.version:
+        return _on_database(options)
+    if options.file or options.dsn:
+        raise InvalidConfig("--dsn and --file go with --apply or --version: without them no database is asked")
+    return _print_schema(options)
+
+
+def _on_database(options: argparse.Namespace) -> int:
+    if options.inbox is not None or options.grants or options.archive:
+        raise InvalidConfig("--apply and --version are for an outbox; leave out --inbox, --grants and --archive")
+    dsn, wanted = find_place(options)
+    connection, found, schema = connect_to_schema(dsn, wanted)
+    import psycopg
+
+    from outbox_core.stores.postgres.schema_changes import apply_schema, inspect_schema
+
+    if not found.schema:
+        if schema is None:
+            raise InvalidConfig(f"--table: no schema of the search path exists; write `schema.{found.table}`")
+        found = TableName(found.table, schema)
+    with connection:
+        try:
+            if options.version:
+                lines = [f"{state.revision or '-':4}  {state.detail}" for state in inspect_schema(connection, found)]
+            else:
+                with connection.transaction():
+                    lines = apply_schema(connection, found, options.layout, _parts(options))
+        except psycopg.errors.LockNotAvailable:
+            raise StoreUnavailable(f"{found} is locked by another session; `outbox doctor` names it") from None
+        except psycopg.OperationalError as error:
+            raise StoreUnavailable(f"the database failed: {error}; run the command again") from None
+        except psycopg.Error as error:
+            raise OutboxTableError(f"{error.diag.message_primary}, for role {connection.info.user}") from None
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def _parts(options: argparse.Namespace) -> list[Part]:
+    parts: list[Part] = [options.only] if options.only else ["outbox", "hold", "history", "checks"]
+    return [*parts, "notify"] if options.notify else parts
 
 
 def _print_schema(options: argparse.Namespace) -> int:
     if options.inbox is not None:
         sys.stdout.write(_inbox(options))
         return 0
-    name = _name("--table", options.table)
+    name = _name("--table", options.table or "outbox")
     if options.archive or options.grants:
         sys.stdout.write(_beside(options, name))
         return 0

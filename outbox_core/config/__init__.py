@@ -12,7 +12,7 @@ from outbox_core.config.data_source import DEFAULT_DATA_SOURCE, normalise_data_s
 from outbox_core.config.durations import format_duration, parse_duration
 from outbox_core.config.models import HarvestConfig, LeaderNames, Limits
 from outbox_core.config.redaction import redact, redact_settings
-from outbox_core.config.sources import load_config, load_file, log_level, read_document
+from outbox_core.config.sources import load_config, load_file, log_format, log_level, read_document
 
 __all__ = [
     "DEFAULT_DATA_SOURCE",
@@ -22,6 +22,7 @@ __all__ = [
     "format_duration",
     "load_config",
     "load_file",
+    "log_format",
     "log_level",
     "normalise_data_source",
     "parse_duration",

@@ -25,6 +25,9 @@ _COMPRESSION = ("compression.type", "compression.codec")
 _MAX_MESSAGE_BYTES = "message.max.bytes"
 _BATCH_BYTES = ("batch.size", _MAX_MESSAGE_BYTES)
 _LIBRDKAFKA_BYTES = 1_000_000  # its default for both
+# Ours for message.max.bytes, as a dead-letter topic takes it: so the topic's own limit decides, and raising that is
+# enough. It bounds what a row can have the harvester read.
+_MESSAGE_BYTES = 16 * 2**20
 _TRUE = ("true", "t", "1")
 _LEASE_SHARE_FOR_SENDING = 0.6
 
@@ -117,7 +120,7 @@ def linger(settings: KafkaSettings) -> timedelta:
 def max_message_bytes(settings: KafkaSettings) -> int:
     """Return the limit of a message, in bytes."""
     value = str(settings.get(_MAX_MESSAGE_BYTES, ""))
-    return int(value) if value.isdecimal() else _LIBRDKAFKA_BYTES
+    return int(value) if value.isdecimal() else _MESSAGE_BYTES
 
 
 def build_producer_settings(
@@ -129,6 +132,7 @@ def build_producer_settings(
     if not any(key in kept for key in _LINGER):
         kept["linger.ms"] = 5
     kept.setdefault("client.id", name)
+    kept.setdefault(_MAX_MESSAGE_BYTES, _MESSAGE_BYTES)
     kept.setdefault("reconnect.backoff.max.ms", 1000)  # be back soon after the broker is
     return {
         **kept,

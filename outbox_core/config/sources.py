@@ -33,7 +33,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
 
 _FIELDS = {yaml: name for name, yaml in HarvestConfig.names().items()}
 _DOCUMENT = {"harvest": "harvest", "logging": "logging"}
-_LOGGING = {"level": "level"}
+_LOGGING = {"level": "level", "format": "format"}
 _PATHS: list[Path] = [
     *((field,) for field in HarvestConfig.names() if field not in MAPPINGS + PER_RUN),
     *(("limits", name) for name in Limits.names()),
@@ -42,6 +42,8 @@ _PATHS: list[Path] = [
 _VARIABLES = {variable(path): path for path in _PATHS}
 _PROPERTY_PREFIXES = {"OUTBOX_PRODUCER_KAFKA_": "producer_kafka_config", "OUTBOX_KAFKA_": "base_kafka_config"}
 _LOG_LEVEL = "OUTBOX_LOG_LEVEL"
+_LOG_FORMAT = "OUTBOX_LOG_FORMAT"
+_LOG_FORMATS = ("text", "json")
 _OF_OTHERS = ("OUTBOX_DEVSTACK_", "OUTBOX_TEST_", "OUTBOX_DEMO_", "OUTBOX_BENCH_")
 
 _LEVELS = {
@@ -124,6 +126,25 @@ def log_level(
     return logging.INFO
 
 
+def log_format(
+    document: Document | None, *, environ: Mapping[str, str] | None = None, override: str | None = None
+) -> str:
+    """Return the format of the log, `text` unless set.
+
+    Raises:
+        InvalidConfig: if there is no such format.
+    """
+    section = (document or {}).get("logging")
+    in_file = section.get("format") if isinstance(section, Mapping) else None
+    sources = ((override, "--log-format"), ((environ or {}).get(_LOG_FORMAT), _LOG_FORMAT), (in_file, "logging.format"))
+    for text, where in sources:
+        if text not in (None, ""):
+            if text not in _LOG_FORMATS:
+                raise InvalidConfig(f"{where}: is not a format; write one of {', '.join(_LOG_FORMATS)}")
+            return str(text)
+    return _LOG_FORMATS[0]
+
+
 class _Gathered:
     """Settings by our names, with the name under which each was last set, and the problems."""
 
@@ -138,7 +159,9 @@ class _Gathered:
 
     def take_document(self, document: Document) -> None:
         for name, section in document.items():
-            if name not in _DOCUMENT:
+            if name in _FIELDS or name in _FIELDS.values():
+                self._complain((name,), name, "belongs under `harvest:`")
+            elif name not in _DOCUMENT:
                 self._complain((name,), name, unknown_field(name, _DOCUMENT))
             elif section is not None and not isinstance(section, Mapping):
                 self._complain((name,), name, "must be a mapping")
@@ -172,7 +195,7 @@ class _Gathered:
 
     def take_environment(self, environ: Mapping[str, str]) -> None:
         for name, text in environ.items():
-            if not name.startswith("OUTBOX_") or name.startswith(_OF_OTHERS) or name == _LOG_LEVEL:
+            if not name.startswith("OUTBOX_") or name.startswith(_OF_OTHERS) or name in (_LOG_LEVEL, _LOG_FORMAT):
                 continue
             path = _VARIABLES.get(name) or _property_path(name)
             if path is None:
@@ -211,5 +234,20 @@ def _property_path(variable: str) -> Path | None:
     return None
 
 
+_MEANT = {
+    "OUTBOX_DSN": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_DATA_SOURCE": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_DATABASE_URL": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_POSTGRES_URL": "OUTBOX_POSTGRES_DSN",
+    "OUTBOX_BOOTSTRAP_SERVERS": "OUTBOX_KAFKA_BOOTSTRAP",
+    "OUTBOX_KAFKA": "OUTBOX_KAFKA_BOOTSTRAP",
+}
+"""Variables that are not alike in their letters, and are taken for ours all the same."""
+
+
 def _unknown_variable(variable: str) -> str:
-    return unknown_field(variable, {name: name for name in (*_VARIABLES, _LOG_LEVEL)}).replace("field", "variable")
+    if variable in _MEANT:
+        return f"unknown variable; did you mean {_MEANT[variable]}?"
+    return unknown_field(variable, {name: name for name in (*_VARIABLES, _LOG_LEVEL, _LOG_FORMAT)}).replace(
+        "field", "variable"
+    )

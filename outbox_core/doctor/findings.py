@@ -1,9 +1,13 @@
-"""The findings of `outbox doctor`, each with its remedy."""
+"""The findings of `outbox doctor`, each with its remedy, and the commands that remedies name."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any, Literal, Protocol
+
+Service = Literal["database", "kafka"]
 
 
 class Verdict(Enum):
@@ -16,12 +20,20 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One examined thing, named in a word or two."""
+    """One examined thing, named in a word or two.
+
+    A remedy that can be typed begins with a statement of SQL, or has a command in backquotes.
+    """
 
     subject: str
     verdict: Verdict
     detail: str
     remedy: str = ""  # empty if it is fine
+    unanswered: Service | None = None  # the service that did not answer, so that more is not known
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the finding as JSON can have it."""
+        return asdict(self) | {"verdict": self.verdict.value}
 
 
 def fine(subject: str, detail: str) -> Finding:
@@ -37,3 +49,99 @@ def warning(subject: str, detail: str, remedy: str) -> Finding:
 def problem(subject: str, detail: str, remedy: str) -> Finding:
     """Return a finding with which harvesting cannot work, or would lose or reorder records."""
     return Finding(subject, Verdict.PROBLEM, detail, remedy)
+
+
+def unanswered(subject: str, service: Service, detail: str, remedy: str) -> Finding:
+    """Return the finding that a service does not answer."""
+    return Finding(subject, Verdict.PROBLEM, detail, remedy, service)
+
+
+class Commands(Protocol):
+    """The commands that remedies name: those of the program that the user has run."""
+
+    @property
+    def harvest(self) -> str:
+        """The command that starts a harvester."""
+
+    def hold(self, arguments: str) -> str:
+        """Return the command for holds."""
+
+    def make_tables(self) -> str:
+        """Return the command that makes the outbox and its holds, where they are missing."""
+
+    def add_checks(self, layout: str) -> str:
+        """Return the command that adds the CHECK constraints."""
+
+    def add_trigger(self) -> str:
+        """Return what adds the trigger for `notify`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """The commands of `outbox`, with the options that lead them to the same outbox.
+
+    Args:
+        table: the outbox table as the user named it.
+        options: further options of the user's that say where the database is, `("-f", "outbox.yaml")`. No secrets.
+    """
+
+    table: str = "outbox"
+    options: tuple[str, ...] = ()
+
+    @property
+    def harvest(self) -> str:
+        """The command that starts a harvester."""
+        return self._typed("harvest")
+
+    def hold(self, arguments: str) -> str:
+        """Return the command for holds."""
+        return self._typed(f"hold {arguments}")
+
+    def make_tables(self) -> str:
+        """Return the command that makes the outbox and its holds, where they are missing."""
+        return self._typed("schema --apply")
+
+    def add_checks(self, layout: str) -> str:
+        """Return the command that adds the CHECK constraints."""
+        chosen = "" if layout == "binary" else f" --layout {layout}"
+        return self._typed(f"schema --apply --only checks{chosen}")
+
+    def add_trigger(self) -> str:
+        """Return the command that adds the trigger for `notify`."""
+        return self._typed("schema --apply --notify")
+
+    def _typed(self, arguments: str) -> str:
+        table = () if self.table == "outbox" else ("--table", self.table)
+        return f"`outbox {arguments}{''.join(f' {shlex.quote(word)}' for word in (*self.options, *table))}`"
+
+
+@dataclass(frozen=True, slots=True)
+class ManagePy:
+    """The commands of a Django project; `options` as of `CommandLine`, `("--database", "events")` for example."""
+
+    options: tuple[str, ...] = ()
+
+    @property
+    def harvest(self) -> str:
+        """The command that starts a harvester."""
+        return self._typed("run_harvester")
+
+    def hold(self, arguments: str) -> str:
+        """Return the command for holds."""
+        return self._typed(f"outbox_hold {arguments}")
+
+    def make_tables(self) -> str:
+        """Return the command that makes the outbox and its holds, where they are missing."""
+        return self._typed("migrate outbox_django")
+
+    def add_checks(self, layout: str) -> str:
+        """Return the command that adds the CHECK constraints."""
+        del layout
+        return self.make_tables()
+
+    def add_trigger(self) -> str:
+        """Return what adds the trigger for `notify`."""
+        return "a migration with the operation `NotifyOnInsert()` of outbox_django.operations"
+
+    def _typed(self, arguments: str) -> str:
+        return f"`manage.py {arguments}{''.join(f' {shlex.quote(word)}' for word in self.options)}`"

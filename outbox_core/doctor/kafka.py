@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
-from outbox_core.doctor.findings import Finding, Verdict, fine, problem, warning
+from outbox_core.doctor.findings import CommandLine, Commands, Finding, Verdict, fine, problem, warning
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry, TopicDescription, TopicHidden
 from outbox_core.kafka.clients import KafkaConfig, KafkaError, KafkaException
@@ -15,7 +15,9 @@ from outbox_core.kafka.errors import grant, principal_of
 from outbox_core.kafka.transactions import TransactionsRefused, check_transactional_id
 
 _ASSIGNOR = "cooperative-sticky"
-_TIMEOUT_SECONDS = 20.0
+CONNECT_SECONDS = 2.0
+_ANSWER_SECONDS = 10.0
+_USUAL_MESSAGE_BYTES = 1_048_588  # Kafka's default of max.message.bytes
 
 
 class Contender(NamedTuple):
@@ -29,15 +31,20 @@ class Contender(NamedTuple):
 class KafkaChecks:
     """The checks of a harvester's needs in Kafka.
 
-    Close it, or use it as a context manager. The constructor raises KafkaUnavailable if the cluster does not answer.
+    Close it, or use it as a context manager. The constructor raises KafkaUnavailable if the cluster does not answer
+    within `connect_seconds`.
     """
 
-    def __init__(self, config: KafkaConfig) -> None:
+    def __init__(
+        self, config: KafkaConfig, commands: Commands | None = None, *, connect_seconds: float = CONNECT_SECONDS
+    ) -> None:
         self._config = config
+        self._commands = commands or CommandLine()
         self._known_settings: dict[str, dict[str, str]] = {}
-        self._inquiry = Inquiry(config, _TIMEOUT_SECONDS)
+        self._inquiry = Inquiry(config, connect_seconds)
         try:
             self._inquiry.cluster()
+            self._inquiry.extend(_ANSWER_SECONDS)
             self._is_real = self._inquiry.can_create()
         except BaseException:
             self.close()
@@ -71,7 +78,7 @@ class KafkaChecks:
                 problem(
                     subject,
                     f"{topic} has cleanup.policy={policy}, so it refuses the leader's messages, which have no key",
-                    f"kafka-configs.sh --alter --topic {topic} --add-config cleanup.policy=delete",
+                    self._alter(topic, "cleanup.policy=delete"),
                 )
             )
         if found.partitions > 1:
@@ -79,7 +86,7 @@ class KafkaChecks:
                 warning(
                     subject,
                     f"{topic} has {found.partitions} partitions: leadership may move whenever a harvester joins",
-                    "name a fresh leader_topic",
+                    "name a fresh leaderTopic (leader_topic) for all harvesters",
                 )
             )
         return wrong or [fine(subject, topic)]
@@ -99,7 +106,9 @@ class KafkaChecks:
                 problem(
                     subject,
                     f"{topic} has {found.partitions} partition(s) and cleanup.policy={policy}, expected 1 and compact",
-                    "name a fresh tracking_topic",
+                    self._alter(topic, "cleanup.policy=compact")
+                    if found.partitions == 1
+                    else "name a fresh trackingTopic (tracking_topic)",
                 )
             )
         return wrong or [fine(subject, topic)]
@@ -136,8 +145,8 @@ class KafkaChecks:
             return [found]
         return self._wrong(subject, topic, found, {"WRITE"}, 0) or [fine(subject, topic)]
 
-    def topics(self, names: Collection[str]) -> list[Finding]:
-        """Check the topics of waiting records."""
+    def topics(self, names: Collection[str], *, with_keyless: Collection[str] = ()) -> list[Finding]:
+        """Check the topics of waiting records; for those of `with_keyless` some have no key."""
         known = self._inquiry.metadata().topics
         found = []
         for name in names:
@@ -146,8 +155,9 @@ class KafkaChecks:
                     warning(
                         "topic",
                         f"records wait for {name}, which does not exist or may not be seen",
-                        f"create it, or {grant('DESCRIBE and WRITE', self._config)}; some brokers create it when it "
-                        "is first written to",
+                        f"create it: `kafka-topics.sh {self._bootstrap} --create --topic {name}`, or "
+                        f"{grant('DESCRIBE and WRITE', self._config)}; some brokers create it when it is first "
+                        "written to",
                     )
                 )
                 continue
@@ -155,7 +165,28 @@ class KafkaChecks:
             if isinstance(look, TopicDescription):
                 wrong = self._wrong("topic", name, look, {"WRITE"}, 0)
                 found += [warning("topic", f"records wait for {one.detail}", one.remedy) for one in wrong]
+                if name in with_keyless:
+                    found += self._compacted(name)
         return found or [fine("topics", f"all {len(names)} that records wait for are there")]
+
+    def _compacted(self, topic: str) -> list[Finding]:
+        policy = self._settings(topic).get("cleanup.policy", "")
+        if "compact" not in policy:
+            return []
+        return [
+            warning(
+                "topic",
+                f"records without a key wait for {topic}, which refuses them: its cleanup.policy is {policy}",
+                self._alter(topic, "cleanup.policy=delete"),
+            )
+        ]
+
+    @property
+    def _bootstrap(self) -> str:
+        return f"--bootstrap-server {self._config.get('bootstrap.servers', '')}"
+
+    def _alter(self, topic: str, setting: str) -> str:
+        return f"`kafka-configs.sh {self._bootstrap} --alter --topic {topic} --add-config {setting}`"
 
     def writers(self, topics: Collection[str]) -> Finding:
         """Name other principals that ACLs allow to write to the topics of harvesters.
@@ -214,7 +245,7 @@ class KafkaChecks:
             return problem(subject, f"{group} may not be joined", grant("READ", self._config, f"the group {group}"))
         contenders = self.contenders(group)
         if not contenders:
-            return warning(subject, f"no harvester is in {group}", "start one: `outbox harvest`")
+            return warning(subject, f"no harvester is in {group}", f"start one: {self._commands.harvest}")
         leaders = [contender.client_id for contender in contenders if contender.leads]
         who = f"led by {leaders[0]}" if leaders else "with no leader at this moment"
         return fine(subject, f"{len(contenders)} in {group}, {who}")
@@ -252,8 +283,8 @@ class KafkaChecks:
             found.append(
                 problem(
                     subject,
-                    f"{topic} takes messages of up to {int(limit):,} bytes only",
-                    f"kafka-configs.sh --alter --topic {topic} --add-config max.message.bytes={message_bytes} or more",
+                    f"{topic} takes messages of up to {int(limit):,} bytes only, and needs {message_bytes:,}",
+                    self._alter(topic, f"max.message.bytes={max(message_bytes, _USUAL_MESSAGE_BYTES)}"),
                 )
             )
         in_sync = settings.get("min.insync.replicas", "")
@@ -262,7 +293,7 @@ class KafkaChecks:
                 problem(
                     subject,
                     f"{topic} has {look.replicas} replica(s) and min.insync.replicas={in_sync}: it takes nothing",
-                    "give it more replicas, or lower min.insync.replicas",
+                    self._alter(topic, f"min.insync.replicas={look.replicas}"),
                 )
             )
         return found

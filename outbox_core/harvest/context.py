@@ -38,6 +38,7 @@ class HarvestLimits:
     io_error_backoff: float
     delivery_timeout: float
     drain_timeout: float
+    max_message_bytes: int = 16 * 2**20
 
     @classmethod
     def of(cls, config: HarvestConfig) -> Self:
@@ -52,6 +53,7 @@ class HarvestLimits:
             io_error_backoff=limits.io_error_backoff.total_seconds(),
             delivery_timeout=config.delivery_timeout.total_seconds(),
             drain_timeout=limits.drain_timeout.total_seconds(),
+            max_message_bytes=config.max_message_bytes,
         )
 
     @property

@@ -206,7 +206,8 @@ class Harvester:
         else:
             trouble = self._trouble(leads=leader)
         if trouble is not None:
-            return Health(ok=False, leader=leader, detail=_one_line(trouble))
+            is_alive = self._failure is None and not self._ended.is_set()
+            return Health(ok=False, leader=leader, detail=_one_line(trouble), alive=is_alive)
         remark = self.metrics.activity.remark if leader else ""
         detail = f"leading; {remark}" if remark else "leading" if leader else "standing by"
         return Health(ok=True, leader=leader, detail=_one_line(detail))

@@ -87,6 +87,10 @@ class Inquiry:
         """Seconds until the deadline, at least 0.1."""
         return max(0.1, self._deadline - time.monotonic())
 
+    def extend(self, timeout_seconds: float) -> None:
+        """Give further questions so long from now on."""
+        self._deadline = time.monotonic() + timeout_seconds
+
     @property
     def is_late(self) -> bool:
         """True once the deadline has passed."""

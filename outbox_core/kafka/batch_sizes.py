@@ -147,6 +147,11 @@ class BatchSizes:
             self._limit = max(smallest, min(SMALLEST_BATCH_BYTES, self._largest)) if smallest < self._largest else None
         return self._limit
 
+    def limit_of(self, topic: str) -> int | None:
+        """Return a topic's `max.message.bytes`, as it was read last; None if it is not known."""
+        known = self._topics.get(topic)
+        return known.limit if known is not None else None
+
     def refused(self, topics: Collection[str]) -> None:
         """Note that the broker refused a batch for one of these topics as too large."""
         self._wary.update(name for name in topics if name in self._topics)

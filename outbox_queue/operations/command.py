@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import logging
 import os
 import sys
@@ -12,12 +11,14 @@ from contextlib import ExitStack, closing
 from itertools import islice
 from typing import Any
 
-from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, configure_logging, fail
+from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, fail
+from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.cli.signals import stop_on_signals
-from outbox_core.config import log_level, redact
+from outbox_core.cli.terminal import aligned
+from outbox_core.config import log_format, log_level, redact
 from outbox_core.errors import InvalidConfig
 from outbox_core.metrics import MetricsServer
-from outbox_core.printable import printable, printable_json
+from outbox_core.printable import preview, printable, printable_json, text_or_base64
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters.store import DeadLetter, DeadLetters
 from outbox_queue.operations.stats import Glance, QueueStats, messages_in_progress, queue_stats, waiting_messages
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     tracker.add_argument("--metrics-port", type=int, metavar="PORT", help="serve /metrics and /healthz there; 0: any")
     tracker.add_argument("--metrics-host", metavar="HOST", default="127.0.0.1", help="default: %(default)s")
     tracker.add_argument("--log-level", metavar="LEVEL", help="debug, info (default), warn or error")
+    add_log_format_argument(tracker, variables=True)
     stats = _add(commands, "stats", _show_stats, "count waiting messages, messages in progress and dead letters")
     stats.add_argument("--queue", metavar="NAME", help="only this queue")
     _add_json(stats)
@@ -115,7 +117,10 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _track(options: argparse.Namespace) -> int:
-    configure_logging(log_level(None, environ=os.environ, override=options.log_level))
+    configure_logging(
+        log_level(None, environ=os.environ, override=options.log_level),
+        log_format(None, environ=os.environ, override=options.log_format),
+    )
     config = _config(options)
     tracker = RedeliveryTracker(config)
     with ExitStack() as stack:
@@ -152,7 +157,8 @@ def _peek(options: argparse.Namespace) -> int:
         _print_json(map(_shown_whole, messages))
     else:
         rows = [
-            [one.place, one.id, str(one.attempt), _time(one.enqueued_at_ms), _short(one.payload)] for one in messages
+            [one.place, one.id, str(one.attempt), _time(one.enqueued_at_ms), preview(one.payload, _SHOWN)]
+            for one in messages
         ]
         _print_table(["PLACE", "ID", "ATTEMPT", "ENQUEUED", "PAYLOAD"], rows)
     return 0
@@ -164,7 +170,14 @@ def _list_dead_letters(options: argparse.Namespace) -> int:
         _print_json(map(_shown_whole, letters))
     else:
         rows = [
-            [one.queue, one.id, str(one.attempts), _time(one.dead_at_ms), one.reason[:_SHOWN], _short(one.payload)]
+            [
+                one.queue,
+                one.id,
+                str(one.attempts),
+                _time(one.dead_at_ms),
+                one.reason[:_SHOWN],
+                preview(one.payload, _SHOWN),
+            ]
             for one in letters
         ]
         _print_table(["QUEUE", "ID", "ATTEMPTS", "SINCE", "REASON", "PAYLOAD"], rows)
@@ -247,10 +260,8 @@ def _stats_row(row: QueueStats) -> list[str]:
 
 def _print_table(titles: list[str], rows: list[list[str]]) -> None:
     # Any program with rights on the topics may write names and reasons.
-    shown = [titles, *([printable(cell) for cell in row] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for row in shown:
-        sys.stdout.write("  ".join(map(str.ljust, row, widths)).rstrip() + "\n")
+    for line in aligned([titles, *([printable(cell) for cell in row] for row in rows)]):
+        sys.stdout.write(f"{line}\n")
 
 
 def _print_json(objects: Iterable[Mapping[str, Any]]) -> None:
@@ -260,21 +271,8 @@ def _print_json(objects: Iterable[Mapping[str, Any]]) -> None:
 
 def _shown_whole(message: Glance | DeadLetter) -> dict[str, Any]:
     shown = {name: value for name, value in message._asdict().items() if name not in ("key", "partition")}
-    shown["headers"] = [[name, None if value is None else _text_or_base64(value)] for name, value in message.headers]
-    return {**shown, "payload": _text_or_base64(message.payload)}
-
-
-def _text_or_base64(content: bytes) -> str | dict[str, str]:
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return {"base64": base64.b64encode(content).decode()}
-
-
-def _short(payload: bytes) -> str:
-    text = payload[: 4 * _SHOWN].decode(errors="replace")
-    shown = "".join(character if character.isprintable() else "." for character in text)
-    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 1] + "…"
+    shown["headers"] = [[name, None if value is None else text_or_base64(value)] for name, value in message.headers]
+    return {**shown, "payload": text_or_base64(message.payload)}
 
 
 def _time(milliseconds: int | None) -> str:

@@ -146,6 +146,7 @@ def _queues_with_groups(config: QueueConfig) -> list[str]:
         listed = admin.list_consumer_groups(request_timeout=_PATIENCE_SECONDS).result(_PATIENCE_SECONDS)
     except (KafkaException, TimeoutError) as error:
         reason = error.args[0].str() if isinstance(error, KafkaException) else "no answer"
-        raise QueueError(f"cannot list the consumer groups: {reason}") from None
+        servers = config.bootstrap_servers
+        raise QueueError(f"cannot list the consumer groups at bootstrap.servers={servers}: {reason}") from None
     groups = {group.group_id for group in listed.valid} - {TRACKER_GROUP}
     return sorted(group.removeprefix(_GROUP_PREFIX) for group in groups if group.startswith(_GROUP_PREFIX))

@@ -89,7 +89,9 @@ class RedeliveryTracker:
         if loop is None or thread is None:
             return Health(ok=False, leader=False, detail="not started")
         if not thread.is_alive():
-            return Health(ok=False, leader=False, detail=f"ended: {self._error}" if self._error else "stopped")
+            return Health(
+                ok=False, leader=False, detail=f"ended: {self._error}" if self._error else "stopped", alive=False
+            )
         has_any = loop.partitions > 0
         if loop.outage.lasted_seconds > _AWAY_SECONDS:
             return Health(ok=False, leader=has_any, detail=loop.outage.describe())

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from outbox_core.cli.harvest import configure_logging
+from outbox_core.cli.logs import configure_logging
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.cli import EXIT_NOT_STARTED, fail

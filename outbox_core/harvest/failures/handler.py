@@ -9,7 +9,7 @@ from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.failures.backoff_report import BackoffReport, name
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, Backoffs
 from outbox_core.harvest.failures.holds import HoldCache
-from outbox_core.harvest.failures.policy import destination_of, new_hold
+from outbox_core.harvest.failures.policy import destination_of, new_hold, size_limits
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import Failure
 from outbox_core.stores.interface import NO_HOLDS, HoldSet, LaneKey, NewHold, RowId, StoredRecord
@@ -55,7 +55,9 @@ class FailureHandler:
             _log.info("records for %s arrive again", name(destination))
 
     def _new_hold(self, failure: Failure) -> NewHold:
-        return new_hold(failure, self._ctx.grant_write, dead_letter=self._ctx.dead_letters.on_poison)
+        ctx = self._ctx
+        limits = size_limits(ctx.batches.limit_of(failure.record.topic), ctx.limits.max_message_bytes)
+        return new_hold(failure, ctx.grant_write, dead_letter=ctx.dead_letters.on_poison, limits=limits)
 
     def _back_off(self, failure: Failure) -> tuple[bool, bool]:
         """Back off a destination; return two flags: the record is the probe, the backoff is new."""

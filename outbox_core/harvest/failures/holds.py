@@ -125,7 +125,8 @@ def _too_large(record: StoredRecord) -> NewHold:
         record.id,
         "too large",
         f"kafka_key, kafka_value and headers have {withheld.size:,} bytes, and the producer's message.max.bytes is "  # type: ignore[union-attr]
-        f"{withheld.limit:,}: the value was not read",  # type: ignore[union-attr]
+        f"{withheld.limit:,}: the value was not read. Raise that (producerKafkaConfig, -X) and the topic's "  # type: ignore[union-attr]
+        "max.message.bytes, restart the harvester, and release it",
     )
 
 
@@ -138,10 +139,13 @@ def _sharing(old: HoldSet, new: HoldSet) -> HoldSet:
     )
 
 
+_SEE = "see `outbox hold list`, with Django `manage.py outbox_hold list`"
+
+
 def _log_holds(holds: Sequence[NewHold]) -> None:
     for hold in holds[:_NAMED]:
         what = f"topic {hold.topic}" if hold.record_id is None else f"record {hold.record_id} for topic {hold.topic}"
-        then = "goes to the dead-letter topic" if hold.dead_letter else "is held: see `outbox hold list`"
+        then = "goes to the dead-letter topic" if hold.dead_letter else f"is held: {_SEE}"
         _log.warning("%s %s: %s", what, then, hold.error)
     if len(holds) > _NAMED:
         _log.warning("and %d more", len(holds) - _NAMED)

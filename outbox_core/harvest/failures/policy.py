@@ -72,12 +72,22 @@ def destination_of(failure: Failure) -> Destination:
     return topic, partition if partition >= 0 else None
 
 
-def new_hold(failure: Failure, grant_write: str, *, dead_letter: bool) -> NewHold:
-    """Return the hold of a record that failed alone, or of its topic if we may not write to it."""
+def new_hold(failure: Failure, grant_write: str, *, dead_letter: bool, limits: str = "") -> NewHold:
+    """Return the hold of a record that failed alone, or of its topic if we may not write to it.
+
+    `limits` tells those of topic and client to which a record that is too large has to be compared.
+    """
     record, error = failure.record, failure.error
     if kind_of(error) is ErrorKind.UNAUTHORIZED:
         return NewHold(record.topic, None, None, "not authorized", f"{error.str()}; {grant_write}")
-    return NewHold(record.topic, record.key, record.id, "refused", _described(failure), dead_letter)
+    told = f"{_described(failure)}{limits}" if error.code() in TOO_LARGE else _described(failure)
+    return NewHold(record.topic, record.key, record.id, "refused", told, dead_letter)
+
+
+def size_limits(of_topic: int | None, of_client: int) -> str:
+    """Return the two limits of a message in bytes, for an error; the topic's is None if it is not known."""
+    topic = "" if of_topic is None else f"={of_topic}"
+    return f"; the topic's max.message.bytes{topic} and this client's message.max.bytes={of_client} must allow it"
 
 
 def too_large_for(record: StoredRecord) -> KafkaError:

@@ -243,7 +243,7 @@ ORDER BY id
 # The index is searched with all ids at once, where a join would search it for each. IS TRUE keeps the planner from
 # making a join of the second condition, which is a look into a table of hashes.
 PURGE = """
-DELETE FROM {table}
+DELETE FROM {table} AS stored
 WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s
   AND ((id::bigint, {microseconds}) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(create_times)s::bigint[]))) IS TRUE
 """

@@ -7,7 +7,7 @@ would come back as a repeat.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -284,11 +284,7 @@ class OutboxTable:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]
         if missing:
             raise OutboxTableError(f"table {self.name} is no outbox: it lacks the column(s) {', '.join(missing)}")
-        wrong = [
-            f"{column} is {columns[column]}, expected {expected}"
-            for column, (expected, types) in _EXPECTED.items()
-            if (columns[column].removesuffix("[]") if expected.endswith("[]") else columns[column]) not in types
-        ]
+        wrong = [f"{column} is {found}, expected {expected}" for column, found, expected in wrong_types(columns)]
         if wrong:
             raise OutboxTableError(f"table {self.name} is no outbox: {'; '.join(wrong)}")
 
@@ -344,3 +340,13 @@ class OutboxTable:
             f"{obstacles}. Nothing more is published, as it would be repeated, until role "
             f"{self.quoted_role} can remove rows from this table"
         )
+
+
+def wrong_types(columns: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return name, found type and expected type of each column that has a type which no outbox has there."""
+    return [
+        (column, columns[column], expected)
+        for column, (expected, types) in _EXPECTED.items()
+        if column in columns
+        and (columns[column].removesuffix("[]") if expected.endswith("[]") else columns[column]) not in types
+    ]

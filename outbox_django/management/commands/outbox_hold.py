@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
 from outbox_core.cli.database import operator
-from outbox_core.cli.harvest import shown
-from outbox_core.cli.hold import add_actions, run_action
+from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
+from outbox_core.cli.hold import EPILOG, EXIT_NOT_CONFIRMED, Desk, NotConfirmed, add_actions, asker, run_action
 from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from outbox_core.schema import TableName
 from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
 from outbox_django.settings import outbox_settings
+
+_FLAGS_OF_DJANGO = ("--traceback", "--no-color", "--force-color", "--skip-checks")
 
 
 class Command(BaseCommand):
@@ -22,24 +26,39 @@ class Command(BaseCommand):
 
     help = (
         "Say what the harvester is not to publish, and what is to become of records that Kafka refused. Everything may "
-        "be done while it runs, and again; it takes effect within a second."
+        f"be done while it runs, and again; it takes effect within a second. {EPILOG}"
     )
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
-        """Add the outbox's alias and the actions of `outbox hold`."""
-        parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
-        parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['TABLE']")
-        add_actions(parser)
+        """Add the outbox's alias and the actions of `outbox hold`, before and behind which options may stand."""
+        _add_place(parser)
+        behind = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+        _add_place(behind)
+        django = behind.add_argument_group("options of Django")
+        django.add_argument("-v", "--verbosity", type=int, choices=range(4), help=argparse.SUPPRESS)
+        django.add_argument("--settings", help=argparse.SUPPRESS)  # read before this parser is made
+        django.add_argument("--pythonpath", help=argparse.SUPPRESS)
+        for flag in _FLAGS_OF_DJANGO:
+            django.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+        add_actions(parser, [behind])
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Run the action, and print its report."""
         del args
+        desk = Desk(self.stdout, self.stderr, asker(), "manage.py outbox_hold")
         try:
-            name = TableName.parse(options["table"]) if options["table"] else outbox_settings().table
-            connection = postgres_connection(options["database"] or write_alias("Hold"))
+            name = TableName.parse(options["table"]) if options.get("table") else outbox_settings().table
+            connection = postgres_connection(options.get("database") or write_alias("Hold"))
             with pinned_search_path(connection, name) as found:
-                told = run_action(connection, Holds(found, operator()), options)
+                run_action(connection, Holds(found, operator()), options, desk)
+        except NotConfirmed as error:
+            self.stderr.write(str(error))
+            sys.exit(EXIT_NOT_CONFIRMED)
         except (OutboxError, Error) as error:
-            raise CommandError(" ".join(shown(error).split())) from None
-        self.stdout.write(told, ending="")
+            raise CommandError(" ".join(shown(error).split()), returncode=EXIT_NOT_STARTED) from None
+
+
+def _add_place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
+    parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['TABLE']")

@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from outbox_core.cli.doctor import STATUS_DESCRIPTION, add_format_argument, print_status
+from outbox_core.cli.doctor import STATUS_DESCRIPTION, STATUS_EPILOG, add_status_arguments, run_status
 from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_source_arguments, overrides_from, shown
 from outbox_core.errors import OutboxError
 from outbox_django.settings import outbox_settings
@@ -17,14 +17,14 @@ from outbox_django.stashing import stash_alias
 class Command(BaseCommand):
     """A door onto `outbox_core.cli.doctor`."""
 
-    help = STATUS_DESCRIPTION
+    help = f"{STATUS_DESCRIPTION} {STATUS_EPILOG}"
     requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add Django's alias of the database, and the options that say where to look."""
         parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
         add_source_arguments(parser)
-        add_format_argument(parser)
+        add_status_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Print the status."""
@@ -33,7 +33,7 @@ class Command(BaseCommand):
             from outbox_django.harvesting import harvest_config
 
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
-            exit_code = print_status(config, self.stdout, as_json=options["json"])
+            exit_code = run_status(config, self.stdout, options)
         except OutboxError as error:
             raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
         except ModuleNotFoundError as error:

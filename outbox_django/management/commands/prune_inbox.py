@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db import Error
 
 from outbox_core.cli.harvest import shown
 from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
@@ -40,6 +41,6 @@ class Command(BaseCommand):
             age = parse_age(given) if isinstance(given, str) else given
             with pinned_search_path(connection, name) as found:
                 pruned = InboxTable(found.quoted).prune(age, batch=options["batch"], using=connection.alias)
-        except (OutboxError, ValueError) as error:
-            raise CommandError(shown(error)) from None
+        except (OutboxError, ValueError, Error) as error:
+            raise CommandError(" ".join(shown(error).split())) from None
         self.stdout.write(report(pruned, name), ending="")

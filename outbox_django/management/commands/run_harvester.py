@@ -11,11 +11,11 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from outbox_core.cli.harvest import (
     EXIT_NOT_STARTED,
     add_harvest_arguments,
-    configure_logging,
     overrides_from,
     run,
     shown,
 )
+from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.errors import OutboxError
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
@@ -37,6 +37,7 @@ class Command(BaseCommand):
         """Add Django's alias of the database, and the options of `outbox harvest`."""
         parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
         add_harvest_arguments(parser)
+        add_log_format_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Harvest. Exit codes as of `outbox harvest`: 2 if it could not start, 1 if an error ended it."""
@@ -45,7 +46,7 @@ class Command(BaseCommand):
             from outbox_django.harvesting import harvest_config
 
             if not logging.getLogger("outbox_core").hasHandlers():
-                configure_logging(_LEVELS[min(options["verbosity"], 2)])
+                configure_logging(_LEVELS[min(options["verbosity"], 2)], options["log_format"] or "text")
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
         except OutboxError as error:
             raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None

@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission
 from django.core.management import CommandError, call_command
 
@@ -61,9 +62,21 @@ def test_command():
     assert [line.split("\t")[0] for line in command("list").splitlines()] == ["topic", f"record {refused.record_id}"]
     assert command("dead-letter", str(refused.record_id)).startswith("asked for 1 record")
     assert Hold.objects.get(pk=refused.pk).dead_letter
-    assert command("skip", "--all", "--topic", "orders") == "skipped 1 record\n"
+    with pytest.raises(CommandError, match="say --yes"):
+        command("skip", "--all", "--topic", "orders")
+    assert "would skip 1 record" in command("skip", "--all", "--topic", "orders", "--dry-run")
+    assert command("skip", "--all", "--topic", "orders", "--yes") == "skipped 1 record\n"
     assert command("release", "--topic", "orders") == "released 1 hold\n"
     assert not Outbox.objects.exists()
+
+
+def test_options_behind_the_action():
+    """Options of the command and of Django may stand behind the action, as they do in Django's own commands."""
+    told = command("add", "--topic", "orders", "--database", "default", "--verbosity", "1", "--no-color", "--traceback")
+    assert told == "topic orders is held\n"
+    assert command("--database", "default", "list").startswith("topic\torders\t-\t")
+    with pytest.raises(CommandError, match="elsewhere"):
+        command("list", "--database", "elsewhere")
 
 
 def test_command_says_what_is_wrong():
@@ -74,9 +87,9 @@ def test_command_says_what_is_wrong():
         command("add", "--record", "99")
 
 
-def act(client, action, *holds):
+def act(client, action, *holds, **more):
     """Run an admin action."""
-    chosen = {"action": action, "_selected_action": [hold.pk for hold in holds]}
+    chosen = {"action": action, "_selected_action": [hold.pk for hold in holds], **more}
     response = client.post(_HOLDS, chosen, follow=True)
     assert response.status_code == 200
     return [str(message) for message in response.context["messages"]]
@@ -89,11 +102,47 @@ def test_admin_actions(admin_client):
     assert "too large" in page
     assert act(admin_client, "send_to_dead_letters", holds[0]) == ["Asked for: 1."]
     assert Hold.objects.get(pk=holds[0].pk).dead_letter
-    assert act(admin_client, "skip", holds[1]) == ["Skipped records: 1."]
+    asked = admin_client.post(_HOLDS, {"action": "skip", "_selected_action": [holds[1].pk]}).content.decode()
+    assert "Yes, delete them" in asked
+    assert "key k1: too large" in asked
+    assert Outbox.objects.filter(pk=holds[1].record_id).exists(), "nothing is deleted before that is confirmed"
+    assert act(admin_client, "skip", holds[1], confirmed="yes") == ["Skipped records: 1."]
     assert not Outbox.objects.filter(pk=holds[1].record_id).exists()
     assert act(admin_client, "release", holds[2]) == ["Released: 1."]
     assert Outbox.objects.filter(pk=holds[2].record_id).exists()
     assert list(Hold.objects.values_list("pk", flat=True)) == [holds[0].pk]
+    entries = LogEntry.objects.order_by("pk").values_list("user__username", "object_repr", "change_message")
+    told = [(user, shown.split()[0], what.split()[0]) for user, shown, what in entries]
+    assert told == [("admin", "record", "Asked"), ("admin", "record", "Skipped:"), ("admin", "record", "Released")]
+
+
+def test_admin_links_records_and_holds(admin_client):
+    """A record's row names its hold, the hold its record; a hold cannot be deleted, which would publish its record."""
+    held = refuse(stash("held"))
+    stash("other")
+    stash("held")
+    page = admin_client.get("/admin/outbox_django/outbox/").content.decode()
+    assert page.count(f'href="{_HOLDS}{held.pk}/change/"') == 2, "the record and the one behind it"
+    shown = admin_client.get(f"{_HOLDS}{held.pk}/change/").content.decode()
+    assert f'href="/admin/outbox_django/outbox/{held.record_id}/change/"' in shown
+    assert "too large" in shown
+    assert "deletelink" not in shown
+    assert admin_client.post(f"{_HOLDS}{held.pk}/delete/", {"post": "yes"}).status_code == 403
+    assert "delete_selected" not in admin_client.get(_HOLDS).content.decode()
+
+
+def test_admin_says_what_it_has_not_done(admin_client):
+    """A second pause, a topic without records, and a skip of a pause are answered with the reason."""
+    add = {"kafka_topic": "ordrs", "kafka_key": "", "reason": ""}
+    stash()
+    for told in ("Held: topic ordrs.", "It was held already: topic ordrs."):
+        response = admin_client.post(f"{_HOLDS}add/", add, follow=True)
+        shown = [str(message) for message in response.context["messages"]]
+        assert shown == ["None of the oldest 10,000 records is for topic ordrs. They are for: orders.", told]
+    pause = Hold.objects.get()
+    page = admin_client.post(_HOLDS, {"action": "skip", "_selected_action": [pause.pk]}).content.decode()
+    assert "pause a topic or a key" in page
+    assert "have no record of their own" in act(admin_client, "send_to_dead_letters", pause)[0]
 
 
 def test_admin_pauses(admin_client):
@@ -115,6 +164,6 @@ def test_admin_asks_for_permission(client, django_user_model):
     user.user_permissions.add(Permission.objects.get(codename="view_hold"))
     client.force_login(user)
     assert "held records for good" not in client.get(_HOLDS).content.decode()
-    client.post(_HOLDS, {"action": "skip", "_selected_action": [hold.pk]})
+    client.post(_HOLDS, {"action": "skip", "_selected_action": [hold.pk], "confirmed": "yes"})
     assert Hold.objects.exists()
     assert Outbox.objects.exists()

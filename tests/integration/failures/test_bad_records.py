@@ -251,6 +251,7 @@ def test_deleted_topic_rests_and_the_others_flow(scene, make_topic, mode, caplog
 def test_client_refuses_a_record(scene, make_topic, mode):
     """A record beyond the client's own limit is held, and every other record is published."""
     topic = make_topic()
+    mode = {**mode, "producer_kafka_config": {"message.max.bytes": 1_000_000}}
     scene.stash(OutboxRecord(topic, "bad", b"x" * 2_000_000), OutboxRecord(topic, "bad", "1"))
     scene.fill(topic, 500, keys=10)
     with scene.running(config=mode, limits=QUICK):
@@ -261,6 +262,24 @@ def test_client_refuses_a_record(scene, make_topic, mode):
         assert scene.hold("skip") == 1
         wait_until(lambda: scene.count() == 0, "its follower is published")
     assert texts(scene.read(topic), "bad") == ["1"]
+
+
+@pytest.mark.real_broker
+def test_a_raised_limit_of_the_topic_suffices(scene, kafka_bootstrap, make_topic, mode):
+    """A record that is too large for its topic names both limits; raise the topic's and release it, and it arrives."""
+    topic = make_topic(1)
+    scene.stash(OutboxRecord(topic, "large", b"x" * 2_000_000), OutboxRecord(topic, "large", "1"))
+    scene.stash(OutboxRecord(topic, "other", b"y" * 2_000_000))
+    with scene.running(config=mode, limits=QUICK):
+        wait_until(lambda: len(scene.held()) == 2, "both are held")
+        for hold in scene.held():
+            assert "max.message.bytes=1048588 and this client's message.max.bytes=16777216" in hold.error
+        assert scene.hold("dead_letter", records=[3]) == 1
+        wait_until(lambda: scene.count() == 2, "the dead-letter topic takes the other")
+        alter_topic(kafka_bootstrap, topic, {"max.message.bytes": "5000000"})
+        assert scene.hold("release", records=[1]) == 1
+        wait_until(lambda: scene.count() == 0, "the released record and its follower are published")
+    assert [len(message.value) for message in scene.read(topic)] == [2_000_000, 1]
 
 
 def test_pause_and_resume_a_topic_and_a_key(scene, make_topic, mode):

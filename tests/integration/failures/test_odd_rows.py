@@ -48,7 +48,7 @@ def test_rows_with_odd_ids_times_and_sizes(scene, make_topic, mode):
     scene.execute("SELECT setval('outbox_id_seq', 100)")
     for _ in range(2):  # the second harvester reads the holds of the first
         scene.fill(topic, 20, keys=5)
-        scene.drain(config=mode, limits=QUICK)
+        scene.drain(config={**mode, "producer_kafka_config": {"message.max.bytes": 1_000_000}}, limits=QUICK)
     held = {hold.record_id: hold for hold in scene.held()}
     assert set(held) - {11} == {LAST, 8, 10, 12}
     assert {row.id for row in scene.execute("SELECT id FROM outbox")} == {LAST, 8, 10, 11, 12, 13}

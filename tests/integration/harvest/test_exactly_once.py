@@ -163,7 +163,8 @@ def test_record_that_the_client_refuses_does_not_stop_the_others(scene, make_top
     topic = make_topic()
     scene.stash(OutboxRecord(topic, "bad", b"x" * 2_000_000), OutboxRecord(topic, "bad", "1"))
     scene.fill(topic, 500, keys=10)
-    with scene.running(config=EXACTLY_ONCE, limits=QUICK):
+    small = {**EXACTLY_ONCE, "producer_kafka_config": {"message.max.bytes": 1_000_000}}
+    with scene.running(config=small, limits=QUICK):
         wait_until(lambda: scene.count() == 2, "only the bad key is left")
     assert_once_and_in_order(scene.read(topic), 500)
 

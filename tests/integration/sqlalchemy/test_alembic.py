@@ -1,5 +1,6 @@
 """The outbox's own Alembic environment, and its revisions and tables in the Alembic project of a host application."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -8,7 +9,11 @@ from pathlib import Path
 import psycopg
 import pytest
 from alembic import command
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
 from alembic.util import CommandError
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
 
 from outbox_core import OutboxRecord, Stasher
 from outbox_core.errors import InvalidConfig
@@ -19,8 +24,10 @@ from outbox_sqlalchemy.alembic import (
     migrations_folder,
     outbox_0001,
     outbox_0002,
+    outbox_0003,
     outbox_0004,
     outbox_0005,
+    outbox_notify,
 )
 from tests.integration.stores.test_catalogs import catalog
 
@@ -389,3 +396,23 @@ def test_frozen_revision_is_what_the_library_makes_now(database):
     command.upgrade(alembic_config(database), "head")
     options = catalog(database)["relation"][0]["options"]
     assert dict(option.split("=") for option in options) == STORAGE_PARAMETERS
+
+
+def test_revisions_on_asyncpg(database):
+    """Each revision runs in an asynchronous environment whose driver takes one statement at a time."""
+    revisions = [outbox_0001(), outbox_0002(), outbox_0003(), outbox_0004(), outbox_notify()]
+
+    def migrate(connection):
+        with Operations.context(MigrationContext.configure(connection)):
+            for revision in revisions:
+                revision.upgrade()
+            for revision in reversed(revisions):
+                revision.downgrade()
+
+    async def run():
+        engine = create_async_engine(sqlalchemy_url(database).set(drivername="postgresql+asyncpg"), poolclass=NullPool)
+        async with engine.begin() as connection:
+            await connection.run_sync(migrate)
+
+    asyncio.run(run())
+    assert not _tables(database) - {"public.outbox_alembic_version"}

@@ -190,6 +190,14 @@ def test_no_command_is_an_error(capsys):
     assert "usage: outbox" in capsys.readouterr().err
 
 
+def test_wrong_command_is_corrected(capsys):
+    """A misspelt command ends with exit code 2 and the one that was meant."""
+    with pytest.raises(SystemExit) as ended:
+        main(["harvst"])
+    assert ended.value.code == 2
+    assert "did you mean 'harvest'?" in capsys.readouterr().err
+
+
 # -- outbox harvest: settings ------------------------------------------------------------------------------------------
 
 

@@ -534,6 +534,7 @@ def test_producer_settings_keep_the_users_and_add_ours():
         "compression.type": "lz4",
         "linger.ms": 0,
         "client.id": "me",
+        "message.max.bytes": 16 * 2**20,
         "reconnect.backoff.max.ms": 1000,
         "acks": "all",
         "enable.idempotence": True,

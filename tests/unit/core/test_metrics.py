@@ -269,9 +269,27 @@ def test_healthz_is_503_when_health_cannot_be_told():
 def test_other_paths_and_methods_are_refused():
     """Another path is answered with 404 and a hint, another method with 405."""
     with MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: WELL) as server:
-        assert get(server.port, "/") == (404, "see /metrics and /healthz\n")
+        assert get(server.port, "/x") == (404, "see /metrics, /healthz, /readyz, /livez\n")
+        assert '<a href="/metrics">' in get(server.port, "/")[1]
         assert get(server.port, "/healthz", method="POST")[0] == 405
         assert get(server.port, "/healthz", method="HEAD") == (200, "")
+
+
+@pytest.mark.parametrize(
+    ("health", "statuses"),
+    [
+        (Health(ok=True, leader=False), (200, 200, 200)),
+        (Health(ok=False, leader=False, detail="database: away"), (503, 503, 200)),
+        (Health(ok=False, leader=False, detail="ended", alive=False), (503, 503, 503)),
+    ],
+    ids=["well", "away", "ended"],
+)
+def test_only_an_end_calls_for_a_restart(health, statuses):
+    """A harvester that waits for a service is alive, but not ready; one that has ended is neither. HEAD says so too."""
+    with MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: health) as server:
+        for path, status in zip(("/healthz", "/readyz", "/livez"), statuses, strict=True):
+            assert get(server.port, path)[0] == status
+            assert get(server.port, path, method="HEAD") == (status, "")
 
 
 def test_client_that_hangs_does_not_block_the_others():

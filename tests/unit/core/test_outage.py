@@ -51,14 +51,14 @@ def test_logged_again_while_it_lasts(clock, caplog):
 
 
 def test_how_long(clock):
-    """An outage reports its duration and its cause since its first failure."""
+    """An outage reports its duration since its first failure, and the cause of the last one."""
     outage = Outage("delivery to Kafka", _log)
     assert outage.lasted_seconds == 0.0
     outage.failed("timed out")
     clock(130.0)
     outage.failed("something else")
     assert outage.lasted_seconds == 30.0
-    assert outage.describe() == "delivery to Kafka: away for 30 s (timed out)"
+    assert outage.describe() == "delivery to Kafka: away for 30 s (something else)"
     outage.recovered()
     assert outage.lasted_seconds == 0.0
 

@@ -9,9 +9,12 @@ from io import StringIO
 import pytest
 
 from outbox_core.cli import doctor, hold
-from outbox_core.cli.harvest import configure_logging, fail
+from outbox_core.cli.harvest import fail
+from outbox_core.cli.logs import configure_logging
+from outbox_core.cli.terminal import write_table
 from outbox_core.config import HarvestConfig
-from outbox_core.doctor.findings import warning
+from outbox_core.doctor import examination, kafka, postgres, status
+from outbox_core.doctor.findings import CommandLine, warning
 from outbox_core.holds import Hold
 from outbox_core.printable import escape_log_lines, printable, printable_json
 
@@ -81,26 +84,28 @@ def test_log_of_commands(capsys):
 @pytest.fixture
 def config(monkeypatch):
     """Return settings, with examinations that find hostile names."""
-    status = {
-        "outbox": "shop.public.outbox",
-        "pending": 1,
-        "oldest_age_seconds": None,
-        "topics": [{"topic": HOSTILE, "waiting": 1, "marked": 1}],
-        "held": {"records": 1, "keys": 0, "topics": [HOSTILE]},
-        "leader_group": HOSTILE,
-        "harvesters": [{"client_id": HOSTILE, "host": HOSTILE, "leads": True}],
-    }
-    monkeypatch.setattr(doctor, "_status", lambda _: status)
-    monkeypatch.setattr(doctor, "_findings", lambda _: [warning("topic", HOSTILE, HOSTILE)])
+    held = postgres.Held(1, 0, [HOSTILE])
+    topic = postgres.TopicAtHead(
+        HOSTILE, 1, 1, 0, has_keyless=False, oldest_deliverable_seconds=1.0, oldest_held_seconds=None
+    )
+    backlog = status.Backlog(1, False, None, 1.0, None, 0, (topic,), held)
+    group = status.KafkaStatus(HOSTILE, (kafka.Contender(HOSTILE, HOSTILE, leads=True),))
+    monkeypatch.setattr(status, "read_database_status", lambda *_, **__: status.DatabaseStatus(HOSTILE, backlog))
+    monkeypatch.setattr(status, "read_kafka_status", lambda *_, **__: group)
+    monkeypatch.setattr(examination, "examine", lambda *_, **__: iter([warning("topic", HOSTILE, HOSTILE)]))
     return HarvestConfig()
 
 
-@pytest.mark.parametrize("show", [doctor.print_status, doctor.print_findings])
+@pytest.mark.parametrize("command", ["status", "doctor"])
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
-def test_status_and_doctor(config, show, as_json):
+def test_status_and_doctor(config, command, as_json):
     """Names of topics, groups and clients reach the terminal escaped, in text and in JSON."""
     out = StringIO()
-    show(config, out, as_json=as_json)
+    options = {"json": as_json, "timeout": 1.0, "watch": None}
+    if command == "status":
+        doctor.run_status(config, out, options)
+    else:
+        doctor.run_doctor(config, out, options, CommandLine())
     assert "forged" in out.getvalue()
     assert not _UNPRINTABLE.search(out.getvalue())
     assert not [line for line in out.getvalue().splitlines() if line.startswith("WARNING")]
@@ -118,5 +123,7 @@ def test_errors_of_commands(capsys):
 def test_holds(as_json):
     """Holds are listed with their names escaped."""
     held = Hold(1, HOSTILE, HOSTILE, 1, HOSTILE, HOSTILE, dead_letter=False, create_time=datetime.now(UTC))
-    shown = (hold._as_json if as_json else hold._as_line)(held)
+    out = StringIO()
+    write_table(out, hold._TITLES, [hold._as_row(held, 3)])
+    shown = hold._as_json(held, 3) if as_json else out.getvalue().rstrip("\n")
     assert printable(shown.replace("\t", "")) == shown.replace("\t", "")

@@ -1,0 +1,161 @@
+"""Pending records, as `outbox peek` shows them: a page of the oldest, with the hold that keeps each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outbox_core.doctor.session import DatabaseSession
+from outbox_core.errors import InvalidConfig
+from outbox_core.printable import text_or_base64
+from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS
+
+SEARCHED_ROWS = 100_000
+_MOST = 1_000
+_COLUMNS = """
+SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+"""
+
+_IS_BYTEA = """
+SELECT format_type(atttypid, NULL) = 'bytea' FROM pg_attribute
+WHERE attrelid = to_regclass(%s) AND attname = 'kafka_value'
+"""
+
+# The head is walked by its primary key, and no further than so many rows: it never reads a table of millions.
+_PAGE = """
+SELECT r.id, r.kafka_topic, r.kafka_key, {partition}, r.create_time::text,
+       CASE WHEN isfinite(r.create_time) THEN extract(epoch FROM clock_timestamp() - r.create_time)::float8 END,
+       r.leader_id IS NOT NULL, coalesce(octet_length(r.kafka_value), 0),
+       CASE WHEN r.kafka_value IS NULL THEN NULL ELSE {value} END,
+       r.kafka_header_keys, {header_values}, {hold}
+FROM (
+    SELECT * FROM (SELECT * FROM {table} WHERE id > %(after)s ORDER BY id LIMIT {searched}) AS head
+    WHERE (%(id)s::bigint IS NULL OR id = %(id)s::bigint)
+      AND (%(topic)s::text IS NULL OR kafka_topic = %(topic)s::text)
+      AND (%(key)s::text IS NULL OR kafka_key = %(key)s::text)
+      AND (%(header)s::text IS NULL OR %(header)s::text = ANY (kafka_header_keys))
+    ORDER BY id LIMIT %(limit)s
+) AS r {holds}
+ORDER BY r.id
+"""
+
+_HOLDS = """
+LEFT JOIN LATERAL (
+    SELECT held.id, held.reason, held.error FROM {holds} AS held
+    WHERE held.outbox = %(outbox)s AND held.kafka_topic = r.kafka_topic AND (
+        held.record_id = r.id OR held.kafka_key = r.kafka_key OR held.kafka_key IS NULL AND held.record_id IS NULL)
+    ORDER BY held.record_id IS DISTINCT FROM r.id, held.kafka_key IS NULL, held.id LIMIT 1
+) AS h ON true
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeekQuery:
+    """A selection of pending records. The search ends after the oldest 100,000 behind `after`.
+
+    Args:
+        topic: only of this topic.
+        key: only with this key.
+        record_id: only this record.
+        header: only with a header of this name.
+        after: only with larger ids, for the next page.
+        limit: at most so many, up to 1,000.
+        value_bytes: at most so much of each value.
+    """
+
+    topic: str | None = None
+    key: str | None = None
+    record_id: int | None = None
+    header: str | None = None
+    after: int = -(2**63)
+    limit: int = 20
+    value_bytes: int = 20_000
+
+
+class PendingRecord(NamedTuple):
+    """A record in the outbox table."""
+
+    id: int
+    topic: str
+    key: str | None
+    partition: int | None
+    create_time: str
+    age_seconds: float | None
+    """None for an infinite time."""
+    is_marked: bool
+    """True while an at-least-once harvester is publishing it."""
+    size_bytes: int
+    """Of the value."""
+    value: bytes | None
+    """Its beginning, None for a tombstone."""
+    headers: tuple[tuple[str, bytes | None], ...]
+    hold_id: int | None
+    """The hold that keeps it."""
+    hold_reason: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record as JSON can have it."""
+        return {
+            "id": self.id,
+            "topic": self.topic,
+            "key": self.key,
+            "partition": self.partition,
+            "create_time": self.create_time,
+            "age_seconds": None if self.age_seconds is None else round(self.age_seconds, 3),
+            "is_marked": self.is_marked,
+            "size_bytes": self.size_bytes,
+            "value": None if self.value is None else text_or_base64(self.value),
+            "value_is_cut": self.value is not None and len(self.value) < self.size_bytes,
+            "headers": [[name, None if value is None else text_or_base64(value)] for name, value in self.headers],
+            "hold_id": self.hold_id,
+            "hold_reason": self.hold_reason,
+        }
+
+
+def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
+    """Return pending records, the oldest first. The errors are those of `DatabaseSession.ask`, and InvalidConfig."""
+    if not 1 <= query.limit <= _MOST:
+        raise InvalidConfig(f"limit: must be a number from 1 to {_MOST}")
+    columns = {name for (name,) in session.ask(_COLUMNS, (session.table.quoted,))}
+    if not set(REQUIRED_COLUMNS) <= columns:
+        lacking = ", ".join(name for name in REQUIRED_COLUMNS if name not in columns)
+        raise InvalidConfig(f"there is no outbox table {session.table} in {session.place} (it lacks {lacking})")
+    has_holds = set(HOLD_COLUMNS) <= {name for (name,) in session.ask(_COLUMNS, (session.holds.quoted,))}
+    ((is_bytea,),) = session.ask(_IS_BYTEA, (session.table.quoted,))
+    statement = _PAGE.format(
+        table=session.table.quoted.replace("%", "%%"),
+        searched=SEARCHED_ROWS,
+        partition="r.kafka_partition" if "kafka_partition" in columns else "NULL",
+        value="substring(r.kafka_value, 1, %(bytes)s)"
+        if is_bytea
+        else "substring(convert_to(r.kafka_value, 'UTF8'), 1, %(bytes)s)",
+        header_values="r.kafka_header_values",
+        hold="h.id, coalesce(h.error, h.reason, '')" if has_holds else "NULL, ''",
+        holds=_HOLDS.format(holds=session.holds.quoted.replace("%", "%%")) if has_holds else "",
+    )
+    rows = session.ask(statement, _parameters(session, query))
+    return [_record(row) for row in rows]
+
+
+def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
+    return {
+        "outbox": f"{session.table.schema}.{session.table.table}",
+        "topic": query.topic,
+        "key": query.key,
+        "id": query.record_id,
+        "header": query.header,
+        # A record is found by its id wherever it stands.
+        "after": query.after if query.record_id is None else query.record_id - 1,
+        "limit": query.limit,
+        "bytes": query.value_bytes,
+    }
+
+
+def _record(row: tuple[Any, ...]) -> PendingRecord:
+    *first, value, names, values, hold_id, hold_reason = row
+    headers = tuple(
+        (name, content.encode() if isinstance(content, str) else content)
+        for name, content in zip(names or (), values or (), strict=False)
+    )
+    shown = None if value is None else bytes(value)
+    return PendingRecord._make([*first, shown, headers, hold_id, hold_reason])
