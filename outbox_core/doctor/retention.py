@@ -61,8 +61,8 @@ class RetentionChecks:
             yield problem(
                 "archive",
                 f"there is no table {archive}, and with `retention: archive` the harvester does not start without it",
-                f"run what `outbox schema --archive --table {self._session.table}` prints, or in Django a migration with "
-                "the operation `ArchivePublished()`",
+                f"run what `outbox schema --archive --table {self._session.table}` prints, or in Django a migration "
+                "with the operation `ArchivePublished()`",
             )
         elif not may_archive and not only_reads:
             role = self._session.role
