@@ -2,12 +2,16 @@
 
 The speed of a machine drifts by more than they cost. So the three kinds of harvester drain the same records on the same
 services, one right after the other, in another order each round; the result is the median of the rounds' quotients.
+Beside the rate stands the CPU time of harvester and database together, which other work on the machine disturbs less.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+from pathlib import Path
+from typing import NamedTuple
 
 import psycopg
 from rich.console import Console
@@ -21,6 +25,13 @@ _KEYS = 10_000
 _WARM_UP = 100_000
 _NAME = TableName("outbox")
 _KINDS = {"bare": [], "metrics and history": ["metrics=on"], "archive": ["retention=archive"]}
+
+
+class _Run(NamedTuple):
+    """The records per second of a drain, and the microseconds of CPU that each took."""
+
+    rate: float
+    cpu: float
 
 
 def main() -> None:
@@ -39,12 +50,12 @@ def main() -> None:
             for number in range(options.rounds):
                 kinds = list(_KINDS)
                 turned = kinds[number % 3 :] + kinds[: number % 3]
-                rates = {kind: _one_run(place, kind, delivery, options.rows) for kind in turned}
-                rounds.append(rates)
-            _print(console, f"{delivery}, {options.rows:,} records, {VALUE_BYTES}-byte values, records/s", rounds)
+                rounds.append({kind: _one_run(place, kind, delivery, options.rows) for kind in turned})
+            what = "records/s (microseconds of CPU for each)"
+            _print(console, f"{delivery}, {options.rows:,} records, {VALUE_BYTES}-byte values: {what}", rounds)
 
 
-def _one_run(place: Services, kind: str, delivery: str, rows: int) -> float:
+def _one_run(place: Services, kind: str, delivery: str, rows: int) -> _Run:
     with psycopg.connect(place.dsn, autocommit=True) as connection:
         for statement in drop_archive_statements(_NAME):
             connection.execute(statement)
@@ -57,21 +68,42 @@ def _one_run(place: Services, kind: str, delivery: str, rows: int) -> float:
         if kind == "archive":
             for statement in archive_statements(_NAME):
                 connection.execute(statement)
-    rate: float = harvest(place, delivery, rows=rows, limits=_KINDS[kind])["rate"]
-    return rate
+        before = _database_seconds(connection)
+        measured = harvest(place, delivery, rows=rows, limits=_KINDS[kind])
+        seconds = _database_seconds(connection) - before + measured["cpu_seconds"]
+    return _Run(measured["rate"], seconds / rows * 1_000_000)
 
 
-def _print(console: Console, title: str, rounds: list[dict[str, float]]) -> None:
+def _database_seconds(connection: psycopg.Connection[tuple[int]]) -> float:
+    """Return the CPU time of the server's processes, of those that have ended, too."""
+    (backend,) = connection.execute("SELECT pg_backend_pid()").fetchone() or (0,)
+    server = int(_times(backend)[1])
+    processes = [_times(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    of_server = [times for times in processes if times and int(times[1]) == server]
+    ticks = sum(int(times[11]) + int(times[12]) for times in of_server)
+    own = _times(server)
+    return (ticks + sum(map(int, own[11:15]))) / os.sysconf("SC_CLK_TCK")
+
+
+def _times(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name: state, parent, ..., utime and stime at 11 and 12."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _print(console: Console, title: str, rounds: list[dict[str, _Run]]) -> None:
     table = Table(title=title)
     for kind in _KINDS:
         table.add_column(kind, justify="right")
-    for rates in rounds:
-        shares = (f"{rates[kind]:,.0f} ({rates[kind] / rates['bare']:.0%})" for kind in _KINDS)
-        table.add_row(*shares)
+    for runs in rounds:
+        table.add_row(*(f"{runs[kind].rate:,.0f} ({runs[kind].cpu:.2f})" for kind in _KINDS))
     console.print(table)
     for kind in list(_KINDS)[1:]:
-        share = statistics.median(rates[kind] / rates["bare"] for rates in rounds)
-        console.print(f"{kind}: {share:.1%} of the bare rate")
+        rate = statistics.median(runs[kind].rate / runs["bare"].rate for runs in rounds)
+        cpu = statistics.median(runs[kind].cpu / runs["bare"].cpu for runs in rounds)
+        console.print(f"{kind}: {rate:.1%} of the bare rate, {cpu:.1%} of its CPU time")
 
 
 if __name__ == "__main__":
