@@ -262,6 +262,15 @@ class Holds:
         noted = self._noted(place, EventKind.RELEASED, reason)
         return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters, noted)
 
+    def release_holds(self, connection: Connection, ids: Iterable[int], *, reason: str = "") -> int:
+        """End exactly these holds, by the ids that `list` shows; return how many."""
+        place = self._identify(connection)
+        wanted = _Selection(place.outbox)
+        listed = f"{{{','.join(str(_number(identity)) for identity in ids)}}}"
+        condition = f"{wanted.filter} AND held.id = ANY (%s::bigint[])"
+        noted = self._noted(place, EventKind.RELEASED, reason)
+        return self._change(connection, self._sql(_RELEASE, condition), [*wanted.parameters, listed], noted)
+
     def skip(
         self,
         connection: Connection,

@@ -28,6 +28,7 @@ _METHODS = frozenset(
         "add",
         "add_record",
         "release",
+        "release_holds",
         "release_records",
         "skip",
         "dead_letter",
