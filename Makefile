@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol test test-quick test-all test-chaos test-queues chaos demo demo-pipeline clean
-.PHONY: bench bench-all bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
+.PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention
 
 help:  ## Show this list
@@ -89,6 +89,9 @@ demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exact
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput
 
+bench-stash: $(STAMP)  ## Measure stashing by each adapter, with and without tracing and serializers (OTHER=/path/to/a/checkout)
+	$(BIN)/python -m benchmarks.stash $(if $(OTHER),--other $(OTHER))
+
 bench-failover: $(STAMP)  ## Measure how long nothing is published when the leader dies or is stopped
 	$(BIN)/python -m benchmarks.failover
 
@@ -131,7 +134,7 @@ bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the r
 bench-retention: $(STAMP)  ## Measure what history and archive cost a delivery
 	$(BIN)/python -m benchmarks.retention
 
-bench-all: bench bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
+bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
 bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)

@@ -4,7 +4,7 @@ Making records and stashing them needs no more than the application's own databa
 extra `[harvester]`.
 """
 
-from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired
+from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, SerializationFailed, TransactionRequired
 from outbox_core.holds import Hold, Holds
 from outbox_core.inbox import Inbox
 from outbox_core.record import Header, OutboxRecord
@@ -20,6 +20,7 @@ __all__ = [
     "InvalidRecord",
     "OutboxError",
     "OutboxRecord",
+    "SerializationFailed",
     "Stasher",
     "TransactionRequired",
     "__version__",

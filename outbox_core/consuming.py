@@ -31,10 +31,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Literal, TypedDict, TypeVar
 
+from outbox_core import tracing
+from outbox_core.claims.claims import CLAIM_HEADER, ClaimStore, claim_of, collect
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -86,6 +88,7 @@ class ConsumeOptions(TypedDict, total=False):
     id_header: str
     outboxes: Outboxes | None
     commit: Literal["sync", "stored"]
+    claim_store: ClaimStore | None
     retry: RetryPolicy | None
     max_records: int | None
     stop: threading.Event | None
@@ -101,6 +104,7 @@ def consume(
     id_header: str = ID_HEADER,
     outboxes: Outboxes | None = None,
     commit: Literal["sync", "stored"] = "sync",
+    claim_store: ClaimStore | None = None,
     retry: RetryPolicy | None = None,
     max_records: int | None = None,
     stop: threading.Event | None = None,
@@ -120,6 +124,8 @@ def consume(
             a topic with another outbox's id is known by its place. Without an entry every id is believed.
         commit: "sync" commits the offset after each record. "stored" leaves that to the client, which commits now and
             then (`enable.auto.commit` True) and at the end: faster, for a few more repeats after a crash.
+        claim_store: where producers with `claim_check_above` put large payloads: the handler finds them in
+            `message.value()`, as if they had come with the record.
         retry: the pause after an error of the handler or the database, see `backoff`; by default it is raised. All
             attempts at one record together must stay below `max.poll.interval.ms`.
         max_records: return after so many records, repeats included; None for no limit.
@@ -131,8 +137,9 @@ def consume(
         InvalidMessageId: if a record's id cannot be read; the consumer is set back to it. `id_header=""` handles it by
             its place.
         KafkaException: if the consumer cannot recover.
-        Exception: of the handler or the database. The record's transaction is rolled back, its offset is not
-            committed, and the consumer is set back to it.
+        ClaimMissing: if a record's payload is in a claim store that does not have it, or that was not given.
+        Exception: of the handler, the database or the claim store. The record's transaction is rolled back, its offset
+            is not committed, and the consumer is set back to it.
     """
     source = source if source is not None else group_of(consumer)
     loop = _Loop(consumer, id_header, _believed(outboxes), commit)
@@ -141,9 +148,10 @@ def consume(
     stop = stop or threading.Event()
 
     def attempt(message: Message, message_id: str) -> bool:
-        with transaction() as begun:
+        with _process_span(consumer, message, message_id), transaction() as begun:
             accepted = accept_it(begun, source, message_id)
             if accepted:
+                _bring_back(message, claim_store)
                 handler(begun, message)
         return accepted
 
@@ -195,6 +203,36 @@ def group_of(consumer: Consumer) -> str:
         if group and end:
             return group.decode()
     raise InvalidConfig("this consumer does not tell its group.id; pass source=")
+
+
+def _bring_back(message: Message, store: ClaimStore | None) -> None:
+    """Put a payload that is in a claim store into its record. Not for repeats, whose payloads may be gone."""
+    headers = headers_of(message)
+    if any(name == CLAIM_HEADER for name, _ in headers):
+        name = claim_of(headers, message.value())
+        if name is not None:
+            message.set_value(collect(store, name))
+
+
+def _process_span(consumer: Consumer, message: Message, message_id: str) -> AbstractContextManager[None]:
+    """Return the span of an attempt at a record, from before its transaction begins until after its end."""
+    spans = tracing.active()
+    if spans is None:
+        return nullcontext()
+    from outbox_core.tracing.spans import of_message
+
+    group = None
+    with suppress(InvalidConfig):  # a consumer of another make, whose group nobody needs for more than this
+        group = group_of(consumer)
+    attributes = of_message(
+        message.key(),
+        message.value(),
+        message_id=message_id,
+        partition=message.partition(),
+        offset=message.offset(),
+        group=group,
+    )
+    return spans.process(message.topic() or "", headers_of(message), attributes)
 
 
 class _Loop:

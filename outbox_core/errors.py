@@ -36,6 +36,10 @@ class InvalidRecord(OutboxError, ValueError):
     """A record cannot be a Kafka message, or does not fit the outbox table's columns."""
 
 
+class SerializationFailed(InvalidRecord):
+    """A serializer refused a record's value, or could not reach its schema registry; its error is the cause."""
+
+
 class InvalidMessageId(OutboxError, ValueError):
     """A source or message id cannot be kept in an inbox."""
 

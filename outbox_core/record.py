@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from decimal import Decimal
-from typing import Any, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 from uuid import UUID
 
 from outbox_core.errors import InvalidRecord
+from outbox_core.formats.serializer import Serializer, serialize
 from outbox_core.topic_names import topic_problem
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "MAX_VALUE_BYTES",
     "Header",
     "OutboxRecord",
+    "json_default",
 ]
 
 MAX_KEY_BYTES = 64 * 2**10
@@ -31,6 +33,8 @@ MAX_HEADERS_BYTES = 2**20
 """Names and values of a record's headers together: as much as a topic takes of a whole record by default."""
 MAX_VALUE_BYTES = 1_000_000_000
 """More than this no librdkafka producer sends, whatever its `message.max.bytes`."""
+BY_OUTBOX: Final = "outbox"
+"""The serializer of a record whose value is left to that of its outbox."""
 _MAX_PARTITION = 2**31 - 1
 
 
@@ -56,9 +60,15 @@ class OutboxRecord:
         headers: a mapping or an iterable of (name, value) pairs; a name may occur more than once. Text values are
             sent as UTF-8. At most 1 MiB together. The harvester leaves out a header of its own name, `outbox-id`.
         partition: explicit partition, or None to let the partitioner choose by key.
+        serializer: makes bytes or text of a value that is not None, before this returns: any function of the value,
+            such as `orjson.dumps`, or a serializer of confluent-kafka. None leaves it to the outbox that stashes the
+            record, if that has a serializer for the topic, and else to the rules of `value`. "outbox" does so too,
+            also for values that JSON cannot express: `value` stays as it is until then. `bytes` keeps bytes as they
+            are, whatever the outbox has.
 
     Raises:
         InvalidRecord: naming the field that is wrong.
+        SerializationFailed: an `InvalidRecord`, naming topic, field and cause.
     """
 
     topic: str
@@ -66,13 +76,57 @@ class OutboxRecord:
     value: Any = None
     headers: Mapping[str, bytes | str | None] | Iterable[tuple[str, bytes | str | None]] = ()
     partition: int | None = None
+    serializer: Serializer | Literal["outbox"] | None = field(default=None, repr=False, compare=False)
+    _given: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        set_field = object.__setattr__
         _check_topic(self.topic)
-        object.__setattr__(self, "key", _key(self.key))
-        object.__setattr__(self, "value", _value(self.value))
-        object.__setattr__(self, "headers", _headers(self.headers))
+        set_field(self, "key", _key(self.key))
+        set_field(self, "headers", _headers(self.headers))
         _check_partition(self.partition)
+        serializer, value = self.serializer, self.value
+        set_field(self, "_given", value)
+        if serializer is None or value is None:
+            set_field(self, "value", _value(value))
+        elif callable(serializer):
+            serialized = self.serialized(serializer)
+            set_field(self, "value", serialized.value)
+            set_field(self, "headers", serialized.headers)
+            set_field(self, "serializer", _as_it_is)
+        elif serializer != BY_OUTBOX:
+            raise InvalidRecord(f"serializer: expected a function, {BY_OUTBOX!r} or None, got {serializer!r:.200}")
+
+    def serialized(self, serializer: Serializer) -> OutboxRecord:
+        """Return the record with the value that it was made with, serialized; a tombstone stays one.
+
+        Raises:
+            SerializationFailed: naming topic, field and cause.
+        """
+        if self._given is None:
+            return self
+        value, headers = serialize(serializer, self._given, self.topic, self.headers)  # type: ignore[arg-type]
+        return self._changed(value=_value(value), headers=_headers(headers), serializer=_as_it_is)
+
+    def with_headers(self, more: Iterable[tuple[str, bytes | str | None]]) -> OutboxRecord:
+        """Return the record with more headers behind its own; InvalidRecord names a header that is wrong."""
+        return self._changed(headers=_headers((*self.headers, *more)))
+
+    def claimed(self, claim: tuple[str, str]) -> OutboxRecord:
+        """Return the record without its value, and with a header that says where the value is."""
+        return self._changed(value="", headers=_headers((*self.headers, claim)))
+
+    def _changed(self, **changes: Any) -> OutboxRecord:
+        """Return a copy with other fields, which have been checked already."""
+        copy = object.__new__(OutboxRecord)
+        for name in self.__slots__:
+            object.__setattr__(copy, name, changes[name] if name in changes else getattr(self, name))
+        return copy
+
+
+def _as_it_is(value: bytes | str) -> bytes | str:
+    """Return a value that is serialized already: so `dataclasses.replace` of its record does not do it again."""
+    return value
 
 
 def _check_topic(topic: object) -> None:
@@ -125,12 +179,19 @@ def _value(value: object) -> bytes | str | None:
 
 def _json(value: object) -> str:
     try:
-        return json.dumps(value, default=_json_default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return json.dumps(value, default=json_default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRecord(f"value: cannot be written as JSON ({error}); pass bytes or str instead") from error
+        raise InvalidRecord(
+            f"value: cannot be written as JSON ({error}); pass bytes or str instead, or a serializer"
+        ) from error
 
 
-def _json_default(value: object) -> str:
+def json_default(value: object) -> str:
+    """Return the text of a value that JSON has no type for, for the `default` of `json.dumps` or `orjson.dumps`.
+
+    Raises:
+        TypeError: if the library has no text for it either.
+    """
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     if isinstance(value, UUID | Decimal):

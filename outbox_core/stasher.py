@@ -18,9 +18,10 @@ import inspect
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, Unpack
 
 from outbox_core.errors import OutboxError, TransactionRequired
+from outbox_core.formats.preparation import FormatOptions, Preparation
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
 
@@ -72,20 +73,27 @@ class Stasher:
     Args:
         table: name of the outbox table, `outbox` or `billing.outbox`.
         layout: types and limits of its columns; `TEXT_LAYOUT` for a table as goharvest makes it.
+        formats: how values become bytes, see `outbox_core.formats.preparation.Preparation`.
 
     Attributes:
         insert_sql: the statement that is sent, with a `%s` for every element of `row(record)`.
 
     Raises:
-        InvalidConfig: if `table` is not a table name.
+        InvalidConfig: if `table` is not a table name, or a serializer cannot be called.
     """
 
-    __slots__ = ("insert_sql", "layout", "table")
+    __slots__ = ("_preparation", "insert_sql", "layout", "table")
 
-    def __init__(self, table: str | TableName = "outbox", layout: TableLayout = BINARY_LAYOUT) -> None:
+    def __init__(
+        self,
+        table: str | TableName = "outbox",
+        layout: TableLayout = BINARY_LAYOUT,
+        **formats: Unpack[FormatOptions],
+    ) -> None:
         self.table = TableName.parse(table) if isinstance(table, str) else table
         self.layout = layout
         self.insert_sql = insert_sql(self.table, layout)
+        self._preparation = Preparation(**formats)
 
     def __repr__(self) -> str:
         return f"Stasher({str(self.table)!r})"
@@ -133,7 +141,7 @@ class Stasher:
 
     def row(self, record: OutboxRecord) -> tuple[object, ...]:
         """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table."""
-        return self.layout.row(record)[: len(self.layout.columns)]
+        return self.layout.row(self._preparation.prepare(record))[: len(self.layout.columns)]
 
 
 class PreparedStasher:

@@ -12,7 +12,7 @@ for each record of a Kafka consumer, once.
 Add "outbox_django" to INSTALLED_APPS and run `manage.py migrate`; `manage.py run_harvester` publishes.
 """
 
-from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, TransactionRequired
+from outbox_core.errors import InvalidMessageId, InvalidRecord, OutboxError, SerializationFailed, TransactionRequired
 from outbox_core.record import Header, OutboxRecord
 from outbox_django.consuming import consume
 from outbox_django.holding import holds
@@ -27,6 +27,7 @@ __all__ = [
     "OutboxError",
     "OutboxRecord",
     "OutboxTable",
+    "SerializationFailed",
     "TransactionRequired",
     "accept",
     "consume",

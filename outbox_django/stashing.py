@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import Unpack
 
 from django.db import transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
 
 from outbox_core import commit_signal, stasher
+from outbox_core.formats.preparation import FormatOptions
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
 from outbox_core.stasher import Stasher
@@ -28,13 +30,21 @@ class OutboxTable:
     """One of several outbox tables of a project: `OutboxTable("billing_outbox", using="billing").stash(record)`.
 
     Immutable, and may be made at module level. `using` is the alias of its database, unless a call names another;
-    `layout` is `outbox_core.schema.TEXT_LAYOUT` for a table as goharvest makes it.
+    `layout` is `outbox_core.schema.TEXT_LAYOUT` for a table as goharvest makes it; `formats` say how values become
+    bytes, see `outbox_core.formats.preparation.Preparation`.
     """
 
     __slots__ = ("_stasher", "_using")
 
-    def __init__(self, name: str, *, using: str | None = None, layout: TableLayout = BINARY_LAYOUT) -> None:
-        self._stasher = Stasher(name, layout)
+    def __init__(
+        self,
+        name: str,
+        *,
+        using: str | None = None,
+        layout: TableLayout = BINARY_LAYOUT,
+        **formats: Unpack[FormatOptions],
+    ) -> None:
+        self._stasher = Stasher(name, layout, **formats)
         self._using = using
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from outbox_core.claims import ClaimCheck, ClaimStore
 from outbox_core.errors import InvalidConfig
 from outbox_core.printable import escape_log_lines
 from outbox_core.record import OutboxRecord
@@ -17,7 +18,7 @@ from outbox_queue.consuming.worker import Handler, RetryDelay, Worker, backoff, 
 from outbox_queue.errors import InvalidMessage
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.producing import stashing
-from outbox_queue.producing.payloads import PayloadCheck, check_queue_name
+from outbox_queue.producing.payloads import PayloadCheck, check_queue_name, with_creation
 from outbox_queue.producing.producer import Producer
 from outbox_queue.protocol.headers import UserHeaders
 from outbox_queue.protocol.topics import Topics, ensure_message_topic, ensure_topics
@@ -30,11 +31,23 @@ if TYPE_CHECKING:
 
 
 class QueueService:
-    """The queues of a pair of topics. Any thread may use it; the services of a process share one `metrics`."""
+    """The queues of a pair of topics. Any thread may use it; the services of a process share one `metrics`.
 
-    def __init__(self, config: QueueConfig, *, metrics: QueueMetrics | None = None) -> None:
+    Payloads of more than `claim_check_above` bytes go to `claim_store`, and come back from there when they are used;
+    both or neither, and the same for producers and consumers (`outbox_core.claims`).
+    """
+
+    def __init__(
+        self,
+        config: QueueConfig,
+        *,
+        metrics: QueueMetrics | None = None,
+        claim_check_above: int | None = None,
+        claim_store: ClaimStore | None = None,
+    ) -> None:
         escape_log_lines("outbox_queue")
         self.config = config
+        self.claims = ClaimCheck.of(claim_store, claim_check_above)
         self.metrics = metrics if metrics is not None else QueueMetrics()
         self._topics: Topics | None = None
         self._message_partitions: int | None = None
@@ -88,7 +101,8 @@ class Queue:
         self.name = name
         self.config = config
         self._service = service
-        self._check = PayloadCheck(config, name)
+        self.claims = service.claims
+        self._check = PayloadCheck(config, name, self.claims)
 
     def __repr__(self) -> str:
         return f"<Queue {self.name!r}>"
@@ -96,7 +110,7 @@ class Queue:
     def producer(self) -> Producer:
         """Make a producer; one serves all threads of a process. Errors are those of `consumer`."""
         self._service.message_topic()
-        return Producer(self.config, self.name, self._service.metrics.of(self.name))
+        return Producer(self.config, self.name, self._service.metrics.of(self.name), self.claims)
 
     def consumer(self, *, concurrency: int | None = None) -> Consumer:
         """Make a consumer; it begins to read at once.
@@ -111,7 +125,7 @@ class Queue:
         _check_concurrency(concurrency)
         topics = self._service.topics()
         counters = self._service.metrics.of(self.name)
-        return Consumer(self.config, self.name, topics, counters, concurrency=concurrency)
+        return Consumer(self.config, self.name, topics, counters, concurrency=concurrency, claims=self.claims)
 
     def async_consumer(self, *, concurrency: int | None = None) -> AsyncConsumer:
         """Make a consumer for asyncio: an asynchronous context manager, and an asynchronous iterator of messages."""
@@ -164,7 +178,7 @@ class Queue:
         random partition if their number is known (`message_partitions`), so that all consumers get messages; False is
         for a table without `kafka_partition`.
         """
-        value, pairs = self._check.encode(payload, headers, delay)
+        value, pairs = self._check.encode(payload, with_creation(self.name, headers), delay)
         partitions = self._service.known_message_partitions if spread else None
         return OutboxRecord(
             topic=self.config.message_topic,

@@ -75,6 +75,7 @@ class InProcessQueue:
     def __init__(self, queue: Queue, stashed: StashedRecords, *, clock: FakeClock | None = None) -> None:
         self.clock = clock or FakeClock()
         self._queue = queue
+        self._claim_store = None if queue.claims is None else queue.claims.store
         self._stashed = stashed
         self._latest = 0  # number of the last record that was taken
         self._backlog = _Backlog(queue.config, self.clock)
@@ -112,7 +113,7 @@ class InProcessQueue:
         while (message := self._next_due()) is not None:
             calls += 1
             delivery = Delivery(message, marker_partition=0, marker_key=b"", deadline=float("inf"))
-            call(Message(delivery, self._backlog))
+            call(Message(delivery, self._backlog, self._claim_store))
             if errors and raise_errors:
                 raise errors[0]
         return calls

@@ -19,6 +19,7 @@ from outbox_core.errors import (
     InvalidRecord,
     OutboxError,
     OutboxTableError,
+    SerializationFailed,
     TransactionRequired,
 )
 from outbox_core.record import Header, OutboxRecord
@@ -50,6 +51,7 @@ __all__ = [
     "OutboxMixin",
     "OutboxRecord",
     "OutboxTableError",
+    "SerializationFailed",
     "TableLayout",
     "TransactionRequired",
     "WrongSession",

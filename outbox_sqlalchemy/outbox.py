@@ -7,12 +7,13 @@ locks are then taken before the record's id is drawn, which keeps messages in th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from sqlalchemy import Connection, MetaData, Table, func, insert
 from sqlalchemy.orm import Session
 
 from outbox_core import stasher
+from outbox_core.formats.preparation import FormatOptions, Preparation
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TableLayout
 from outbox_sqlalchemy.commit_events import notify_after_commit
@@ -37,19 +38,26 @@ class Outbox:
         table: a name (`outbox`, `billing.outbox`), a `Table` (made by `make_outbox_table`, or reflected), or a mapped
             class. With a `Table` or class, a session with several binds finds the database as it does for any other.
         layout: types of the columns; only for a table given by name, whose default is the binary layout.
+        formats: how values become bytes, see `outbox_core.formats.preparation.Preparation`.
 
     Attributes:
         table: its `Table`.
         layout: types of its columns.
 
     Raises:
-        InvalidConfig: if a name is not a table name.
+        InvalidConfig: if a name is not a table name, or a serializer cannot be called.
         OutboxTableError: if a `Table` or class is no outbox.
     """
 
-    __slots__ = ("_insert", "_keys", "_target", "layout", "table")
+    __slots__ = ("_insert", "_keys", "_preparation", "_target", "layout", "table")
 
-    def __init__(self, table: str | Table | type[Any] = "outbox", *, layout: TableLayout | None = None) -> None:
+    def __init__(
+        self,
+        table: str | Table | type[Any] = "outbox",
+        *,
+        layout: TableLayout | None = None,
+        **formats: Unpack[FormatOptions],
+    ) -> None:
         mapper = None
         if isinstance(table, str):
             table = make_outbox_table(MetaData(), table, layout=layout or BINARY_LAYOUT)
@@ -59,6 +67,7 @@ class Outbox:
             table, mapper = mapped(table)
         self.table: Table = table
         self.layout = layout_of(table)
+        self._preparation = Preparation(**formats)
         keys = {column.name: column.key for column in table.columns}
         self._keys = [keys[name] for name in self.layout.columns]
         # The database's clock, also where the column has no default; `inline`, since the id is not needed.
@@ -119,7 +128,7 @@ class Outbox:
         keep(session, _rows(parameters), self._connection)
 
     def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
-        return dict(zip(self._keys, self.layout.row(record), strict=False))
+        return dict(zip(self._keys, self.layout.row(self._preparation.prepare(record)), strict=False))
 
     def _connection(self, session: SyncSession) -> Connection:
         found = synchronous(session, STASHING)

@@ -58,11 +58,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="print the GRANTs of an existing outbox instead: for the role of the applications that stash, and for the "
         "harvester's",
     )
-    parser.add_argument(
-        "--archive",
-        action="store_true",
-        help="print the archive of an existing outbox instead, for `retention: archive`",
-    )
+    archive = "print the archive of an existing outbox instead, for `retention: archive`"
+    parser.add_argument("--archive", action="store_true", help=archive)
     parser.add_argument(
         "--layout",
         choices=["binary", "text"],

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
+from outbox_core import tracing
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.election.interface import ElectorFactory, LeaderElector
@@ -63,7 +65,7 @@ class Parts:
         config, make = self._config, self._producer_factory
         if config.delivery == "exactly-once":
             return None
-        return Publisher(
+        return _publisher_class()(
             lambda limits: make() if make else make_producer({**config.producer_settings(), **limits}),
             lambda limits: make_producer({**config.unbatched_producer_settings(), **limits}),
             id_header=config.id_header,
@@ -127,3 +129,13 @@ class Parts:
     @property
     def _application_name(self) -> str:
         return f"kafka-outbox {self._config.name}"[:63]
+
+
+def _publisher_class() -> Callable[..., Publisher]:
+    """Return the class of publishers, one that makes spans if the process does."""
+    spans = tracing.active()
+    if spans is None:
+        return Publisher
+    from outbox_core.harvest.at_least_once.traced_publisher import TracedPublisher
+
+    return partial(TracedPublisher, spans=spans)

@@ -6,8 +6,10 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any
 
+from outbox_core import tracing
 from outbox_core.config import HarvestConfig
 from outbox_core.errors import TrackingTopicError
 from outbox_core.kafka.errors import ErrorKind, grant, kind_of
@@ -116,7 +118,7 @@ class TransactionalIdentity:
 
     def new_producer(self) -> RecordProducer:
         """Make a producer for one term."""
-        return RecordProducer(
+        return _producer_class()(
             self.producer,
             id_header=self.id_header,
             outbox_name=self.outbox_name,
@@ -236,3 +238,13 @@ class TransactionalIdentity:
             give_up=give_up,
         )
         yield from published_rows(seen, find)
+
+
+def _producer_class() -> Callable[..., RecordProducer]:
+    """Return the class of producers, one that makes spans if the process does."""
+    spans = tracing.active()
+    if spans is None:
+        return RecordProducer
+    from outbox_core.kafka.traced_producer import TracedRecordProducer
+
+    return partial(TracedRecordProducer, spans=spans)

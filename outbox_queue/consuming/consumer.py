@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
+from outbox_core.claims import ClaimCheck
 from outbox_queue.config import QueueConfig
 from outbox_queue.consuming.acks import AckHandler
 from outbox_queue.consuming.buffer import PrefetchBuffer
@@ -38,11 +39,19 @@ class Consumer:
     """
 
     def __init__(
-        self, config: QueueConfig, queue: str, topics: Topics, counters: QueueCounters, *, concurrency: int | None
+        self,
+        config: QueueConfig,
+        queue: str,
+        topics: Topics,
+        counters: QueueCounters,
+        *,
+        concurrency: int | None,
+        claims: ClaimCheck | None = None,
     ) -> None:
         self._config = config
         self._queue = queue
         self._counters = counters
+        self._claim_store = None if claims is None else claims.store
         self._buffer = PrefetchBuffer(
             concurrency=concurrency,
             max_in_progress=max(config.max_in_progress, concurrency or 1),
@@ -102,7 +111,7 @@ class Consumer:
         deliveries = self._buffer.get(most, timeout_seconds)
         for delivery in deliveries:
             self._counters.count("consumed", 1, max(0, now_ms() - delivery.message.enqueued_at_ms) / 1000)
-        return [Message(delivery, self._acks) for delivery in deliveries]
+        return [Message(delivery, self._acks, self._claim_store) for delivery in deliveries]
 
     def __iter__(self) -> Iterator[Message]:
         return self

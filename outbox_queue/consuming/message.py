@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timedelta
 from typing import Protocol
 
+from outbox_core import tracing
+from outbox_core.claims.claims import ClaimStore, claim_of, collect
 from outbox_queue.consuming.delivery import Delivery, State
 from outbox_queue.errors import InvalidMessage, MessageSettled
 from outbox_queue.protocol.headers import LONGEST_REASON, Header
@@ -37,24 +40,38 @@ class Message:
     been closed (it will be redelivered), and `InvalidMessage` for a bad argument.
 
     Attributes:
-        payload: bytes as they were sent.
         headers: (name, value) pairs as they were sent, without the queue's own.
         attempt: 1 when it is handed out for the first time.
         max_attempts: with this attempt it becomes a dead letter if it is not acknowledged; None for no limit.
         queue: name of its queue.
     """
 
-    __slots__ = ("_acks", "_delivery", "attempt", "headers", "max_attempts", "payload", "queue")
+    __slots__ = ("_acks", "_claim_store", "_delivery", "_payload", "attempt", "headers", "max_attempts", "queue")
 
-    def __init__(self, delivery: Delivery, acks: Acks) -> None:
+    def __init__(self, delivery: Delivery, acks: Acks, claim_store: ClaimStore | None = None) -> None:
         message = delivery.message
-        self.payload: bytes = message.payload
+        self._payload: bytes | None = None
         self.headers: tuple[Header, ...] = message.headers
         self.attempt: int = message.attempt
         self.max_attempts: int | None = message.max_attempts
         self.queue: str = message.queue
         self._delivery = delivery
         self._acks = acks
+        self._claim_store = claim_store
+
+    @property
+    def payload(self) -> bytes:
+        """The bytes as they were sent. A large payload comes from the claim store when it is asked for.
+
+        Raises:
+            ClaimMissing: if the store does not have it, or the service was given none.
+            ClaimStoreFailed: if the store failed otherwise.
+        """
+        if self._payload is None:
+            sent = self._delivery.message.payload
+            name = claim_of(self.headers, sent)
+            self._payload = sent if name is None else collect(self._claim_store, name)
+        return self._payload
 
     def __repr__(self) -> str:
         return f"<Message {self.id} of {self.queue!r}, attempt {self.attempt}, {self._delivery.state.value}>"
@@ -77,6 +94,20 @@ class Message:
     def header(self, name: str) -> bytes | None:
         """Return the last header of that name, None if there is none."""
         return next((value for key, value in reversed(self.headers) if key == name), None)
+
+    def span(self) -> AbstractContextManager[None]:
+        """Return the OpenTelemetry span in which it is handled, for handlers of your own loop; `Queue.run` makes it.
+
+        Linked with the span in which it was sent or stashed. Without tracing it does nothing.
+        """
+        spans = tracing.active()
+        if spans is None:
+            return nullcontext()
+        from outbox_core.tracing.spans import of_message
+
+        attributes = of_message(None, self._delivery.message.payload, message_id=self.id)
+        attributes["kafka_outbox.queue.attempt"] = self.attempt
+        return spans.process(self.queue, self.headers, attributes)
 
     def ack(self) -> None:
         """Finish the message: it is not redelivered. Acknowledging once more does nothing."""

@@ -54,7 +54,8 @@ class HandlerCall:
         """Handle a message; nothing that the handler raises leaves this."""
         try:
             try:
-                refuse_unfinished(self._handler(message))
+                with message.span():
+                    refuse_unfinished(self._handler(message))
             except Exception as error:
                 self._failed(message, error)
             else:

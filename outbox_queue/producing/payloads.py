@@ -9,6 +9,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from outbox_core import tracing
+from outbox_core.claims import CLAIM_HEADER, ClaimCheck
 from outbox_core.errors import InvalidRecord
 from outbox_core.record import OutboxRecord
 from outbox_queue.config import QueueConfig, milliseconds
@@ -35,8 +37,10 @@ class Payload(NamedTuple):
 class PayloadCheck:
     """The encoding of one queue's messages."""
 
-    def __init__(self, config: QueueConfig, queue: str) -> None:
+    def __init__(self, config: QueueConfig, queue: str, claims: ClaimCheck | None = None) -> None:
         self._queue = queue
+        self._topic = config.message_topic
+        self._claims = claims
         self._limit = config.max_message_bytes
         self._free = config.max_message_bytes - RECORD_OVERHEAD - len(queue.encode())
         self._longest_delay_ms = milliseconds(config.max_delay)
@@ -45,6 +49,10 @@ class PayloadCheck:
         """Return the value and headers of a message's record; for arguments and errors see `Producer.send`."""
         value = payload if type(payload) is bytes else _value(payload)
         pairs = message_headers.of_users(headers) if headers else []
+        name = self._claims.deposit(self._topic, value) if self._claims is not None else None
+        if name is not None:
+            value = b""
+            pairs.append((CLAIM_HEADER, name.encode()))
         size = len(value) + sum(len(name) * 4 + len(content or b"") + _HEADER_OVERHEAD for name, content in pairs)
         if size > self._free:
             raise MessageTooLarge(
@@ -77,6 +85,14 @@ def check_queue_name(name: object) -> str:
     if group_of(name) == TRACKER_GROUP:
         raise InvalidMessage(f"a queue's name cannot be {name!r}: its consumers would join the trackers' group")
     return name
+
+
+def with_creation(queue: str, headers: UserHeaders) -> UserHeaders:
+    """Return headers with the context of the message's `create` span, if there is tracing."""
+    spans = tracing.active()
+    if spans is None:
+        return headers
+    return spans.create_headers(queue, message_headers.of_users(headers))
 
 
 def _with(pairs: list[Header]) -> str:

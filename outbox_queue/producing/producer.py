@@ -11,13 +11,14 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+from outbox_core.claims import ClaimCheck
 from outbox_core.kafka.clients import KafkaError, KafkaException, make_producer
 from outbox_core.kafka.clients import Producer as KafkaProducer
 from outbox_core.kafka.errors import MAYBE_DELIVERED
 from outbox_queue.config import QueueConfig
 from outbox_queue.errors import QueueClosed, SendFailed
 from outbox_queue.metrics import QueueCounters
-from outbox_queue.producing.payloads import PayloadCheck
+from outbox_queue.producing.payloads import PayloadCheck, with_creation
 from outbox_queue.protocol.clients import producer_settings
 from outbox_queue.protocol.headers import UserHeaders
 from outbox_queue.times import Timeout, seconds
@@ -58,12 +59,14 @@ class Producer:
     `flush` that returns, means that every message sent so far is in Kafka, once.
     """
 
-    def __init__(self, config: QueueConfig, queue: str, counters: QueueCounters) -> None:
+    def __init__(
+        self, config: QueueConfig, queue: str, counters: QueueCounters, claims: ClaimCheck | None = None
+    ) -> None:
         self._config = config
         self._queue = queue
         self._key = queue.encode()
         self._counters = counters
-        self._check = PayloadCheck(config, queue)
+        self._check = PayloadCheck(config, queue, claims)
         self._producer = self._make()
         self._patience = config.delivery_timeout.total_seconds() + _SLACK_SECONDS
         self._sent = 0
@@ -89,12 +92,13 @@ class Producer:
         Raises:
             InvalidMessage: naming the part that is wrong; nothing was sent.
             MessageTooLarge: if a consumer could not start it; nothing was sent.
+            ClaimStoreFailed: if it is large and its claim store did not take it; nothing was sent.
             SendFailed: if no place got free for it within `delivery_timeout`; it was not sent.
             QueueClosed: if the producer has been closed.
         """
         if self._is_closed:
             raise QueueClosed(f"the producer of queue {self._queue!r} has been closed")
-        value, pairs = self._check.encode(payload, headers, delay)
+        value, pairs = self._check.encode(payload, with_creation(self._queue, headers), delay)
         try:
             self._produce(value, pairs)
         except BufferError:

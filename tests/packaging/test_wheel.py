@@ -119,7 +119,9 @@ def test_contents(wheel):
     assert modules | {f"outbox_{adapter}/testing.py" for adapter in ("django", "queue", "sqlalchemy")} <= names
     required = metadata.get_all("Requires-Dist")
     assert all("extra ==" in requirement for requirement in required), required
-    assert {"harvester", "sqlalchemy", "django", "queue", "spark"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"harvester", "sqlalchemy", "django", "queue", "spark", "tracing"} <= set(metadata.get_all("Provides-Extra"))
+    of_tracing = [requirement for requirement in required if "extra == 'tracing'" in requirement]
+    assert [requirement.partition(">")[0] for requirement in of_tracing] == ["opentelemetry-api"]
 
 
 def test_base_install_stashes(base):

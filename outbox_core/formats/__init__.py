@@ -1,0 +1,1 @@
+"""Formats at stash time: what becomes of a record before it is written to the table."""
