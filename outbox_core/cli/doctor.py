@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from outbox_core.cli.harvest import add_source_arguments, missing_extra, overrides_from
 from outbox_core.cli.terminal import GREEN, RED, YELLOW, Output, flush, is_terminal, paint
@@ -188,16 +188,18 @@ def _exit_code_without(database: bool, kafka: bool) -> int:
 
 def _print_status(config: HarvestConfig, out: Output, options: Mapping[str, Any]) -> int:
     try:
-        from outbox_core.doctor.status import Status, Unknown, read_database_status, read_kafka_status
+        from outbox_core.doctor.status import Status, Unknown, read_halves
     except ImportError as error:
         raise missing_extra(error) from None
     seconds: float = options["timeout"]
     write = _Lines(out)
-    database = read_database_status(config, connect_seconds=seconds)
+    halves = read_halves(config, connect_seconds=seconds)
+    database = cast("DatabaseStatus", next(halves))
     if not options["json"]:
         _write_database(database, config.delivery, write)
         flush(out)
-    kafka = read_kafka_status(config, database.outbox, connect_seconds=seconds)
+    kafka = cast("KafkaStatus", next(halves))
+    next(halves, None)  # closes the client
     if not options["json"]:
         _write_kafka(kafka, write)
     elif options["watch"] is None:

@@ -171,12 +171,17 @@ def _harvest(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise missing_extra(error) from None
     document = read_document(options.file) if options.file is not None else None
-    configure_logging(
-        log_level(document, environ=os.environ, override=options.log_level),
-        log_format(document, environ=os.environ, override=options.log_format),
-    )
-    config = load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
-    return run(config, drain=options.drain)
+    overrides = overrides_from(vars(options))
+    try:
+        level = log_level(document, environ=os.environ, override=options.log_level)
+        configure_logging(level, log_format(document, environ=os.environ, override=options.log_format))
+    except InvalidConfig as error:
+        try:
+            load_config(document, environ=os.environ, overrides=overrides)
+        except InvalidConfig as others:
+            raise InvalidConfig(f"{error}; {others}") from None
+        raise
+    return run(load_config(document, environ=os.environ, overrides=overrides), drain=options.drain)
 
 
 def _make_harvester(config: HarvestConfig, *, drain: bool) -> tuple[Harvester, HarvestMetrics]:

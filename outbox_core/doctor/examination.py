@@ -1,7 +1,7 @@
 """The examination behind `outbox doctor`: all findings on an outbox, one by one, as they are made.
 
-Database and Kafka are examined one after the other, each given two seconds to answer. What one of them would have told
-the other is assumed: the name of the leader group, from the data source and the table's name.
+Database and Kafka are connected to side by side, each given two seconds to answer, and examined one after the other.
+What the database does not tell is assumed: the name of the leader group, from the data source and the table's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import psycopg
 
 from outbox_core.config import redact
 from outbox_core.doctor.findings import Commands, Finding, Verdict, fine, problem, unanswered, warning
-from outbox_core.doctor.kafka import KafkaChecks
+from outbox_core.doctor.kafka import KafkaConnecting
 from outbox_core.doctor.postgres import MOST_TOPICS, PostgresChecks
 from outbox_core.doctor.retention import RetentionChecks
 from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity, location
@@ -50,6 +50,14 @@ def examine(
     finding with `unanswered`. Raises InvalidConfig for settings that cannot be used.
     """
     learned = _Learned()
+    with KafkaConnecting(config.base_kafka_config, commands, connect_seconds=connect_seconds) as connecting:
+        yield from _database_findings(config, commands, learned, connect_seconds)
+        yield from _kafka_findings(config, learned, connecting)
+
+
+def _database_findings(
+    config: HarvestConfig, commands: Commands, learned: _Learned, connect_seconds: float
+) -> Iterator[Finding]:
     try:
         yield from _examine_database(config, commands, learned, connect_seconds)
     except InvalidConfig:
@@ -60,8 +68,11 @@ def examine(
         yield unanswered(_DATABASE, "database", redact(str(error)), _reach_database(config))
     except OutboxError as error:
         yield problem(_DATABASE, redact(str(error)), "the role needs SELECT on the outbox and its table of holds")
+
+
+def _kafka_findings(config: HarvestConfig, learned: _Learned, connecting: KafkaConnecting) -> Iterator[Finding]:
     try:
-        yield from _examine_kafka(config, commands, learned, connect_seconds)
+        yield from _examine_kafka(config, learned, connecting)
     except KafkaUnavailable as error:
         servers = config.base_kafka_config.get("bootstrap.servers", "")
         remedy = f"see that brokers run at bootstrap.servers={servers}, and that TLS and SASL settings fit them"
@@ -143,30 +154,28 @@ def _settled_floor(config: HarvestConfig) -> Finding:
     )
 
 
-def _examine_kafka(
-    config: HarvestConfig, commands: Commands, learned: _Learned, connect_seconds: float
-) -> Iterator[Finding]:
-    with KafkaChecks(config.base_kafka_config, commands, connect_seconds=connect_seconds) as kafka:
-        yield kafka.cluster()
-        identity = learned.identity or assumed_identity(config.data_source, config.outbox_table)
-        group, leader_topic = config.leader_names(identity)
-        tracking = config.tracking_names(identity)
-        is_needed = config.delivery == "exactly-once"
-        yield from kafka.leader_topic(leader_topic)
-        members = kafka.leader_group(group)
-        yield members
-        if learned.identity and members.verdict is Verdict.OK:  # else there are none, or they are not ours
-            yield _leader(config, identity, learned.server_id)
-        # The head names the outbox; ids and times take eight bytes each.
-        manifest_bytes = 2048 + 16 * config.limits.mark_query_records
-        yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
-        yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
-        yield from kafka.relay_topic(tracking.relay_topic)
-        if config.on_poison == "dead-letter":
-            yield from kafka.dead_letter_topic(config.dead_letter_name(identity))
-        yield kafka.writers([leader_topic, tracking.topic, tracking.relay_topic])
-        if learned.topics:
-            yield from kafka.topics(learned.topics, with_keyless=learned.with_keyless)
+def _examine_kafka(config: HarvestConfig, learned: _Learned, connecting: KafkaConnecting) -> Iterator[Finding]:
+    kafka = connecting.checks()
+    yield kafka.cluster()
+    identity = learned.identity or assumed_identity(config.data_source, config.outbox_table)
+    group, leader_topic = config.leader_names(identity)
+    tracking = config.tracking_names(identity)
+    is_needed = config.delivery == "exactly-once"
+    yield from kafka.leader_topic(leader_topic)
+    members = kafka.leader_group(group)
+    yield members
+    if learned.identity and members.verdict is Verdict.OK:  # else there are none, or they are not ours
+        yield _leader(config, identity, learned.server_id)
+    # The head names the outbox; ids and times take eight bytes each.
+    manifest_bytes = 2048 + 16 * config.limits.mark_query_records
+    yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
+    yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
+    yield from kafka.relay_topic(tracking.relay_topic)
+    if config.on_poison == "dead-letter":
+        yield from kafka.dead_letter_topic(config.dead_letter_name(identity))
+    yield kafka.writers([leader_topic, tracking.topic, tracking.relay_topic])
+    if learned.topics:
+        yield from kafka.topics(learned.topics, with_keyless=learned.with_keyless)
 
 
 def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
@@ -28,11 +29,32 @@ class Contender(NamedTuple):
     leads: bool  # it owns the leader topic's first partition, which a dead one keeps for up to a session
 
 
-class KafkaChecks:
-    """The checks of a harvester's needs in Kafka.
+class KafkaConnecting:
+    """A connection to the cluster, made on a thread while the database is asked. A context manager."""
 
-    Close it, or use it as a context manager. The constructor raises KafkaUnavailable if the cluster does not answer
-    within `connect_seconds`.
+    def __init__(self, config: KafkaConfig, commands: Commands | None = None, *, connect_seconds: float) -> None:
+        self._pool = ThreadPoolExecutor(1, "outbox-doctor-kafka")
+        self._made = self._pool.submit(KafkaChecks, config, commands, connect_seconds=connect_seconds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        if self._made.exception() is None:
+            self._made.result().close()
+
+    def checks(self) -> KafkaChecks:
+        """Wait for the connection and return its checks; the errors are those of their constructor."""
+        checks = self._made.result()
+        checks.begin()
+        return checks
+
+
+class KafkaChecks:
+    """The checks of a harvester's needs in Kafka. Close it.
+
+    The constructor raises KafkaUnavailable if the cluster does not answer within `connect_seconds`.
     """
 
     def __init__(
@@ -44,7 +66,7 @@ class KafkaChecks:
         self._inquiry = Inquiry(config, connect_seconds)
         try:
             self._inquiry.cluster()
-            self._inquiry.extend(_ANSWER_SECONDS)
+            self.begin()
             self._is_real = self._inquiry.can_create()
         except BaseException:
             self.close()
@@ -54,11 +76,9 @@ class KafkaChecks:
         """End the client."""
         self._inquiry.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def begin(self) -> None:
+        """Begin to ask: the answers have ten seconds from now on."""
+        self._inquiry.extend(_ANSWER_SECONDS)
 
     def cluster(self) -> Finding:
         """Count the brokers."""

@@ -5,13 +5,13 @@ Each half is read by itself and says why, if it is not known. SELECT on the outb
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from outbox_core.config import redact
 from outbox_core.doctor.findings import CommandLine
-from outbox_core.doctor.kafka import Contender, KafkaChecks
+from outbox_core.doctor.kafka import Contender, KafkaConnecting
 from outbox_core.doctor.postgres import MOST_TOPICS, Held, PostgresChecks, TopicAtHead
 from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
@@ -97,8 +97,19 @@ _BACKLOG_FIELDS = tuple(field.name for field in fields(Backlog))
 
 def read_status(config: HarvestConfig, *, connect_seconds: float = CONNECT_SECONDS) -> Status:
     """Read both halves, each given `connect_seconds` to answer. Raises InvalidConfig for unusable settings."""
-    database = read_database_status(config, connect_seconds=connect_seconds)
-    return Status(database, read_kafka_status(config, database.outbox, connect_seconds=connect_seconds))
+    halves = read_halves(config, connect_seconds=connect_seconds)
+    database, kafka = cast("tuple[DatabaseStatus, KafkaStatus]", tuple(halves))
+    return Status(database, kafka)
+
+
+def read_halves(
+    config: HarvestConfig, *, connect_seconds: float = CONNECT_SECONDS
+) -> Iterator[DatabaseStatus | KafkaStatus]:
+    """Yield the database's half and then Kafka's, each as soon as it is read; both are connected to side by side."""
+    with KafkaConnecting(config.base_kafka_config, connect_seconds=connect_seconds) as connecting:
+        database = read_database_status(config, connect_seconds=connect_seconds)
+        yield database
+        yield _read_kafka_status(config, database.outbox, connecting)
 
 
 def read_database_status(config: HarvestConfig, *, connect_seconds: float = CONNECT_SECONDS) -> DatabaseStatus:
@@ -121,12 +132,10 @@ def read_database_status(config: HarvestConfig, *, connect_seconds: float = CONN
         return DatabaseStatus(outbox, Unknown(redact(str(error))))
 
 
-def read_kafka_status(config: HarvestConfig, outbox: str, *, connect_seconds: float = CONNECT_SECONDS) -> KafkaStatus:
-    """Read the half that Kafka knows, of an outbox with this identity."""
+def _read_kafka_status(config: HarvestConfig, outbox: str, connecting: KafkaConnecting) -> KafkaStatus:
     group, _ = config.leader_names(outbox)
     try:
-        with KafkaChecks(config.base_kafka_config, connect_seconds=connect_seconds) as kafka:
-            return KafkaStatus(group, tuple(kafka.contenders(group)))
+        return KafkaStatus(group, tuple(connecting.checks().contenders(group)))
     except InvalidConfig:
         raise
     except OutboxError as error:

@@ -93,6 +93,15 @@ def test_log_format_from_file_and_environment(monkeypatch, tmp_path, capsys):
     path.write_text("logging: {format: xml}")
     assert main(["harvest", "-f", str(path)]) == 2
     assert "logging.format: is not a format; write one of text, json" in capsys.readouterr().err
+    path.write_text("logging: {level: loud}\nharvest: {leaderTopc: x}\ndataSource: host=h")
+    assert main(["harvest", "-f", str(path)]) == 2
+    told = capsys.readouterr().err
+    for mistake in (
+        "logging.level: is not a level",
+        "did you mean leaderTopic?",
+        "dataSource: belongs under `harvest:`",
+    ):
+        assert mistake in told, "all mistakes at once"
     monkeypatch.setenv("OUTBOX_LOG_FORMAT", "yaml")
     assert main(["harvest"]) == 2
     assert "OUTBOX_LOG_FORMAT: is not a format" in capsys.readouterr().err

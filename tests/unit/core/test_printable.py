@@ -90,8 +90,8 @@ def config(monkeypatch):
     )
     backlog = status.Backlog(1, False, None, 1.0, None, 0, (topic,), held)
     group = status.KafkaStatus(HOSTILE, (kafka.Contender(HOSTILE, HOSTILE, leads=True),))
-    monkeypatch.setattr(status, "read_database_status", lambda *_, **__: status.DatabaseStatus(HOSTILE, backlog))
-    monkeypatch.setattr(status, "read_kafka_status", lambda *_, **__: group)
+    halves = status.DatabaseStatus(HOSTILE, backlog), group
+    monkeypatch.setattr(status, "read_halves", lambda *_, **__: iter(halves))
     monkeypatch.setattr(examination, "examine", lambda *_, **__: iter([warning("topic", HOSTILE, HOSTILE)]))
     return HarvestConfig()
 
