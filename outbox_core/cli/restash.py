@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect, operator
+from outbox_core.cli.database import add_place_arguments, connect, find_place, operator
 from outbox_core.cli.inbox import parse_age
-from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
+from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.printable import printable
 from outbox_core.retention.archive import RESTASH_HEADER, Archive
-from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
     from outbox_core.stasher import Connection
@@ -28,17 +26,7 @@ _DESCRIPTION = (
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `restash` to the commands of `outbox`."""
     parser = commands.add_parser("restash", help="publish archived records again", description=_DESCRIPTION)
-    parser.add_argument(
-        "--dsn",
-        metavar="DSN",
-        help=f"the database: key=value pairs or a postgresql:// URL; default: {DATA_SOURCE_VARIABLE}",
-    )
-    parser.add_argument(
-        "--table",
-        metavar="NAME",
-        default=os.environ.get("OUTBOX_TABLE") or "outbox",
-        help="the outbox: `table` or `schema.table`; default: OUTBOX_TABLE, else outbox",
-    )
+    add_place_arguments(parser)
     add_arguments(parser)
     parser.set_defaults(command=_run)
 
@@ -90,11 +78,8 @@ def _time(text: str) -> datetime:
 
 
 def _run(options: argparse.Namespace) -> int:
-    try:
-        name = TableName.parse(options.table)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"--table: {error}") from None
-    connection, name = connect(options.dsn, name)
+    dsn, name = find_place(options)
+    connection, name = connect(dsn, name)
     archive = Archive(name, operator())
     with connection:
         import psycopg
