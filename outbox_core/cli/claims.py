@@ -42,7 +42,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         parser.add_argument(
             "--other-table", action="append", default=[], metavar="NAME", help="a further outbox; may be repeated"
         )
-        add_source_arguments(parser)
+        add_source_arguments(parser, variables=True)
     claims.set_defaults(command=_run)
 
 
