@@ -58,8 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     hold.add_command(commands)
     restash.add_command(commands)
     inbox.add_command(commands)
-    completion.add_command(commands, parser)
     claims.add_command(commands)
+    completion.add_command(commands, parser)
     for added in entry_points(group=_COMMANDS):
         commands.add_parser(added.name, help=f"see outbox {added.name} --help")
     return parser
