@@ -392,7 +392,8 @@ _RIGHTS = """
 SELECT what, coalesce(rolname, 'PUBLIC') AS grantee, privilege_type
 FROM (
     SELECT relname::text AS what, relacl AS acl FROM pg_class
-    WHERE oid IN ('outbox'::regclass, 'outbox_id_seq'::regclass, 'outbox_hold'::regclass)
+    WHERE oid IN ('outbox'::regclass, 'outbox_id_seq'::regclass, 'outbox_hold'::regclass,
+                  'outbox_statistics'::regclass, 'outbox_event'::regclass)
     UNION ALL
     SELECT attname::text, attacl FROM pg_attribute WHERE attrelid = 'outbox'::regclass
     UNION ALL
