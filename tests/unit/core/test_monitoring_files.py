@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from outbox_core.metrics import FloorGauge, HarvestMetrics, Health, MetricsServer
+from outbox_core.metrics import FloorGauge, HarvestMetrics
 from outbox_core.stores.interface import Backlog, StoredRecord, WaitingRows
-from tests.unit.core.test_metrics import get
 
 DOCS = Path(__file__).parents[3] / "docs"
 RULES = yaml.safe_load((DOCS / "monitoring/alerts.yml").read_text())["groups"][0]["rules"]
@@ -22,10 +22,7 @@ _OF_PROMETHEUS = {"instance", "job", "le"}
 
 def scrape(metrics):
     """Return the families of /metrics."""
-    with MetricsServer("127.0.0.1", 0, metrics.registry, lambda: Health(ok=True, leader=True)) as server:
-        status, text = get(server.port, "/metrics")
-    assert status == 200
-    return list(text_string_to_metric_families(text))
+    return list(text_string_to_metric_families(generate_latest(metrics.registry).decode()))
 
 
 @pytest.fixture(scope="module")
