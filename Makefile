@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := .venv-docs
+DOCS_STAMP := $(DOCS)/.installed
 SMOKE := tests/integration/harvest/test_harvester.py::test_concurrent_transactions_arrive_all_once_in_order \
 	tests/integration/harvest/test_exactly_once.py::test_every_record_arrives_once_and_in_order
 
 # Tests and benchmarks start hundreds of Python processes, each of which would compile the source anew.
 unexport PYTHONDONTWRITEBYTECODE
+export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requirements-docs.txt names
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format house protocol test test-quick test-all test-chaos test-queues chaos demo demo-pipeline clean
+.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-chaos test-queues chaos demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention
 
@@ -26,15 +29,32 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps --editable .
 	@touch $@
 
-lock: $(STAMP)  ## Resolve the development tools and all extras anew, into requirements-dev.txt with hashes
+lock: $(STAMP)  ## Resolve the development tools and all extras anew, and the tools of the site, with hashes
 	$(BIN)/python -m uv pip compile pyproject.toml --all-extras --group dev --universal --generate-hashes \
 		--upgrade --quiet --no-header --no-emit-index-url --output-file requirements-dev.txt
+	$(BIN)/python -m uv pip compile --group docs --universal --generate-hashes \
+		--upgrade --quiet --no-header --no-emit-index-url --output-file requirements-docs.txt
 
 lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(DOCS_STAMP)  ## Build the documentation site into build/site, strictly: any warning is a failure
+	$(DOCS)/bin/mkdocs build
+
+docs-serve: $(DOCS_STAMP)  ## Show the documentation site on http://127.0.0.1:8000/, built anew at each change
+	$(DOCS)/bin/mkdocs serve
+
+docs-version: $(DOCS_STAMP)  ## Add the site as VERSION=1.2 to the local branch gh-pages, as the latest one
+	$(DOCS)/bin/mike deploy --update-aliases $(VERSION) latest
+	$(DOCS)/bin/mike set-default latest
+
+$(DOCS_STAMP): requirements-docs.txt | $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(DOCS)
+	$(BIN)/uv pip install --quiet --python $(DOCS) --require-hashes --requirement requirements-docs.txt
+	@touch $@
 
 house: $(STAMP)  ## Measure the product's source: sizes, docstrings, imports, against the limits of ARCHITECTURE.md
 	$(BIN)/python scripts/house.py
@@ -138,4 +158,4 @@ bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-id
 bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(DOCS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
