@@ -1,6 +1,6 @@
 """One harvester process that drains a filled outbox and prints rates and memory, as JSON.
 
-    python -m benchmarks.drain DSN BOOTSTRAP ROWS DELIVERY [limit=value ...]
+    python -m benchmarks.drain DSN BOOTSTRAP ROWS DELIVERY [limit=value ...] [metrics=on] [retention=archive]
 
 The clock runs from `LeaderAcquired` to the empty table. Memory is the resident set, sampled every 100 ms.
 """
@@ -18,6 +18,7 @@ from outbox_core.cli.gc_tuning import tune_gc
 from outbox_core.config import HarvestConfig
 from outbox_core.events import Event, LeaderAcquired, MeterRead
 from outbox_core.harvest import Harvester
+from outbox_core.metrics import HarvestMetrics
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -40,7 +41,10 @@ class _Memory(threading.Thread):
 
 def main() -> None:
     """Drain and print."""
-    dsn, bootstrap, rows, delivery, *limits = sys.argv[1:]
+    dsn, bootstrap, rows, delivery, *options = sys.argv[1:]
+    limits = dict(option.split("=") for option in options)
+    metrics = HarvestMetrics() if limits.pop("metrics", "") else None
+    retention = limits.pop("retention", "delete")
     began = [0.0]
     progress: list[tuple[float, int]] = []
 
@@ -54,14 +58,16 @@ def main() -> None:
         data_source=dsn,
         base_kafka_config={"bootstrap.servers": bootstrap},
         delivery=delivery,
+        retention=retention,
         limits={
-            "min_metrics_interval": "200ms",
-            **{name: int(value) for name, value in (pair.split("=") for pair in limits)},
+            # A harvester with metrics counts its backlog as often as that.
+            "min_metrics_interval": "5s" if metrics else "200ms",
+            **{name: int(value) for name, value in limits.items()},
         },
     )
     memory = _Memory()
     memory.start()
-    harvester = Harvester(config, on_event, drain=True)
+    harvester = Harvester(config, on_event, metrics=metrics, drain=True)
     with tune_gc():  # as `outbox harvest` does
         harvester.start()
         harvester.join()

@@ -1,4 +1,4 @@
-"""Runs the outbox's revisions on one outbox table, with its holds and its inbox, of one database.
+"""Runs the outbox's revisions on one outbox table, with its holds, its history and its inbox, of one database.
 
     alembic upgrade head                                           # OUTBOX_POSTGRES_DSN, tables `outbox` and `inbox`
     alembic -x dsn=postgresql://... -x table=billing.outbox upgrade head
@@ -18,8 +18,22 @@ from sqlalchemy import MetaData, create_engine, pool
 from sqlalchemy.exc import OperationalError
 
 from outbox_core.errors import OutboxError
-from outbox_core.schema import TableName, drop_notify_sql, hold_beside, inbox_beside, notify_sql
-from outbox_sqlalchemy import make_hold_table, make_inbox_table, make_outbox_table, sqlalchemy_url
+from outbox_core.schema import (
+    TableName,
+    drop_notify_sql,
+    events_beside,
+    hold_beside,
+    inbox_beside,
+    notify_sql,
+    statistics_beside,
+)
+from outbox_sqlalchemy import (
+    make_history_tables,
+    make_hold_table,
+    make_inbox_table,
+    make_outbox_table,
+    sqlalchemy_url,
+)
 
 arguments = {
     "dsn": context.config.attributes.get("outbox_dsn") or os.environ.get("OUTBOX_POSTGRES_DSN"),
@@ -37,7 +51,8 @@ def settings(name: TableName, inbox: TableName) -> dict[str, object]:
     make_outbox_table(metadata, name.quoted)
     make_inbox_table(metadata, inbox.quoted)
     make_hold_table(metadata, name.quoted)
-    tables = (name, inbox, hold_beside(name))
+    make_history_tables(metadata, name.quoted)
+    tables = (name, inbox, hold_beside(name), statistics_beside(name), events_beside(name))
 
     def ours(kind_of: object, table: str | None, kind: str, _reflected: bool, _other: object) -> bool:
         return kind != "table" or TableName(str(table), getattr(kind_of, "schema", None)) in tables

@@ -19,6 +19,9 @@ parameters. It sets holds itself, for records that Kafka refuses and topics it m
 
 Each call is one statement, which may be repeated. Only held records are ever skipped or dead-lettered, so there is no
 race with the harvester. A release lets a record be published before its followers, as if it had never been held.
+
+The same statement writes an event for each change into the outbox's history (`outbox_core.retention.history`), if there
+is one and the role may: what was done, by whom, and why.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
-from outbox_core.schema import TableName, hold_beside, hold_id
+from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id
 from outbox_core.stasher import Connection
 
 __all__ = [
@@ -39,7 +42,8 @@ __all__ = [
 
 # Both tables must be there: without this the subqueries below would find nothing, and no error would say so.
 _NAME = """
-SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL
+SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL,
+       has_table_privilege(to_regclass(%s)::oid, 'INSERT')
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)
 """
 
@@ -57,6 +61,7 @@ SELECT %s::bigint, %s, %s, %s, %s::bigint, %s WHERE NOT EXISTS (
     AND record_id IS NOT DISTINCT FROM %s::bigint
 )
 ON CONFLICT (id) DO NOTHING
+RETURNING kafka_topic, kafka_key, record_id
 """
 
 # Three joins, each of which can be hashed: thousands of holds and thousands of records are not compared pairwise.
@@ -86,24 +91,34 @@ _HEAD_ROWS = 10_000
 
 _LANE_OF_RECORD = "SELECT kafka_topic, kafka_key FROM {table} WHERE id = %s"
 
-_RELEASE = "DELETE FROM {holds} AS held WHERE {filter}"
+_RELEASE = "DELETE FROM {holds} AS held WHERE {filter} RETURNING kafka_topic, kafka_key, record_id"
 
 # The row must be of the hold's topic and key: ids come back when a table is truncated or restored.
 _SKIP = """
 WITH released AS (
     DELETE FROM {holds} AS held WHERE {filter} AND record_id IS NOT NULL RETURNING record_id, kafka_topic, kafka_key
-), skipped AS (
+), changed AS (
     DELETE FROM {table} AS stored USING released
     WHERE stored.id = released.record_id AND stored.kafka_topic = released.kafka_topic
       AND stored.kafka_key IS NOT DISTINCT FROM released.kafka_key
-    RETURNING stored.id
-)
-SELECT count(*) FROM skipped
+    RETURNING stored.kafka_topic, stored.kafka_key, stored.id AS record_id
+){noted}
+SELECT count(*) FROM changed
 """
 
 _DEAD_LETTER = """
 UPDATE {holds} AS held SET dead_letter = true WHERE {filter} AND record_id IS NOT NULL AND NOT dead_letter
+RETURNING kafka_topic, kafka_key, record_id
 """
+
+_CHANGE = "WITH changed AS ({change}){noted} SELECT count(*) FROM changed"
+
+_NOTED = """, noted AS (
+    INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
+    SELECT %s::text, %s::text, coalesce(%s::text || ' as ', '') || session_user, %s::text, kafka_topic, kafka_key,
+           record_id
+    FROM changed
+)"""
 
 _BIGINTS = range(-(2**63), 2**63)
 
@@ -137,17 +152,20 @@ class Holds:
 
     Args:
         outbox: name of the outbox table, `outbox` or `billing.outbox`.
+        actor: the person or program that acts, for the history, which also gets the role of the session. The `reason`
+            of a method is for the history, too.
 
     Raises:
         InvalidConfig: if an argument, here or of a method, cannot be used.
         OutboxTableError: by every method, if there is no outbox or no table of holds.
     """
 
-    __slots__ = ("outbox", "table")
+    __slots__ = ("actor", "outbox", "table")
 
-    def __init__(self, outbox: str | TableName = "outbox") -> None:
+    def __init__(self, outbox: str | TableName = "outbox", actor: str | None = None) -> None:
         self.outbox = TableName.parse(outbox) if isinstance(outbox, str) else outbox
         self.table = hold_beside(self.outbox)
+        self.actor = _text(actor, "actor")
 
     def __repr__(self) -> str:
         return f"Holds({str(self.outbox)!r})"
@@ -162,7 +180,7 @@ class Holds:
         limit: int | None = None,
     ) -> _Listing:
         """List the holds, by topic, key and record: at most `limit` of all, of a topic, of a key of it, of records."""
-        wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
+        wanted = _Selection(self._identify(connection).outbox, records, topic, _text(key, "key"))
         rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, limit])
         return [Hold._make([*row[:-1], datetime.fromisoformat(row[-1])]) for row in rows]
 
@@ -173,7 +191,7 @@ class Holds:
 
         Of a key's held record that is the record and those behind it.
         """
-        wanted = _Selection(self._identify(connection), topic=topic, key=_text(key, "key"))
+        wanted = _Selection(self._identify(connection).outbox, topic=topic, key=_text(key, "key"))
         statement = self._sql(_BEHIND, wanted.filter, rows=_HEAD_ROWS)
         return dict(self._fetch(connection, statement, wanted.parameters))
 
@@ -198,13 +216,13 @@ class Holds:
         Raises:
             OutboxError: if there is no such record.
         """
-        name = self._identify(connection)
+        place = self._identify(connection)
         identity = _number(record_id)
         found = self._fetch(connection, self._sql(_LANE_OF_RECORD), [identity])
         if not found:
             raise OutboxError(f"there is no record {identity} in {self.outbox}: it is published, or never was there")
         topic, key = found[0]
-        return self._add(connection, name, (topic, key, identity), reason)
+        return self._add(connection, place, (topic, key, identity), reason)
 
     def release(
         self,
@@ -213,6 +231,7 @@ class Holds:
         records: Iterable[int] | None = None,
         topic: str | None = None,
         key: str | bytes | None = None,
+        reason: str = "",
     ) -> int:
         """Let records, a key or a topic be published again; return how many holds that ended.
 
@@ -221,22 +240,36 @@ class Holds:
             records: the holds of these records.
             topic: alone: the hold of the topic, while held keys and records of it stay held.
             key: with `topic`: all holds of this key, its held records too.
+            reason: for the history.
         """
         if records is None and topic is None:
             raise InvalidConfig("release: name records, a topic, or a topic and a key")
-        wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
+        place = self._identify(connection)
+        wanted = _Selection(place.outbox, records, topic, _text(key, "key"))
         condition = wanted.filter
         if records is None and key is None:
             condition += " AND held.kafka_key IS NULL AND held.record_id IS NULL"
-        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters)
+        noted = self._noted(place, EventKind.RELEASED, reason)
+        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters, noted)
 
     def release_records(
-        self, connection: Connection, *, topic: str | None = None, key: str | bytes | None = None
+        self, connection: Connection, *, topic: str | None = None, key: str | bytes | None = None, reason: str = ""
     ) -> int:
         """Let every held record be published again (of one topic, or of one key of it); return how many holds ended."""
-        wanted = _Selection(self._identify(connection), topic=topic, key=_text(key, "key"))
+        place = self._identify(connection)
+        wanted = _Selection(place.outbox, topic=topic, key=_text(key, "key"))
         condition = f"{wanted.filter} AND held.record_id IS NOT NULL"
-        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters)
+        noted = self._noted(place, EventKind.RELEASED, reason)
+        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters, noted)
+
+    def release_holds(self, connection: Connection, ids: Iterable[int], *, reason: str = "") -> int:
+        """End exactly these holds, by the ids that `list` shows; return how many."""
+        place = self._identify(connection)
+        wanted = _Selection(place.outbox)
+        listed = f"{{{','.join(str(_number(identity)) for identity in ids)}}}"
+        condition = f"{wanted.filter} AND held.id = ANY (%s::bigint[])"
+        noted = self._noted(place, EventKind.RELEASED, reason)
+        return self._change(connection, self._sql(_RELEASE, condition), [*wanted.parameters, listed], noted)
 
     def skip(
         self,
@@ -245,14 +278,16 @@ class Holds:
         records: Iterable[int] | None = None,
         topic: str | None = None,
         key: str | bytes | None = None,
+        reason: str = "",
     ) -> int:
         """Delete held records for good, with their holds, and let their followers go on; return how many.
 
         Every held record is deleted, unless `records`, `topic` or `key` say which.
         """
-        wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
-        count: int = self._fetch(connection, self._sql(_SKIP, wanted.filter), wanted.parameters)[0][0]
-        return count
+        place = self._identify(connection)
+        wanted = _Selection(place.outbox, records, topic, _text(key, "key"))
+        noted = self._noted(place, EventKind.SKIPPED, reason)
+        return self._count(connection, self._sql(_SKIP, wanted.filter, noted.sql), wanted.parameters, noted)
 
     def dead_letter(
         self,
@@ -261,21 +296,28 @@ class Holds:
         records: Iterable[int] | None = None,
         topic: str | None = None,
         key: str | bytes | None = None,
+        reason: str = "",
     ) -> int:
         """Ask the harvester to publish held records to the dead-letter topic, and to remove them; return how many.
 
         They stay held until that is done. If the dead-letter topic refuses one, it is held as before, with that error.
         Every held record is requested, unless `records`, `topic` or `key` say which.
         """
-        wanted = _Selection(self._identify(connection), records, topic, _text(key, "key"))
-        return self._change(connection, self._sql(_DEAD_LETTER, wanted.filter), wanted.parameters)
+        place = self._identify(connection)
+        wanted = _Selection(place.outbox, records, topic, _text(key, "key"))
+        noted = self._noted(place, EventKind.DEAD_LETTER_ASKED, reason)
+        return self._change(connection, self._sql(_DEAD_LETTER, wanted.filter), wanted.parameters, noted)
 
-    def _add(self, connection: Connection, name: str, which: tuple[str, str | None, int | None], reason: str) -> bool:
+    def _add(
+        self, connection: Connection, place: _Place, which: tuple[str, str | None, int | None], reason: str
+    ) -> bool:
+        name = place.outbox
         parameters = [hold_id(name, *which), name, *which, _text(reason, "reason"), name, *which]
-        return self._change(connection, self._sql(_ADD), parameters) > 0
+        return self._change(connection, self._sql(_ADD), parameters, self._noted(place, EventKind.HELD, reason)) > 0
 
-    def _identify(self, connection: Connection) -> str:
-        rows = self._fetch(connection, _NAME, [self.table.quoted, self.outbox.quoted])
+    def _identify(self, connection: Connection) -> _Place:
+        names = [self.table.quoted, events_beside(self.outbox).quoted, self.outbox.quoted]
+        rows = self._fetch(connection, _NAME, names)
         if not rows:
             raise OutboxTableError(f"outbox table {self.outbox} does not exist in this database")
         if not rows[0][1]:
@@ -283,12 +325,25 @@ class Holds:
                 f"there is no table {self.table}, so nothing can be held; make it with "
                 f"`outbox schema --apply --table {self.outbox}`, with Alembic or with `manage.py migrate`"
             )
-        name: str = rows[0][0]
-        return name
+        return _Place(rows[0][0], bool(rows[0][2]))
 
-    def _sql(self, statement: str, condition: str = "", rows: int = 0) -> str:
+    def _sql(self, statement: str, condition: str = "", noted: str = "", rows: int = 0) -> str:
         escaped = {"table": self.outbox.quoted.replace("%", "%%"), "holds": self.table.quoted.replace("%", "%%")}
-        return statement.format(**escaped, filter=condition, rows=rows)
+        return statement.format(**escaped, filter=condition, noted=noted, rows=rows)
+
+    def _noted(self, place: _Place, kind: EventKind, reason: str) -> _Noted:
+        if not place.has_events:
+            return _Noted("", [])
+        events = events_beside(self.outbox).quoted.replace("%", "%%")
+        parameters = [place.outbox, str(kind), self.actor, _text(reason, "reason") or ""]
+        return _Noted(_NOTED.format(events=events), parameters)
+
+    def _change(self, connection: Connection, change: str, parameters: Sequence[Any], noted: _Noted) -> int:
+        return self._count(connection, _CHANGE.format(change=change, noted=noted.sql), parameters, noted)
+
+    def _count(self, connection: Connection, statement: str, parameters: Sequence[Any], noted: _Noted) -> int:
+        count: int = self._fetch(connection, statement, [*parameters, *noted.parameters])[0][0]
+        return count
 
     @staticmethod
     def _fetch(connection: Connection, sql: str, parameters: Sequence[Any]) -> _Rows:
@@ -296,12 +351,19 @@ class Holds:
             cursor.execute(sql, parameters)
             return [tuple(row) for row in cursor.fetchall()]
 
-    @staticmethod
-    def _change(connection: Connection, sql: str, parameters: Sequence[Any]) -> int:
-        with closing(connection.cursor()) as cursor:
-            cursor.execute(sql, parameters)
-            count: int = cursor.rowcount
-            return count
+
+class _Place(NamedTuple):
+    """The outbox as `schema.table`; and if it has a table of events that the role may write."""
+
+    outbox: str
+    has_events: bool
+
+
+class _Noted(NamedTuple):
+    """The end of a statement that writes an event for each changed hold, and its parameters."""
+
+    sql: str
+    parameters: list[Any]
 
 
 class _Selection:

@@ -1,76 +1,45 @@
 """Metrics of a harvester for Prometheus, and its health for a load balancer or Kubernetes.
 
 `HarvestMetrics` holds plain numbers that become Prometheus' families only at a scrape. The harvester reports batches,
-not records. Any thread may call: every call takes one short lock and costs about a microsecond. All families have one
-label, `outbox`, so that several harvesters in one process may share a registry.
+not records. Any thread may call: every call takes one short lock and costs about a microsecond, that of a published
+batch a tenth of one for each record. All families have the label `outbox`, so that several harvesters in one process
+may share a registry.
 """
 
 from __future__ import annotations
 
 import json
+import platform
 import threading
 import time
-from bisect import bisect_left
-from collections.abc import Mapping
+from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import TYPE_CHECKING, Self
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, NamedTuple, Self
 from weakref import WeakKeyDictionary, ref
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.http_server import Answer, HttpServer, Request, text_answer
+from outbox_core.monitoring.families import COUNTERS, GAUGES, HISTOGRAMS, Families
+from outbox_core.monitoring.histogram import BATCH_BUCKETS, LATENCY_BUCKETS, WeightedHistogram
+from outbox_core.monitoring.publication import OTHER_TOPICS, PublicationCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from prometheus_client import Metric
 
-    from outbox_core.stores.interface import Backlog
+    from outbox_core.stores.interface import Backlog, StoredRecord
 
 __all__ = [
     "HarvestMetrics",
     "MetricsServer",
 ]
 
-LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Upper bounds in seconds, the same for all three histograms."""
-
-_COUNTERS = {
-    "published": ("outbox_records_published", "Records acknowledged by Kafka."),
-    "errors": ("outbox_publish_errors", "Records that Kafka refused or did not acknowledge in time."),
-    "dead_letters": ("outbox_dead_letters", "Records published to the dead-letter topic."),
-}
-_GAUGES = {
-    "holds": ("outbox_holds", "Records, keys and topics that are held."),
-    "waiting_destinations": (
-        "outbox_waiting_destinations",
-        "Topics, partitions and keys that are tried again after a backoff.",
-    ),
-    "waiting_keys": ("outbox_waiting_keys", "Keys, and records without one, that wait for a destination or a retry."),
-    "send_wait": ("outbox_send_wait_seconds", "Time without a send, as heartbeats come back too late."),
-    "in_flight": ("outbox_in_flight_records", "Records sent and not yet acknowledged."),
-    "leader": ("outbox_leader", "1 where this harvester leads, else 0."),
-}
-_SAMPLED_GAUGES = {  # taken over from the last backlog and the last state of the floor
-    "pending": ("outbox_pending_records", "Records in the outbox table."),
-    "oldest_age": ("outbox_oldest_pending_age_seconds", "Age of the first record in the outbox table."),
-    "floor_enabled": ("outbox_floor_enabled", "1 where a settled floor can be proven, else 0 (the log says why)."),
-    "floor_distance": ("outbox_floor_distance_ids", "Ids between the settled floor and the last one drawn."),
-    "stragglers": ("outbox_floor_stragglers", "Open transactions that the settled floor waits for."),
-    "straggler_age": (
-        "outbox_floor_oldest_straggler_seconds",
-        "Time for which the settled floor has waited for the first of them.",
-    ),
-}
-_HISTOGRAMS = {
-    "publish_latency": ("outbox_publish_latency_seconds", "Time from sending a record to its acknowledgement."),
-    "mark_duration": ("outbox_mark_duration_seconds", "Duration of the statements that mark records."),
-    "purge_duration": ("outbox_purge_duration_seconds", "Duration of the statements that delete published records."),
-}
 
 _HEALTH_PAGES = ("/healthz", "/readyz", "/livez")
 _TITLE = "<!DOCTYPE html><title>kafka-outbox</title>\n"
@@ -169,23 +138,13 @@ class Activity:
         return None
 
 
-class WeightedHistogram:
-    """Counts of observations by upper bound; one call observes any number of equal values."""
+class Totals(NamedTuple):
+    """Records published, records failed (each attempt), bytes of values, and counts by `DELIVERY_BUCKETS`."""
 
-    def __init__(self, bounds: Iterable[float] = LATENCY_BUCKETS) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Count `count` observations of `value`: O(log of the number of buckets)."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self._sum += value * count
-
-    def add_to(self, family: HistogramMetricFamily, label: str) -> None:
-        """Write the counts into a family, cumulated as Prometheus wants them."""
-        names = [*(repr(bound) for bound in self._bounds), "+Inf"]
-        family.add_metric([label], list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+    published: int
+    failed: int
+    bytes: int
+    delivery_latency: tuple[int, ...]
 
 
 class HarvestMetrics:
@@ -197,21 +156,28 @@ class HarvestMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, outbox_name: str = "") -> None:
-        self.registry = registry if registry is not None else CollectorRegistry()
+        self.registry = registry if registry is not None else _new_registry()
         self.outbox_name = outbox_name
         self.activity = Activity()
         self._lock = threading.Lock()
 
-        self._values = dict.fromkeys([*_COUNTERS, *_GAUGES], 0.0)
-        self._histograms = {name: WeightedHistogram() for name in _HISTOGRAMS}
-        self._backlog: Backlog | None = None
+        self._values = dict.fromkeys([*COUNTERS, *GAUGES], 0.0)
+        self._histograms = {
+            name: WeightedHistogram(BATCH_BUCKETS if name == "purge_records" else LATENCY_BUCKETS)
+            for name in HISTOGRAMS
+        }
+        self._publication = PublicationCounts()
+        self._backlog: tuple[Backlog, float | None] | None = None
+        self._kafka_up: bool | None = None
         self._floor: FloorGauge | None = None
         _register(self)
 
-    def published(self, count: int) -> None:
-        """Count records that Kafka acknowledged."""
-        with self._lock:
-            self._values["published"] += count
+    def published(self, records: Sequence[StoredRecord]) -> None:
+        """Count a batch of records that Kafka acknowledged just now."""
+        if records:
+            with self._lock:
+                self._values["published"] += len(records)
+                self._publication.add(records)
 
     def publish_error(self, count: int = 1) -> None:
         """Count records that Kafka refused, or did not acknowledge in time."""
@@ -250,9 +216,16 @@ class HarvestMetrics:
             self.activity.begin()
         self._values["leader"] = float(leader)
 
-    def backlog(self, backlog: Backlog | None) -> None:
-        """Set the backlog; None when this harvester does not know it, so that no stale number is shown."""
-        self._backlog = backlog
+    def backlog(self, backlog: Backlog | None, time_to_empty: float | None = None) -> None:
+        """Set the backlog; None when this harvester does not know it, so that no stale number is shown.
+
+        `time_to_empty` is in seconds, None if it cannot be told.
+        """
+        self._backlog = None if backlog is None else (backlog, time_to_empty)
+
+    def kafka_up(self, up: bool) -> None:
+        """Note whether Kafka answers."""
+        self._kafka_up = up
 
     def floor(self, gauge: FloorGauge) -> None:
         """Set the progress of the settled floor; shown while this harvester leads."""
@@ -269,49 +242,86 @@ class HarvestMetrics:
             self._histograms["mark_duration"].observe(seconds)
         self.activity.looked()
 
-    def purge_took(self, seconds: float) -> None:
-        """Observe the duration of a purge."""
+    def purge_took(self, seconds: float, records: int) -> None:
+        """Observe the duration of a purge, and how many records it deleted."""
         with self._lock:
             self._histograms["purge_duration"].observe(seconds)
+            self._histograms["purge_records"].observe(records)
         self.activity.finished()
 
-    def add_to(self, families: _Families) -> None:
+    def totals(self) -> Totals:
+        """Return what was counted since the beginning."""
+        with self._lock:
+            counts = self._publication
+            published, failed = int(self._values["published"]), int(self._values["errors"])
+            return Totals(published, failed, counts.bytes, counts.delivery_latency.counts)
+
+    def add_to(self, families: Families) -> None:
         """Write a consistent copy of the numbers into the families."""
-        name, backlog, floor = self.outbox_name, self._backlog, self._floor if self._values["leader"] else None
+        name = self.outbox_name
         with self._lock:
             for key, value in self._values.items():
-                families.values[key].add_metric([name], value)
+                families.add(key, value, name)
             for key, histogram in self._histograms.items():
-                histogram.add_to(families.histograms[key], name)
-        gauges = families.values
-        if backlog is not None:
-            gauges["pending"].add_metric([name], backlog.pending)
-            gauges["oldest_age"].add_metric([name], backlog.oldest_age_seconds)
-        if floor is not None:
-            gauges["floor_enabled"].add_metric([name], float(floor.enabled))
-            gauges["stragglers"].add_metric([name], floor.stragglers)
-            gauges["straggler_age"].add_metric([name], floor.oldest_straggler_seconds)
-            if floor.distance is not None:
-                gauges["floor_distance"].add_metric([name], floor.distance)
+                histogram.add_to(families.histogram(key), name)
+            self._add_publication(families)
+        families.add("build", 1.0, name, _version(), platform.python_version())
+        if self._kafka_up is not None:
+            families.add("kafka_up", float(self._kafka_up), name)
+        if self._backlog is not None:
+            self._add_backlog(families, *self._backlog)
+        if self._floor is not None and self._values["leader"]:
+            self._add_floor(families, self._floor)
+
+    def _add_publication(self, families: Families) -> None:
+        name, counts = self.outbox_name, self._publication
+        families.add("bytes", counts.bytes, name)
+        counts.delivery_latency.add_to(families.histogram("delivery_latency"), name)
+        if counts.last_at:
+            families.add("last_success", counts.last_at, name)
+        for topic, number in counts.by_topic.items():
+            families.add("topic_published", number, name, topic)
+
+    def _add_backlog(self, families: Families, backlog: Backlog, time_to_empty: float | None) -> None:
+        name = self.outbox_name
+        families.add("pending", backlog.pending, name)
+        families.add("oldest_age", backlog.oldest_age_seconds, name)
+        for key, rows in (("deliverable", backlog.deliverable), ("held", backlog.held)):
+            families.add(key, rows.number, name)
+            families.add(f"{key}_age", rows.oldest_age_seconds, name)
+            by_label: Counter[str] = Counter()
+            for topic, number in rows.topics.items():
+                by_label[self._publication.labels.label(topic)] += number
+            # An estimated number is more than the topics that were counted.
+            if rest := rows.number - sum(rows.topics.values()):
+                by_label[OTHER_TOPICS] += rest
+            for topic, number in by_label.items():
+                families.add(f"topic_{key}", number, name, topic)
+        if time_to_empty is not None:
+            families.add("time_to_empty", time_to_empty, name)
+
+    def _add_floor(self, families: Families, floor: FloorGauge) -> None:
+        name = self.outbox_name
+        families.add("floor_enabled", float(floor.enabled), name)
+        families.add("stragglers", floor.stragglers, name)
+        families.add("straggler_age", floor.oldest_straggler_seconds, name)
+        if floor.distance is not None:
+            families.add("floor_distance", floor.distance, name)
 
 
-class _Families:
-    """The empty families of a scrape."""
+@cache
+def _version() -> str:
+    try:
+        return version("kafka-outbox")
+    except PackageNotFoundError:  # a copy of the source that was never installed
+        return "unknown"
 
-    def __init__(self) -> None:
-        by = ["outbox"]
-        self.values: dict[str, CounterMetricFamily | GaugeMetricFamily] = {
-            key: CounterMetricFamily(name, text, labels=by) for key, (name, text) in _COUNTERS.items()
-        }
-        for key, (name, text) in (_GAUGES | _SAMPLED_GAUGES).items():
-            self.values[key] = GaugeMetricFamily(name, text, labels=by)
-        self.histograms = {
-            key: HistogramMetricFamily(name, text, labels=by) for key, (name, text) in _HISTOGRAMS.items()
-        }
 
-    def all(self) -> Iterator[Metric]:
-        yield from self.values.values()
-        yield from self.histograms.values()
+def _new_registry() -> CollectorRegistry:
+    """Return a registry with the numbers of this process, which the default one of `prometheus_client` has anyhow."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
 
 
 class _OutboxCollector(Collector):
@@ -324,7 +334,7 @@ class _OutboxCollector(Collector):
         self._sources = [*(known for known in self._sources if known() is not None), ref(source)]
 
     def collect(self) -> Iterator[Metric]:
-        families = _Families()
+        families = Families()
         alive = (source() for source in self._sources)
         for source in {source.outbox_name: source for source in alive if source is not None}.values():
             source.add_to(families)

@@ -197,7 +197,7 @@ class HoldAdmin(HoldAdminBase):
         """Pause a topic or a key, as `outbox hold add` does."""
         del form, change
         obj.kafka_key = obj.kafka_key or None
-        which = holds(write_alias("Hold"))
+        which = holds(write_alias("Hold"), str(request.user))
         obj.was_held = not which.add(obj.kafka_topic, obj.kafka_key, reason=obj.reason or f"by {request.user}")
         obj.pk = which.list(topic=obj.kafka_topic, key=obj.kafka_key)[0].id
         waiting = which.waiting_topics(obj.kafka_key)
@@ -244,7 +244,8 @@ class HoldAdmin(HoldAdminBase):
     def release(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
         """End the selected holds."""
         self._log(request, chosen, "Released")
-        number, _ = chosen.delete()
+        ids = list(chosen.values_list("pk", flat=True))
+        number = holds(chosen.db, str(request.user)).release_holds(ids)
         self.message_user(request, f"Released: {number}.")
 
     @admin.action(description="Skip: delete the held records for good", permissions=["decide"])
@@ -254,7 +255,7 @@ class HoldAdmin(HoldAdminBase):
         if "confirmed" not in request.POST:
             return self._confirm_skip(request, chosen, held)
         self._log(request, held, "Skipped: deleted the record")
-        number = holds(chosen.db).skip(records=self._records(chosen))
+        number = holds(chosen.db, str(request.user)).skip(records=self._records(chosen))
         self.message_user(request, f"Skipped records: {number}.{self._left_out(chosen, number)}")
         return None
 
@@ -274,7 +275,7 @@ class HoldAdmin(HoldAdminBase):
     def send_to_dead_letters(self, request: HttpRequest, chosen: models.QuerySet[Hold]) -> None:
         """Ask the harvester to publish them there."""
         self._log(request, chosen.filter(record_id__isnull=False), "Asked for the dead-letter topic")
-        number = holds(chosen.db).dead_letter(records=self._records(chosen))
+        number = holds(chosen.db, str(request.user)).dead_letter(records=self._records(chosen))
         self.message_user(request, f"Asked for: {number}.{self._left_out(chosen, number)}")
 
     def _log(self, request: HttpRequest, chosen: models.QuerySet[Hold], what: str) -> None:

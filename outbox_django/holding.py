@@ -28,6 +28,7 @@ _METHODS = frozenset(
         "add",
         "add_record",
         "release",
+        "release_holds",
         "release_records",
         "skip",
         "dead_letter",
@@ -40,8 +41,8 @@ class OutboxHolds:
 
     __slots__ = ("_holds", "_using")
 
-    def __init__(self, using: str | None = None) -> None:
-        self._holds = Holds(outbox_settings().table)
+    def __init__(self, using: str | None = None, actor: str | None = None) -> None:
+        self._holds = Holds(outbox_settings().table, actor)
         self._using = using
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -50,6 +51,6 @@ class OutboxHolds:
         return partial(getattr(self._holds, name), postgres_connection(self._using or write_alias("Hold")))
 
 
-def holds(using: str | None = None) -> OutboxHolds:
-    """Return the holds of the outbox that the settings name."""
-    return OutboxHolds(using)
+def holds(using: str | None = None, actor: str | None = None) -> OutboxHolds:
+    """Return the holds of the outbox that the settings name; `actor` is the person who acts, for its history."""
+    return OutboxHolds(using, actor)

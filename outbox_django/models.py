@@ -1,4 +1,4 @@
-"""The outbox, its holds and the inbox as Django models: for migrations, the admin, and looking at them in tests.
+"""The outbox, its holds, its history and the inbox as Django models: for migrations, the admin, and tests.
 
 Write with `outbox_django.stash` and `accept`, which validate and insist on a transaction.
 """
@@ -10,12 +10,20 @@ from django.db.models.expressions import RawSQL
 
 from outbox_core.record import Header
 from outbox_django.fields import PostgresArrayField
-from outbox_django.settings import hold_model_table, inbox_model_table, model_table
+from outbox_django.settings import (
+    event_model_table,
+    hold_model_table,
+    inbox_model_table,
+    model_table,
+    statistics_model_table,
+)
 
 __all__ = [
+    "Event",
     "Hold",
     "Inbox",
     "Outbox",
+    "Statistics",
 ]
 
 
@@ -81,6 +89,63 @@ class Hold(models.Model):
         if self.kafka_key is None:
             return f"topic {self.kafka_topic}"
         return f"key {self.kafka_key} of {self.kafka_topic}"
+
+
+class Statistics(models.Model):
+    """Ten seconds of the leader's work. The columns are those of `outbox_core.schema`."""
+
+    id = models.BigAutoField(primary_key=True)
+    create_time = models.DateTimeField(db_default=models.Func(function="now"))
+    outbox = models.TextField()
+    instance = models.TextField()
+    interval_seconds = models.FloatField()
+    published = models.BigIntegerField()
+    failed = models.BigIntegerField()
+    published_bytes = models.BigIntegerField()
+    deliverable = models.BigIntegerField(null=True)
+    deliverable_age = models.FloatField(null=True)
+    held = models.BigIntegerField(null=True)
+    held_age = models.FloatField(null=True)
+    latency_p50 = models.FloatField(null=True)
+    latency_p99 = models.FloatField(null=True)
+
+    class Meta:
+        """Only PostgreSQL has the table; other databases are left alone by `migrate`."""
+
+        db_table = statistics_model_table()
+        required_db_vendor = "postgresql"
+        verbose_name = "statistics"
+        verbose_name_plural = "statistics"
+
+    def __str__(self) -> str:
+        return f"{self.create_time}: {self.published} published"
+
+
+class Event(models.Model):
+    """What a leader was, or what was done to a hold. The columns are those of `outbox_core.schema`."""
+
+    id = models.BigAutoField(primary_key=True)
+    create_time = models.DateTimeField(db_default=models.Func(function="now"))
+    outbox = models.TextField()
+    kind = models.TextField()
+    actor = models.TextField()
+    reason = models.TextField(db_default="")
+    leader_id = models.UUIDField(null=True)
+    term = models.BigIntegerField(null=True)
+    kafka_topic = models.TextField("topic", null=True)  # noqa: DJ001  NULL: about no topic
+    kafka_key = models.TextField("key", null=True)  # noqa: DJ001  NULL: about no key
+    record_id = models.BigIntegerField("record", null=True)
+
+    class Meta:
+        """Only PostgreSQL has the table; other databases are left alone by `migrate`."""
+
+        db_table = event_model_table()
+        required_db_vendor = "postgresql"
+        verbose_name = "event"
+        verbose_name_plural = "events"
+
+    def __str__(self) -> str:
+        return f"{self.kind} by {self.actor}"
 
 
 class Inbox(models.Model):

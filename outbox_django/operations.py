@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from django.db.migrations.operations.base import Operation
 
+from outbox_core.retention.archive import archive_statements, drop_archive_statements
 from outbox_core.schema import (
     STORAGE_PARAMETERS,
     TableName,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AddChecks",
+    "ArchivePublished",
     "GrantRights",
     "NotifyOnInsert",
     "SetStorageParameters",
@@ -142,6 +144,32 @@ class NotifyOnInsert(_TableOperation):
     def describe(self) -> str:
         """Return the line of `migrate --plan`."""
         return "Tell harvesters of inserts into the outbox"
+
+
+class ArchivePublished(_TableOperation):
+    """The archive of the outbox, for harvesters with `OUTBOX["RETENTION"] = "archive"`.
+
+    For a migration of the project's own; backwards it drops the archive with all that is in it:
+
+        class Migration(migrations.Migration):
+            dependencies = [("outbox_django", "0001_initial")]
+            operations = [ArchivePublished()]
+    """
+
+    app_label = "outbox_django"
+    model_name = "Outbox"
+
+    def forwards(self, table: TableName) -> list[str]:
+        """Make table, partitions and function."""
+        return archive_statements(table)
+
+    def backwards(self, table: TableName) -> list[str]:
+        """Drop them."""
+        return drop_archive_statements(table)
+
+    def describe(self) -> str:
+        """Return the line of `migrate --plan`."""
+        return "Make the archive of the outbox"
 
 
 class GrantRights(_TableOperation):

@@ -16,7 +16,15 @@ from typing import Any, Literal, NamedTuple
 from django.conf import settings
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout, TableName, hold_beside
+from outbox_core.schema import (
+    BINARY_LAYOUT,
+    TEXT_LAYOUT,
+    TableLayout,
+    TableName,
+    events_beside,
+    hold_beside,
+    statistics_beside,
+)
 
 DEFAULT_TABLE = "outbox"
 DEFAULT_INBOX_TABLE = "inbox"
@@ -47,6 +55,8 @@ class OutboxSettings:
     tracking_topic: str | None = None
     on_poison: str | None = None
     dead_letter_topic: str | None = None
+    retention: str | None = None
+    archive_days: int | None = None
     notify: bool | None = None
     name: str | None = None
     outbox_name: str | None = None
@@ -89,11 +99,25 @@ def inbox_model_table() -> str:
 
 def hold_model_table() -> str:
     """Return the table of the outbox's holds: the outbox's name with `_hold` behind it."""
+    return _table_beside(hold_beside)
+
+
+def statistics_model_table() -> str:
+    """Return the table of the outbox's statistics, in the same way."""
+    return _table_beside(statistics_beside)
+
+
+def event_model_table() -> str:
+    """Return the table of the outbox's events, in the same way."""
+    return _table_beside(events_beside)
+
+
+def _table_beside(beside: Callable[[TableName], TableName]) -> str:
     raw = getattr(settings, "OUTBOX", {})
     try:
-        return as_db_table(hold_beside(_table(raw.get("TABLE", DEFAULT_TABLE))))
+        return as_db_table(beside(_table(raw.get("TABLE", DEFAULT_TABLE))))
     except (AttributeError, InvalidConfig):
-        return as_db_table(hold_beside(_DEFAULT_TABLE_NAME))
+        return as_db_table(beside(_DEFAULT_TABLE_NAME))
 
 
 def _model_table(key: str, default: str) -> str:
@@ -164,6 +188,20 @@ def _on_poison(value: object) -> str | None:
     return value
 
 
+def _retention(value: object) -> str | None:
+    if value not in (None, "delete", "archive"):
+        raise InvalidConfig(f"expected 'delete' or 'archive', got {value!r}")
+    return value
+
+
+def _days(value: object) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 36_500:
+        raise InvalidConfig(f"expected a number of days from 1 to 36500, got {value!r}")
+    return value
+
+
 def _truth(value: object) -> bool | None:
     if not isinstance(value, bool | None):
         raise InvalidConfig(f"expected True or False, got {value!r}")
@@ -218,6 +256,8 @@ _READERS: dict[str, Callable[[object], Any]] = {
     "TRACKING_TOPIC": _text,
     "ON_POISON": _on_poison,
     "DEAD_LETTER_TOPIC": _text,
+    "RETENTION": _retention,
+    "ARCHIVE_DAYS": _days,
     "NOTIFY": _truth,
     "NAME": _text,
     "OUTBOX_NAME": _text,

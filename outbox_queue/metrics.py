@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.metrics import WeightedHistogram
+from outbox_core.monitoring.histogram import WeightedHistogram
 from outbox_queue.redelivery.in_progress import QueueLoad
 
 # Seconds: a message may take milliseconds or hours.

@@ -28,7 +28,14 @@ from outbox_sqlalchemy.consuming import consume
 from outbox_sqlalchemy.inbox import Inbox
 from outbox_sqlalchemy.outbox import Outbox
 from outbox_sqlalchemy.sessions import WrongSession
-from outbox_sqlalchemy.table import OutboxMixin, layout_of, make_hold_table, make_inbox_table, make_outbox_table
+from outbox_sqlalchemy.table import (
+    OutboxMixin,
+    layout_of,
+    make_history_tables,
+    make_hold_table,
+    make_inbox_table,
+    make_outbox_table,
+)
 from outbox_sqlalchemy.url import sqlalchemy_url
 
 __all__ = [
@@ -54,6 +61,7 @@ __all__ = [
     "astash_many",
     "consume",
     "layout_of",
+    "make_history_tables",
     "make_hold_table",
     "make_inbox_table",
     "make_outbox_table",

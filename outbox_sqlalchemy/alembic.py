@@ -1,4 +1,4 @@
-"""Outbox, inbox and holds as Alembic revisions, for a host application's chain or by themselves.
+"""Outbox, inbox, holds and history as Alembic revisions, for a host application's chain or by themselves.
 
 In one revision of the host's own chain:
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import sqlalchemy as sa
 from alembic import op
@@ -27,17 +27,20 @@ from alembic.config import Config
 from sqlalchemy.dialects import postgresql
 
 from outbox_core.errors import OutboxError
+from outbox_core.retention.archive import archive_statements, drop_archive_statements
 from outbox_core.schema import (
     TableName,
     add_checks_sql,
     drop_checks_sql,
     drop_notify_statements,
+    events_beside,
     grant_statements,
     hold_beside,
     inbox_beside,
     inbox_index,
     notify_statements,
     revoke_statements,
+    statistics_beside,
 )
 from outbox_sqlalchemy.table import storage_options
 
@@ -49,6 +52,8 @@ __all__ = [
     "outbox_0002",
     "outbox_0003",
     "outbox_0004",
+    "outbox_0005",
+    "outbox_archive",
     "outbox_grants",
     "outbox_notify",
 ]
@@ -186,6 +191,58 @@ def outbox_0004(table: str | None = None) -> Revision:
     return Revision(upgrade, downgrade)
 
 
+def outbox_0005(table: str | None = None) -> Revision:
+    """Return the two tables of the history of the outbox `table`, statistics and events, as of version 0.4."""
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        name = named or _table_of_environment()
+        op.create_table(
+            statistics_beside(name).table,
+            *_columns_of_history(),
+            sa.Column("instance", sa.Text(), nullable=False),
+            sa.Column("interval_seconds", sa.Double(), nullable=False),
+            sa.Column("published", sa.BigInteger(), nullable=False),
+            sa.Column("failed", sa.BigInteger(), nullable=False),
+            sa.Column("published_bytes", sa.BigInteger(), nullable=False),
+            sa.Column("deliverable", sa.BigInteger()),
+            sa.Column("deliverable_age", sa.Double()),
+            sa.Column("held", sa.BigInteger()),
+            sa.Column("held_age", sa.Double()),
+            sa.Column("latency_p50", sa.Double()),
+            sa.Column("latency_p99", sa.Double()),
+            schema=name.schema,
+        )
+        op.create_table(
+            events_beside(name).table,
+            *_columns_of_history(),
+            sa.Column("kind", sa.Text(), nullable=False),
+            sa.Column("actor", sa.Text(), nullable=False),
+            sa.Column("reason", sa.Text(), server_default=sa.text("''"), nullable=False),
+            sa.Column("leader_id", sa.Uuid()),
+            sa.Column("term", sa.BigInteger()),
+            sa.Column("kafka_topic", sa.Text()),
+            sa.Column("kafka_key", sa.Text()),
+            sa.Column("record_id", sa.BigInteger()),
+            schema=name.schema,
+        )
+
+    def downgrade() -> None:
+        name = named or _table_of_environment()
+        for table_name in (events_beside(name), statistics_beside(name)):
+            op.drop_table(table_name.table, schema=table_name.schema)
+
+    return Revision(upgrade, downgrade)
+
+
+def _columns_of_history() -> list[sa.Column[Any]]:
+    return [
+        sa.Column("id", sa.BigInteger(), sa.Identity(always=False), primary_key=True),
+        sa.Column("create_time", sa.DateTime(timezone=True), server_default=sa.text("now()"), nullable=False),
+        sa.Column("outbox", sa.Text(), nullable=False),
+    ]
+
+
 def outbox_notify(table: str | None = None) -> Revision:
     """Return the trigger that notifies harvesters with `notify` of inserts. Not part of the chain."""
     named = None if table is None else TableName.parse(table)
@@ -201,13 +258,32 @@ def outbox_notify(table: str | None = None) -> Revision:
     return Revision(upgrade, downgrade)
 
 
+def outbox_archive(table: str | None = None) -> Revision:
+    """Return the archive of the outbox `table`, for harvesters with `retention: archive`. Not part of the chain.
+
+    The downgrade drops it with all that is in it.
+    """
+    named = None if table is None else TableName.parse(table)
+
+    def upgrade() -> None:
+        for statement in archive_statements(named or _table_of_environment()):
+            op.execute(sa.text(_escaped(statement)))
+
+    def downgrade() -> None:
+        for statement in drop_archive_statements(named or _table_of_environment()):
+            op.execute(sa.text(_escaped(statement)))
+
+    return Revision(upgrade, downgrade)
+
+
 def outbox_grants(
     writer: str, harvester: str, table: str | None = None, *, layout: Literal["binary", "text"] = "binary"
 ) -> Revision:
     """Return the rights of an outbox's roles, column by column, as `outbox schema --grants` prints them.
 
     Not part of the chain: roles are the host's, and have to exist. It needs the tables of `outbox_0001` and
-    `outbox_0003`. The downgrade takes back the granted rights, but for USAGE of the schema.
+    `outbox_0003`, and comes after `outbox_0005` if there is a history. The downgrade takes back the granted rights, but
+    for USAGE of the schema.
 
     Args:
         writer: the role of the applications that stash.

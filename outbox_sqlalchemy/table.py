@@ -1,4 +1,4 @@
-"""The outbox table, its holds, and the inbox table, as SQLAlchemy sees them: made, mapped, or recognised.
+"""The outbox table, its holds, its history, and the inbox table, as SQLAlchemy sees them: made, mapped, or recognised.
 
 They equal the DDL of `outbox_core.schema`, storage parameters included; a test compares the catalogs. The types are the
 PostgreSQL dialect's own, because Alembic renders the element of a generic `ARRAY(LargeBinary())` without its module, in
@@ -19,6 +19,7 @@ from sqlalchemy import (
     CheckConstraint,
     Column,
     DateTime,
+    Double,
     Identity,
     Index,
     Integer,
@@ -45,8 +46,10 @@ from outbox_core.schema import (
     STORAGE_PARAMETERS,
     TableLayout,
     TableName,
+    events_beside,
     hold_beside,
     inbox_index,
+    statistics_beside,
 )
 from outbox_core.topic_names import MAX_TOPIC_LENGTH
 
@@ -121,6 +124,58 @@ def make_hold_table(metadata: MetaData, outbox: str = "outbox", schema: str | No
         Column("create_time", DateTime(timezone=True), nullable=False, server_default=text(_NOW)),
         schema=parsed.schema,
     )
+
+
+def make_history_tables(metadata: MetaData, outbox: str = "outbox", schema: str | None = None) -> tuple[Table, Table]:
+    """Add the tables of an outbox's history to `metadata`, both; arguments as of `make_hold_table`."""
+    parsed = TableName(outbox, schema) if schema is not None else TableName.parse(outbox)
+    names = statistics_beside(parsed), events_beside(parsed)
+    columns = _statistics_columns(), _event_columns()
+    statistics, events = (
+        Table(name.table, metadata, *its, schema=name.schema) for name, its in zip(names, columns, strict=True)
+    )
+    return statistics, events
+
+
+def _statistics_columns() -> list[Column[Any]]:
+    """Make the columns of a table of statistics."""
+    return [
+        *_columns_of_history(),
+        Column("instance", Text, nullable=False),
+        Column("interval_seconds", Double, nullable=False),
+        Column("published", BigInteger, nullable=False),
+        Column("failed", BigInteger, nullable=False),
+        Column("published_bytes", BigInteger, nullable=False),
+        Column("deliverable", BigInteger),
+        Column("deliverable_age", Double),
+        Column("held", BigInteger),
+        Column("held_age", Double),
+        Column("latency_p50", Double),
+        Column("latency_p99", Double),
+    ]
+
+
+def _event_columns() -> list[Column[Any]]:
+    """Make the columns of a table of events."""
+    return [
+        *_columns_of_history(),
+        Column("kind", Text, nullable=False),
+        Column("actor", Text, nullable=False),
+        Column("reason", Text, nullable=False, server_default=text("''")),
+        Column("leader_id", Uuid),
+        Column("term", BigInteger),
+        Column("kafka_topic", Text),
+        Column("kafka_key", Text),
+        Column("record_id", BigInteger),
+    ]
+
+
+def _columns_of_history() -> list[Column[Any]]:
+    return [
+        Column("id", BigInteger, Identity(always=False), primary_key=True),
+        Column("create_time", DateTime(timezone=True), nullable=False, server_default=text(_NOW)),
+        Column("outbox", Text, nullable=False),
+    ]
 
 
 def _checks(layout: TableLayout) -> list[CheckConstraint]:

@@ -31,6 +31,7 @@ class AlwaysLeader:
 
     failure = None
     trouble = None
+    silent_seconds = 0.0
 
     def __init__(self, on_event):
         self._on_event = on_event

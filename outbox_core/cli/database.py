@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import socket
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import InvalidConfig, MissingExtra, StoreUnavailable
@@ -97,6 +99,15 @@ def connect_to_schema(
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
     return connection, found, schema
+
+
+def operator() -> str:
+    """Return the person who runs a command, as far as the machine knows: `alice@host`."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user ID without an entry, in a container
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
 
 
 def as_libpq_reads_it(dsn: str) -> str:

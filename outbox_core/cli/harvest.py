@@ -73,6 +73,8 @@ def add_harvest_arguments(parser: argparse.ArgumentParser, *, variables: bool = 
         help="what becomes of a record that Kafka refuses for good; default: hold",
     )
     add("--dead-letter-topic", metavar="TOPIC", help="topic for such records")
+    retention = "what becomes of published rows; default: delete"
+    add("--retention", choices=["delete", "archive"], help=retention)
     add(
         "--notify",
         action="store_true",

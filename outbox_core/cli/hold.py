@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox_core.cli.database import add_place_arguments, connect, find_place
+from outbox_core.cli.database import add_place_arguments, connect, find_place, operator
 from outbox_core.cli.terminal import Output, is_terminal, write_table
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
 from outbox_core.holds import Hold, Holds
@@ -164,6 +164,7 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", nargs="*", type=int, metavar="ID", help="ids of held records")
     parser.add_argument("--all", action="store_true", help="every held record (of the topic, or of the key, if named)")
     _add_lane(parser, "of this topic", "of this key of the topic")
+    parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the outbox's history")
 
 
 def _add_care(parser: argparse.ArgumentParser) -> None:
@@ -268,9 +269,9 @@ def _release(connection: Connection, holds: Holds, options: Mapping[str, Any], d
         _show_release(connection, holds, options, selected, desk)
         return
     number = (
-        holds.release_records(connection, topic=topic, key=key)
+        holds.release_records(connection, topic=topic, key=key, reason=options["reason"])
         if options["all"]
-        else holds.release(connection, **selected)
+        else holds.release(connection, **selected, reason=options["reason"])
     )
     desk.out.write(f"released {_count(number, 'hold')}\n")
     if number == 0:
@@ -319,7 +320,7 @@ def _skip(connection: Connection, holds: Holds, options: Mapping[str, Any], desk
             return
         if found:
             _confirm_skip(found, options, desk)
-    number = holds.skip(connection, **selected)
+    number = holds.skip(connection, **selected, reason=options["reason"])
     desk.out.write(f"skipped {_count(number, 'record')}{_not_held(number, options)}\n")
 
 
@@ -344,7 +345,7 @@ def _dead_letter(connection: Connection, holds: Holds, options: Mapping[str, Any
         _write_holds(found, {}, desk.out)
         desk.out.write(f"would ask for {_count(len(found), 'record')}\n")
         return
-    number = holds.dead_letter(connection, **selected)
+    number = holds.dead_letter(connection, **selected, reason=options["reason"])
     promised = "; the harvester publishes what it was asked for to the dead-letter topic" if number else ""
     desk.out.write(f"asked for {_count(number, 'record')}{_not_held(number, options)}{promised}\n")
 
@@ -361,7 +362,7 @@ def _count(number: int, noun: str) -> str:
 def _run(options: argparse.Namespace) -> int:
     dsn, name = find_place(options)
     connection, name = connect(dsn, name)
-    holds = Holds(name)
+    holds = Holds(name, operator())
     with connection:
         import psycopg
 

@@ -1,4 +1,4 @@
-"""`outbox schema`: the DDL of an outbox table with its holds, or of an inbox table, or the grants of an outbox."""
+"""`outbox schema`: the DDL of an outbox with its holds and history, or of an inbox, or the grants of an outbox."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Literal
 
 from outbox_core.cli.database import DATA_SOURCE_VARIABLE, TABLE_VARIABLE, connect_to_schema, find_place
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
+from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import (
     TableName,
     add_checks_sql,
     checks_of,
+    create_history_sql,
     create_hold_sql,
     create_inbox_sql,
     create_table_sql,
@@ -31,8 +33,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "schema",
         help="print the DDL of an outbox table, or apply it",
-        description="Print the DDL of an outbox table and its holds, or with --inbox that of an inbox table, or with "
-        "--grants the rights that its roles need. With --apply make the tables in the database.",
+        description="Print the DDL of an outbox table, its holds and its history, or with --inbox that of an inbox "
+        "table, or with --grants the rights that its roles need. With --apply make the tables in the database.",
     )
     parser.add_argument("--dialect", choices=["postgresql"], default="postgresql", help="default: %(default)s")
     tables = parser.add_mutually_exclusive_group()
@@ -45,9 +47,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     tables.add_argument("--inbox", metavar="NAME", nargs="?", const="inbox", help=inbox)
     parser.add_argument(
         "--only",
-        choices=["outbox", "hold", "checks"],
-        help="print one thing: the outbox table, the table of its holds, or the CHECK constraints for an outbox that "
-        "was made before there were any",
+        choices=["outbox", "hold", "history", "checks"],
+        help="print one thing: the outbox table, the table of its holds, the two tables of its history, or the CHECK "
+        "constraints for an outbox that was made before there were any",
     )
     parser.add_argument(
         "--grants",
@@ -56,6 +58,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="print the GRANTs of an existing outbox instead: for the role of the applications that stash, and for the "
         "harvester's",
     )
+    archive = "print the archive of an existing outbox instead, for `retention: archive`"
+    parser.add_argument("--archive", action="store_true", help=archive)
     parser.add_argument(
         "--layout",
         choices=["binary", "text"],
@@ -91,8 +95,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _on_database(options: argparse.Namespace) -> int:
-    if options.inbox is not None or options.grants:
-        raise InvalidConfig("--apply and --version are for an outbox; leave out --inbox and --grants")
+    if options.inbox is not None or options.grants or options.archive:
+        raise InvalidConfig("--apply and --version are for an outbox; leave out --inbox, --grants and --archive")
     dsn, wanted = find_place(options)
     connection, found, schema = connect_to_schema(dsn, wanted)
     import psycopg
@@ -121,7 +125,7 @@ def _on_database(options: argparse.Namespace) -> int:
 
 
 def _parts(options: argparse.Namespace) -> list[Part]:
-    parts: list[Part] = [options.only] if options.only else ["outbox", "hold", "checks"]
+    parts: list[Part] = [options.only] if options.only else ["outbox", "hold", "history", "checks"]
     return [*parts, "notify"] if options.notify else parts
 
 
@@ -130,15 +134,15 @@ def _print_schema(options: argparse.Namespace) -> int:
         sys.stdout.write(_inbox(options))
         return 0
     name = _name("--table", options.table or "outbox")
-    if options.grants:
-        if options.only or options.notify:
-            raise InvalidConfig("--grants: print nothing else; leave out --only and --notify")
-        sys.stdout.write(grants_sql(name, options.grants[0], options.grants[1], options.layout))
+    if options.archive or options.grants:
+        sys.stdout.write(_beside(options, name))
         return 0
     if options.only in {None, "outbox"}:
         sys.stdout.write(create_table_sql(name, options.layout))
     if options.only in {None, "hold"}:
         sys.stdout.write(create_hold_sql(name))
+    if options.only in {None, "history"}:
+        sys.stdout.write(create_history_sql(name))
     if options.only == "checks":
         sys.stdout.write(_checks(name, options.layout))
     if options.notify:
@@ -146,9 +150,21 @@ def _print_schema(options: argparse.Namespace) -> int:
     return 0
 
 
+def _beside(options: argparse.Namespace, name: TableName) -> str:
+    """Return the archive or the grants of an outbox that exists."""
+    if options.only or options.notify or (options.archive and options.grants):
+        option = "--archive" if options.archive else "--grants"
+        raise InvalidConfig(f"{option}: print nothing else; leave out --only, --notify and the like")
+    if options.grants:
+        return grants_sql(name, options.grants[0], options.grants[1], options.layout)
+    return "".join(f"{statement.rstrip()};\n" for statement in archive_statements(name))
+
+
 def _inbox(options: argparse.Namespace) -> str:
     if options.notify:
         raise InvalidConfig("--notify: belongs to an outbox table, not to an inbox")
+    if options.archive:
+        raise InvalidConfig("--archive: belongs to an outbox table, not to an inbox")
     if options.only:
         raise InvalidConfig("--only: an inbox is one table; leave it out")
     if options.grants:

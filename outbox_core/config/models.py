@@ -180,6 +180,9 @@ class HarvestConfig(Settings):
         on_poison: `hold` a record that Kafka refuses for good, with the later records of its key behind it, until an
             operator decides; or publish it to the `dead-letter` topic, and go on.
         dead_letter_topic: None to derive it from the outbox's identity, with `.dead-letter` behind it.
+        retention: `delete` rows that are published, or move them into the `archive` beside the outbox
+            (`outbox_core.retention.archive`).
+        archive_days: the days for which the archive keeps them.
         notify: listen for the notices of the trigger that `outbox schema --notify` prints; without notices, query the
             table at growing intervals.
         name: the name of this instance in logs, and the default `client.id`.
@@ -210,6 +213,8 @@ class HarvestConfig(Settings):
     accept_moved: bool = False
     on_poison: Literal["hold", "dead-letter"] = "hold"
     dead_letter_topic: str | None = None
+    retention: Literal["delete", "archive"] = "delete"
+    archive_days: Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=36_500)] = 30
     notify: bool = False
     name: _Name = Field(default_factory=_default_name)
     outbox_name: _Name | None = None

@@ -41,6 +41,7 @@ ON_COMMAND_LINE = (
     "accept_moved",
     "on_poison",
     "dead_letter_topic",
+    "retention",
     "notify",
     "name",
     "metrics_port",

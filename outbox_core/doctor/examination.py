@@ -17,6 +17,7 @@ from outbox_core.config import redact
 from outbox_core.doctor.findings import Commands, Finding, Verdict, fine, problem, unanswered, warning
 from outbox_core.doctor.kafka import KafkaConnecting
 from outbox_core.doctor.postgres import MOST_TOPICS, PostgresChecks
+from outbox_core.doctor.retention import RetentionChecks
 from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity, location
 from outbox_core.doctor.table import TableChecks
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, StoreUnavailable
@@ -108,6 +109,10 @@ def _examine_database(
         yield from table.from_catalog()
         needs_holds = config.on_poison == "dead-letter"
         yield from checks.holds(needed=needs_holds, only_reads=table.only_reads)
+        kept = RetentionChecks(session, commands)
+        yield from kept.history(only_reads=table.only_reads)
+        if config.retention == "archive":
+            yield from kept.archive(only_reads=table.only_reads)
         yield from checks.snapshots()
         if not table.is_outbox:
             return

@@ -54,6 +54,11 @@ class GroupHealth:
         reason = reason or last_error or f"no heartbeat on leader topic {self._config.topic!r}"
         return f"leader group {group!r} has had no leader for {silence:.0f} s: {reason}"
 
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since Kafka last did what this member asked of it, or brought a leader's heartbeat."""
+        return max(0.0, now() - max(self._heard_at, self._connection.answered_at))
+
     def on_signal(self, signal: Signal | None) -> None:
         """Note a message of the leader topic.
 

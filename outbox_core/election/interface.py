@@ -46,5 +46,9 @@ class LeaderElector(Protocol):
     def trouble(self) -> str | None:
         """The reason why the group has no leader, for people; None while it works."""
 
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since Kafka answered last; 0.0 where that is not known."""
+
 
 ElectorFactory = Callable[[EventHandler], LeaderElector]

@@ -75,6 +75,11 @@ class Member:
         """The reason why the group has no leader, or None; see `GroupHealth`."""
         return self._health.trouble
 
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since Kafka answered last."""
+        return self._health.silent_seconds
+
     def join(self) -> None:
         """Ask to be let into the group, or raise LeaderTopicError if the leader topic refuses our messages for good."""
         error = self._try_to_write()

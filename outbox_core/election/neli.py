@@ -106,6 +106,12 @@ class Neli:
         member = self._member
         return member.trouble if member is not None else None
 
+    @property
+    def silent_seconds(self) -> float:
+        """Seconds since Kafka answered this elector last; 0.0 unless it is at work."""
+        member = self._member
+        return member.silent_seconds if member is not None else 0.0
+
     def start(self) -> None:
         """Join the group, and make the leader topic if it is missing. Idempotent.
 

@@ -1,13 +1,16 @@
-"""The count of waiting records for the metrics, on a connection of its own."""
+"""The count of waiting records for the metrics, and the writing of the history, on a connection of its own."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
+from outbox_core.events import Event
+from outbox_core.harvest.history import HistoryWriter
 from outbox_core.outage import Outage
 from outbox_core.stores.interface import Backlog, OutboxStore
 
@@ -16,35 +19,124 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Where the head of the table is full of dead rows a count goes through them: at most a tenth of the time.
-_PAUSE_FACTOR = 9
+# A count goes through up to 100,000 rows, and through dead ones at the head of the table: at most 2% of the time.
+_PAUSE_FACTOR = 49
+_TREND_SECONDS = 60.0
+_LAST_WRITE_SECONDS = 2.0
+_ROTATE_EVERY_SECONDS = 3600.0
+_ROTATE_AGAIN_SECONDS = 60.0
+
+
+class Trend:
+    """The deliverable records of the last minute, from which follows when there will be none."""
+
+    def __init__(self) -> None:
+        self._counts: deque[tuple[float, int]] = deque()
+
+    def time_to_empty(self, at: float, records: int) -> float | None:
+        """Note a count at a time in seconds; return the seconds until it is 0, None while it does not fall."""
+        counts = self._counts
+        while counts and at - counts[0][0] > _TREND_SECONDS:
+            counts.popleft()
+        counts.append((at, records))
+        since, before = counts[0]
+        if not records:
+            return 0.0
+        return records * (at - since) / (before - records) if before > records else None
+
+    def forget(self) -> None:
+        """Begin anew, after a time without counts."""
+        self._counts.clear()
 
 
 class BacklogObserver:
-    """A thread that counts at intervals while its harvester leads, or while there is no leader."""
+    """A thread that counts at intervals while its harvester leads, or while there is no leader, and writes the history.
 
-    def __init__(self, store: OutboxStore, harvester: Harvester, interval_seconds: float) -> None:
+    It outlives the elector by a moment, to write the last event.
+    """
+
+    def __init__(
+        self, store: OutboxStore, harvester: Harvester, interval_seconds: float, *, counts: bool = True
+    ) -> None:
+        self._counts = counts
         self._store = store
         self._harvester = harvester
         self._interval = interval_seconds
         self._stopping = threading.Event()
+        self._wake = threading.Event()
         self._outage = Outage("counting the backlog", _log)
+        self._rotation = Outage("making partitions of the archive", _log)
+        self._rotate_at = 0.0
+        self._trend = Trend()
+        self._history = HistoryWriter(harvester.config.name, harvester.metrics)
         self._thread = threading.Thread(target=self._run, name="outbox-backlog", daemon=True)
 
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
 
+    def note(self, event: Event) -> None:
+        """Have a leadership event written into the history, soon. From any thread."""
+        self._history.note(event)
+        self._wake.set()
+
     def stop(self) -> None:
-        """Ask the thread to end, without waiting for it."""
+        """End the thread, and wait a moment for that: the last event should be written."""
         self._stopping.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_LAST_WRITE_SECONDS)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            began = time.monotonic()
-            self._harvester.metrics.backlog(self._ask() if self._harvester.counts_backlog else None)
-            self._stopping.wait(max(self._interval, _PAUSE_FACTOR * (time.monotonic() - began)))
-        self._store.close()
+        count_at = time.monotonic()
+        backlog: Backlog | None = None
+        try:
+            while True:
+                self._wake.clear()
+                stops, began = self._stopping.is_set(), time.monotonic()
+                if not stops and began >= count_at:
+                    backlog = self._observe()
+                    ended = time.monotonic()
+                    count_at = ended + max(self._interval, _PAUSE_FACTOR * (ended - began))
+                leads = self._harvester.is_leader
+                self._history.write(self._store.history, backlog, leads=leads)
+                if leads and not stops:
+                    self._rotate()
+                if stops:
+                    return
+                self._wake.wait(max(0.0, count_at - time.monotonic()))
+        finally:
+            self._store.close()
+
+    def _observe(self) -> Backlog | None:
+        """Count, and tell the metrics."""
+        harvester = self._harvester
+        harvester.metrics.kafka_up(harvester.kafka_answers)
+        backlog = self._ask() if self._counts and harvester.counts_backlog else None
+        if backlog is None:
+            self._trend.forget()
+            harvester.metrics.backlog(None)
+            return None
+        left = self._trend.time_to_empty(time.monotonic(), backlog.deliverable.number)
+        harvester.metrics.backlog(backlog, left)
+        return backlog
+
+    def _rotate(self) -> None:
+        """Have the archive's partitions made and dropped, once an hour."""
+        if time.monotonic() < self._rotate_at:
+            return
+        try:
+            dropped = self._store.rotate_archive()
+        except StoreUnavailable:
+            return  # the harvest thread says so
+        except OutboxTableError as error:
+            self._rotation.failed(error)
+            self._rotate_at = time.monotonic() + _ROTATE_AGAIN_SECONDS
+            return
+        self._rotation.recovered()
+        self._rotate_at = time.monotonic() + _ROTATE_EVERY_SECONDS
+        if dropped:
+            _log.info("dropped %d day(s) of the archive", dropped)
 
     def _ask(self) -> Backlog | None:
         """Return the backlog; None if it is not known, as 0 would be good news."""

@@ -26,7 +26,7 @@ from outbox_core.config import HarvestConfig, redact
 from outbox_core.election.interface import ElectorFactory
 from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable
-from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
+from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
 from outbox_core.harvest.context import HarvestContext, HarvestLimits
@@ -55,6 +55,7 @@ _STANDBY_DRAIN_CHECK_SECONDS = 0.5
 _UNHEALTHY_AFTER_SECONDS = 30.0
 _STALLED_AFTER_SECONDS = 5.0
 _LEAVE_SECONDS = 10.0
+_COUNTS_AFTER_FENCE_SECONDS = 30.0
 
 
 class Harvester:
@@ -63,7 +64,7 @@ class Harvester:
     Args:
         config: settings.
         on_event: called with every `outbox_core.events.Event`; see there what it may do.
-        metrics: counters and gauges; without them the backlog is not counted.
+        metrics: counters and gauges; without them the backlog is not counted, and no history written.
         drain: end once the table is empty, whichever process emptied it.
         store_factory: makes a store for each thread that needs one; by default PostgreSQL.
         elector_factory: makes the elector from an event handler; by default NELI through Kafka.
@@ -92,11 +93,13 @@ class Harvester:
         self._wake = threading.Event()
         self._commits = CommitFlag(self._wake)
         self._commit_listener: CommitListener | None = None
+        self._observer: BacklogObserver | None = None
         self._stopping = threading.Event()
         self._ended = threading.Event()
         self._term_changed = threading.Condition()
         self._term: AtLeastOnce | ExactlyOnce | None = None
         self._announced: UUID | None = None  # the leadership whose LeaderAcquired the event handler has seen
+        self._fenced_at = float("-inf")
         self._leads_as: UUID | None = None  # the leadership, as event handlers see it: from Acquired, until Revoked
         self._failure: BaseException | None = None
         self._ctx: HarvestContext | None = None
@@ -123,6 +126,10 @@ class Harvester:
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions.tracking_topic)
             self._transactions.new_producer().discard()  # finds wrong settings now
         self._commit_listener = self._parts.commit_listener(self._commits)
+        counts = self._metrics is not None
+        if counts or self.config.retention == "archive":
+            interval = self.config.limits.min_metrics_interval.total_seconds()
+            self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
         with ExitStack() as undo:
             undo.callback(self._topic_limits.close)
             self._publisher = self._parts.publisher(identity, self._transactions.topics)
@@ -131,9 +138,7 @@ class Harvester:
             ctx = self._ctx = self._context(identity, undo)
             ctx.elector.start()
             undo.callback(ctx.elector.stop)
-            interval = self.config.limits.min_metrics_interval.total_seconds()
-            observer = BacklogObserver(self._parts.store(), self, interval)
-            self._thread = threading.Thread(target=self._run, args=(ctx, observer), name="outbox-harvest", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(ctx,), name="outbox-harvest", daemon=True)
             self._thread.start()
             undo.pop_all()
         atexit.register(self._stop_with_process)
@@ -222,8 +227,19 @@ class Harvester:
 
     @property
     def counts_backlog(self) -> bool:
-        """True if it counts the waiting records: it leads, or there is no leader."""
-        return self.is_leader or (self._ctx is not None and self._ctx.elector.trouble is not None)
+        """True if it counts the waiting records: it leads, there is no leader, or it was fenced a moment ago."""
+        # A standby waits for three sessions before it takes a leader for lost: the last one counts on until then.
+        if self.is_leader or now() < self._fenced_at + _COUNTS_AFTER_FENCE_SECONDS:
+            return True
+        return self._ctx is not None and self._ctx.elector.trouble is not None
+
+    @property
+    def kafka_answers(self) -> bool:
+        """True if Kafka has answered within the time of a lease."""
+        elector = self._ctx.elector if self._ctx is not None else None
+        # An elector of the user's own may not tell.
+        silence = getattr(elector, "silent_seconds", 0.0)
+        return elector is not None and silence <= self.config.limits.heartbeat_timeout.total_seconds()
 
     @property
     def is_stalled(self) -> bool:
@@ -276,9 +292,13 @@ class Harvester:
     def _on_leadership(self, event: Event) -> None:
         """Hand the event on; on a hand-over first let the term finish, since the successor waits for our return."""
         self._leads_as = event.leader_id if isinstance(event, LeaderAcquired) else None
+        if isinstance(event, LeaderFenced):
+            self._fenced_at = now()
         if isinstance(event, LeaderRevoked):
             self._hand_over()
         self.metrics.leading(isinstance(event, LeaderAcquired))
+        if self._observer is not None:
+            self._observer.note(event)
         self._emit(event)
         self._announced = event.leader_id if isinstance(event, LeaderAcquired) else None
         if self._commit_listener is not None:
@@ -304,7 +324,7 @@ class Harvester:
 
     # -- the harvest thread
 
-    def _run(self, ctx: HarvestContext, observer: BacklogObserver) -> None:
+    def _run(self, ctx: HarvestContext) -> None:
         try:
             with ExitStack() as parts:
                 # A reference to this object keeps no Kafka client.
@@ -313,8 +333,10 @@ class Harvester:
                     parts.callback(self._publisher.close)
                 parts.callback(ctx.purger.close)
                 parts.callback(ctx.marker.close)
+                if self._observer is not None:
+                    parts.callback(self._observer.stop)  # after the elector, whose last event it writes
                 parts.callback(ctx.elector.stop)
-                self._start_helpers(parts, observer)
+                self._start_helpers(parts)
                 try:
                     self._harvest_whenever_leading(ctx)
                 except BaseException as error:
@@ -326,10 +348,10 @@ class Harvester:
             self._ended.set()
             atexit.unregister(self._stop_with_process)
 
-    def _start_helpers(self, parts: ExitStack, observer: BacklogObserver) -> None:
-        helpers: list[BacklogObserver | CommitListener | ExhaustionMonitor] = [ExhaustionMonitor(self)]
-        if self._metrics is not None:
-            helpers.append(observer)
+    def _start_helpers(self, parts: ExitStack) -> None:
+        if self._observer is not None:
+            self._observer.start()
+        helpers: list[CommitListener | ExhaustionMonitor] = [ExhaustionMonitor(self)]
         if self._commit_listener is not None:
             helpers.append(self._commit_listener)
         for helper in helpers:

@@ -123,6 +123,7 @@ class Parts:
             application_name=self._application_name,
             statement_timeout=config.limits.statement_timeout.total_seconds(),
             max_message_bytes=config.max_message_bytes,
+            archive_days=config.archive_days if config.retention == "archive" else None,
         )
 
     @property

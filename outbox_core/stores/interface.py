@@ -13,6 +13,8 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
 
+from outbox_core.schema import EventKind
+
 __all__ = [
     "HEADER_BYTES",
     "KEY_DIGEST_PREFIX",
@@ -23,13 +25,16 @@ __all__ = [
     "Backlog",
     "Floor",
     "HeldKey",
+    "HistoryStore",
     "HoldSet",
     "HoldStore",
     "LaneKey",
     "MarkStore",
     "MarkedBatch",
     "MarkedRows",
+    "NewEvent",
     "NewHold",
+    "NewStatistics",
     "OpenWriter",
     "OutboxStore",
     "OversizedValue",
@@ -38,6 +43,7 @@ __all__ = [
     "SequenceStore",
     "StoreFactory",
     "StoredRecord",
+    "WaitingRows",
     "bytes_of",
     "held_key",
     "lane_of",
@@ -230,16 +236,59 @@ class NewHold(NamedTuple):
     dead_letter: bool = False
 
 
-class Backlog(NamedTuple):
-    """The waiting rows.
+class WaitingRows(NamedTuple):
+    """Rows that wait in the outbox.
 
     Attributes:
-        pending: number of rows; exact up to a bound, estimated from statistics beyond it.
-        oldest_age_seconds: age of the row with the lowest id, 0.0 if there is none.
+        number: exact up to a bound, estimated beyond it.
+        oldest_age_seconds: age of the one with the lowest id, 0.0 if there is none.
+        topics: the number of rows of the most frequent topics, among those that were counted.
     """
 
-    pending: int
-    oldest_age_seconds: float
+    number: int = 0
+    oldest_age_seconds: float = 0.0
+    topics: Mapping[str, int] = MappingProxyType({})
+
+
+class Backlog(NamedTuple):
+    """The waiting rows: those that may be published, and those that a hold keeps back."""
+
+    deliverable: WaitingRows = WaitingRows()
+    held: WaitingRows = WaitingRows()
+
+    @property
+    def pending(self) -> int:
+        """Number of all rows."""
+        return self.deliverable.number + self.held.number
+
+    @property
+    def oldest_age_seconds(self) -> float:
+        """Age of the older of the first deliverable and the first held row."""
+        return max(self.deliverable.oldest_age_seconds, self.held.oldest_age_seconds)
+
+
+class NewEvent(NamedTuple):
+    """An event of a leadership for the history: of a kind, by an instance, so many seconds ago."""
+
+    kind: EventKind
+    actor: str
+    age_seconds: float
+    reason: str
+    leader_id: UUID
+    term: int | None
+
+
+class NewStatistics(NamedTuple):
+    """A row of statistics: an interval of an instance, and the backlog then; see `outbox_core.retention.history`."""
+
+    instance: str
+    interval_seconds: float
+    published: int
+    failed: int
+    published_bytes: int
+    backlog: Backlog | None
+    latency_p50: float | None
+    latency_p99: float | None
 
 
 class Floor(NamedTuple):
@@ -369,8 +418,21 @@ class MarkStore(Protocol):
         """Clear all marks, relays' too, but for those that a constraint keeps; return how many."""
 
 
+class HistoryStore(Protocol):
+    """The history of an outbox. An outbox may have none: then nothing is written, and no error says so."""
+
+    def add_events(self, events: Sequence[NewEvent]) -> None:
+        """Write events."""
+
+    def add_statistics(self, statistics: NewStatistics) -> None:
+        """Write a row of statistics."""
+
+    def prune(self) -> int:
+        """Delete statistics and events that are too old; return how many."""
+
+
 class OutboxStore(Protocol):
-    """One connection to the database that holds an outbox table, and its stores of holds, sequence and marks.
+    """One connection to the database that holds an outbox table, and its stores of holds, sequence, marks and history.
 
     Used by one thread at a time. Every method is one short transaction of its own, raises `StoreUnavailable` when the
     database is away (and reconnects on the next call), and `OutboxTableError` when the table is not as it should be.
@@ -387,6 +449,10 @@ class OutboxStore(Protocol):
     @property
     def marks(self) -> MarkStore:
         """The marks of other leaders."""
+
+    @property
+    def history(self) -> HistoryStore:
+        """The history."""
 
     def check(self) -> str:
         """Check the table; return the outbox's identity, `<database>.<schema>.<table>`."""
@@ -424,6 +490,12 @@ class OutboxStore(Protocol):
             RowsRemain: if such rows are still there afterwards.
         """
 
+    def rotate_archive(self) -> int:
+        """Make room in the archive for the days to come, drop days that are too old; return how many.
+
+        0 without an archive: then published rows are gone. With one they go there by the statement that deletes them.
+        """
+
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the rows of these ids that are in the table, by ascending id."""
 
@@ -431,7 +503,7 @@ class OutboxStore(Protocol):
         """Return True if no row is visible."""
 
     def backlog(self) -> Backlog:
-        """Count the waiting rows, for metrics."""
+        """Count the waiting rows, for metrics: by statements of their own, which see what is committed meanwhile."""
 
     def close(self) -> None:
         """Close the connection. The store can be used again: it reconnects."""

@@ -16,8 +16,8 @@ import psycopg
 import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
-from outbox_core.schema import TableName, create_table_sql, drop_checks_sql
-from outbox_core.stores.interface import NO_FLOOR, Floor, HoldSet, OutboxStore, RowQuery, row_id
+from outbox_core.schema import TableName, create_hold_sql, create_table_sql, drop_checks_sql
+from outbox_core.stores.interface import NO_FLOOR, Backlog, Floor, HoldSet, OutboxStore, RowQuery, row_id
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.contract.accept_contract import wait_for_a_blocked_session
 from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
@@ -391,15 +391,32 @@ def test_emptiness(scene, store):
 
 def test_backlog(scene, store):
     """The backlog is the number of all rows and the age of the first; an empty table has none."""
-    assert store.backlog() == (0, 0.0)
+    assert store.backlog() == Backlog()
     put(scene, *(("t", str(n)) for n in range(4)))
     store.mark(OURS, RowQuery(2))
     scene.execute("UPDATE outbox SET create_time = now() - interval '1 minute' * (5 - id)")
-    pending, age = store.backlog()
-    assert pending == 4
-    assert 240 <= age < 300
+    found = store.backlog()
+    assert found.pending == found.deliverable.number == 4
+    assert 240 <= found.oldest_age_seconds < 300
     scene.execute("UPDATE outbox SET create_time = now() + interval '1 minute'")
     assert store.backlog().oldest_age_seconds == 0.0
+
+
+def test_backlog_tells_held_rows_from_others(scene, store):
+    """Rows behind a hold, of a record with its key, of a key or of a topic, are counted apart, with their own age."""
+    scene.execute(create_hold_sql(TableName("outbox")))
+    put(scene, ("a", "k"), ("a", "k"), ("a", "l"), ("a", "m"), ("b", "k"), ("c", "x"), ("c", "y"))
+    scene.execute("UPDATE outbox SET create_time = now() - interval '1 minute' * (8 - id)")
+    scene.hold("add_record", 1)  # with its key, so the second row too
+    scene.hold("add_record", 3)
+    scene.hold("add", "b")
+    scene.hold("add", "c", "y")
+    deliverable, held = store.backlog()
+    assert deliverable.topics == {"a": 1, "c": 1}
+    assert held.topics == {"a": 3, "b": 1, "c": 1}
+    assert (deliverable.number, held.number) == (2, 5)
+    assert 240 <= deliverable.oldest_age_seconds < 300
+    assert 420 <= held.oldest_age_seconds < 480
 
 
 def _floor(store):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox_core.schema import TableName, create_hold_sql, create_table_sql
+from outbox_core.schema import TableName, create_history_sql, create_hold_sql, create_table_sql
 from tests.harvesting import Scene
 
 CHECKOUT = Path(__file__).parents[2]
@@ -141,7 +141,7 @@ def test_base_install_prints_the_schema(base):
     """`outbox schema` needs only the base install."""
     done = base.run("outbox", "schema", "--dialect", "postgresql", "--table", "billing.outbox", check=True)
     billing = TableName.parse("billing.outbox")
-    assert done.stdout == create_table_sql(billing) + create_hold_sql(billing)
+    assert done.stdout == create_table_sql(billing) + create_hold_sql(billing) + create_history_sql(billing)
     only = base.run("python", "-m", "outbox_core", "schema", "--only", "outbox", check=True)
     assert only.stdout == create_table_sql(TableName("outbox"))
 
@@ -246,7 +246,10 @@ def test_django_app_is_found(complete):
         "print(sorted(name for app, name in MigrationLoader(None).disk_migrations if app == 'outbox_django'))\n"
         "print(get_commands()['run_harvester'])\n"
     )
-    assert told.splitlines() == ["['0001_initial', '0002_inbox', '0003_hold', '0004_checks']", "outbox_django"]
+    assert told.splitlines() == [
+        "['0001_initial', '0002_inbox', '0003_hold', '0004_checks', '0005_history']",
+        "outbox_django",
+    ]
 
 
 def test_installed_harvester_drains(complete, database, kafka_bootstrap, make_topic):

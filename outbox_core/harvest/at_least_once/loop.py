@@ -373,7 +373,7 @@ class AtLeastOnce:
 
     def _succeed(self, delivered: list[StoredRecord]) -> None:
         self._to_settle.purge.extend(delivered)
-        self._ctx.metrics.published(len(delivered))
+        self._ctx.metrics.published(delivered)
         arrived = now()
         for sent_at, count in self._publisher.take_send_times().items():
             self._ctx.metrics.publish_latency(arrived - sent_at, count)
@@ -419,7 +419,7 @@ class AtLeastOnce:
             if purge_ids:
                 began = now()
                 purged = store.purge(leader_id, purge_ids, create_times)
-                self._ctx.metrics.purge_took(now() - began)
+                self._ctx.metrics.purge_took(now() - began, purged)
             if reset_ids:
                 store.reset(leader_id, reset_ids)
             return purged

@@ -376,7 +376,7 @@ class Term:
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records, are_dead_letters=False)
-        self._ctx.metrics.published(len(records))
+        self._ctx.metrics.published(records)
         self._ctx.metrics.publish_latency(took, len(records))
         self._failures.succeeded(records)
         self._suspects.committed(records)
@@ -492,7 +492,7 @@ class Term:
             began = now()
             delete = store.holds.delete_dead_lettered if are_dead_letters else store.delete_published
             count = delete(ids, create_times)
-            self._ctx.metrics.purge_took(now() - began)
+            self._ctx.metrics.purge_took(now() - began, count)
             return count
 
         self._purge.start(purge)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psycopg
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
-from outbox_core.schema import HOLD_COLUMNS, hold_id
+from outbox_core.schema import HOLD_COLUMNS, EventKind, hold_id
 from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, HoldSet, NewHold, StoredRecord, held_key
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection
 from outbox_core.stores.postgres.conversion import array, key_as_held, stored_records
+from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.table import OutboxTable
 
 _log = logging.getLogger(__name__)
@@ -45,19 +46,23 @@ class _Hold(NamedTuple):
 class PostgresHolds:
     """The holds of an outbox; implements `outbox_core.stores.interface.HoldStore`."""
 
-    def __init__(self, table: OutboxTable, max_message_bytes: int = NO_LIMIT) -> None:
+    def __init__(self, table: OutboxTable, history: PostgresHistory, max_message_bytes: int = NO_LIMIT) -> None:
         self._table = table
+        self._history = history
         self._max_message_bytes = max_message_bytes
         self._has_table: bool | None = None
         self._may_change = True
         self._holds = NO_HOLDS
         self._version = _Version()
 
-    def read(self) -> HoldSet | None:
-        """Return the holds, None if there is no table of them; a missing right to read it counts as an outage."""
+    def read(self, *, warn: bool = True) -> HoldSet | None:
+        """Return the holds, None if there is no table of them; a missing right to read it counts as an outage.
+
+        Whoever reads them only to count need not `warn` of what is missing, which the harvest thread does.
+        """
         table = self._table
         with self._rights_as_outage():
-            if not self._has_table and not self._find_table():
+            if not self._has_table and not self._find_table(warn=warn):
                 return None
             parameters = {"outbox": table.layout().outbox, "name": table.found[1].quoted}
             connection = table.connected()
@@ -67,18 +72,19 @@ class PostgresHolds:
                 found = table.query(sql.READ_HOLDS, parameters)
             except OutboxTableError as error:
                 self._has_table = None  # dropped, perhaps
-                if _is_about_rights(error) or self._find_table():
+                if _is_about_rights(error) or self._find_table(warn=warn):
                     raise
                 return None
         if not found:
             raise StoreUnavailable(f"table {table.hold_name} was replaced at this moment")
         may_change, number, checksum, *_ = found[0]
-        self._warn_of_rights(may_change=may_change)
+        if warn:
+            self._warn_of_rights(may_change=may_change)
         version = _Version(connection, number, checksum)
         if version != known or may_change != self._holds.may_change:
             if version == known and number:  # the requests that were not there for want of rights
                 self._version = _Version()
-                return self.read()
+                return self.read(warn=warn)
             holds = [_Hold(*columns) for _, _, _, is_hold, *columns in found if is_hold]
             self._holds, self._version = _hold_set(holds, may_change=may_change), version
         return self._holds
@@ -96,8 +102,7 @@ class PostgresHolds:
             "reasons": [hold.reason for hold in holds],
             "errors": [hold.error.replace("\0", "") for hold in holds],
         }
-        with self._rights_as_outage():
-            self._table.execute(sql.ADD_HOLDS, parameters)
+        self._change(sql.ADD_HOLDS, EventKind.HELD, parameters)
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the held rows of these ids, by ascending id, marked or not."""
@@ -109,18 +114,19 @@ class PostgresHolds:
     def refuse_dead_letters(self, ids: Sequence[int], error: str) -> int:
         """Keep records held that the dead-letter topic refused, with its error; return how many."""
         parameters = {"ids": array(ids), "error": error.replace("\0", ""), "outbox": self._table.layout().outbox}
-        with self._rights_as_outage():
-            return self._table.execute(sql.REFUSE_DEAD_LETTERS, parameters)
+        return self._change(sql.REFUSE_DEAD_LETTERS, EventKind.DEAD_LETTER_REFUSED, parameters)
 
     def delete_dead_lettered(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete held rows of which both id and create time match, and their holds; return how many rows."""
         outbox = self._table.layout().outbox
         parameters = {"ids": array(ids), "create_times": array(create_times), "outbox": outbox}
         with self._rights_as_outage():
-            deleted = int(self._table.query(sql.DELETE_DEAD_LETTERED, parameters)[0][0])
+            noted = self._history.note_changes(EventKind.DEAD_LETTERED)
+            parts = {"noted": noted.sql, "archived": self._table.archived(sql.ARCHIVE_DEAD_LETTERS)}
+            ((deleted,),) = self._table.query(sql.DELETE_DEAD_LETTERED, parameters | noted.parameters, **parts)
         if deleted < len(ids):
             self._table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
-        return deleted
+        return int(deleted)
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer in the table; return how many."""
@@ -130,9 +136,16 @@ class PostgresHolds:
         """Delete the holds of records that have this reason; return how many."""
         return self._release(sql.RELEASE_FOR, {"reason": reason}) if self.read() is not None else 0
 
-    def _release(self, statement: str, parameters: dict[str, str]) -> int:
+    def _release(self, statement: str, parameters: dict[str, Any]) -> int:
+        return self._change(statement, EventKind.RELEASED, parameters | {"outbox": self._table.layout().outbox})
+
+    def _change(self, statement: str, kind: EventKind, parameters: dict[str, Any]) -> int:
+        """Change holds, and note the changes in the history; return how many."""
         with self._rights_as_outage():
-            return self._table.execute(statement, parameters | {"outbox": self._table.layout().outbox})
+            noted = self._history.note_changes(kind)
+            change = sql.CHANGE_HOLDS.replace("{change}", statement)
+            ((count,),) = self._table.query(change, parameters | noted.parameters, noted=noted.sql)
+        return int(count)
 
     def add_violations(self, error: OutboxTableError) -> int:
         """Hold the rows that violate a CHECK constraint newer than they are, and so cannot be changed.
@@ -160,11 +173,11 @@ class PostgresHolds:
             )
         return len(found)
 
-    def _find_table(self) -> bool:
+    def _find_table(self, *, warn: bool) -> bool:
         before = self._has_table
         _, missing = self._table.inspect_holds()
         self._has_table = not missing
-        if before is None and missing:
+        if warn and before is None and missing:
             name = self._table.hold_name
             why = f"table {name} lacks the column(s) {', '.join(missing)}"
             if len(missing) == len(HOLD_COLUMNS):

@@ -16,16 +16,19 @@ from outbox_core.schema import (
     TableName,
     add_checks_sql,
     checks_of,
+    create_history_sql,
     create_hold_sql,
     create_table_sql,
+    events_beside,
     hold_beside,
     notify_statements,
+    statistics_beside,
 )
 from outbox_core.stores.postgres.connection import Connection
 
 Layout = Literal["binary", "text"]
-Part = Literal["outbox", "hold", "checks", "notify"]
-_ORDER: tuple[Part, ...] = ("outbox", "hold", "checks", "notify")
+Part = Literal["outbox", "hold", "checks", "history", "notify"]
+_ORDER: tuple[Part, ...] = ("outbox", "hold", "checks", "history", "notify")
 
 _COLUMNS = """
 SELECT attname, format_type(atttypid, NULL) FROM pg_attribute
@@ -71,8 +74,17 @@ def inspect_schema(connection: Connection, name: TableName) -> list[PartState]:
         PartState("outbox", "0001", bool(columns), f"table {name}, {layout} layout" if columns else f"no table {name}"),
         PartState("hold", "0003", has_holds, f"table {holds}" if has_holds else f"no table {holds}"),
         PartState("checks", "0004", bool(columns) and not missing, checks if columns else "no table"),
+        _history_state(connection, name),
         PartState("notify", "", bool(triggers), "trigger for notify" if triggers else "no trigger for notify"),
     ]
+
+
+def _history_state(connection: Connection, name: TableName) -> PartState:
+    tables = statistics_beside(name), events_beside(name)
+    missing = [table for table in tables if not _columns(connection, table, (), "")]
+    if missing:
+        return PartState("history", "0005", False, f"no table {' and '.join(map(str, missing))}")
+    return PartState("history", "0005", True, f"tables {' and '.join(map(str, tables))}")
 
 
 def apply_schema(connection: Connection, name: TableName, layout: Layout, parts: Collection[Part]) -> list[str]:
@@ -118,6 +130,8 @@ def _statements(part: Part, name: TableName, layout: Layout) -> list[str]:
             return [create_table_sql(name, layout)]
         case "hold":
             return [create_hold_sql(name)]
+        case "history":
+            return [create_history_sql(name)]
         case "checks":
             return [add_checks_sql(name, checks_of(layout))]
         case "notify":
@@ -130,6 +144,8 @@ def _made(part: Part, name: TableName, layout: Layout) -> str:
             return f"table {name}, {layout} layout"
         case "hold":
             return f"table {hold_beside(name)}"
+        case "history":
+            return f"tables {statistics_beside(name)} and {events_beside(name)}"
         case "checks":
             return f"CHECK constraints of {name}; validate them where there are rows (`outbox doctor` says how)"
         case "notify":

@@ -123,16 +123,27 @@ ORDER BY 1
 
 IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
 
-# Counting millions of rows takes seconds; beyond the bound the planner's statistics are good enough for a gauge.
-BACKLOG = """
-SELECT CASE WHEN counted < {bound} THEN counted
-            ELSE greatest(counted, (SELECT reltuples::bigint FROM pg_class WHERE oid = to_regclass(%(name)s)))
-       END,
-       -- An infinite time has no age.
-       coalesce((SELECT CASE WHEN isfinite(create_time)
-                             THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
-                 FROM {table} ORDER BY id LIMIT 1), 0)
-FROM (SELECT count(*) AS counted FROM (SELECT FROM {table} LIMIT {bound}) AS head) AS bounded
+# Counting millions of rows takes seconds. Beyond the bound the ids tell about how many there are: the table is a queue,
+# and few ids are missing in it. Where many are, a few old rows before many that were published since, the planner's
+# statistics say less.
+COUNT_ROWS = """
+SELECT topic, number, coalesce((SELECT CASE WHEN isfinite(create_time)  -- An infinite time has no age.
+                                            THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
+                                FROM {table} AS stored WHERE stored.id = counted.first), 0)
+FROM (
+    SELECT topic, count(*) AS number, min(id) AS first, grouping(topic) AS is_total
+    FROM (SELECT {topic} AS topic, id FROM {table} WHERE {condition} ORDER BY id LIMIT {bound}) AS head
+    GROUP BY GROUPING SETS ((topic), ())
+) AS counted
+ORDER BY is_total DESC, number DESC
+LIMIT {topics}
+"""
+
+ESTIMATE_ROWS = """
+SELECT least(
+    (SELECT max(id)::float8 FROM {table}) - (SELECT min(id) FROM {table}) + 1,
+    greatest((SELECT reltuples FROM pg_class WHERE oid = to_regclass(%(name)s)), {bound})
+)
 """
 
 # -- marks and scans
@@ -232,7 +243,7 @@ ORDER BY id
 # The index is searched with all ids at once, where a join would search it for each. IS TRUE keeps the planner from
 # making a join of the second condition, which is a look into a table of hashes.
 PURGE = """
-DELETE FROM {table}
+DELETE FROM {table} AS stored
 WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s
   AND ((id::bigint, {microseconds}) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(create_times)s::bigint[]))) IS TRUE
 """
@@ -253,6 +264,25 @@ SELECT count(*), min(stored.id) FROM {table} AS stored
 JOIN unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
   ON stored.id = published.id AND {microseconds} = published.microseconds
 """
+
+# Around a deletion of rows that are called `stored`: they go into the archive by the statement that deletes them, or
+# not at all. The number of rows is that of the deleted ones.
+DELETE_INTO_ARCHIVE = """
+WITH gone AS ({delete} RETURNING {of_stored})
+INSERT INTO {archive} ({columns}) SELECT {columns} FROM gone
+"""
+
+ARCHIVE_DEAD_LETTERS = """, archived AS (
+    INSERT INTO {archive} ({columns}, dead_letter) SELECT {columns}, true FROM stored
+)"""
+
+INSPECT_ARCHIVE = """
+SELECT has_table_privilege(c.oid, 'INSERT'),
+       coalesce(has_function_privilege(to_regprocedure(%(rotate)s)::oid, 'EXECUTE'), false)
+FROM pg_class AS c WHERE c.oid = to_regclass(%(archive)s)
+"""
+
+ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s)"
 
 UNPURGED = f"{UNDELETED_PUBLISHED} WHERE leader_id = %(leader_id)s"
 
@@ -299,6 +329,7 @@ FROM unnest(%(hold_ids)s::bigint[], %(topics)s::text[], %(keys)s::text[], %(ids)
             %(errors)s::text[], %(dead)s::boolean[])
      AS wanted (id, topic, key, record_id, reason, error, dead)
 ON CONFLICT (id) DO NOTHING
+RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''), nullif(error, '')) AS reason
 """
 
 FETCH_HELD = """
@@ -310,25 +341,32 @@ ORDER BY id
 """
 
 DELETE_DEAD_LETTERED = """
-WITH buried AS (
+WITH stored AS (
     DELETE FROM {table} AS stored
     USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
     WHERE stored.id = published.id AND {microseconds} = published.microseconds
-    RETURNING stored.id, stored.kafka_topic, stored.kafka_key
+    RETURNING stored.*
 ), released AS (
-    DELETE FROM {holds} AS held USING buried AS stored WHERE {is_of_record}
-)
-SELECT count(*) FROM buried
+    DELETE FROM {holds} AS held USING stored WHERE {is_of_record}
+), changed AS (
+    SELECT kafka_topic, kafka_key, id AS record_id, '' AS reason FROM stored
+){noted}{archived}
+SELECT count(*) FROM changed
 """
+
+# Around the statements below, and around `ADD_HOLDS`.
+CHANGE_HOLDS = "WITH changed AS ({change}){noted} SELECT count(*) FROM changed"
 
 REFUSE_DEAD_LETTERS = """
 UPDATE {holds} AS held SET dead_letter = false, error = %(error)s
 FROM {table} AS stored WHERE stored.id = ANY (%(ids)s::bigint[]) AND {is_of_record}
+RETURNING held.kafka_topic, held.kafka_key, held.record_id, held.error AS reason
 """
 
 RELEASE_GONE = """
 DELETE FROM {holds} AS held
 WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND NOT EXISTS (SELECT FROM {table} AS stored WHERE {is_of_record})
+RETURNING kafka_topic, kafka_key, record_id, 'its record is gone' AS reason
 """
 
 # Those that are held already come last: there may be more than are found at once.
@@ -336,6 +374,49 @@ FIND_VIOLATIONS = """
 SELECT id, {topic}, {held_key}, concat_ws(', ', {broken}) FROM {table} AS stored WHERE NOT {fulfilled}
 ORDER BY EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record}), id LIMIT {limit}
 """
+
+# -- history
+
+# NULL where there is no such table.
+HISTORY_RIGHTS = """
+SELECT has_table_privilege(to_regclass(%(statistics)s)::oid, 'INSERT')
+           AND has_table_privilege(to_regclass(%(statistics)s)::oid, 'SELECT')
+           AND has_table_privilege(to_regclass(%(statistics)s)::oid, 'DELETE'),
+       has_table_privilege(to_regclass(%(events)s)::oid, 'INSERT')
+           AND has_table_privilege(to_regclass(%(events)s)::oid, 'SELECT')
+           AND has_table_privilege(to_regclass(%(events)s)::oid, 'DELETE')
+"""
+
+ADD_STATISTICS = """
+INSERT INTO {statistics} (outbox, instance, interval_seconds, published, failed, published_bytes, deliverable,
+                          deliverable_age, held, held_age, latency_p50, latency_p99)
+VALUES (%(outbox)s, %(instance)s, %(interval_seconds)s, %(published)s, %(failed)s, %(published_bytes)s,
+        %(deliverable)s, %(deliverable_age)s, %(held)s, %(held_age)s, %(latency_p50)s, %(latency_p99)s)
+"""
+
+# By the database's clock, like all times here: the harvester says only how long ago it was.
+ADD_EVENT = """
+INSERT INTO {events} (create_time, outbox, kind, actor, reason, leader_id, term)
+VALUES (clock_timestamp() - make_interval(secs => %(age_seconds)s), %(outbox)s, %(kind)s, %(actor)s, %(reason)s,
+        %(leader_id)s, %(term)s)
+"""
+
+PRUNE_STATISTICS = """
+DELETE FROM {statistics} WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s)
+"""
+
+PRUNE_EVENTS = """
+DELETE FROM {events} WHERE outbox = %(outbox)s AND create_time < now() - make_interval(secs => %(seconds)s)
+"""
+
+# Part of the statement that changes holds, so that no change is without its event. {changed} returns topic, key, record
+# and reason.
+NOTE_CHANGES = """, noted AS (
+    INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
+    SELECT %(outbox)s, %(kind)s, regexp_replace(current_setting('application_name'), '^kafka-outbox ', ''),
+           reason, kafka_topic, kafka_key, record_id
+    FROM changed
+)"""
 
 # -- marks of other leaders
 
@@ -372,7 +453,10 @@ WHERE leader_id NOT BETWEEN '{first_of_relays}' AND '{last_of_relays}' AND {fulf
   AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 """
 
-RELEASE_FOR = "DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s"
+RELEASE_FOR = """
+DELETE FROM {holds} WHERE outbox = %(outbox)s AND record_id IS NOT NULL AND reason = %(reason)s
+RETURNING kafka_topic, kafka_key, record_id, 'no longer held for: ' || reason AS reason
+"""
 
 CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL AND {fulfilled}"
 

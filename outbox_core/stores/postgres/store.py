@@ -12,9 +12,19 @@ from uuid import UUID
 import psycopg
 
 from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable
-from outbox_core.stores.interface import NO_LIMIT, Backlog, MarkedBatch, RowQuery, StoredRecord
+from outbox_core.schema import archive_rotation
+from outbox_core.stores.interface import (
+    NO_HOLDS,
+    NO_LIMIT,
+    Backlog,
+    MarkedBatch,
+    RowQuery,
+    StoredRecord,
+    WaitingRows,
+)
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import HeldParameters, array, stored_records, without_keys, without_rows
+from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.holds import PostgresHolds
 from outbox_core.stores.postgres.marks import PostgresMarks
 from outbox_core.stores.postgres.sequence import PostgresSequence
@@ -23,6 +33,7 @@ from outbox_core.stores.postgres.table import Layout, OutboxTable
 _log = logging.getLogger(__name__)
 
 _BACKLOG_COUNT_BOUND = 100_000
+_MOST_TOPICS = 50
 _LONGEST_TIMEOUT_SECONDS = 86_400.0
 _SKIPPED_SECONDS = 3.0
 # No right to the function, or no such function (servers that only speak PostgreSQL's protocol).
@@ -38,7 +49,7 @@ class PostgresStore:
     """An outbox table in PostgreSQL; implements `outbox_core.stores.interface.OutboxStore`.
 
     A `statement_timeout` of 0.0 seconds is none. A value is not read (`OversizedValue`) if key, value and headers
-    together have more than `max_message_bytes`.
+    together have more than `max_message_bytes`. With `archive_days` published rows go into the archive, for so long.
     """
 
     def __init__(
@@ -49,14 +60,21 @@ class PostgresStore:
         application_name: str = "kafka-outbox",
         statement_timeout: float = 0.0,
         max_message_bytes: int = NO_LIMIT,
+        archive_days: int | None = None,
     ) -> None:
         self.table = OutboxTable(
-            data_source, table, application_name=application_name, statement_timeout=statement_timeout
+            data_source,
+            table,
+            application_name=application_name,
+            statement_timeout=statement_timeout,
+            archives=archive_days is not None,
         )
-        self.holds = PostgresHolds(self.table, max_message_bytes)
+        self.history = PostgresHistory(self.table)
+        self.holds = PostgresHolds(self.table, self.history, max_message_bytes)
         self.sequence = PostgresSequence(self.table)
         self.marks = PostgresMarks(self.table, self.holds)
         self._max_message_bytes = max_message_bytes
+        self._archive_days = archive_days
         self._held_parameters = HeldParameters()
         self._reading_timeout = statement_timeout
         self._skipped_since: float | None = None
@@ -64,6 +82,8 @@ class PostgresStore:
     def check(self) -> str:
         """Check the table, prepare for its layout, and return `<database>.<schema>.<table>`."""
         layout = self.table.check()
+        if self._archive_days is not None:
+            self.table.check_archive()
         return f"{layout.database}.{layout.outbox}"
 
     def server_id(self) -> str:
@@ -108,7 +128,7 @@ class PostgresStore:
     def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match and that `leader_id` still marks; return how many."""
         parameters = {"leader_id": leader_id, "ids": array(ids), "create_times": array(create_times)}
-        purged = self.table.execute(sql.PURGE, parameters)
+        purged = self._delete(sql.PURGE, parameters)
         if purged < len(ids):
             self.table.refuse_what_remains(sql.UNPURGED, parameters)
         return purged
@@ -131,10 +151,25 @@ class PostgresStore:
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, marked or not; return how many."""
         parameters = {"ids": array(ids), "create_times": array(create_times)}
-        deleted = self.table.execute(sql.DELETE_PUBLISHED, parameters)
+        deleted = self._delete(sql.DELETE_PUBLISHED, parameters)
         if deleted < len(ids):
             self.table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
         return deleted
+
+    def _delete(self, statement: str, parameters: dict[str, Any]) -> int:
+        """Delete published rows, or move them into the archive; return how many."""
+        archiving = self.table.archived(sql.DELETE_INTO_ARCHIVE, delete=self.table.format(statement))
+        if archiving:
+            return self.table.execute("{archiving}", parameters, archiving=archiving)
+        return self.table.execute(statement, parameters)
+
+    def rotate_archive(self) -> int:
+        """Make the archive's next partitions, and drop those that are too old; return how many."""
+        if self._archive_days is None:
+            return 0
+        rotate = archive_rotation(self.table.found_outbox).quoted.replace("%", "%%")
+        ((dropped,),) = self.table.query(sql.ROTATE_ARCHIVE, {"days": self._archive_days}, rotate=rotate)
+        return int(dropped)
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the rows of these ids, by ascending id, marked or not."""
@@ -157,10 +192,25 @@ class PostgresStore:
         return bool(self.table.query(sql.IS_EMPTY)[0][0])
 
     def backlog(self) -> Backlog:
-        """Count the waiting rows: exactly up to 100,000, by the planner's statistics beyond."""
-        found = self.table.query(sql.BACKLOG, {"name": self.table.quoted}, bound=_BACKLOG_COUNT_BOUND)
-        pending, age = found[0]
-        return Backlog(int(pending), max(0.0, age))
+        """Count the waiting rows: exactly up to 100,000, by ids and the planner's statistics beyond."""
+        holds = self.holds.read(warn=False) or NO_HOLDS
+        held_parameters = self._held_parameters.of(holds)
+        deliverable = self._count(f"true {sql.WITHOUT_HELD}" if holds else "true", held_parameters)
+        held = self._count(f"NOT (true {sql.WITHOUT_HELD})", held_parameters) if holds else WaitingRows()
+        bound = _BACKLOG_COUNT_BOUND
+        if bound in (deliverable.number, held.number):
+            ((estimate,),) = self.table.query(sql.ESTIMATE_ROWS, {"name": self.table.quoted}, bound=bound)
+            total = int(estimate or 0)
+            if deliverable.number == bound:
+                deliverable = deliverable._replace(number=max(bound, total - held.number))
+            else:
+                held = held._replace(number=max(bound, total - deliverable.number))
+        return Backlog(deliverable, held)
+
+    def _count(self, condition: str, parameters: dict[str, Any]) -> WaitingRows:
+        parts = {"bound": _BACKLOG_COUNT_BOUND, "topics": _MOST_TOPICS + 1, "condition": condition}
+        (_, number, age), *topics = self.table.query(sql.COUNT_ROWS, parameters, **parts)
+        return WaitingRows(number, max(0.0, age), {topic: count for topic, count, _ in topics})
 
     def close(self) -> None:
         """Close the connection. The next call opens another one."""

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple, NoReturn
 import psycopg
 
 from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
-from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, TableName, hold_beside, quote
+from outbox_core.schema import (
+    HOLD_COLUMNS,
+    REQUIRED_COLUMNS,
+    TableName,
+    archive_beside,
+    archive_rotation,
+    hold_beside,
+    quote,
+)
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import (
     Connection,
@@ -70,8 +78,17 @@ class NewRules(NamedTuple):
 class OutboxTable:
     """An outbox table, the table of holds beside it, and the connection to both. Used by one thread at a time."""
 
-    def __init__(self, data_source: str, table: str, *, application_name: str, statement_timeout: float) -> None:
+    def __init__(
+        self,
+        data_source: str,
+        table: str,
+        *,
+        application_name: str,
+        statement_timeout: float,
+        archives: bool = False,
+    ) -> None:
         self.statement_timeout = statement_timeout
+        self.archives = archives
         self.name = TableName.parse(table)
         self.hold_name = hold_beside(self.name)
         self.found = self.name, self.hold_name
@@ -112,6 +129,12 @@ class OutboxTable:
         return self.found[0].quoted
 
     @property
+    def found_outbox(self) -> TableName:
+        """The table with its schema."""
+        self.connected()
+        return self.found[0]
+
+    @property
     def quoted_role(self) -> str:
         """The role as statements name it."""
         return quote(self.role)
@@ -142,6 +165,18 @@ class OutboxTable:
             escaped = {part: name.quoted.replace("%", "%%") for part, name in names}
             self._formatted[key] = statement.format(**{**sql.FRAGMENTS, **escaped, **parts})
         return self._formatted[key]
+
+    def archived(self, statement: str, **parts: str) -> str:
+        """Return a statement, or a part of one, that puts rows into the archive; '' if they are deleted for good."""
+        if not self.archives:
+            return ""
+        columns = [*REQUIRED_COLUMNS, *(["kafka_partition"] if self.layout().has_partition else [])]
+        names = {
+            "archive": archive_beside(self.found[0]).quoted.replace("%", "%%"),
+            "columns": ", ".join(columns),
+            "of_stored": ", ".join(f"stored.{column}" for column in columns),
+        }
+        return self.format(statement, **names, **parts)
 
     def set_timeout(self, seconds: float) -> None:
         """Give up statements on this connection after so long."""
@@ -259,6 +294,23 @@ class OutboxTable:
         rows = self.query(sql.INSPECT_HOLDS, (self.found[1].quoted,))
         may_read, columns = rows[0] if rows else (False, ())
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
+
+    def check_archive(self) -> None:
+        """Raise OutboxTableError if published rows cannot go into the archive."""
+        outbox = self.found_outbox
+        archive, rotate = archive_beside(outbox).quoted, archive_rotation(outbox).quoted
+        rows = self.query(sql.INSPECT_ARCHIVE, {"archive": archive, "rotate": f"{rotate}(integer)"})
+        if not rows:
+            raise OutboxTableError(
+                f"retention: archive needs a table {archive}; make it with `outbox schema --archive --table "
+                f"{self.name}`, with outbox_sqlalchemy.alembic.outbox_archive or with "
+                "outbox_django.operations.ArchivePublished"
+            )
+        if not all(rows[0]):
+            raise OutboxTableError(
+                f"missing rights on the archive: GRANT SELECT, INSERT ON TABLE {archive} TO {self.quoted_role}; "
+                f"GRANT EXECUTE ON FUNCTION {rotate}(integer) TO {self.quoted_role}"
+            )
 
     def grant_holds(self) -> str:
         """Return the statement that grants the rights on the table of holds."""

@@ -9,6 +9,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
+from outbox_core.cli.database import operator
 from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
 from outbox_core.cli.hold import EPILOG, EXIT_NOT_CONFIRMED, Desk, NotConfirmed, add_actions, asker, run_action
 from outbox_core.errors import OutboxError
@@ -50,7 +51,7 @@ class Command(BaseCommand):
             name = TableName.parse(options["table"]) if options.get("table") else outbox_settings().table
             connection = postgres_connection(options.get("database") or write_alias("Hold"))
             with pinned_search_path(connection, name) as found:
-                run_action(connection, Holds(found), options, desk)
+                run_action(connection, Holds(found, operator()), options, desk)
         except NotConfirmed as error:
             self.stderr.write(str(error))
             sys.exit(EXIT_NOT_CONFIRMED)

@@ -59,21 +59,24 @@ def run(capsys):
 
 def test_apply_makes_what_is_missing(connection, run):
     """`schema --apply` makes the tables, says so, does nothing the second time, and mends an older outbox."""
-    assert run("schema", "--apply") == (
-        0,
-        "made      table public.outbox, binary layout\nmade      table public.outbox_hold\n",
-        "",
-    )
+    code, told, error = run("schema", "--apply")
+    assert (code, error) == (0, "")
+    assert told.splitlines() == [
+        "made      table public.outbox, binary layout",
+        "made      table public.outbox_hold",
+        "made      tables public.outbox_statistics and public.outbox_event",
+    ]
     connection.execute("INSERT INTO outbox (kafka_topic) VALUES ('t')")
     code, told, _ = run("schema", "--apply", "--notify")
     assert code == 0
-    assert [line.split()[0] for line in told.splitlines()] == ["is", "is", "is", "made"]
+    assert [line.split()[0] for line in told.splitlines()] == ["is", "is", "is", "is", "made"]
     connection.execute(drop_checks_sql(TableName("outbox")))
-    connection.execute("DROP TABLE outbox_hold")
+    connection.execute("DROP TABLE outbox_hold, outbox_statistics, outbox_event")
     assert run("schema", "--version")[1].splitlines() == [
         "0001  table public.outbox, binary layout",
         "0003  no table public.outbox_hold",
         f"0004  lacks {', '.join(sorted(CHECKS))}",
+        "0005  no table public.outbox_statistics and public.outbox_event",
         "-     trigger for notify",
     ]
     assert "made      CHECK constraints" in run("schema", "--apply")[1]
@@ -87,7 +90,7 @@ def test_apply_in_another_schema_and_layout(connection, run, tmp_path):
     path = tmp_path / "outbox.yaml"
     path.write_text("harvest: {outboxTable: billing.outbox}\n")
     assert "table billing.outbox, text layout" in run("schema", "--apply", "--layout", "text", "-f", str(path))[1]
-    assert run("schema", "--apply", "-f", str(path))[1].count("is there") == 3
+    assert run("schema", "--apply", "-f", str(path))[1].count("is there") == 4
     assert connection.execute("SELECT to_regclass('public.outbox')").fetchone() == (None,)
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from confluent_kafka import Producer
 
+from outbox_core.events import LeaderFenced
 from outbox_core.harvest import harvester as harvester_module
 from outbox_core.kafka.identity import Failpoint
 from outbox_core.metrics import Activity, HarvestMetrics
@@ -104,6 +105,30 @@ def test_nobody_leads(scene):
         assert "secret" not in health.detail
         pending = lambda: metrics.registry.get_sample_value("outbox_pending_records", {"outbox": "o"})  # noqa: E731
         wait_until(lambda: pending() == 3, "the backlog is counted")
+
+
+class _Fenced(AlwaysLeader):
+    """An elector that is cut off from Kafka, and has not been for long enough to know that nobody leads."""
+
+    silent_seconds = 6.0
+
+    def cut_off(self):
+        """Lose the lease."""
+        leader_id, self.leadership = self.leadership.leader_id, None
+        self._on_event(LeaderFenced(leader_id, "no heartbeat"))
+
+
+def test_backlog_is_counted_on_after_a_fence(scene):
+    """A leader that loses its lease in an outage of Kafka goes on counting, and tells that Kafka is away."""
+    metrics = HarvestMetrics(outbox_name="o")
+    read = lambda name: metrics.registry.get_sample_value(f"outbox_{name}", {"outbox": "o"})  # noqa: E731
+    limits = {"min_metrics_interval": "20ms"}
+    with scene.running(elector_factory=_Fenced, metrics=metrics, limits=limits) as harvester:
+        wait_until(lambda: read("deliverable_records") == 0, "the leader counts")
+        harvester.elector.cut_off()
+        scene.fill("t", 3)
+        wait_until(lambda: read("deliverable_records") == 3, "it counts on")
+        assert (read("leader"), read("kafka_up")) == (0, 0)
 
 
 def test_ended_and_not_yet_started(scene):

@@ -17,7 +17,7 @@ from sqlalchemy.pool import NullPool
 
 from outbox_core import OutboxRecord, Stasher
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_inbox_sql, create_table_sql
+from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_history_sql, create_inbox_sql, create_table_sql
 from outbox_sqlalchemy import sqlalchemy_url
 from outbox_sqlalchemy.alembic import (
     alembic_config,
@@ -26,6 +26,7 @@ from outbox_sqlalchemy.alembic import (
     outbox_0002,
     outbox_0003,
     outbox_0004,
+    outbox_0005,
     outbox_notify,
 )
 from tests.integration.stores.test_catalogs import catalog
@@ -109,6 +110,15 @@ down_revision = "host3"
 upgrade, downgrade = outbox_0004({argument})
 """
 
+HOST_HISTORY_REVISION = """
+from outbox_sqlalchemy.alembic import outbox_0005
+
+revision = "host5"
+down_revision = "host4"
+
+upgrade, downgrade = outbox_0005({argument})
+"""
+
 HOST_FIRST_REVISION = """
 from alembic import op
 
@@ -158,7 +168,8 @@ def _create_schema(database: str) -> None:
 def test_upgrade_check_downgrade(database):
     """The checkout's environment makes the tables, finds no difference from the models, and removes them again."""
     _alembic("upgrade", "head", OUTBOX_POSTGRES_DSN=database)
-    assert _tables(database) == {"public.outbox", "public.inbox", "public.outbox_hold", "public.outbox_alembic_version"}
+    names = ("outbox", "inbox", "outbox_hold", "outbox_statistics", "outbox_event", "outbox_alembic_version")
+    assert _tables(database) == {f"public.{name}" for name in names}
     assert "No new upgrade operations" in _alembic("check", OUTBOX_POSTGRES_DSN=database)
     _alembic("downgrade", "base", OUTBOX_POSTGRES_DSN=database)
     assert _tables(database) == {"public.outbox_alembic_version"}
@@ -209,10 +220,14 @@ def test_table_and_data_source_as_arguments(database):
         "billing.outbox",
         "billing.inbox",
         "billing.outbox_hold",
+        "billing.outbox_statistics",
+        "billing.outbox_event",
         "billing.outbox_alembic_version",
         "public.mailbox",
         "public.mailbox_inbox",
         "public.mailbox_hold",
+        "public.mailbox_statistics",
+        "public.mailbox_event",
         "public.mailbox_alembic_version",
     }
     _alembic("-x", f"dsn={database}", "-x", "table=billing.outbox", "check")
@@ -316,6 +331,7 @@ def test_one_line_in_the_hosts_chain(host, database, schema):
         "2.py": HOST_REVISION.format(argument=arguments["outbox"]),
         "3.py": HOST_INBOX_REVISION.format(argument=arguments["inbox"]),
         "4.py": HOST_CHECKS_REVISION.format(argument=arguments["outbox"]),
+        "5.py": HOST_HISTORY_REVISION.format(argument=arguments["outbox"]),
     }
     alembic = host("metadata = None", revisions=revisions)
     alembic("upgrade", "head")
@@ -323,10 +339,13 @@ def test_one_line_in_the_hosts_chain(host, database, schema):
         connection.execute("CREATE SCHEMA other")
         connection.execute(create_table_sql(TableName("outbox", "other")))
         connection.execute(create_inbox_sql(TableName("inbox", "other")))
-    for table in arguments:
+        connection.execute(create_history_sql(TableName("outbox", "other")))
+    for table in (*arguments, "outbox_statistics", "outbox_event"):
         assert catalog(database, schema + table) == catalog(database, f"other.{table}")
     alembic("downgrade", "host1")
-    assert _tables(database) == {"public.orders", "public.alembic_version", "other.outbox", "other.inbox"}
+    assert _tables(database) == {"public.orders", "public.alembic_version"} | {
+        f"other.{table}" for table in (*arguments, "outbox_statistics", "outbox_event")
+    }
 
 
 @pytest.mark.parametrize(
@@ -367,7 +386,7 @@ def test_revision_then_imported_table_is_clean(host):
 
 def test_revision_refuses_an_illegal_name():
     """An illegal name is refused when the host's revision is loaded."""
-    for revision in (outbox_0001, outbox_0002, outbox_0004):
+    for revision in (outbox_0001, outbox_0002, outbox_0004, outbox_0005):
         with pytest.raises(InvalidConfig):
             revision("a.b.c")
 

@@ -24,6 +24,7 @@ from outbox_core.schema import (
     TEXT_LAYOUT,
     TableName,
     add_checks_sql,
+    create_history_sql,
     create_hold_sql,
     create_inbox_sql,
     create_table_sql,
@@ -31,7 +32,14 @@ from outbox_core.schema import (
     validate_checks_sql,
     violations_sql,
 )
-from outbox_sqlalchemy import OutboxMixin, make_hold_table, make_inbox_table, make_outbox_table, sqlalchemy_url
+from outbox_sqlalchemy import (
+    OutboxMixin,
+    make_history_tables,
+    make_hold_table,
+    make_inbox_table,
+    make_outbox_table,
+    sqlalchemy_url,
+)
 from outbox_sqlalchemy.alembic import alembic_config, migrations_folder, outbox_grants
 
 _QUERIES = {
@@ -72,6 +80,9 @@ _QUERIES = {
 }
 
 
+_TABLES = ["outbox", "inbox", "outbox_hold", "outbox_statistics", "outbox_event"]
+
+
 def catalog(database: str, table: str = "outbox") -> dict[str, list[dict[str, object]]]:
     """Return the catalogs' description of a table, without the names of its dependent objects."""
     with psycopg.connect(database, row_factory=dict_row) as connection:
@@ -85,6 +96,7 @@ def by_sql(database: str) -> None:
         connection.execute(create_table_sql(TableName("outbox")))
         connection.execute(create_inbox_sql(TableName("inbox")))
         connection.execute(create_hold_sql(TableName("outbox")))
+        connection.execute(create_history_sql(TableName("outbox")))
 
 
 def by_sqlalchemy_table(database: str) -> None:
@@ -92,6 +104,7 @@ def by_sqlalchemy_table(database: str) -> None:
     _create_all(database, make_outbox_table)
     _create_all(database, make_inbox_table)
     _create_all(database, make_hold_table)
+    _create_all(database, make_history_tables)
 
 
 def by_sqlalchemy_model(database: str) -> None:
@@ -161,7 +174,7 @@ def references(postgres):
     name = f"reference_{os.getpid()}"
     database = postgres.create_database(name)
     by_sql(database)
-    yield {table: catalog(database, table) for table in ("outbox", "inbox", "outbox_hold")}
+    yield {table: catalog(database, table) for table in _TABLES}
     postgres.drop_database(name)
 
 
@@ -174,10 +187,10 @@ def reference(references):
 @pytest.mark.parametrize(
     ("make", "tables"),
     [
-        (by_sqlalchemy_table, ["outbox", "inbox", "outbox_hold"]),
+        (by_sqlalchemy_table, _TABLES),
         (by_sqlalchemy_model, ["outbox"]),
-        (by_alembic, ["outbox", "inbox", "outbox_hold"]),
-        (by_django, ["outbox", "inbox", "outbox_hold"]),
+        (by_alembic, _TABLES),
+        (by_django, _TABLES),
     ],
 )
 def test_same_catalog(make, tables, references, database):
@@ -379,7 +392,8 @@ _RIGHTS = """
 SELECT what, coalesce(rolname, 'PUBLIC') AS grantee, privilege_type
 FROM (
     SELECT relname::text AS what, relacl AS acl FROM pg_class
-    WHERE oid IN ('outbox'::regclass, 'outbox_id_seq'::regclass, 'outbox_hold'::regclass)
+    WHERE oid IN ('outbox'::regclass, 'outbox_id_seq'::regclass, 'outbox_hold'::regclass,
+                  'outbox_statistics'::regclass, 'outbox_event'::regclass)
     UNION ALL
     SELECT attname::text, attacl FROM pg_attribute WHERE attrelid = 'outbox'::regclass
     UNION ALL
@@ -444,6 +458,9 @@ def odd_roles(postgres, topic_name):
     postgres.drop_database(database.rpartition("/")[2].partition("?")[0])
 
 
+_RIGHTS_ON_HISTORY = {"SELECT", "INSERT", "DELETE"}
+
+
 @pytest.mark.complete
 @pytest.mark.parametrize("layout", ["binary", "text"])
 def test_same_rights(layout, postgres, topic_name, odd_roles):
@@ -468,6 +485,7 @@ def test_same_rights(layout, postgres, topic_name, odd_roles):
             with psycopg.connect(database) as connection:
                 connection.execute(create_table_sql(TableName("outbox"), layout))
                 connection.execute(create_hold_sql(TableName("outbox")))
+                connection.execute(create_history_sql(TableName("outbox")))
         with psycopg.connect(database) as connection:
             connection.execute(sql.SQL("GRANT ALL ON TABLE outbox TO {}").format(sql.Identifier(writer)))
             connection.execute(sql.SQL("REVOKE SELECT, DELETE ON TABLE outbox FROM {}").format(sql.Identifier(writer)))
@@ -485,6 +503,8 @@ def test_same_rights(layout, postgres, topic_name, odd_roles):
     assert ("kafka_topic", writer, "INSERT") in made[0]
     assert ("leader_id", harvester, "UPDATE") in made[0]
     assert ("outbox_hold", harvester, "DELETE") in made[0]
+    for table in ("outbox_statistics", "outbox_event"):
+        assert {right for what, who, right in made[0] if (what, who) == (table, harvester)} == _RIGHTS_ON_HISTORY
     assert not [what for what, _, privilege in made[0] if (what, privilege) == ("public", "CREATE")]
 
 

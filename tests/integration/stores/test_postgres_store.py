@@ -157,13 +157,22 @@ def test_warns_of_a_sequence_that_caches(scene, store, caplog):
 
 
 def test_large_backlog_is_estimated(scene, store, monkeypatch):
-    """Beyond the bound of the count the backlog is the planner's estimate, or at least the bound."""
+    """Beyond the bound of the count the backlog follows from the ids, if statistics allow that many rows."""
     monkeypatch.setattr(store_module, "_BACKLOG_COUNT_BOUND", 100)
     store = PostgresStore(scene.database)
     scene.fill("t", 500)
     assert store.backlog().pending == 100
     scene.execute("ANALYZE outbox")
     assert store.backlog().pending == 500
+    scene.execute("DELETE FROM outbox WHERE id <= 200")
+    assert store.backlog().pending == 300, "the statistics are old, and the ids are not"
+    scene.execute("ANALYZE outbox; UPDATE outbox SET id = 1 WHERE id = 201")
+    assert store.backlog().pending == 300, "one old row does not stand for all ids since"
+    scene.hold("add", "t")
+    found = store.backlog()
+    assert (found.deliverable.number, found.held.number) == (0, 300)
+    scene.fill("u", 50)
+    assert store.backlog().deliverable.number == 50
     store.close()
 
 

@@ -20,7 +20,14 @@ from outbox_core.errors import KafkaUnavailable, LeaderTopicError, StoreUnavaila
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead, MeterStats
 from outbox_core.harvest import harvester as harvester_module
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.schema import TableName, add_checks_sql, checks_of, create_hold_sql, create_table_sql
+from outbox_core.schema import (
+    TableName,
+    add_checks_sql,
+    checks_of,
+    create_history_sql,
+    create_hold_sql,
+    create_table_sql,
+)
 
 
 class PlayedHarvester:
@@ -80,10 +87,11 @@ def run_outbox(*arguments, stdin=None, **environ):
 
 
 def test_schema_prints_the_ddl():
-    """`outbox schema` prints the DDL of the outbox and its holds, and nothing else."""
+    """`outbox schema` prints the DDL of the outbox, its holds and its history, and nothing else."""
     done = run_outbox("schema", "--dialect", "postgresql")
     assert done.returncode == 0
-    assert done.stdout == create_table_sql(TableName("outbox")) + create_hold_sql(TableName("outbox"))
+    name = TableName("outbox")
+    assert done.stdout == create_table_sql(name) + create_hold_sql(name) + create_history_sql(name)
     assert done.stderr == ""
 
 
@@ -91,9 +99,12 @@ def test_schema_takes_table_and_layout(capsys):
     """`outbox schema` takes another name, goharvest's layout, or one of the two tables alone."""
     name = TableName("outbox", "billing")
     assert main(["schema", "--table", "billing.outbox", "--layout", "text"]) == 0
-    assert capsys.readouterr().out == create_table_sql(name, "text") + create_hold_sql(name)
+    printed = capsys.readouterr().out
+    assert printed == create_table_sql(name, "text") + create_hold_sql(name) + create_history_sql(name)
     assert main(["schema", "--table", "billing.outbox", "--only", "hold"]) == 0
     assert capsys.readouterr().out == create_hold_sql(name)
+    assert main(["schema", "--table", "billing.outbox", "--only", "history"]) == 0
+    assert capsys.readouterr().out == create_history_sql(name)
     assert main(["schema", "--only", "outbox"]) == 0
     assert capsys.readouterr().out == create_table_sql(TableName("outbox"))
 

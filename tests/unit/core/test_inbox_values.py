@@ -11,7 +11,15 @@ from outbox_core.cli import main
 from outbox_core.cli.inbox import parse_age
 from outbox_core.errors import InvalidMessageId
 from outbox_core.inbox import Inbox, inbox_key
-from outbox_core.schema import TableName, create_hold_sql, create_inbox_sql, create_table_sql, inbox_beside, inbox_index
+from outbox_core.schema import (
+    TableName,
+    create_history_sql,
+    create_hold_sql,
+    create_inbox_sql,
+    create_table_sql,
+    inbox_beside,
+    inbox_index,
+)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +40,7 @@ def test_schema_without_inbox_is_what_it_was(capsys):
     """Without `--inbox` no inbox is printed; `--inbox` together with `--table`, or with a wrong name, is refused."""
     assert main(["schema"]) == 0
     name = TableName("outbox")
-    assert capsys.readouterr().out == create_table_sql(name) + create_hold_sql(name)
+    assert capsys.readouterr().out == create_table_sql(name) + create_hold_sql(name) + create_history_sql(name)
     with pytest.raises(SystemExit):
         main(["schema", "--table", "mine", "--inbox"])
     assert main(["schema", "--inbox", "a b"]) == 2

@@ -4,8 +4,10 @@ import gc
 import http.client
 import json
 import math
+import platform
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -15,11 +17,20 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from outbox_core import __version__
 from outbox_core.errors import InvalidConfig
-from outbox_core.metrics import LATENCY_BUCKETS, HarvestMetrics, Health, MetricsServer, WeightedHistogram
-from outbox_core.stores.interface import Backlog
+from outbox_core.metrics import HarvestMetrics, Health, MetricsServer
+from outbox_core.monitoring.histogram import LATENCY_BUCKETS, WeightedHistogram, quantile
+from outbox_core.monitoring.publication import MOST_TOPICS, OTHER_TOPICS
+from outbox_core.stores.interface import Backlog, StoredRecord, WaitingRows
 
 WELL = Health(ok=True, leader=True, detail="leading")
+
+
+def batch(count, topic="orders", value=b"", *, stashed_seconds_ago=0.0):
+    """Return records that were stashed so long ago."""
+    stashed_at = int((time.time() - stashed_seconds_ago) * 1_000_000)
+    return [StoredRecord(number, topic, None, value, None, None, -1, stashed_at) for number in range(count)]
 
 
 def get(port, path, host="127.0.0.1", method="GET"):
@@ -44,16 +55,16 @@ def samples(port):
 
 
 def test_every_family_is_exposed():
-    """Every family has the name in the documentation and one label, as Prometheus' own parser reads it over HTTP."""
+    """Families have the names of the documentation, as Prometheus' own parser reads them over HTTP."""
     metrics = HarvestMetrics(outbox_name="db.public.outbox")
-    metrics.published(7)
-    metrics.published(5)
+    metrics.published(batch(7))
+    metrics.published(batch(5))
     metrics.publish_error()
     metrics.in_flight(3)
     metrics.leading(True)
-    metrics.backlog(Backlog(pending=42, oldest_age_seconds=1.5))
+    metrics.backlog(Backlog(WaitingRows(40, 1.5), WaitingRows(2, 7.0)))
     metrics.mark_took(0.003)
-    metrics.purge_took(0.004)
+    metrics.purge_took(0.004, 12)
     metrics.publish_latency(0.02, 1000)
     with MetricsServer("127.0.0.1", 0, metrics.registry, lambda: WELL) as server:
         found = samples(server.port)
@@ -62,12 +73,19 @@ def test_every_family_is_exposed():
     assert found["outbox_publish_errors_total", label] == 1
     assert found["outbox_in_flight_records", label] == 3
     assert found["outbox_pending_records", label] == 42
-    assert found["outbox_oldest_pending_age_seconds", label] == 1.5
+    assert found["outbox_deliverable_records", label] == 40
+    assert found["outbox_oldest_deliverable_age_seconds", label] == 1.5
+    assert found["outbox_held_records", label] == 2
+    assert found["outbox_oldest_pending_age_seconds", label] == 7
     assert found["outbox_leader", label] == 1
     assert found["outbox_publish_latency_seconds_count", label] == 1000
     assert found["outbox_publish_latency_seconds_sum", label] == pytest.approx(20)
     assert found["outbox_mark_duration_seconds_count", label] == 1
     assert found["outbox_purge_duration_seconds_count", label] == 1
+    assert found["outbox_purge_records_sum", label] == 12
+    version = (("outbox", "db.public.outbox"), ("python", platform.python_version()), ("version", __version__))
+    assert found["outbox_build_info", version] == 1
+    assert found["process_resident_memory_bytes", ()] > 0
 
 
 def test_one_call_counts_many_equal_latencies():
@@ -103,12 +121,68 @@ class _Family:
         self.buckets, self.total = buckets, total
 
 
+def value_of(metrics, name, **labels):
+    """Return a sample of the outbox `o`, None if it is not shown."""
+    return metrics.registry.get_sample_value(name, {"outbox": "o", **labels})
+
+
+def test_batches_are_counted_by_topic_in_bytes_and_by_age():
+    """A published batch counts for its topics, with the bytes of its values and the age of every record."""
+    metrics = HarvestMetrics(outbox_name="o")
+    began = time.time()
+    metrics.published([*batch(1000, "orders", b"12345", stashed_seconds_ago=7), *batch(3, "mails", None)])
+    metrics.published(batch(2, "mails", "\u00fc", stashed_seconds_ago=50))
+    assert value_of(metrics, "outbox_topic_records_published_total", topic="orders") == 1000
+    assert value_of(metrics, "outbox_topic_records_published_total", topic="mails") == 5
+    assert value_of(metrics, "outbox_published_bytes_total") == 5004
+    assert value_of(metrics, "outbox_delivery_latency_seconds_count") == 1005
+    assert value_of(metrics, "outbox_delivery_latency_seconds_bucket", le="10.0") == 1003
+    assert value_of(metrics, "outbox_delivery_latency_seconds_bucket", le="60.0") == 1005
+    assert value_of(metrics, "outbox_last_success_timestamp_seconds") >= began
+
+
+def test_records_from_the_future_or_without_time():
+    """A clock that goes ahead makes no negative latency, and a time that is not known none at all."""
+    metrics = HarvestMetrics(outbox_name="o")
+    metrics.published(batch(2, stashed_seconds_ago=-60))
+    metrics.published([record._replace(create_time=0) for record in batch(3)])
+    assert value_of(metrics, "outbox_delivery_latency_seconds_count") == 2
+    assert value_of(metrics, "outbox_delivery_latency_seconds_sum") == 0
+    assert value_of(metrics, "outbox_records_published_total") == 5
+
+
+def test_topics_are_a_bounded_label():
+    """However many topics there are, fifty are labels, and all others together are one; the sum is that of all."""
+    metrics = HarvestMetrics(outbox_name="o")
+    metrics.published([record for number in range(MOST_TOPICS + 20) for record in batch(2, f"t{number}")])
+    metrics.backlog(Backlog(WaitingRows(30, 1.0, {f"t{number}": 1 for number in range(40, 60)})))
+    assert value_of(metrics, "outbox_topic_records_published_total", topic="t49") == 2
+    assert value_of(metrics, "outbox_topic_records_published_total", topic="t50") is None
+    assert value_of(metrics, "outbox_topic_records_published_total", topic=OTHER_TOPICS) == 40
+    assert value_of(metrics, "outbox_topic_deliverable_records", topic="t40") == 1
+    assert value_of(metrics, "outbox_topic_deliverable_records", topic=OTHER_TOPICS) == 20
+
+
+@given(st.lists(st.integers(0, 50), min_size=4, max_size=4), st.floats(0.01, 1.0))
+def test_quantile_lies_in_its_bucket(counts, share):
+    """A quantile lies between the bounds of the bucket that holds it; there is none without observations."""
+    bounds = (1.0, 2.0, 4.0)
+    found = quantile(share, bounds, counts)
+    if not sum(counts):
+        assert found is None
+        return
+    values = [value for value, count in zip((0.5, 1.5, 3.0, 4.0), counts, strict=True) for _ in range(count)]
+    middle = values[math.ceil(share * len(values) - 1e-9) - 1]
+    lower, upper = {0.5: (0, 1), 1.5: (1, 2), 3.0: (2, 4), 4.0: (4, 4)}[middle]
+    assert lower <= found <= upper + 1e-9
+
+
 def test_unknown_backlog_is_not_shown():
     """A backlog that is not known is not shown, rather than a stale or invented number."""
     metrics = HarvestMetrics(outbox_name="o")
     read = lambda: metrics.registry.get_sample_value("outbox_pending_records", {"outbox": "o"})  # noqa: E731
     assert read() is None
-    metrics.backlog(Backlog(0, 0.0))
+    metrics.backlog(Backlog())
     assert read() == 0
     metrics.backlog(None)
     assert read() is None
@@ -119,8 +193,8 @@ def test_harvesters_in_one_process_do_not_clash():
     assert HarvestMetrics().registry is not HarvestMetrics().registry
     registry = CollectorRegistry()
     first, second = HarvestMetrics(registry, "a"), HarvestMetrics(registry, "b")
-    first.published(1)
-    second.published(2)
+    first.published(batch(1))
+    second.published(batch(2))
     assert len([family for family in registry.collect() if family.name == "outbox_records_published"]) == 1
     assert registry.get_sample_value("outbox_records_published_total", {"outbox": "a"}) == 1
     assert registry.get_sample_value("outbox_records_published_total", {"outbox": "b"}) == 2
@@ -130,9 +204,9 @@ def test_numbers_vanish_with_their_harvester():
     """In a shared registry a harvester that is gone has no samples; of two for one outbox the newer one counts."""
     registry = CollectorRegistry()
     kept, old = HarvestMetrics(registry, "kept"), HarvestMetrics(registry, "o")
-    old.published(9)
+    old.published(batch(9))
     new = HarvestMetrics(registry, "o")
-    new.published(1)
+    new.published(batch(1))
     assert registry.get_sample_value("outbox_records_published_total", {"outbox": "o"}) == 1
     del old, new
     gc.collect()
@@ -143,7 +217,7 @@ def test_numbers_vanish_with_their_harvester():
 def test_label_may_be_set_later():
     """The label may be set later, as the outbox's identity is known only after its table was checked."""
     metrics = HarvestMetrics()
-    metrics.published(1)
+    metrics.published(batch(1))
     metrics.outbox_name = "db.public.outbox"
     assert metrics.registry.get_sample_value("outbox_records_published_total", {"outbox": "db.public.outbox"}) == 1
 
@@ -154,7 +228,7 @@ def test_counts_from_several_threads_add_up():
 
     def count():
         for _ in range(10_000):
-            metrics.published(1)
+            metrics.published(batch(1))
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:

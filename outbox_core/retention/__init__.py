@@ -1,0 +1,1 @@
+"""What stays of published records: the history of an outbox, and its archive."""

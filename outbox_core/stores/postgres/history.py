@@ -1,0 +1,94 @@
+"""The history of an outbox in PostgreSQL: rows of statistics, and events (`outbox_core.retention.history` reads them).
+
+Both tables may be missing, or may be made, dropped or forbidden while a harvester runs: whoever writes asks first, in
+the same second. `outbox doctor` says what is missing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from outbox_core.schema import EventKind, events_beside, statistics_beside
+from outbox_core.stores.interface import NewEvent, NewStatistics
+from outbox_core.stores.postgres import statements as sql
+from outbox_core.stores.postgres.table import OutboxTable
+
+_log = logging.getLogger(__name__)
+
+STATISTICS_SECONDS = 7 * 86_400
+EVENT_SECONDS = 90 * 86_400
+"""The time for which rows are kept."""
+
+
+class NotedChanges(NamedTuple):
+    """A part of a statement on holds, and its parameters; empty without a table of events."""
+
+    sql: str = ""
+    parameters: dict[str, Any] = {}  # noqa: RUF012  never changed
+
+
+class PostgresHistory:
+    """The history of an outbox; implements `outbox_core.stores.interface.HistoryStore`."""
+
+    def __init__(self, table: OutboxTable) -> None:
+        self._table = table
+        self._has_warned = False
+
+    def add_events(self, events: Sequence[NewEvent]) -> None:
+        """Write events, unless there is no table of them."""
+        if not self._writable()[1]:
+            return
+        for event in events:
+            parameters = event._asdict() | {"outbox": self._table.layout().outbox, "kind": str(event.kind)}
+            self._table.execute(sql.ADD_EVENT, parameters | {"reason": event.reason.replace("\0", "")}, **self._names())
+
+    def add_statistics(self, statistics: NewStatistics) -> None:
+        """Write a row of statistics, unless there is no table of them."""
+        if not self._writable()[0]:
+            return
+        parameters: dict[str, Any] = statistics._asdict() | {"outbox": self._table.layout().outbox}
+        backlog = parameters.pop("backlog")
+        for name in ("deliverable", "held"):
+            rows = getattr(backlog, name, None)
+            parameters[name] = rows and rows.number
+            parameters[f"{name}_age"] = rows and rows.oldest_age_seconds
+        self._table.execute(sql.ADD_STATISTICS, parameters, **self._names())
+
+    def prune(self) -> int:
+        """Delete statistics older than a week, and events older than 90 days; return how many."""
+        outbox = self._table.layout().outbox
+        has_statistics, has_events = self._writable()
+        statistics = {"outbox": outbox, "seconds": STATISTICS_SECONDS}
+        events = {"outbox": outbox, "seconds": EVENT_SECONDS}
+        count = self._table.execute(sql.PRUNE_STATISTICS, statistics, **self._names()) if has_statistics else 0
+        return count + (self._table.execute(sql.PRUNE_EVENTS, events, **self._names()) if has_events else 0)
+
+    def note_changes(self, kind: EventKind) -> NotedChanges:
+        """Return the part of a statement that writes an event of this kind for each changed hold."""
+        if not self._writable()[1]:
+            return NotedChanges()
+        return NotedChanges(self._table.format(sql.NOTE_CHANGES, **self._names()), {"kind": str(kind)})
+
+    def _names(self) -> dict[str, str]:
+        self._table.connected()
+        outbox = self._table.found[0]
+        names = {"statistics": statistics_beside(outbox), "events": events_beside(outbox)}
+        return {key: name.quoted.replace("%", "%%") for key, name in names.items()}
+
+    def _writable(self) -> tuple[bool, bool]:
+        """Tell which of the two tables may be written."""
+        self._table.connected()
+        outbox = self._table.found[0]
+        names = {"statistics": statistics_beside(outbox).quoted, "events": events_beside(outbox).quoted}
+        (found,) = self._table.query(sql.HISTORY_RIGHTS, names)
+        if False in found and not self._has_warned:
+            self._has_warned = True
+            forbidden = " and ".join(name for name, may in zip(names.values(), found, strict=True) if may is False)
+            _log.warning(
+                "nothing is written into the history: GRANT SELECT, INSERT, DELETE ON %s TO %s",
+                forbidden,
+                self._table.quoted_role,
+            )
+        return bool(found[0]), bool(found[1])
