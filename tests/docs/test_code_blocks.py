@@ -87,8 +87,8 @@ def _page(path: Path) -> Any:
 def test_python_runs(
     page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The blocks of a page run one after the other, with each other's names, in a folder of their own."""
-    monkeypatch.chdir(tmp_path)
+    """The blocks of a page run one after the other, with each other's names."""
+    monkeypatch.chdir(tmp_path)  # blocks may write files
     name = page.relative_to(ROOT).as_posix()
     world = WORLDS[name](request) if name in WORLDS else World()
     module = ModuleType("page_of_the_docs")  # frameworks look up where a name was defined
