@@ -261,7 +261,7 @@ def test_the_command(database, connection, capsys, monkeypatch):
     ("arguments", "complaint"),
     [
         (["--older-than", "7d", "--table", "a b"], "--table: 'a b' is not a table name"),
-        (["--older-than", "7d", "--table", "absent"], 'absent is no inbox: relation "absent" does not exist'),
+        (["--older-than", "7d", "--table", "absent"], "there is no table absent; `outbox schema --inbox absent`"),
         (["--older-than", "7d", "--table", "business"], "business is no inbox: column"),
         (["--older-than", "7d", "--dsn", "host=/nowhere password=geheim"], "cannot connect to the database"),
         (["--older-than", "7d", "--dsn", "nonsense geheim"], "--dsn: "),
