@@ -1,7 +1,8 @@
-"""Payloads that no record names any more: neither in the table nor in the topics.
+"""Payloads that no record names any more: neither in the table, nor in its archive, nor in the topics.
 
-The order makes it safe: first the store is listed, then the table is read, and the topics last, up to ends that are
-asked for after that. A record that leaves the table meanwhile has been published before, and stands in its topic.
+The order makes it safe: first the store is listed, then the table is read, then the archive into which its rows go, and
+the topics last, up to ends that are asked for after that. A record that leaves the table meanwhile has been published
+before, and stands in its topic.
 Payloads of open transactions are in neither: their age keeps them, so it must exceed the longest transaction.
 """
 
@@ -18,7 +19,7 @@ from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition
 from outbox_core.kafka.errors import CONSUMER_RECOVERS
 from outbox_core.kafka.messages import headers_of
 from outbox_core.kafka.reader import PartitionReader, partition_ends, reader_settings
-from outbox_core.schema import TableName
+from outbox_core.schema import TableName, archive_beside
 from outbox_core.stasher import Connection
 
 _ANSWER_SECONDS = 10.0
@@ -56,6 +57,9 @@ def find_orphans(
     left = set(candidates)
     for outbox in outboxes:
         left -= _named_in_table(connection, outbox)
+        archive = archive_beside(outbox)
+        if _exists(connection, archive):
+            left -= _named_in_table(connection, archive)
     wanted = {name.topic for name in candidates.values()} | set(topics)
     _read_topics(reader_settings(kafka, group), sorted(wanted), left.discard)
     return sorted(left)
@@ -68,6 +72,13 @@ def _named_in_table(connection: Connection, outbox: TableName) -> set[str]:
         rows = cursor.fetchall()
     texts = (value for (values,) in rows for value in values if value is not None)
     return {text if isinstance(text, str) else bytes(text).decode(errors="replace") for text in texts}
+
+
+def _exists(connection: Connection, table: TableName) -> bool:
+    with closing(connection.cursor()) as cursor:
+        cursor.execute("SELECT to_regclass(%s) IS NOT NULL", [table.quoted])
+        (found,) = cursor.fetchall()[0]
+    return bool(found)
 
 
 def _read_topics(settings: Mapping[str, Any], topics: list[str], found: Callable[[str], None]) -> None:

@@ -15,6 +15,7 @@ from outbox_core.claims.orphans import find_orphans
 from outbox_core.cli import main
 from outbox_core.consuming import Consumed, consume
 from outbox_core.errors import KafkaUnavailable
+from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import TableName, create_inbox_sql
 from outbox_queue import QueueService
 from tests.queueing import queue_config
@@ -151,6 +152,21 @@ def test_rolled_back_payloads_are_found_by_the_command(scene, make_topic, tmp_pa
     assert main(["claims", "delete", *options]) == 0
     assert set(store.names()) - {old} == set(store.names()) > kept
     assert _orphans(scene, store) == sorted(set(store.names()) - kept)
+
+
+def test_archived_records_keep_their_payloads(scene, make_topic, store):
+    """A record that has gone into the archive may be stashed anew, also when its topic no longer has it."""
+    topic = make_topic(1)
+    for statement in archive_statements(scene.table):
+        scene.execute(statement)
+    _stash(scene, store, OutboxRecord(topic, "k", LARGE))
+    columns = "id, create_time, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values"
+    scene.execute(f"INSERT INTO outbox_archive ({columns}) SELECT {columns} FROM outbox")
+    assert _orphans(scene, store) == []
+    scene.execute("DELETE FROM outbox")
+    assert _orphans(scene, store) == []
+    scene.execute("DELETE FROM outbox_archive")
+    assert _orphans(scene, store) == list(store.names())
 
 
 def test_nothing_is_an_orphan_of_an_unknown_topic(scene, topic_name, store):
