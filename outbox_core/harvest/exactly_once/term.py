@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from outbox_core.election.lease import now
 from outbox_core.events import MeterRead
@@ -35,10 +35,11 @@ from outbox_core.stores.interface import (
     StoredRecord,
     bytes_of,
     lane_of,
-    row_id,
 )
 
 _topic_of = attrgetter("topic")
+# Plain tuples equal to RowIds, made several times as fast.
+_row_id_of = cast("Callable[[StoredRecord], RowId]", attrgetter("id", "create_time"))
 _IDLE_SECONDS = 1.0
 _QUIET_SECONDS = 10.0
 
@@ -173,7 +174,7 @@ class Term:
         records = scanned.records
         if records:
             self._schedule.found_rows(more=True)  # the transaction between this scan and the next is pause enough
-            self._in_flight.update(map(row_id, records))
+            self._in_flight.update(map(_row_id_of, records))
             self._transactions.reached(Failpoint.AFTER_SCAN)
             self._failures.scanned(found=True)
         else:
@@ -354,7 +355,7 @@ class Term:
 
     def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
         self._ctx.watermark.reset("records were left out of a transaction")
-        self._in_flight.difference_update(set(map(row_id, records)).difference(map(row_id, sent)))
+        self._in_flight.difference_update(set(map(_row_id_of, records)).difference(map(_row_id_of, sent)))
         records[:] = sent
 
     def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
@@ -388,7 +389,7 @@ class Term:
         self._transactions.reached(Failpoint.COMMITTED)
         self._ctx.kafka.recovered()  # not before: a term that begins well may never commit anything
         self.committed = True
-        self._unpurged = list(map(row_id, records))
+        self._unpurged = list(map(_row_id_of, records))
         self._are_dead_letters = are_dead_letters
         self._transactions.reached(Failpoint.BEFORE_PURGE)
         self._start_purge()
@@ -425,7 +426,7 @@ class Term:
         records = list(group)
         began = now()
         # Exactly these: scans must find those that were released.
-        self._in_flight = {*self._unpurged, *map(row_id, records)}
+        self._in_flight = {*self._unpurged, *map(_row_id_of, records)}
         if records:
             self._count_in_flight(len(records))
             failures: list[Failure] = []
@@ -467,7 +468,7 @@ class Term:
     def _publish_dead_letters(self, producer: RecordProducer, letters: Sequence[StoredRecord]) -> Ended | None:
         records: list[StoredRecord] = list(letters)
         failures: list[Failure] = []
-        self._in_flight.update(map(row_id, records))
+        self._in_flight.update(map(_row_id_of, records))
         unfinished = self._fill(producer, records, failures.extend, failures)
         outcome = unfinished or self._commit_in_time(producer, records, failures, self._dead_letters.patience)
         if isinstance(outcome, Committed):
@@ -485,7 +486,7 @@ class Term:
     # -- purge
 
     def _start_purge(self) -> None:
-        ids, create_times = [row.id for row in self._unpurged], [row.create_time for row in self._unpurged]
+        ids, create_times = [row for row, _ in self._unpurged], [create_time for _, create_time in self._unpurged]
         are_dead_letters = self._are_dead_letters
 
         def purge(store: OutboxStore) -> int:

@@ -44,11 +44,8 @@ def without_keys(lanes: Collection[LaneKey]) -> dict[str, Any]:
 
 def without_rows(rows: Collection[RowId]) -> dict[str, str]:
     """Return the parameters of `WITHOUT_ROWS`."""
-    return {
-        "ids": multirange([row.id for row in rows]),
-        "row_ids": array([row.id for row in rows]),
-        "row_times": array([row.create_time for row in rows]),
-    }
+    ids, create_times = [identity for identity, _ in rows], [create_time for _, create_time in rows]
+    return {"ids": multirange(ids), "row_ids": array(ids), "row_times": array(create_times)}
 
 
 class HeldParameters:
