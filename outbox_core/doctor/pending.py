@@ -9,17 +9,10 @@ from outbox_core.doctor.session import DatabaseSession
 from outbox_core.errors import InvalidConfig
 from outbox_core.printable import text_or_base64
 from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS
+from outbox_core.stores.postgres.schema_changes import COLUMN_TYPES
 
 SEARCHED_ROWS = 100_000
 _MOST = 1_000
-_COLUMNS = """
-SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
-"""
-
-_IS_BYTEA = """
-SELECT format_type(atttypid, NULL) = 'bytea' FROM pg_attribute
-WHERE attrelid = to_regclass(%s) AND attname = 'kafka_value'
-"""
 
 # The head is walked by its primary key, and no further than so many rows: it never reads a table of millions.
 _PAGE = """
@@ -27,7 +20,7 @@ SELECT r.id, r.kafka_topic, r.kafka_key, {partition}, r.create_time::text,
        CASE WHEN isfinite(r.create_time) THEN extract(epoch FROM clock_timestamp() - r.create_time)::float8 END,
        r.leader_id IS NOT NULL, coalesce(octet_length(r.kafka_value), 0),
        CASE WHEN r.kafka_value IS NULL THEN NULL ELSE {value} END,
-       r.kafka_header_keys, {header_values}, {hold}
+       r.kafka_header_keys, r.kafka_header_values, {hold}
 FROM (
     SELECT * FROM (SELECT * FROM {table} WHERE id > %(after)s ORDER BY id LIMIT {searched}) AS head
     WHERE (%(id)s::bigint IS NULL OR id = %(id)s::bigint)
@@ -116,20 +109,18 @@ def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
     """Return pending records, the oldest first. The errors are those of `DatabaseSession.ask`, and InvalidConfig."""
     if not 1 <= query.limit <= _MOST:
         raise InvalidConfig(f"limit: must be a number from 1 to {_MOST}")
-    columns = {name for (name,) in session.ask(_COLUMNS, (session.table.quoted,))}
-    if not set(REQUIRED_COLUMNS) <= columns:
+    columns = dict(session.ask(COLUMN_TYPES, (session.table.quoted,)))
+    if not set(REQUIRED_COLUMNS) <= set(columns):
         lacking = ", ".join(name for name in REQUIRED_COLUMNS if name not in columns)
         raise InvalidConfig(f"there is no outbox table {session.table} in {session.place} (it lacks {lacking})")
-    has_holds = set(HOLD_COLUMNS) <= {name for (name,) in session.ask(_COLUMNS, (session.holds.quoted,))}
-    ((is_bytea,),) = session.ask(_IS_BYTEA, (session.table.quoted,))
+    has_holds = set(HOLD_COLUMNS) <= set(dict(session.ask(COLUMN_TYPES, (session.holds.quoted,))))
     statement = _PAGE.format(
         table=session.table.quoted.replace("%", "%%"),
         searched=SEARCHED_ROWS,
         partition="r.kafka_partition" if "kafka_partition" in columns else "NULL",
         value="substring(r.kafka_value, 1, %(bytes)s)"
-        if is_bytea
+        if columns["kafka_value"] == "bytea"
         else "substring(convert_to(r.kafka_value, 'UTF8'), 1, %(bytes)s)",
-        header_values="r.kafka_header_values",
         hold="h.id, coalesce(h.error, h.reason, '')" if has_holds else "NULL, ''",
         holds=_HOLDS.format(holds=session.holds.quoted.replace("%", "%%")) if has_holds else "",
     )

@@ -11,6 +11,7 @@ from outbox_core.doctor.session import DatabaseSession
 from outbox_core.schema import CHECKS, COLUMNS, REQUIRED_COLUMNS, STORAGE_PARAMETERS, violations_sql
 from outbox_core.stores import relay_marks
 from outbox_core.stores.postgres import statements as sql
+from outbox_core.stores.postgres.schema_changes import CHECK_CONSTRAINTS
 from outbox_core.stores.postgres.table import wrong_types
 
 HEAD_ROWS = 10_000
@@ -37,10 +38,6 @@ FROM pg_depend AS d
 JOIN pg_sequence AS q ON q.seqrelid = d.objid
 JOIN pg_attribute AS a ON a.attrelid = d.refobjid AND a.attnum = d.refobjsubid AND a.attname = 'id'
 WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass AND d.refobjid = to_regclass(%s)
-"""
-
-_CHECKS = """
-SELECT conname, convalidated FROM pg_constraint WHERE conrelid = to_regclass(%s) AND contype = 'c'
 """
 
 _COLUMNS = """
@@ -267,7 +264,7 @@ class TableChecks:
 
     def _constraints(self) -> Iterator[Finding]:
         table, checks = self._name.quoted, self._checks
-        there = dict(self._session.ask(_CHECKS, (table,)))
+        there = dict(self._session.ask(CHECK_CONSTRAINTS, (table,)))
         found = []
         if set(checks) - set(there):
             found.append(

@@ -30,12 +30,12 @@ Layout = Literal["binary", "text"]
 Part = Literal["outbox", "hold", "checks", "history", "notify"]
 _ORDER: tuple[Part, ...] = ("outbox", "hold", "checks", "history", "notify")
 
-_COLUMNS = """
+COLUMN_TYPES = """
 SELECT attname, format_type(atttypid, NULL) FROM pg_attribute
 WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
 """
 
-_CHECKS = "SELECT conname, convalidated FROM pg_constraint WHERE conrelid = to_regclass(%s) AND contype = 'c'"
+CHECK_CONSTRAINTS = "SELECT conname, convalidated FROM pg_constraint WHERE conrelid = to_regclass(%s) AND contype = 'c'"
 
 _TRIGGER = """
 SELECT count(*) FROM pg_trigger AS t JOIN pg_proc AS p ON p.oid = t.tgfoid
@@ -65,7 +65,7 @@ def inspect_schema(connection: Connection, name: TableName) -> list[PartState]:
     holds = hold_beside(name)
     has_holds = bool(_columns(connection, holds, HOLD_COLUMNS, "no table of holds"))
     layout = _layout(columns)
-    there = dict(_fetch(connection, _CHECKS, [name.quoted]))
+    there = dict(_fetch(connection, CHECK_CONSTRAINTS, [name.quoted]))
     missing = sorted(set(checks_of(layout)) - set(there)) if columns else []
     unvalidated = sorted(check for check in checks_of(layout) if there.get(check) is False)
     ((triggers,),) = _fetch(connection, _TRIGGER, [name.quoted, "%kafka_outbox_%"])
@@ -157,7 +157,7 @@ def _layout(columns: dict[str, str]) -> Layout:
 
 
 def _columns(connection: Connection, name: TableName, needed: tuple[str, ...], what: str) -> dict[str, str]:
-    columns = dict(_fetch(connection, _COLUMNS, [name.quoted]))
+    columns = dict(_fetch(connection, COLUMN_TYPES, [name.quoted]))
     missing = [column for column in needed if column not in columns]
     if columns and missing:
         raise OutboxTableError(f"table {name} is {what}: it lacks the column(s) {', '.join(missing)}")
