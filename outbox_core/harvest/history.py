@@ -58,11 +58,6 @@ class HistoryWriter:
             noted = NewEvent(_KINDS[type(event)], self._instance, 0.0, reason, event.leader_id, term)
             self._events.append((self._clock(), noted))
 
-    @property
-    def has_events(self) -> bool:
-        """True if events wait."""
-        return bool(self._events)
-
     def write(self, history: HistoryStore, backlog: Backlog | None, *, leads: bool) -> None:
         """Write what there is to write; what the database does not take now is kept for later."""
         try:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row
+from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row, lanes_among, rows_among
 from outbox_core.stores.interface import LaneKey, RowId, StoredRecord, row_id, size_of
 
 Destination = tuple[str, int | LaneKey | None]
@@ -145,12 +145,12 @@ class Backoffs:
     @property
     def lanes(self) -> set[LaneKey]:
         """Keys that marks leave out."""
-        return {item for item in self._keys if not isinstance(item, RowId)}
+        return lanes_among(self._keys)
 
     @property
     def rows(self) -> set[RowId]:
         """Records without a key that marks leave out."""
-        return {item for item in self._keys if isinstance(item, RowId)}
+        return rows_among(self._keys)
 
     @property
     def topics(self) -> frozenset[str]:

@@ -25,6 +25,16 @@ def lane_or_row(record: StoredRecord) -> LaneOrRow:
     return lane_of(record) or row_id(record)
 
 
+def lanes_among(items: Iterable[LaneOrRow]) -> set[LaneKey]:
+    """Return the keys among keys and rows."""
+    return {item for item in items if not isinstance(item, RowId)}
+
+
+def rows_among(items: Iterable[LaneOrRow]) -> set[RowId]:
+    """Return the rows of records without a key among keys and rows."""
+    return {item for item in items if isinstance(item, RowId)}
+
+
 class ReleasedKeys:
     """Keys, and records without one, that marks must leave out for now."""
 
@@ -40,12 +50,12 @@ class ReleasedKeys:
     @property
     def lanes(self) -> set[LaneKey]:
         """Keys that marks leave out."""
-        return {item for item in self._reasons if not isinstance(item, RowId)}
+        return lanes_among(self._reasons)
 
     @property
     def rows(self) -> set[RowId]:
         """Records without a key that marks leave out."""
-        return {item for item in self._reasons if isinstance(item, RowId)}
+        return rows_among(self._reasons)
 
     def mark_starts(self) -> None:
         """Note that a mark starts, which leaves out `lanes` and `rows`."""
