@@ -1,4 +1,4 @@
-"""What history and archive cost a delivery (`make bench-retention`).
+"""The cost of history and archive for a delivery (`make bench-retention`).
 
 The speed of a machine drifts by more than they cost. So the three kinds of harvester drain the same records on the same
 services, one right after the other, in another order each round; the result is the median of the rounds' quotients.

@@ -578,7 +578,7 @@ def archive_rotation(outbox: TableName) -> TableName:
 
 
 NOTIFY_CHANNEL_PREFIX = "kafka_outbox_"
-"""What stands before the table's oid in the name of the channel on which inserts are told of."""
+"""The text before the table's oid in the name of the channel on which inserts are told of."""
 
 _NOTIFY = (
     """\

@@ -122,7 +122,7 @@ class Statistics(models.Model):
 
 
 class Event(models.Model):
-    """What a leader was, or what was done to a hold. The columns are those of `outbox_core.schema`."""
+    """A change of leadership or of a hold. The columns are those of `outbox_core.schema`."""
 
     id = models.BigAutoField(primary_key=True)
     create_time = models.DateTimeField(db_default=models.Func(function="now"))

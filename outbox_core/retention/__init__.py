@@ -1,1 +1,1 @@
-"""What stays of published records: the history of an outbox, and its archive."""
+"""The remains of published records: the history of an outbox, and its archive."""

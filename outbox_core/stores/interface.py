@@ -139,7 +139,7 @@ class OversizedValue:
 
 
 HEADER_BYTES = 64
-"""What a header's name or value takes in memory beside its bytes, near enough."""
+"""The memory that a header's name or value takes beside its bytes, near enough."""
 
 _ARRAY_BYTES = 32
 _ROUNDING_BYTES = 8

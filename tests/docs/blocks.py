@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether the language's test runs it."""
+        """True if the language's test runs it."""
         return not self.mark
 
 

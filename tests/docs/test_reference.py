@@ -48,7 +48,7 @@ def test_names_of_the_reference_exist(path: str, options: str) -> None:
 
 @pytest.mark.parametrize("package", [outbox_core, outbox_django, outbox_queue, outbox_sqlalchemy])
 def test_public_names_are_in_the_reference(package: Any) -> None:
-    """What a package exports is an entry, or named in the text."""
+    """Each name that a package exports is an entry, or named in the text."""
     entries = {path.rpartition(".")[2] for path, _ in DIRECTIVES}
     entries |= {member for _, options in DIRECTIVES for member in _listed_members(options)}
     named = entries | set(re.findall(r"`(?:\w+\.)?(\w+)", API + ERRORS))

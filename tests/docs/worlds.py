@@ -1,4 +1,4 @@
-"""What the Python blocks of a page find: names that the reader's application has, and addresses of services.
+"""The surroundings of the Python blocks of a page: names that the reader's application has, and addresses of services.
 
 A page without an entry here must bring all its names itself.
 """

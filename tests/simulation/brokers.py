@@ -125,7 +125,7 @@ class Partition:
 
 @dataclass(eq=False)
 class Transaction:
-    """What a coordinator knows of a transactional.id."""
+    """A coordinator's knowledge of a transactional.id."""
 
     producer: int
     epoch: int = -1

@@ -13,7 +13,7 @@ from tests.simulation.scheduling import Process, ProcessDied, Scheduler
 
 Respond = Callable[[object], None]
 Handler = Callable[[Respond], None]
-"""What a server does with a request when that arrives; it answers now, later or never."""
+"""The work of a server on a request that arrives; it answers now, later or never."""
 
 LOST = object()
 """In the place of an answer: the connection broke, and it is not known whether the request arrived."""

@@ -43,7 +43,7 @@ class PromiseBroken(AssertionError):
 
 @dataclass
 class Plan:
-    """What a run consists of; a seed draws it, and shrinking takes parts of it away."""
+    """The parts of a run; a seed draws them, and shrinking takes some away."""
 
     seed: int
     mode: str
@@ -81,7 +81,7 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What came of a run."""
+    """The result of a run."""
 
     plan: Plan
     problem: str = ""

@@ -74,7 +74,7 @@ def test_seed_replays():
 
 
 def test_crashed_process_does_nothing_more():
-    """What a task does in `finally` when its process crashes has no effect, and a suspended one goes on later."""
+    """A task's `finally` has no effect when its process crashes, and a suspended one goes on later."""
     scheduler, done = Scheduler(1), []
     killed, suspended = Process(scheduler, "killed"), Process(scheduler, "suspended")
 

@@ -1,4 +1,4 @@
-"""What the product takes from `threading`, `time`, `queue`, `concurrent.futures`, `random`, `uuid` and `atexit`.
+"""Stand-ins for names of `threading`, `time`, `queue`, `concurrent.futures`, `random`, `uuid` and `atexit`.
 
 `patched` puts these in the place of the originals, by identity, in every module of the product that has imported one:
 the product has no switch for it, and pays nothing.

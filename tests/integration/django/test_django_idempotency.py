@@ -73,7 +73,7 @@ def test_a_request_that_fails_frees_its_key():
 
 
 def test_inside_the_transaction_of_a_request():
-    """Where ATOMIC_REQUESTS has begun a transaction, a refusal undoes the view's part of it."""
+    """In a transaction that ATOMIC_REQUESTS has begun, a refusal undoes the view's part of it."""
     with transaction.atomic():
         Group.objects.create(name="of a middleware")
         assert _post("k", status=409).status_code == 409

@@ -110,7 +110,7 @@ def test_outside_a_transaction_a_task_is_durable_at_once():
 
 
 def test_the_result_of_enqueuing():
-    """What `enqueue` returns is what `get_result` reads; results of others are not found."""
+    """`get_result` reads what `enqueue` returned; results of others are not found."""
     result = sample_tasks.noop.enqueue(1, two=[3])
     backend = task_backends["default"]
     assert isinstance(backend, OutboxTaskBackend)
@@ -311,7 +311,7 @@ _MODULE = "tests.integration.django.sample_tasks"
     ],
 )
 def test_messages_that_are_no_tasks(payload, raised):
-    """What can never be run is rejected; a task that this code does not know is retried."""
+    """A message that can never be run is rejected; a task that this code does not know is retried."""
     sample_tasks.noop.enqueue()
     with pytest.raises(raised):
         _run(payload=payload if isinstance(payload, bytes) else payload.encode())

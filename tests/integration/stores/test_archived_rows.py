@@ -223,7 +223,7 @@ def test_restash_takes_what_is_named(filled, capsys, arguments, expected):
 
 
 def test_wrong_times_are_refused(capsys):
-    """What is neither a time nor an age is refused, with the notation."""
+    """Arguments that are neither times nor ages are refused, with the notation."""
     with pytest.raises(SystemExit):
         main(["restash", "--topic", "orders", "--since", "yesterday"])
     assert "'yesterday' is neither a time" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_small_ones_and_tombstones_stay(store):
 
 
 def test_the_serialized_value_counts(store):
-    """What is measured and stored is what a serializer made of the value."""
+    """The bytes that a serializer made of the value are measured and stored."""
     row = _stasher(store, serializer=lambda value: value * 3).row(OutboxRecord("t", value=b"1234"))
     assert store.get(_claim(row)) == b"123412341234"
 

@@ -260,7 +260,7 @@ def test_metrics(traces):
 
 
 def test_closing_ends_spans(traces):
-    """What is under way when the publisher is closed has a span with an unknown outcome."""
+    """Records under way when the publisher is closed have a span with an unknown outcome."""
     publisher = _publisher(_Producer())
     publisher.send(_stored(1), 1.0)
     publisher.close()
