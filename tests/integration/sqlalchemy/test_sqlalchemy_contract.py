@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import outbox_sqlalchemy as outbox
 from tests.contract.stash_contract import CaptureContract, StashContract, TextStashContract
+from tests.integration.sqlalchemy.sync_sessions import SyncSessions
 
 
 class _SyncWriter:
@@ -32,29 +33,6 @@ class _SyncWriter:
         return self.session.begin_nested()
 
 
-class _SyncAdapter:
-    def __init__(self, engine, make_session, outbox_=outbox):
-        self.engine = engine
-        self.make_session = make_session
-        self.outbox = outbox_
-
-    @contextmanager
-    def _open(self, engine, *, commit):
-        session = self.make_session(engine)
-        try:
-            yield _SyncWriter(session, self.outbox)
-            if commit:
-                session.commit()
-        finally:
-            session.close()
-
-    def transaction(self):
-        return self._open(self.engine, commit=True)
-
-    def autocommit(self):
-        return self._open(self.engine.execution_options(isolation_level="AUTOCOMMIT"), commit=False)
-
-
 @pytest.fixture
 def engine(outbox_database):
     """An engine for the database of the contract."""
@@ -69,7 +47,7 @@ class TestSession(StashContract, CaptureContract):
     @pytest.fixture
     def adapter(self, engine):
         """Sessions of one engine."""
-        return _SyncAdapter(engine, Session)
+        return SyncSessions(engine, Session, _SyncWriter)
 
 
 class TestScopedSession(StashContract):
@@ -78,7 +56,7 @@ class TestScopedSession(StashContract):
     @pytest.fixture
     def adapter(self, engine):
         """Registries of sessions."""
-        return _SyncAdapter(engine, lambda bind: scoped_session(sessionmaker(bind)))
+        return SyncSessions(engine, lambda bind: scoped_session(sessionmaker(bind)), _SyncWriter)
 
 
 class TestConnection(StashContract, CaptureContract):
@@ -87,7 +65,7 @@ class TestConnection(StashContract, CaptureContract):
     @pytest.fixture
     def adapter(self, engine):
         """Connections of one engine, which begin by themselves."""
-        return _SyncAdapter(engine, lambda bind: bind.connect())
+        return SyncSessions(engine, lambda bind: bind.connect(), _SyncWriter)
 
 
 class TestReflectedText(TextStashContract):
@@ -97,7 +75,7 @@ class TestReflectedText(TextStashContract):
     def adapter(self, engine):
         """Sessions that stash into the reflected table."""
         reflected = Table("outbox", MetaData(), autoload_with=engine)
-        return _SyncAdapter(engine, Session, outbox.Outbox(reflected))
+        return SyncSessions(engine, Session, lambda session: _SyncWriter(session, outbox.Outbox(reflected)))
 
 
 class _AsyncWriter:

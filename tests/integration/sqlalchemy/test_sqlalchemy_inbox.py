@@ -14,6 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scop
 import outbox_sqlalchemy as outbox
 from outbox_core.schema import TableName, create_inbox_sql
 from tests.contract.accept_contract import AcceptContract, accepted
+from tests.integration.sqlalchemy.sync_sessions import SyncSessions
 
 
 class _Receiver:
@@ -30,28 +31,6 @@ class _Receiver:
         return self.session.begin_nested()
 
 
-class _Adapter:
-    def __init__(self, engine, make_session):
-        self.engine = engine
-        self.make_session = make_session
-
-    @contextmanager
-    def _open(self, engine, *, commit):
-        session = self.make_session(engine)
-        try:
-            yield _Receiver(session)
-            if commit:
-                session.commit()
-        finally:
-            session.close()
-
-    def transaction(self):
-        return self._open(self.engine, commit=True)
-
-    def autocommit(self):
-        return self._open(self.engine.execution_options(isolation_level="AUTOCOMMIT"), commit=False)
-
-
 @pytest.fixture
 def engine(inbox_database):
     """An engine for the database of the contract."""
@@ -66,7 +45,7 @@ class TestSession(AcceptContract):
     @pytest.fixture
     def adapter(self, engine):
         """Sessions of one engine."""
-        return _Adapter(engine, Session)
+        return SyncSessions(engine, Session, _Receiver)
 
 
 class TestScopedSession(AcceptContract):
@@ -75,7 +54,7 @@ class TestScopedSession(AcceptContract):
     @pytest.fixture
     def adapter(self, engine):
         """Registries of sessions."""
-        return _Adapter(engine, lambda bind: scoped_session(sessionmaker(bind)))
+        return SyncSessions(engine, lambda bind: scoped_session(sessionmaker(bind)), _Receiver)
 
 
 class TestConnection(AcceptContract):
@@ -84,7 +63,7 @@ class TestConnection(AcceptContract):
     @pytest.fixture
     def adapter(self, engine):
         """Connections of one engine, which begin by themselves."""
-        return _Adapter(engine, lambda bind: bind.connect())
+        return SyncSessions(engine, lambda bind: bind.connect(), _Receiver)
 
 
 class _AsyncReceiver:
