@@ -233,10 +233,9 @@ def test_events_wait_for_the_database(scene, store):
     writer.note(LeaderFenced(None, "cut off"))
     nowhere = PostgresStore("host=/nowhere dbname=x")
     writer.write(nowhere.history, None, leads=False)
-    assert writer.has_events
     time.sleep(0.05)
-    writer.write(store.history, None, leads=False)
-    assert not writer.has_events
+    for _ in range(2):  # what is written once is not written again
+        writer.write(store.history, None, leads=False)
     assert [event.reason for event in events(scene)] == ["cut off"]
 
 
