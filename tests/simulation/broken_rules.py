@@ -68,6 +68,20 @@ def _scan_everything(limit: int, most: int, floor: Any, lanes: Any, _: Any, topi
     return RowQuery(limit, most, floor, lanes, (), topics, holds)
 
 
+def _commit_unpurged(self: Any, producer: Any, records: Any) -> object:
+    self._purge_is_committed = lambda _: True
+    try:
+        outcome = _original_term_commit(self, producer, records)
+    finally:
+        del self._purge_is_committed
+    if isinstance(outcome, Committed):
+        self._purge_is_committed(None)
+    return outcome
+
+
+_original_term_commit = term.Term._commit
+
+
 class _NoLanes(Lanes):
     """All records are ready at once."""
 
@@ -133,6 +147,7 @@ RULES = {
         _end_untimed,
         also=(Recovery, "_settle_torn", lambda *_: None),
     ),
+    "a purge is committed before the next commit": Rule("exactly-once", term.Term, "_commit", _commit_unpurged),
     "scans leave out what is in flight": Rule("exactly-once", term, "RowQuery", _scan_everything),
     "a delete matches the create time": Rule("", Store, "_delete", _delete_by_id),
     "scans leave out rows, not ids": Rule("exactly-once", Store, "_select", _select_without_ids),
