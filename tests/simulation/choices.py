@@ -284,6 +284,11 @@ class ChosenNetwork(Network):
                 return connection, head
         return None
 
+    def has_write_of(self, process: Process) -> bool:
+        """Tell whether a write of a process is under way, held or not."""
+        waiting = (connection for connection in self._waiting if connection.process is process)
+        return any(_changes(each) and not each.has_arrived for one in waiting for each in one.open_requests)
+
     def add_to(self, state: Fingerprint, *, tells_offers: bool) -> None:
         """Add the requests under way to a state; of a held one, only what it will do."""
         for connection in self._waiting:

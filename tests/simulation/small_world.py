@@ -267,7 +267,9 @@ class World:
             offer = None if life.process.is_dead else self.network.take_offer(life.process)
             if offer is not None and late:
                 yield from self._late_faults(*offer)
-            if offer is not None and self.crashes:
+            # A crash makes a difference before a write arrives, or after another one has arrived meanwhile.
+            may_lose = offer is not None or (self._is_fresh and self.network.has_write_of(life.process))
+            if may_lose and self.crashes and not life.process.is_dead:
                 yield Event(f"{life.process.name} crashes", lambda life=life: self._crash(life), changes_server=False)  # type: ignore[misc]
 
     def _fresh_faults(self) -> Iterator[Event]:
@@ -330,7 +332,8 @@ class World:
         """Return this state."""
         scheduler = self.scheduler
         state = Fingerprint(scheduler.now)
-        state.add((self.crashes, self.late, self._is_fresh and any(True for _ in self._fresh_faults())))
+        is_fresh = self._is_fresh and (self.crashes > 0 or any(True for _ in self._fresh_faults()))
+        state.add((self.crashes, self.late, is_fresh))
         for row in self.database.rows:
             state.add(row)
         for topic in self.cluster.topics.values():
