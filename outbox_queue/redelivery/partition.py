@@ -116,10 +116,11 @@ class MarkerPartition:
                 started=appended,
                 deadline=appended + self._timeouts.cut(marker.redeliver_after_ms, offset),
                 start=(key, value),
+                doubt=self._clock.doubt(appended, now),
             )
         elif kind == wire.KEEPALIVE:
             deadline = appended + self._timeouts.cut(marker.redeliver_after_ms, offset)
-            self._keep_alive(message_id, marker, deadline)
+            self._keep_alive(message_id, marker, deadline, self._clock.doubt(appended, now))
         else:
             self._skip(offset, f"its type is {kind}")
 
@@ -210,8 +211,8 @@ class MarkerPartition:
         """Return the partition's time, in milliseconds."""
         return self._clock.time(now)
 
-    def _keep_alive(self, message_id: tuple[int, int], marker: Marker, deadline: float) -> None:
-        entry = self._in_progress.keep_alive(message_id, deadline)
+    def _keep_alive(self, message_id: tuple[int, int], marker: Marker, deadline: float, doubt: float) -> None:
+        entry = self._in_progress.keep_alive(message_id, deadline, doubt)
         if entry is not None:
             if marker.HasField("attempt"):
                 entry.attempt = marker.attempt
@@ -219,15 +220,19 @@ class MarkerPartition:
 
     def _read_tick(self, token: bytes, timestamp: tuple[int, int], now: float) -> None:
         kind, stamp = timestamp
+        tick = self.tick if self.tick is not None and self.tick.token == token else None
+        if tick is not None and self.is_caught_up:
+            self._clock.read_up_to(tick.sent_at, now)  # before its own timestamp, which is checked by that
         appended = self._clock.read(stamp, now) if kind == TIMESTAMP_LOG_APPEND_TIME else None
-        tick = self.tick
-        if tick is None or tick.token != token:
+        if tick is None:
             return
         self.tick = None
         self._last_tick_at = tick.sent_at
         self._clock.read_up_to(tick.sent_at, now)
         if appended is None:
             appended = (self._clock.time(now) or 0.0) - (now - tick.sent_at)
+        if self._clock.was_set_back():
+            self._in_progress.allow_for_doubt()
         if tick.may_judge:
             expired = self._in_progress.expired(appended)
             expired.reverse()
