@@ -527,6 +527,8 @@ class _GroupMember:
         owned, self._owned = self._owned, []
         callback = self._callbacks[2 if self._is_lost else 1]
         self._consumer.cluster.reached("partitions lost" if self._is_lost else "partitions revoked")
+        world: Any = self._consumer.process
+        world.world.gives_up(self._consumer.process)
         if owned and callback is not None:
             callback(self._consumer, [TopicPartition(*place) for place in owned])
         self._consumer.unassign()

@@ -109,11 +109,11 @@ class QueuePlan(HarvestersPlan):
 
 _SENTINELS_IN_LOG = {
     "consumer could not start messages": "messages are not started yet",
-    "starting took too long": "starting %d messages took longer",
-    "waited for a handler for too long": "waited too long for a handler",
+    "starting took too long": "messages took longer than redelivery_timeout",
+    "waited for a handler for too long": "messages waited too long for a handler",
     "handler hung": "is in progress for longer than max_processing_time",
     "markers undelivered": "markers could not be delivered",
-    "redelivery failed": "%s: %s; retrying",
+    "redelivery failed": "redelivery: ",
     "tracker's offsets not committed": "of the marker topic was not committed",
     "handlers did not finish before the end": "handlers did not finish within drain_timeout",
     "closed before its markers were delivered": "closed before its last markers were delivered",
@@ -140,17 +140,18 @@ class _Log(logging.Handler):
         self._simulation = simulation
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, simulation = str(record.msg), self._simulation
+        simulation = self._simulation
         task = getattr(getcurrent(), "task", None)
         if task is not None and task.process.is_dead:
             return
+        text = record.getMessage()
         for sentinel, part in _SENTINELS_IN_LOG.items():
             simulation.seen[sentinel] += part in text
-        if text.startswith("caught up: %d") and record.args and record.args[0]:  # type: ignore[index]
+        if text.startswith("caught up: ") and not text.startswith("caught up: 0 "):
             simulation.seen["tracker took over messages in progress"] += 1
         if simulation.scheduler.trace is not None:
             name = "world" if task is None else task.process.name
-            simulation.scheduler.note(f"{name:12} {record.levelname.lower()}: {record.getMessage()[:300]}")
+            simulation.scheduler.note(f"{name:12} {record.levelname.lower()}: {text[:300]}")
 
 
 class _Node:
@@ -352,6 +353,7 @@ class QueueSimulation(Simulation):
         self._handed: dict[Place, str] = {}  # copies that a handler got, and in which process
         self._tries: set[tuple[str, int]] = set()
         self._handling: Counter[str] = Counter()
+        self._at_work: Counter[str] = Counter()
         self._kept_alive: set[Place] = set()  # copies whose handlers are at work, and not for too long
         self._quiet_since = 0.0
 
@@ -417,12 +419,14 @@ class QueueSimulation(Simulation):
         if self._handling[token]:
             self.seen["copies of one message at once"] += 1
         self._handling[token] += 1
+        self._at_work[process.name] += 1
         try:
             self._die_now_and_then(process)
             self._conduct(message)
             self._die_now_and_then(process)
         finally:
             self._handling[token] -= 1
+            self._at_work[process.name] -= 1
             self._kept_alive.discard(message._delivery.message.place)
 
     def _die_now_and_then(self, process: Process) -> None:
@@ -439,6 +443,10 @@ class QueueSimulation(Simulation):
         process.is_dead = False
         node.crash()
         self.restart_later(node)
+
+    def gives_up(self, process: Process) -> None:
+        """Note that a member of a group gives up its partitions."""
+        self.seen["rebalance with messages in progress"] += self._at_work[process.name] > 0
 
     def forget(self, process: str) -> None:
         """Forget the handlers of a process that is dead."""
