@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 from uuid import uuid4
@@ -109,6 +110,13 @@ class ClaimCheck:
                 f"{type(self.store).__name__}: {type(error).__name__}: {error}"
             ) from error
         return name
+
+    def withdraw(self, headers: Iterable[tuple[str, bytes | str | None]]) -> None:
+        """Delete the payload that a record's headers name, since the record was not written; else it is an orphan."""
+        name = claim_of(headers, b"")
+        if name is not None:
+            with suppress(Exception):
+                self.store.delete(name)
 
 
 def claim_of(headers: Iterable[tuple[str, bytes | str | None]] | None, value: bytes | None) -> str | None:
