@@ -221,7 +221,7 @@ def _withdrawn_if_refused(claims: ClaimCheck | None, record: OutboxRecord) -> It
         yield
     except OutboxError:
         if claims is not None:
-            claims.withdraw(record.headers)
+            claims.withdraw(record.headers)  # type: ignore[arg-type]  # pairs by now
         raise
 
 
