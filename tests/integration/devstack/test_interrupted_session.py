@@ -12,9 +12,10 @@ from devstack.processes import command_line, wait_until
 
 CHECKOUT = Path(__file__).parents[3]
 TEST = """
-import pathlib, time
+import pathlib, signal, time
 
 def test_that_is_interrupted(private_stack):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as if it took too long to stop its servers: it is killed
     report = pathlib.Path(__file__).with_name("report")
     report.write_text(f"{private_stack.directory}\\n{private_stack.postgres.pid}\\n{private_stack.kafka.pid}\\n\\n")
     time.sleep(600)
