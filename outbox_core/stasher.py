@@ -93,7 +93,7 @@ class Stasher:
         self.table = TableName.parse(table) if isinstance(table, str) else table
         self.layout = layout
         self.insert_sql = insert_sql(self.table, layout)
-        self._preparation = Preparation(**formats)
+        self._preparation = Preparation(insert_claim=_insert_claim, **formats)
 
     def __repr__(self) -> str:
         return f"Stasher({str(self.table)!r})"
@@ -105,8 +105,7 @@ class Stasher:
             InvalidRecord: if the record does not fit the table; nothing was sent.
             TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
         """
-        _require_transaction(connection)
-        row = self.row(record)
+        row = self.row(record, _ready(connection))
         if interceptor is not None and not interceptor.writes:
             interceptor.keep(connection, [row])
             return
@@ -120,8 +119,8 @@ class Stasher:
 
         psycopg 3 sends them without waiting for each answer.
         """
-        _require_transaction(connection)
-        rows = [self.row(record) for record in records]
+        ready = _ready(connection)
+        rows = [self.row(record, ready) for record in records]
         if interceptor is not None and not interceptor.writes:
             interceptor.keep(connection, rows)
             return
@@ -139,9 +138,12 @@ class Stasher:
         """
         return PreparedStasher(self, connection)
 
-    def row(self, record: OutboxRecord) -> tuple[object, ...]:
-        """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table."""
-        return self.layout.row(self._preparation.prepare(record))[: len(self.layout.columns)]
+    def row(self, record: OutboxRecord, connection: Connection | None = None) -> tuple[object, ...]:
+        """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table.
+
+        A large payload goes to a claim store in the database on this connection, if there is one.
+        """
+        return self.layout.row(self._preparation.prepare(record, connection))[: len(self.layout.columns)]
 
 
 class PreparedStasher:
@@ -162,8 +164,7 @@ class PreparedStasher:
 
     def stash(self, record: OutboxRecord) -> None:
         """Write one record in the connection's transaction; raises as `Stasher.stash` does."""
-        _require_transaction(self._connection)
-        row = self._stasher.row(record)
+        row = self._stasher.row(record, _ready(self._connection))
         if interceptor is not None and not interceptor.writes:
             interceptor.keep(self._connection, [row])
             return
@@ -184,10 +185,18 @@ class PreparedStasher:
         self.close()
 
 
-def _require_transaction(connection: object) -> None:
-    """Refuse a connection before a large payload is in its claim store; an outbox in memory does that itself."""
-    if interceptor is None or interceptor.writes:
-        require_transaction(connection)
+def _ready(connection: Connection) -> Connection | None:
+    """Refuse a connection before a large payload is in its claim store; None for an outbox in memory."""
+    if interceptor is not None and not interceptor.writes:
+        return None
+    require_transaction(connection)
+    return connection
+
+
+def _insert_claim(connection: Connection, table: TableName, name: str, payload: bytes) -> None:
+    escaped_name = table.quoted.replace("%", "%%")
+    with closing(connection.cursor()) as cursor:
+        cursor.execute(f"INSERT INTO {escaped_name} (name, payload) VALUES (%s, %s)", [name, payload])
 
 
 def insert_sql(table: TableName, layout: TableLayout) -> str:

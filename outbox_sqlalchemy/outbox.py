@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-from sqlalchemy import Connection, MetaData, Table, func, insert
+from sqlalchemy import Connection, LargeBinary, MetaData, Table, Text, column, func, insert, table
 from sqlalchemy.orm import Session
 
 from outbox_core import stasher
 from outbox_core.formats.preparation import FormatOptions, Preparation
 from outbox_core.record import OutboxRecord
-from outbox_core.schema import BINARY_LAYOUT, TableLayout
+from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
 from outbox_sqlalchemy.commit_events import notify_after_commit
 from outbox_sqlalchemy.sessions import (
     STASHING,
@@ -67,7 +67,7 @@ class Outbox:
             table, mapper = mapped(table)
         self.table: Table = table
         self.layout = layout_of(table)
-        self._preparation = Preparation(**formats)
+        self._preparation = Preparation(insert_claim=_insert_claim, **formats)
         keys = {column.name: column.key for column in table.columns}
         self._keys = [keys[name] for name in self.layout.columns]
         # The database's clock, also where the column has no default; `inline`, since the id is not needed.
@@ -90,7 +90,7 @@ class Outbox:
             self._keep(session, [self._parameters(record)])
             return
         connection = self._connection(session)  # it is refused before a large payload goes to its claim store
-        parameters = self._parameters(record)
+        parameters = self._parameters(record, connection)
         _get_ready(session)
         connection.execute(self._insert, parameters)
         if stasher.interceptor is not None:
@@ -102,7 +102,7 @@ class Outbox:
             self._keep(session, [self._parameters(record) for record in records])
             return
         connection = self._connection(session)
-        parameters = [self._parameters(record) for record in records]
+        parameters = [self._parameters(record, connection) for record in records]
         _get_ready(session)
         if parameters:
             connection.execute(self._insert, parameters)
@@ -134,11 +134,16 @@ class Outbox:
 
         keep(session, _rows(parameters), find)
 
-    def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
-        return dict(zip(self._keys, self.layout.row(self._preparation.prepare(record)), strict=False))
+    def _parameters(self, record: OutboxRecord, connection: Connection | None = None) -> dict[str, Any]:
+        return dict(zip(self._keys, self.layout.row(self._preparation.prepare(record, connection)), strict=False))
 
     def _connection(self, session: SyncSession) -> Connection:
         return connection_for(synchronous(session, STASHING), self._target)
+
+
+def _insert_claim(connection: Connection, name: TableName, claim: str, payload: bytes) -> None:
+    target = table(name.table, column("name", Text), column("payload", LargeBinary), schema=name.schema)
+    connection.execute(insert(target).values(name=claim, payload=payload))
 
 
 def _get_ready(session: SyncSession) -> None:

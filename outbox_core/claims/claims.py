@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
@@ -90,8 +90,12 @@ class ClaimCheck:
             raise InvalidConfig("claim_check_above, claim_store: give both, or neither")
         return cls(store, above)
 
-    def deposit(self, topic: str, value: bytes | str | None) -> str | None:
+    def deposit(
+        self, topic: str, value: bytes | str | None, put: Callable[[str, bytes], object] | None = None
+    ) -> str | None:
         """Write a value that is too large for its record to the store; return its name, None if it is small enough.
+
+        `put` writes it in the place of the store's own method.
 
         Raises:
             ClaimStoreFailed: if the store did not take it; nothing refers to it then.
@@ -103,7 +107,7 @@ class ClaimCheck:
             return None
         name = f"{topic}/{datetime.now(UTC).strftime(_TIME)}-{uuid4().hex}"
         try:
-            self.store.put(name, payload)
+            (put or self.store.put)(name, payload)
         except Exception as error:
             raise ClaimStoreFailed(
                 f"value: {len(payload)} bytes for topic {topic!r} could not be written to "
