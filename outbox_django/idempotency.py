@@ -3,7 +3,7 @@
     @idempotent("orders-api", repeated=order_again)
     def orders(request): ...
 
-See `outbox_core.idempotency` for the promise.
+See `outbox_core.inbox` for the promise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from django.db import transaction
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from outbox_core.errors import InvalidMessageId
-from outbox_core.idempotency import is_refusal, request_key
+from outbox_core.inbox import is_refusal, request_key
 from outbox_django.inbox import InboxTable, configured_inbox
 
 View = TypeVar("View", bound=Callable[..., HttpResponseBase])

@@ -3,7 +3,7 @@
     @idempotent("orders-api", Sessions, repeated=order_again)
     async def orders(request, session): ...
 
-See `outbox_core.idempotency` for the promise.
+See `outbox_core.inbox` for the promise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from outbox_core.errors import InvalidMessageId
-from outbox_core.idempotency import is_refusal, request_key
+from outbox_core.inbox import is_refusal, request_key
 from outbox_sqlalchemy.inbox import Inbox
 
 if TYPE_CHECKING:
