@@ -7,13 +7,15 @@ DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 SMOKE := tests/integration/harvest/test_harvester.py::test_concurrent_transactions_arrive_all_once_in_order \
 	tests/integration/harvest/test_exactly_once.py::test_every_record_arrives_once_and_in_order
+PYTHON6 ?= $(shell for python in python3.14 python3.13 python3.12 python3; do \
+	$$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
 # Tests and benchmarks start hundreds of Python processes, each of which would compile the source anew.
 unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requirements-docs.txt names
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-chaos test-queues chaos simulate demo demo-pipeline clean
+.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 test-chaos test-queues chaos simulate demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention
 
@@ -89,6 +91,18 @@ test-lowest: $(STAMP)  ## Run the quick tests against the lowest versions of dep
 		--editable '.[harvester,sqlalchemy,django,django-tasks,completion,queue,spark]'
 	$(BIN)/uv pip install --quiet --python .venv-lowest --group dev
 	.venv-lowest/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
+
+test-django6:  ## Run the unit tests and those of Django on Django 6, with the newest Python on the PATH, or PYTHON6=/path/to/it
+	@test -n "$(PYTHON6)" || { echo "Django 6 needs Python 3.12 or later, and the PATH has none; name one: make $@ PYTHON6=/path/to/python3" >&2; exit 1; }
+	$(PYTHON6) -m venv --clear .venv-django6
+	.venv-django6/bin/python -m pip install --quiet --upgrade 'pip>=25.1' uv
+	.venv-django6/bin/uv pip install --quiet --python .venv-django6/bin/python --group dev 'django>=6,<7' \
+		--editable '.[harvester,sqlalchemy,django,completion,queue,tracing]'
+	.venv-django6/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract tests/integration/django \
+		tests/integration/queue/test_queue_django_tasks.py
+
+python6:  # prints the Python of test-django6; nothing if there is none
+	@echo $(PYTHON6)
 
 test-chaos: $(STAMP)  ## Run the chaos tests alone, with every kind of fault at least once: some minutes
 	$(BIN)/pytest tests/chaos

@@ -207,19 +207,26 @@ def test_shipped_migrations_run(complete, database):
     assert Scene(database, "", layout=None).count() == 0
 
 
+@pytest.fixture(scope="module")
+def typed(complete, wheel):
+    """Return an environment with all that the typed project imports."""
+    complete.pip("install", "--quiet", "--no-compile", f"{wheel}[tracing]", "starlette", "django-stubs")
+    return complete
+
+
 @pytest.mark.complete
-def test_mypy(complete, tmp_path):
+def test_mypy(typed, tmp_path):
     """`mypy --strict` accepts a project that uses the packages rightly, and reports each mistake of another."""
-    python = complete.folder.parent / "bin" / "python"
+    python = typed.folder.parent / "bin" / "python"
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--no-error-summary"]
     _check_types([*command, "--python-executable", python, "orders.py", "mistakes.py"], tmp_path)
 
 
 @pytest.mark.complete
 @pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not on the PATH: it is a program for Node.js")
-def test_pyright(complete, tmp_path):
+def test_pyright(typed, tmp_path):
     """Pyright in strict mode says the same as mypy."""
-    python = complete.folder.parent / "bin" / "python"
+    python = typed.folder.parent / "bin" / "python"
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     _check_types(["pyright", "--pythonpath", python], tmp_path)
 
