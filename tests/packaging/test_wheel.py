@@ -247,7 +247,7 @@ def test_django_app_is_found(complete):
         "print(get_commands()['run_harvester'])\n"
     )
     assert told.splitlines() == [
-        "['0001_initial', '0002_inbox', '0003_hold', '0004_checks', '0005_history']",
+        "['0001_initial', '0002_inbox', '0003_hold', '0004_checks', '0005_history', '0006_console']",
         "outbox_django",
     ]
 
