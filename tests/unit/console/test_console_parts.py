@@ -19,7 +19,7 @@ AT = datetime(2026, 11, 23, tzinfo=UTC)
 ACQUIRED, HANDED_OVER, FENCED = EventKind.LEADER_ACQUIRED, EventKind.LEADER_HANDED_OVER, EventKind.LEADER_FENCED
 
 
-def event(seconds, kind, instance, leader, term=None, reason=""):
+def event(seconds, kind, instance, leader, *, term=None, reason=""):
     """Return an event of a leadership."""
     return HistoryEvent(
         seconds, AT + timedelta(seconds=seconds), kind, instance, reason, UUID(int=leader), term, *[None] * 3
