@@ -113,7 +113,9 @@ def test_a_mounted_console_knows_its_users(scene, through):
 def test_a_mounted_console_lets_nobody_in_by_default(scene, through):
     """Without authorize everything is refused, with the text that says what is missing."""
     browser = through(scene.config(), authorize=None)
-    for path in ("/", "/api/outboxes", "/api/outboxes/shop/records"):
+    status, page = browser.request("GET", "/")
+    assert (status, b"pass authorize=" in page) == (403, True)
+    for path in ("/api/outboxes", "/api/outboxes/shop/records"):
         status, document = browser.request("GET", path)
         assert status == 403
         assert "pass authorize=" in document["error"]["message"]
@@ -257,7 +259,7 @@ def recipe(framework, monkeypatch, tmp_path, scene):
     (tmp_path / "outbox.yaml").write_text(f"harvest:\n  dataSource: {scene.database}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SESSION_KEY", "k")
-    names = {}
+    names = {"__name__": "app"}
     exec(compile(block.text, block.place, "exec"), names)  # noqa: S102  the page's own code
     return names["app"]
 
