@@ -17,7 +17,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 test-chaos test-queues chaos simulate demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,14 +92,13 @@ test-lowest: $(STAMP)  ## Run the quick tests against the lowest versions of dep
 	$(BIN)/uv pip install --quiet --python .venv-lowest --group dev
 	.venv-lowest/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
 
-test-django6:  ## Run the unit tests and those of Django on Django 6, with the newest Python on the PATH, or PYTHON6=/path/to/it
+test-django6:  ## Run the tests of Django on Django 6, with the newest Python on the PATH, or PYTHON6=/path/to/it
 	@test -n "$(PYTHON6)" || { echo "Django 6 needs Python 3.12 or later, and the PATH has none; name one: make $@ PYTHON6=/path/to/python3" >&2; exit 1; }
 	$(PYTHON6) -m venv --clear .venv-django6
 	.venv-django6/bin/python -m pip install --quiet --upgrade 'pip>=25.1' uv
 	.venv-django6/bin/uv pip install --quiet --python .venv-django6/bin/python --group dev 'django>=6,<7' \
 		--editable '.[harvester,sqlalchemy,django,completion,queue,tracing]'
-	.venv-django6/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract tests/integration/django \
-		tests/integration/queue/test_queue_django_tasks.py
+	.venv-django6/bin/pytest -n $(or $(JOBS),2) tests/integration/django tests/integration/queue/test_queue_django_tasks.py
 
 python6:  # prints the Python of test-django6; nothing if there is none
 	@echo $(PYTHON6)
@@ -173,8 +172,11 @@ bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the r
 bench-retention: $(STAMP)  ## Measure what history and archive cost a delivery
 	$(BIN)/python -m benchmarks.retention
 
+bench-console: $(STAMP)  ## Measure the answers of the console with 10 million pending records
+	$(BIN)/python -m benchmarks.console
+
 bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
-bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention
+bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention bench-console
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) $(DOCS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
