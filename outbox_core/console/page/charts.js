@@ -6,9 +6,9 @@ import { h } from "./dom.js";
 /** The charts: series are columns of the statistics; colours are variables of console.css. */
 export const CHARTS = [
   { id: "backlog", title: "Backlog", show: count, series: [["deliverable", "deliverable"], ["held", "held"]] },
-  { id: "age", title: "Age of the oldest deliverable record", show: duration, series: [["age", "deliverable_age"]] },
+  { id: "age", title: "Oldest deliverable", show: duration, series: [["age", "deliverable_age"]] },
   { id: "rate", title: "Published", show: rate, series: [["records", "published_per_second"]] },
-  { id: "latency", title: "Latency, commit to Kafka", show: duration, series: [["p50", "latency_p50"], ["p99", "latency_p99"]] },
+  { id: "latency", title: "Latency", show: duration, series: [["p50", "latency_p50"], ["p99", "latency_p99"]] },
   { id: "errors", title: "Failed attempts", show: rate, series: [["failed", "failed_per_second"]] },
   { id: "bytes", title: "Bytes published", show: (size) => (size === null ? "–" : size === 0 ? "0" : `${bytes(size)}/s`), series: [["bytes", "bytes_per_second"]] },
 ];

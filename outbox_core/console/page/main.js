@@ -95,8 +95,8 @@ function questions() {
 function tick() {
   if (!state.session?.user || state.outbox === null) return;
   for (const [name, everySeconds, put] of questions()) {
-    const answer = (state.answers[name] ??= { data: null, error: null, at: 0, isAsking: false, wanted: true });
-    const isDue = !document.hidden && !state.isPaused && Date.now() - answer.at >= everySeconds * 1000;
+    const answer = (state.answers[name] ??= { data: null, error: null, at: -Infinity, isAsking: false, wanted: true });
+    const isDue = !document.hidden && !state.isPaused && performance.now() - answer.at >= everySeconds * 1000;
     if ((answer.wanted || isDue) && !answer.isAsking) putQuestion(answer, put);
   }
   drawFreshness();
@@ -107,11 +107,11 @@ async function putQuestion(answer, put) {
   Object.assign(answer, { isAsking: true, wanted: false });
   try {
     const data = await put();
-    Object.assign(answer, { data, error: null, answeredAt: Date.now() });
+    Object.assign(answer, { data, error: null, answeredAt: performance.now() });
   } catch (error) {
     answer.error = error instanceof ApiError ? error : new ApiError(0, { message: `a defect of this page: ${error.stack ?? error}` });
   }
-  Object.assign(answer, { isAsking: false, at: Date.now() });
+  Object.assign(answer, { isAsking: false, at: performance.now() });
   if (generation !== state.generation) return;
   if (answer.error?.status === 401) await start();
   else draw();
@@ -192,7 +192,7 @@ function drawOutages(status, view) {
 
 function drawFreshness() {
   const answer = state.answers.status;
-  const age = answer?.answeredAt ? (Date.now() - answer.answeredAt) / 1000 : null;
+  const age = answer?.answeredAt ? (performance.now() - answer.answeredAt) / 1000 : null;
   const isStale = Boolean(answer?.error) || (!state.isPaused && age !== null && age > 5 * STATUS_EVERY_SECONDS);
   const mode = isStale ? "stale" : state.isPaused ? "paused" : "live";
   const texts = { live: ["Live", ""], paused: ["Paused", ""], stale: ["Stale", age === null ? "" : `: ${duration(Math.floor(age))} old`] };

@@ -9,7 +9,7 @@ const MOST_ROWS = 8;
 const ENDS = {
   handed_over: ["info", "handed over"],
   fenced: ["bad", "was fenced"],
-  unknown: ["bad", "ended without notice"],
+  unknown: ["bad", "was fenced by its successor"],
 };
 
 /** Return the timeline of `data`, the answer to `timeline`, as a drawing; its words are those of `leaderEvents`. */
@@ -87,7 +87,7 @@ function beginOf(at, one) {
 function endOf(at, one) {
   const [kind, text] = ENDS[one.end];
   const led = one.from === null ? null : `, after ${duration((new Date(one.to) - new Date(one.from)) / 1000)}`;
-  const unknown = one.end === "unknown" ? "its process was killed, or could not write; another leads since" : "";
+  const unknown = one.end === "unknown" ? "it did not say why it ended: its process was killed, or cut off" : "";
   const reason = one.reason || unknown;
   return item(`${one.leader_id}-end`, at, kind, text, one, [h("span", { class: "muted" }, led), reason && h("div", {}, reason)]);
 }
