@@ -20,8 +20,8 @@ BASE = "http://console.test/ops/outbox/"
 """Where it is mounted."""
 NOW = datetime(2026, 11, 23, 14, 30, tzinfo=UTC)
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; connect-src 'self';"
-    " manifest-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; connect-src 'self'"
+    "; manifest-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 HOSTILE = "<img src=x onerror=\"window.hacked='yes'\"><script>window.hacked='yes'</script>"
 EXACT = '{"order": 12345678901234567890, "amount": 1.00, "a": 1, "a": 2, "items": [{"n": 1}, {}], "note": "caf\\u00e9"}'
@@ -261,7 +261,6 @@ _WRITER = {
     "transaction": "3/77",
     "who": "pid 123 (nightly-import)",
     "pid": 123,
-    "role": "app",
     "state": "idle in transaction",
     "age_seconds": 64.2,
     "remedy": "SELECT pg_terminate_backend(123)",

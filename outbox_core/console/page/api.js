@@ -41,8 +41,8 @@ export const addressOf = (outbox, route = "") => `api/outboxes/${encodeURICompon
 /** Do something to an outbox, or with `dry_run` tell what would be done. */
 export const act = (outbox, action, body) => post(`${addressOf(outbox)}/actions/${action}`, body);
 
-/** Log in with a token; the server keeps the login in a cookie. */
-export const login = (token) => post("api/login", { token });
+/** Log in with a token, and the name under which the history keeps actions; the server keeps the login in a cookie. */
+export const login = (token, name) => post("api/login", name ? { token, name } : { token });
 export const logout = () => post("api/logout", {});
 
 async function post(address, body) {

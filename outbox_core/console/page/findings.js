@@ -54,7 +54,6 @@ function writersCard({ last_id: lastId, unusable, writers }) {
   if (unusable) return card("writers", "Writers that hold back the floor", null, h("p", {}, "The floor is off: ", escaped(unusable)));
   const columns = [
     ["Writer", ({ who }) => name(who)],
-    ["Role", ({ role }) => name(role)],
     ["State", ({ state }) => state],
     ["Open for", (one) => duration(one.age_seconds), "number"],
     ["Ended by", ({ remedy }) => (remedy ? remedyLine(remedy) : "–")],

@@ -250,7 +250,7 @@ function loginForm() {
     event.preventDefault();
     const field = byId("token");
     try {
-      await login(field.value);
+      await login(field.value, byId("login-name").value.trim());
       await start();
     } catch (error) {
       field.value = "";
@@ -264,6 +264,7 @@ function loginForm() {
     h("h2", {}, "Log in"),
     h("p", {}, "The console asks for the token with which it was started."),
     h("label", { class: "field" }, h("span", {}, "Token"), h("input", { id: "token", type: "password", required: true, autocomplete: "current-password" })),
+    h("label", { class: "field" }, h("span", {}, "Your name, for the history (may be empty)"), h("input", { id: "login-name", maxlength: 100, autocomplete: "name" })),
     h("p", { id: "login-problem", role: "alert", "data-keep": true }),
     h("div", { class: "buttons" }, h("button", { type: "submit", class: "primary" }, "Log in")),
   );
