@@ -7,9 +7,10 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.console.recorded import BASE, NOW, RecordedConsole
+from tests.console.world import World
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-GENEROUS_MS = 12_000
+GENEROUS_MS = 25_000
 """Longer than anything takes here on a machine that does seven other things."""
 
 
@@ -96,3 +97,11 @@ def open_recorded(open_page, recorded):
         return page
 
     return make
+
+
+@pytest.fixture(scope="module")
+def world(postgres, kafka, tmp_path_factory):
+    """Yield a real outbox without a harvester; tests start those."""
+    made = World(postgres, kafka, tmp_path_factory.mktemp("console"))
+    yield made
+    made.close()
