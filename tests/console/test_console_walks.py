@@ -30,7 +30,7 @@ def leader(world):
 @pytest.fixture
 def console(open_page, address):
     """Return a page on the outbox `shop`."""
-    page = open_page()
+    page = open_page(allowed=["409 (Conflict)"])
     page.goto(f"{address}#/shop/overview")
     return page
 
@@ -50,7 +50,7 @@ def confirm(page, button, reason, done):
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Reason").fill(reason)
     dialog.get_by_role("button", name=button, exact=True).click()
-    expect(page.get_by_role("status").filter(has_text=done)).to_be_visible()
+    expect(page.locator(".result").filter(has_text=done)).to_be_visible()
     expect(dialog).to_be_hidden()
 
 
@@ -80,7 +80,7 @@ def test_record_is_found_and_backlog_drains(console, world, request):
 
 @pytest.mark.usefixtures("leader")
 def test_poison_record_is_understood_mended_and_released(console, world):
-    """A record that its topic does not take is held with that cause; once the topic takes it, a release publishes it."""
+    """A record that its topic does not take is held for that; once the topic takes it, a release publishes it."""
     topic = world.topic("documents", max_message_bytes="20000")
     big, _ = world.stash(topic, b"x" * 50_000, b"behind it")
     expect(tile(console, "held")).to_have_text("2")
