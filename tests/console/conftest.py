@@ -1,4 +1,4 @@
-"""A browser for the tests of the console: Debian's Chromium, driven by Playwright, one for all tests of a process."""
+"""A browser for the tests of the console: Debian's Chromium, driven by Playwright."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from tests.console.recorded import BASE, NOW, RecordedConsole
 from tests.console.world import World
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-GENEROUS_MS = 25_000
+GENEROUS_MS = 15_000
 """Longer than anything takes here on a machine that does seven other things."""
 
 
@@ -19,9 +19,12 @@ def _chromium() -> str | None:
     return given or next((found for name in _NAMES if (found := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
-    """Yield a headless Chromium; without one the test is skipped, and fails in CI."""
+    """Yield a headless Chromium; without one the test is skipped, and fails in CI.
+
+    It ends with the module: until then an event loop runs in this thread, which other modules' tests would not bear.
+    """
     path = _chromium()
     if path is None:
         reason = "needs Chromium: apt-get install chromium, or name one by OUTBOX_TEST_CHROMIUM"
