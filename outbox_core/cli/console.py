@@ -81,9 +81,7 @@ def _run(options: argparse.Namespace) -> int:
             f"or --token, or listen on {_HOST}"
         )
     configure_logging(logging.INFO, options.log_format or "text")
-    commands = {
-        name: CommandLine(config.outbox_table, ("-f", file) if file else ()) for name, (config, file) in configs.items()
-    }
+    commands = {name: _commands(config, file) for name, (config, file) in configs.items()}
     login = None if token is None else TokenLogin(token, permissions, f"outbox_console_{options.port}")
     console = Console({name: config for name, (config, _) in configs.items()}, commands=commands, login=login)
     user = User(operator(), permissions) if token is None else None
@@ -120,9 +118,7 @@ def _configs(options: argparse.Namespace) -> dict[str, tuple[HarvestConfig, str 
     for file in files:
         name = Path(file).stem
         if name in configs:
-            raise InvalidConfig(
-                f"-f {file}: another file is called {name}, too; rename one, as files name the outboxes"
-            )
+            raise InvalidConfig(f"-f {file}: another is called {name}, too; rename one, as files name the outboxes")
         try:
             configs[name] = load_config(read_document(file)), file
         except InvalidConfig as error:
@@ -130,10 +126,14 @@ def _configs(options: argparse.Namespace) -> dict[str, tuple[HarvestConfig, str 
     return configs
 
 
+def _commands(config: HarvestConfig, file: str | None) -> CommandLine:
+    return CommandLine(str(TableName.parse(config.outbox_table)), () if file is None else ("-f", file))
+
+
 def _token(options: argparse.Namespace) -> str | None:
     given: str | None = options.token
     if given is not None and options.token_file is not None:
-        raise InvalidConfig("--token and --token-file: one of them is enough")
+        raise InvalidConfig("leave out either --token or --token-file")
     if options.token_file is not None:
         try:
             given = Path(options.token_file).read_text().strip()

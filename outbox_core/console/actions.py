@@ -216,9 +216,12 @@ def _restash(order: _Order, body: Fields) -> _Run:
         name = order.outbox.dead_letter_topic
         read_letter(order.outbox, place)
         restash = DeadLetterRestash(session.table, order.user.name)
-        with session.connection.transaction(force_rollback=order.is_dry):
+        if order.is_dry:
+            restash.check(session.connection, name, place, record, again=again)
+            return Outcome(1, f"would have stashed a record for topic {record.topic}")
+        with session.connection.transaction():
             record_id = restash.restash(session.connection, name, place, record, reason=order.reason, again=again)
-        return Outcome(1, f"{order.would}stashed a record for topic {record.topic}", {"record_id": str(record_id)})
+        return Outcome(1, f"stashed a record for topic {record.topic}", {"record_id": str(record_id)})
 
     return run
 

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from outbox_core.config import HarvestConfig, redact
 from outbox_core.console.caching import Cached, Reading
+from outbox_core.console.messages import ApiError
 from outbox_core.doctor.examination import examine
 from outbox_core.doctor.findings import CommandLine, Commands, Finding, problem
 from outbox_core.doctor.session import DatabaseSession, TableLocked, assumed_identity, location
 from outbox_core.doctor.status import DatabaseStatus, KafkaStatus, Unknown, read_database_status, read_kafka_status
 from outbox_core.doctor.table import HEAD_ROWS
 from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_core.schema import TableName
 
 _NAME = "kafka-outbox console"
 _DATABASE_FRESH_SECONDS = 1.0
@@ -48,7 +50,7 @@ class ConsoleOutbox:
     def __init__(self, name: str, config: HarvestConfig, commands: Commands | None = None) -> None:
         self.name = name
         self.config = config
-        self._commands = commands or CommandLine(config.outbox_table)
+        self._commands = commands or CommandLine(str(TableName.parse(config.outbox_table)))
         self.database = Cached(self._read_database, _DATABASE_FRESH_SECONDS, f"outbox-console-database-{name}")
         self.kafka = Cached(self._read_kafka, _KAFKA_FRESH_SECONDS, f"outbox-console-kafka-{name}")
         self.findings = Cached(self._examine, _FINDINGS_FRESH_SECONDS, f"outbox-console-doctor-{name}")
@@ -85,6 +87,8 @@ class ConsoleOutbox:
         try:
             with self.session() as session:
                 return {"data": ask(session), "unavailable": None}
+        except InvalidConfig as error:  # parameters that do not fit together
+            raise ApiError(400, "bad_parameter", redact(str(error)), where="query") from None
         except OutboxError as error:
             return {"data": None, "unavailable": unavailable("database", error).as_json()}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outbox_core.doctor.session import DatabaseSession
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_core.holds import HoldKind, kind_sql
 from outbox_core.printable import text_or_base64
 from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS
@@ -121,7 +121,7 @@ class PendingRecord(NamedTuple):
 
 
 def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
-    """Return pending records, the oldest first. The errors are those of `DatabaseSession.ask`, and InvalidConfig."""
+    """Return pending records, the oldest first; raises as `DatabaseSession.ask`, and InvalidConfig for a bad query."""
     if not 1 <= query.limit <= _MOST:
         raise InvalidConfig(f"limit: must be a number from 1 to {_MOST}")
     if query.header is None and query.header_value is not None:
@@ -129,7 +129,7 @@ def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
     columns = dict(session.ask(COLUMN_TYPES, (session.table.quoted,)))
     if not set(REQUIRED_COLUMNS) <= set(columns):
         lacking = ", ".join(name for name in REQUIRED_COLUMNS if name not in columns)
-        raise InvalidConfig(f"there is no outbox table {session.table} in {session.place} (it lacks {lacking})")
+        raise OutboxTableError(f"there is no outbox table {session.table} in {session.place} (it lacks {lacking})")
     has_holds = set(HOLD_COLUMNS) <= set(dict(session.ask(COLUMN_TYPES, (session.holds.quoted,))))
     statement = _PAGE.format(
         table=session.table.quoted.replace("%", "%%"),

@@ -130,22 +130,41 @@ class DeadLetterRestash:
         """
         require_transaction(connection)
         known = self._identify(connection)
-        letter = f"{topic}:{place.partition}:{place.offset}"
-        what = f"dead letter {topic}[{place.partition}]@{place.offset}"
-        self._ask(connection, _LOCK, [f"{known.outbox} {letter}"])
-        if known.has_events and not again:
-            found = self._ask(connection, self._sql(_FIND), [known.outbox, EventKind.RESTASHED, what, f"{what}: "])
-            if found:
-                raise AlreadyRestashed(Restashed(datetime.fromisoformat(found[0][0]), found[0][1]))
-        marked = record.with_headers([(RESTASH_HEADER, letter)])
-        row = known.layout.row(marked)[: len(known.layout.columns)]
+        self._ask(connection, _LOCK, [f"{known.outbox} {topic} {place}"])
+        row = self._check(connection, known, topic, place, record, again=again)
         ((record_id,),) = self._ask(connection, insert_sql(self.outbox, known.layout) + " RETURNING id", list(row))
         if known.has_events:
+            what = _what(topic, place)
             why = f"{what}: {reason}" if reason else what
             noted = [known.outbox, EventKind.RESTASHED, self.actor, why, record.topic, record.key, record_id]
             with closing(connection.cursor()) as cursor:
                 cursor.execute(self._sql(_NOTE), noted)
         return int(record_id)
+
+    def check(
+        self, connection: Connection, topic: str, place: LetterPlace, record: OutboxRecord, *, again: bool = False
+    ) -> None:
+        """Raise what `restash` would raise, and write nothing."""
+        self._check(connection, self._identify(connection), topic, place, record, again=again)
+
+    def _check(
+        self,
+        connection: Connection,
+        known: _Place,
+        topic: str,
+        place: LetterPlace,
+        record: OutboxRecord,
+        *,
+        again: bool,
+    ) -> tuple[Any, ...]:
+        """Return the row to write."""
+        if known.has_events and not again:
+            what = _what(topic, place)
+            found = self._ask(connection, self._sql(_FIND), [known.outbox, EventKind.RESTASHED, what, f"{what}: "])
+            if found:
+                raise AlreadyRestashed(Restashed(datetime.fromisoformat(found[0][0]), found[0][1]))
+        marked = record.with_headers([(RESTASH_HEADER, f"{topic}:{place.partition}:{place.offset}")])
+        return known.layout.row(marked)[: len(known.layout.columns)]
 
     def _identify(self, connection: Connection) -> _Place:
         events = events_beside(self.outbox).quoted
@@ -169,3 +188,8 @@ class DeadLetterRestash:
         with closing(connection.cursor()) as cursor:
             cursor.execute(sql, parameters)
             return [tuple(row) for row in cursor.fetchall()]
+
+
+def _what(topic: str, place: LetterPlace) -> str:
+    """Return the beginning of the reason of a restash's event, by which it is found again; see `_REASON`."""
+    return f"dead letter {topic}[{place.partition}]@{place.offset}"

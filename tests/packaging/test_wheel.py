@@ -114,6 +114,9 @@ def test_contents(wheel):
     }
     assert "outbox_sqlalchemy/migrations/versions/0001_outbox.py" in names
     assert "outbox_django/migrations/0001_initial.py" in names
+    page = [path for path in (CHECKOUT / "outbox_core" / "console" / "page").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(CHECKOUT)) for path in page} <= names
+    assert "outbox_core/console/page/index.html" in names
     assert {f"{package}/py.typed" for package in tops if package.startswith("outbox_")} <= names
     modules = {"outbox_core/testing/pytest_plugin.py", "outbox_core/testing/kafka.py"}
     assert modules | {f"outbox_{adapter}/testing.py" for adapter in ("django", "queue", "sqlalchemy")} <= names
@@ -247,7 +250,7 @@ def test_django_app_is_found(complete):
         "print(get_commands()['run_harvester'])\n"
     )
     assert told.splitlines() == [
-        "['0001_initial', '0002_inbox', '0003_hold', '0004_checks', '0005_history']",
+        "['0001_initial', '0002_inbox', '0003_hold', '0004_checks', '0005_history', '0006_console']",
         "outbox_django",
     ]
 
