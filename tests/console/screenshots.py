@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.console.recorded import BASE, HOSTILE, NOW, RecordedConsole
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
-_COLOURS = 128
+_COLOURS = 256
 _MOST_BYTES = 150_000
 
 

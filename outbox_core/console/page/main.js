@@ -119,6 +119,7 @@ async function putQuestion(answer, put) {
 
 /** Draw everything from what is known; only what differs changes. */
 function draw() {
+  if (!state.session?.user) return;
   const { status, numbers, view, findings: examined } = state.answers;
   drawChooser();
   drawTabs(status?.data, examined?.data);
@@ -227,6 +228,7 @@ function repaint() {
 
 /** Show what the address names, asked for anew. */
 function navigate() {
+  if (!state.session?.user) return; // `start` comes back when somebody is logged in
   const before = state.outbox;
   readAddress();
   state.generation += 1;
