@@ -102,7 +102,8 @@ def _run(order: _Order, run: _Run) -> Outcome:
         nothing = "" if not isinstance(error, TableLocked) else "; nothing was changed"
         raise ApiError(503, "unavailable", f"{told.reason}{nothing}", remedy=remedy) from None
     except OutboxError as error:
-        raise ApiError(409, "cannot", unavailable("database", error).reason) from None
+        remedy = "see which tables and rights the actions of the console need, in docs/console.md"
+        raise ApiError(409, "cannot", unavailable("database", error).reason, remedy=remedy) from None
 
 
 def _release(order: _Order, body: Fields) -> _Run:

@@ -23,6 +23,8 @@ from outbox_core.console.messages import LONGEST_BODY_BYTES, Request, Response
 if TYPE_CHECKING:
     from outbox_core.config import HarvestConfig
 
+__all__ = ["ConsoleApp"]
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

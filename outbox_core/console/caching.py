@@ -52,6 +52,11 @@ class Cached(Generic[T]):
             self._changed.wait_for(self._is_settled, timeout=wait_seconds)
             return self._reading
 
+    @property
+    def latest(self) -> Reading[T] | None:
+        """The last value, however old."""
+        return self._reading
+
     def expire(self) -> None:
         """Have the value read anew when it is asked for next: something was changed."""
         with self._changed:

@@ -79,7 +79,7 @@ class Console:
         try:
             answer = self._answer(request)
         except ApiError as error:
-            answer = error.response()
+            answer = error.response() if request.path.startswith("/api/") else error.page()
         except Exception:
             _log.exception("the console failed at %s %s", request.method, request.path)
             answer = ApiError(500, "internal", "the console failed", remedy="see the log of its process").response()

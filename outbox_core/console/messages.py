@@ -108,8 +108,14 @@ class ApiError(Exception):
         self.document = {"code": code, "where": where, "message": message, "remedy": remedy, **(more or {})}
 
     def response(self) -> Response:
-        """Return the answer."""
+        """Return the answer for programs."""
         return json_response({"error": self.document}, status=self.status, headers=self.headers)
+
+    def page(self) -> Response:
+        """Return the answer for people."""
+        text = "\n".join(filter(None, (self.document["message"], self.document["remedy"])))
+        always = (("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store"))
+        return Response(self.status, always + self.headers, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def json_response(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ _DATABASE_FRESH_SECONDS = 1.0
 _KAFKA_FRESH_SECONDS = 5.0
 _FINDINGS_FRESH_SECONDS = 30.0
 _WAIT_SECONDS = 2.5
+_TOO_OLD = timedelta(seconds=20)
 _LONGEST_NAME = 100
 
 
@@ -63,7 +65,7 @@ class ConsoleOutbox:
     @property
     def identity(self) -> str:
         """`<database>.<schema>.<table>`, assumed from the settings as long as the database has not told it."""
-        reading = self.database.get(0)
+        reading = self.database.latest or self.database.get(_WAIT_SECONDS)
         return reading.value.outbox if reading else assumed_identity(self.config.data_source, self.config.outbox_table)
 
     @property
@@ -149,7 +151,8 @@ def unavailable(service: str, error: OutboxError) -> Unavailable:
 
 
 def _half(service: str, reading: Reading[Any] | None, part: Callable[[Any], Any], as_json: Callable[[Any], Any]) -> Any:
-    if reading is None:
+    # An old reading is of another time: nobody has asked since, or the service hangs.
+    if reading is None or datetime.now(UTC) - reading.at > _TOO_OLD:
         return {"at": None, "data": None, "unavailable": Unavailable(service, "not known yet").as_json()}
     value = part(reading.value)
     at = reading.at.isoformat()

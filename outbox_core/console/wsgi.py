@@ -20,6 +20,8 @@ from outbox_core.console.messages import LONGEST_BODY_BYTES, Request, Response
 if TYPE_CHECKING:
     from outbox_core.config import HarvestConfig
 
+__all__ = ["ConsoleApp"]
+
 Environ = Mapping[str, Any]
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 

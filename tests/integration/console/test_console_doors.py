@@ -9,8 +9,9 @@ import threading
 from contextlib import contextmanager
 
 import pytest
-from flask import Flask
+from flask import Flask, session
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
@@ -24,6 +25,7 @@ from outbox_core.console.login import TokenLogin
 from outbox_core.console.server import ConsoleServer
 from outbox_core.console.wsgi import ConsoleApp as WsgiConsole
 from outbox_core.errors import InvalidConfig
+from tests.docs.blocks import ROOT, blocks_of
 from tests.harvesting import wait_until
 from tests.integration.console.console_fixtures import HOST, Browser, scene
 
@@ -111,7 +113,9 @@ def test_a_mounted_console_knows_its_users(scene, through):
 def test_a_mounted_console_lets_nobody_in_by_default(scene, through):
     """Without authorize everything is refused, with the text that says what is missing."""
     browser = through(scene.config(), authorize=None)
-    for path in ("/", "/api/outboxes", "/api/outboxes/shop/records"):
+    status, page = browser.request("GET", "/")
+    assert (status, b"pass authorize=" in page) == (403, True)
+    for path in ("/api/outboxes", "/api/outboxes/shop/records"):
         status, document = browser.request("GET", path)
         assert status == 403
         assert "pass authorize=" in document["error"]["message"]
@@ -243,6 +247,52 @@ def test_a_login_runs_out(scene, monkeypatch):
 
         monkeypatch.setattr("outbox_core.console.login.time.time", lambda: time.__call__() + 12 * 3600 + 1)
         assert browser.get("records")[0] == 401
+
+
+def recipe(framework, monkeypatch, tmp_path, scene):
+    """Run a recipe of the page in a folder with an outbox's settings; return its application."""
+    (block,) = (
+        block
+        for block in blocks_of(ROOT / "docs" / "console.md")
+        if block.language == "python" and f"import {framework}" in block.text
+    )
+    (tmp_path / "outbox.yaml").write_text(f"harvest:\n  dataSource: {scene.database}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SESSION_KEY", "k")
+    names = {"__name__": "app"}
+    exec(compile(block.text, block.place, "exec"), names)  # noqa: S102  the page's own code
+    return names["app"]
+
+
+def test_the_recipe_for_fastapi(scene, monkeypatch, tmp_path):
+    """In the application of the page, those who have logged in see the console, and others are refused."""
+    app = recipe("FastAPI", monkeypatch, tmp_path, scene)
+
+    @app.get("/login/{name}")
+    def log_in(request: Request, name: str):
+        request.session["user"] = name
+
+    client = TestClient(app)
+    assert client.get(f"{PREFIX}/api/outboxes").status_code == 403
+    client.get("/login/bob")
+    assert client.get(f"{PREFIX}/api/outboxes/shop/records").json()["data"]["records"] == []
+    assert client.get(f"{PREFIX}/api/session").json()["user"]["permissions"] == ["view"]
+
+
+def test_the_recipe_for_flask(scene, monkeypatch, tmp_path):
+    """In the application of the page, those who have logged in see the console, and others are refused."""
+    app = recipe("Flask", monkeypatch, tmp_path, scene)
+
+    @app.get("/login/<name>")
+    def log_in(name):
+        session["user"] = name
+        return ""
+
+    client = app.test_client()
+    assert client.get(f"{PREFIX}/api/outboxes").status_code == 403
+    client.get("/login/alice")
+    assert client.get(f"{PREFIX}/api/outboxes/shop/records").json["data"]["records"] == []
+    assert client.get(f"{PREFIX}/api/session").json["user"]["permissions"] == ["view", "operate"]
 
 
 REFUSED = (

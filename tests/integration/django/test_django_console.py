@@ -95,6 +95,14 @@ def test_forged_posts():
     assert Hold.objects.count() == 0
 
 
+def test_a_body_that_django_does_not_take(settings):
+    """A body beyond Django's limit is refused with the setting's name."""
+    settings.DATA_UPLOAD_MAX_MEMORY_SIZE = 100
+    status, document = act(client_of(*OPERATOR), "pause", {**PAUSE, "reason": "r" * 200})
+    assert (status, document["error"]["code"]) == (413, "too_large")
+    assert "DATA_UPLOAD_MAX_MEMORY_SIZE" in document["error"]["message"]
+
+
 def test_the_page_keeps_its_policy():
     """The page may not be framed, and its policy is the console's own."""
     answer = client_of(*VIEWER).get(_CONSOLE)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from django.conf import settings
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.contenttypes.models import ContentType
+from django.core.exceptions import RequestDataTooBig
 from django.http import HttpResponse
 from django.middleware.csrf import get_token
 from django.urls import reverse
@@ -97,6 +98,9 @@ def _answer(site: AdminSite, request: HttpRequest, path: str) -> HttpResponse:
 
     try:
         console, asked = _kept.get(), _request_of(site, request, path)
+    except RequestDataTooBig:
+        text, remedy = "the body is longer than Django's DATA_UPLOAD_MAX_MEMORY_SIZE", "raise that setting"
+        return _sent(ApiError(413, "too_large", text, remedy=remedy).response())
     except ModuleNotFoundError as error:
         remedy = "pip install 'kafka-outbox[harvester]'"
         return _sent(ApiError(503, "unavailable", f"the console needs {error.name}", remedy=remedy).response())
