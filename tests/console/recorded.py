@@ -68,8 +68,8 @@ def record(identity: str, topic: str, key: str | None, content: str | bytes | No
 
 
 def _records() -> list[dict[str, Any]]:
-    hold = {"id": "-6917529027641081856", "what": "record", "record_id": _POISON, "cause": TOO_LARGE}
-    pause = {"id": "5", "what": "topic", "record_id": None, "cause": "ledger migration, ticket 812"}
+    hold = {"id": "-6917529027641081856", "what": "record", "cause": TOO_LARGE}
+    pause = {"id": "5", "what": "topic", "cause": "ledger migration, ticket 812"}
     later = [str(int(_POISON) + number) for number in range(1, 12)]
     orders = [record(identity, "orders", f"customer-{4712 + n}", EXACT) for n, identity in enumerate(later[1:6])]
     refunds = [record(identity, "refunds", f"customer-{n}", EXACT, hold=pause) for n, identity in enumerate(later[6:8])]
@@ -135,7 +135,6 @@ def _status() -> dict[str, Any]:
         "oldest_held_seconds": 312.0,
         "held_at_head": 67,
         "head_rows": 10000,
-        "leadership": {"instance": _LEADER, "term": "2017", "since": ago(minutes=65), "leader_id": "d"},
         "topics": [
             topic("orders", 24, 17, 0.42, 312.0),
             topic("refunds", 0, 50, None, 122.0),
@@ -218,7 +217,7 @@ def _event(number: int, kind: str, **other: Any) -> dict[str, Any]:
     empty = dict.fromkeys(("leader_id", "term", "topic", "key", "record_id"))
     return {
         "id": str(number),
-        "at": ago(minutes=7 * number),
+        "at": ago(minutes=7 * number + 2),
         "kind": kind,
         "actor": "alice@desk as shop_admin",
         "reason": "",
@@ -299,7 +298,7 @@ class RecordedConsole:
                 {"dead_letter_topic": "shop.dead-letter", "letters": [_LETTER], "is_cut": False}
             ),
             "dead-letters/0/12": lambda _: _known(_LETTER),
-            "events": lambda _: _known({"events": _EVENTS, "is_cut": False}),
+            "events": _events,
         }
         self.answers |= {f"records/{one['id']}": lambda _, one=one: _known(one) for one in _records()}
         self.causes = [
@@ -355,3 +354,9 @@ def _known(data: Any) -> dict[str, Any]:
 def _page_of_records(asked: dict[str, str]) -> dict[str, Any]:
     found = [one for one in _records() if asked.get("topic", one["topic"]) == one["topic"]]
     return _known({"records": found, "next_after": None, "is_end": True, "searched": 100000})
+
+
+def _events(asked: dict[str, str]) -> dict[str, Any]:
+    kinds = asked.get("kinds", "").split(",")
+    found = [event for event in _EVENTS if kinds == [""] or event["kind"] in kinds]
+    return _known({"events": found, "is_cut": False})

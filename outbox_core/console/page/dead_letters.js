@@ -107,6 +107,7 @@ function openRestash(context, letter) {
   const key = h("input", { value: letter.key ?? "", spellcheck: "false" });
   const hasKey = h("input", { type: "checkbox", checked: letter.key !== null });
   const value = valueField(letter.value);
+  const headers = headerFields(letter.headers);
   openAction({
     outbox: context.outbox,
     action: "restash",
@@ -118,7 +119,7 @@ function openRestash(context, letter) {
       h("label", { class: "check" }, hasKey, "has a key"),
       h("label", { class: "field" }, h("span", {}, "Key"), key),
       value.element,
-      h("p", { class: "muted small" }, `With its ${letter.headers.length} headers.`),
+      headers.element,
     ],
     body: () => ({
       letter: { partition: letter.partition, offset: letter.offset },
@@ -127,11 +128,33 @@ function openRestash(context, letter) {
         key: hasKey.checked ? key.value : null,
         partition: letter.original_partition ?? null,
         value: value.read(),
-        headers: letter.headers.map(([header, content]) => [header, sent(content)]),
+        headers: headers.read(),
       },
     }),
     done: context.refresh,
   });
+}
+
+/** Return the fields for headers, and how they are read: a row each, and a button for one more. */
+function headerFields(headers) {
+  const rows = [];
+  const list = h("div", { class: "stack" });
+  const add = ([header, content]) => {
+    const name = h("input", { value: header, "aria-label": "Name of the header", spellcheck: "false" });
+    const value = valueField(content, (attributes) => h("input", { ...attributes, "aria-label": `Value of the header ${header}` }));
+    const row = { read: () => [name.value, value.read()] };
+    const remove = () => {
+      rows.splice(rows.indexOf(row), 1);
+      element.remove();
+      list.dispatchEvent(new Event("change", { bubbles: true }));
+    };
+    const element = h("div", { class: "header-row" }, name, value.element, button("Remove", remove, { "aria-label": `Remove the header ${header}` }));
+    rows.push(row);
+    list.append(element);
+  };
+  headers.forEach(add);
+  const more = button("Add a header", () => add(["", { kind: "text", text: "" }]));
+  return { element: h("fieldset", { class: "stack" }, h("legend", { class: "muted small" }, "Headers"), list, h("div", {}, more)), read: () => rows.map((row) => row.read()) };
 }
 
 /** Return what the API takes for a value as it gave it. */
@@ -141,13 +164,15 @@ function sent({ kind, text, base64 }) {
 }
 
 /** Return the field for a value, and how it is read. A text area changes line breaks: untouched text is sent as it came. */
-function valueField(value) {
+function valueField(value, makeField = valueArea) {
   if (value.kind === "tombstone" || value.kind === "binary") {
-    const text = value.kind === "tombstone" ? "It is a tombstone, without a value." : `Its value is binary (${bytes(value.size_bytes)}) and goes back as it is.`;
+    const text = value.kind === "tombstone" ? "null: it has no value." : `binary, ${bytes(value.size_bytes)}: goes back as it is.`;
     return { element: h("p", { class: "muted" }, text), read: () => sent(value) };
   }
-  const area = h("textarea", { class: "code", spellcheck: "false" });
+  const area = makeField({ spellcheck: "false" });
   area.value = value.text;
   const untouched = area.value;
-  return { element: h("label", { class: "field" }, h("span", {}, "Value"), area), read: () => ({ text: area.value === untouched ? value.text : area.value }) };
+  return { element: makeField === valueArea ? h("label", { class: "field" }, h("span", {}, "Value"), area) : area, read: () => ({ text: area.value === untouched ? value.text : area.value }) };
 }
+
+const valueArea = (attributes) => h("textarea", { class: "code", ...attributes });

@@ -87,6 +87,7 @@ function questions() {
     ["status", STATUS_EVERY_SECONDS, () => ask(state.outbox, "status")],
     ["numbers", NUMBERS_EVERY_SECONDS, () => ask(state.outbox, "statistics", { hours: 0.1 })],
     ["findings", NUMBERS_EVERY_SECONDS, () => ask(state.outbox, "findings")],
+    ["leadership", NUMBERS_EVERY_SECONDS, () => ask(state.outbox, "events", { hours: 168, kinds: "leader_acquired", limit: 1 })],
     ["view", view.everySeconds, () => view.load(context)],
   ];
 }
@@ -124,7 +125,7 @@ function draw() {
   drawChooser();
   drawTabs(status?.data, examined?.data);
   drawOutages(status, view);
-  update(byId("numbers"), numberTiles(context, status?.data ?? null, numbers?.data ?? null));
+  update(byId("numbers"), numberTiles(status?.data ?? null, numbers?.data ?? null, state.answers.leadership?.data ?? null));
   drawView(view);
   drawFreshness();
 }

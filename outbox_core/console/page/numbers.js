@@ -6,11 +6,11 @@ import { escaped } from "./parts.js";
 
 const LATE_SECONDS = 60;
 
-/** Return the tiles, from the answers to `status` and to the `statistics` of the last minutes; null where none came. */
-export function numberTiles(context, status, numbers) {
+/** Return the tiles, from the answers to `status`, `statistics` of the last minutes and the last `events` of leaders; null where none came. */
+export function numberTiles(status, numbers, led) {
   const database = status?.database.data ?? null;
   const latest = latestInterval(numbers?.data ?? null);
-  return [...backlogTiles(database), ...flowTiles(latest, numbers), leaderTile(status, database?.leadership ?? null)];
+  return [...backlogTiles(database), ...flowTiles(latest, numbers), leaderTile(status, led?.data?.events[0] ?? null)];
 }
 
 function tile(key, title, value, below, kind = "") {
@@ -60,16 +60,18 @@ function flowTiles(latest, numbers) {
   ];
 }
 
-function leaderTile(status, leadership) {
+function leaderTile(status, acquired) {
   const harvesters = status?.kafka.data?.harvesters ?? null;
   const leader = harvesters?.find(({ leads }) => leads) ?? null;
   if (harvesters !== null && leader === null) {
     const below = harvesters.length ? `${plural(harvesters.length, "harvester")}, none elected yet` : "no harvester is there";
     return tile("leader", "Leader", "none", below, "problem text");
   }
-  const name = leader?.client_id ?? leadership?.instance ?? "–";
+  const name = leader?.client_id ?? acquired?.actor ?? "–";
   const standing = harvesters ? ` · ${harvesters.length - 1} standing by` : " · Kafka does not tell";
-  const term = leadership ? `term ${leadership.term}, since ${duration(secondsSince(leadership.since))}` : "term not known";
+  // Who has just been elected writes its event a moment later.
+  const isKnown = acquired !== null && acquired.actor === name;
+  const term = isKnown ? `term ${acquired.term}, for ${duration(secondsSince(acquired.at))}` : "term not known";
   return tile("leader", "Leader", escaped(name), term + standing, "text");
 }
 

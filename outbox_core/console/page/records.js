@@ -116,21 +116,30 @@ function unfoldButton(context, { id }) {
 }
 
 async function readDetail(context, id) {
-  const detail = { record: null, error: null };
+  const detail = { record: null, heldRecord: null, error: null };
   unfolded.set(place(context, id), detail);
   try {
     const answer = await ask(context.outbox, `records/${id}`);
     detail.record = answer.data;
     detail.error = answer.unavailable?.reason ?? null;
+    if (answer.data?.hold?.what === "record") detail.heldRecord = await heldRecordOf(context, answer.data);
   } catch (error) {
     detail.error = error.message;
   }
   context.redraw();
 }
 
+/** Return the id of the record whose hold keeps this one: its own, or one before it in its key. */
+async function heldRecordOf(context, { topic, key, id, hold }) {
+  if (key === null) return id;
+  const { data } = await ask(context.outbox, "holds/list", { topic, key, what: "record" });
+  return data?.holds.find((one) => one.id === hold.id)?.record_id ?? null;
+}
+
 function detailRow(context, record, width) {
-  const { record: whole, error } = unfolded.get(place(context, record.id));
-  const shown = whole ? detailOf(context, whole, record) : h("p", { class: "muted" }, error ?? "Asking…");
+  const { record: whole, heldRecord, error } = unfolded.get(place(context, record.id));
+  const hold = record.hold && { ...record.hold, record_id: heldRecord };
+  const shown = whole ? detailOf(context, whole, { ...record, hold }) : h("p", { class: "muted" }, error ?? "Asking…");
   return h("tr", { role: "row", class: "detail", key: `${record.id}-detail` }, h("td", { role: "cell", colspan: width }, shown));
 }
 
@@ -159,7 +168,7 @@ function detailOf(context, whole, { hold, age_seconds: age }) {
 }
 
 function whatHolds({ id, key, topic }, { what, record_id: held }) {
-  if (what === "record") return held === id ? "the hold of this record" : `the hold of record ${held}, which comes before it in its key`;
+  if (what === "record") return held === id ? "the hold of this record" : `the hold of ${held === null ? "a record" : `record ${held}`} before it in its key`;
   return what === "key" ? `the hold of key ${escaped(key ?? "")}` : `the pause of topic ${escaped(topic)}`;
 }
 

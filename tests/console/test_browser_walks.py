@@ -136,6 +136,7 @@ def test_killed_leader_is_fenced_and_succeeded(console, world, leader):
     expect(leaders.get_by_role("listitem").filter(has_text=f"{leader} was fenced")).to_be_visible()
     expect(leaders.get_by_role("listitem").filter(has_text=re.compile(r"harvester-b leads term \d+"))).to_be_visible()
     expect(tile(console, "leader")).to_have_text("harvester-b")
+    expect(console.locator("[data-tile=leader]")).to_contain_text(re.compile(r"term \d+, for"))
 
 
 def test_other_outbox_by_the_chooser(console):

@@ -65,8 +65,13 @@ def test_json_is_shown_to_the_letter(open_recorded):
 
 
 def test_record_leads_to_the_hold_that_keeps_it(open_recorded):
-    """The state of a held record is a link to its hold, which names the cause and leads back."""
+    """A held record can be released, one behind it cannot; its state is a link to the hold, which leads back."""
     page = open_recorded("records")
+    for identity in ("9007199254740993", "9007199254740994"):
+        page.get_by_role("button", name=f"Record {identity}").click()
+    expect(page.get_by_role("button", name="Release record 9007199254740993")).to_be_visible()
+    expect(page.get_by_text("the hold of record 9007199254740993 before it in its key")).to_be_visible()
+    expect(page.get_by_role("button", name="Release record 9007199254740994")).to_have_count(0)
     page.get_by_role("link", name=f"Record 9007199254740993: held. {TOO_LARGE}").click()
     expect(page.locator("tr.open")).to_contain_text("record 9007199254740993")
     page.locator("tr.open").get_by_role("link").click()
@@ -151,12 +156,14 @@ def test_dead_letter_goes_back_untouched_but_for_the_edit(open_recorded, recorde
     page.get_by_role("button", name="Edit and restash").click()
     dialog = page.get_by_role("dialog")
     dialog.get_by_label("Topic").fill("orders-large")
+    dialog.get_by_role("button", name="Add a header").click()
+    dialog.get_by_label("Name of the header").last.fill("ticket")
     dialog.get_by_label("Reason").fill("a topic that takes it")
     dialog.get_by_role("button", name="Stash anew").click()
     expect(dialog).to_be_hidden()
     action, body = recorded.posted[-1]
     assert (action, body["letter"]) == ("restash", {"partition": 0, "offset": "12"})
-    headers = [["ce_type", {"text": "order.placed"}]]
+    headers = [["ce_type", {"text": "order.placed"}], ["ticket", {"text": ""}]]
     wanted = {
         "topic": "orders-large",
         "key": "customer-9",
@@ -208,6 +215,7 @@ def test_leaders_are_told_in_words_too(open_recorded):
     """The timeline's list names who led, in which term, and why it ended."""
     page = open_recorded()
     leaders = page.get_by_role("list", name="Leaders")
+    expect(page.locator("[data-tile=leader]")).to_contain_text("term 2017, for 1 h 5 min")
     expect(leaders).to_contain_text("harvester-b leads term 2017")
     expect(leaders).to_contain_text("harvester-c was fenced, after 40 min 54 sthe lease of 5 s ran out")
     expect(leaders).to_contain_text("harvester-a was fenced by its successor")
