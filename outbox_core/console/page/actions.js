@@ -15,11 +15,18 @@ const RESULT_SECONDS = 12;
  */
 export function openAction(spec) {
   const state = { force: false, preview: null, problem: null, asked: 0, isBusy: false };
-  const form = h("form", { onsubmit: (event) => submit(event, spec, state), onchange: (event) => event.target.id !== "reason" && tell(spec, state) });
+  const form = h("form", { onsubmit: (event) => submit(event, spec, state), onchange: ({ target }) => changed(target, spec, state) });
   byId("dialog").replaceChildren(form);
   draw(spec, state);
   byId("dialog").showModal();
   form.querySelector("input, select, textarea")?.focus();
+  tell(spec, state);
+}
+
+/** Tell anew what would happen. "All the same" was said of what the fields had before: it does not hold for others. */
+function changed(field, spec, state) {
+  if (field.id === "reason") return;
+  if (field.id !== "force") state.force = false;
   tell(spec, state);
 }
 
