@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-chaos test-queues chaos simulate screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -162,8 +162,11 @@ bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the r
 bench-retention: $(STAMP)  ## Measure what history and archive cost a delivery
 	$(BIN)/python -m benchmarks.retention
 
+bench-console: $(STAMP)  ## Measure the answers of the console with 10 million pending records
+	$(BIN)/python -m benchmarks.console
+
 bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
-bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention
+bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention bench-console
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) $(DOCS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -34,7 +34,9 @@ FROM (
 ORDER BY r.id
 """
 
+# First whether the value is there at all, which is cheap to see.
 _HEADER_VALUE = """
+      AND {value} = ANY (kafka_header_values)
       AND EXISTS (SELECT FROM unnest(kafka_header_keys, kafka_header_values) AS header (name, value)
                   WHERE header.name = %(header)s::text AND header.value = {value})
 """
