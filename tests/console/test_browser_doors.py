@@ -95,6 +95,7 @@ def test_mounted_below_a_prefix(open_page, mounted, world):
     expect(reader.get_by_role("button", name="Pause a topic or key")).to_have_count(0)
 
 
+@pytest.mark.complete
 def test_with_a_token(open_page, world):
     """The command's door with a token asks for it, takes no other, and lets out again."""
     page = open_page(allowed=["401"])

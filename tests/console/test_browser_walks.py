@@ -139,6 +139,7 @@ def test_killed_leader_is_fenced_and_succeeded(console, world, leader):
     expect(console.locator("[data-tile=leader]")).to_contain_text(re.compile(r"term \d+, for"))
 
 
+@pytest.mark.complete
 def test_other_outbox_by_the_chooser(console):
     """The chooser leads to another outbox, which says that it has no history, and how to make it."""
     console.get_by_label("Outbox").select_option("billing")
