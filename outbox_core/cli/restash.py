@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from outbox_core.cli.database import add_place_arguments, connect, find_place, operator
 from outbox_core.cli.inbox import parse_age
 from outbox_core.errors import OutboxTableError, StoreUnavailable
-from outbox_core.printable import printable
+from outbox_core.printable import plural, printable
 from outbox_core.retention.archive import RESTASH_HEADER, Archive
 
 if TYPE_CHECKING:
@@ -51,16 +51,12 @@ def run_restash(connection: Connection, archive: Archive, options: argparse.Name
     topic = printable(options.topic)
     if not options.dry_run:
         number = archive.restash(connection, options.topic, **which, reason=options.reason)
-        return f"stashed {_records(number)} of topic {topic} anew\n"
+        return f"stashed {plural(number, 'record')} of topic {topic} anew\n"
     found = archive.select(connection, options.topic, **which)
     if found.first is None or found.last is None:
         return f"no archived record of topic {topic} matches\n"
     times = f"from {found.first.isoformat(timespec='seconds')} to {found.last.isoformat(timespec='seconds')}"
-    return f"would stash {_records(found.number)} of topic {topic} anew, archived {times}\n"
-
-
-def _records(number: int) -> str:
-    return f"{number:,} record{'' if number == 1 else 's'}"
+    return f"would stash {plural(found.number, 'record')} of topic {topic} anew, archived {times}\n"
 
 
 def _time(text: str) -> datetime:

@@ -78,7 +78,7 @@ class DatabaseSession:
             )
         except psycopg.ProgrammingError:
             # Without the driver's words: they quote the DSN, perhaps its password.
-            raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+            raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
         try:

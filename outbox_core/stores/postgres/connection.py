@@ -96,12 +96,12 @@ def connect_to_primary(
     try:
         given = psycopg.conninfo.conninfo_to_dict(data_source)
     except psycopg.ProgrammingError:
-        raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+        raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
     settings: dict[str, Any] = {"application_name": application_name, **_CONNECTION_DEFAULTS, **given}
     try:
         connection = psycopg.connect(**settings, autocommit=True)
     except psycopg.Error as error:
-        raise StoreUnavailable(f"cannot connect to the database of data_source: {one_line(error)}") from None
+        raise StoreUnavailable(f"cannot connect to the outbox's database: {one_line(error)}") from None
     try:
         tables = pin_search_path(connection, *names)
         timeouts = {"statement_timeout": milliseconds(statement_timeout), "unread": milliseconds(_UNREAD_SECONDS)}
@@ -112,7 +112,7 @@ def connect_to_primary(
     if row is None or row[-1]:
         # A standby lags behind: what has been purged would be found there again.
         connection.close()
-        raise StoreUnavailable("the server is a standby; data_source must name the primary")
+        raise StoreUnavailable("the database server is a standby; name the primary")
     return connection, tables
 
 

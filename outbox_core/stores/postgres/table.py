@@ -227,8 +227,9 @@ class OutboxTable:
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
             raise OutboxTableError(
-                f"outbox table {self.name} does not exist; make it with `outbox schema --table {self.name}`, "
-                "with Alembic or with `manage.py migrate`, or name the right one as outbox_table"
+                f"outbox table {self.name} does not exist in database {self.connected().info.dbname}; make it with "
+                f"`outbox schema --table {self.name} --apply`, with Alembic or with `manage.py migrate`, or name the "
+                "right one (--table, OUTBOX_TABLE, outboxTable, OUTBOX['TABLE'])"
             )
         kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
         self._refuse_pooler(pid)
@@ -275,9 +276,9 @@ class OutboxTable:
             self._raise(error)
         if is_lent:
             raise OutboxTableError(
-                "data_source leads to a pooler that lends its connections for one transaction at a time (PgBouncer's "
-                "pool_mode=transaction): the harvester's settings would come to other applications and be lost to it. "
-                "Name the database itself, or a pool of sessions"
+                "the database's address is that of a pooler that lends its connections for one transaction at a time "
+                "(PgBouncer's pool_mode=transaction): the harvester's settings would come to other applications "
+                "and be lost to it. Name the database itself, or a pool of sessions"
             )
 
     def _check_columns(self, columns: dict[str, str]) -> None:
