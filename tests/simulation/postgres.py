@@ -166,7 +166,9 @@ class Store:
             if lane_of(record) in keys or row_id(record) in rows:
                 continue
             if identity <= lowest:
-                if row.leader is None:  # else another leader has taken it from our hands
+                # Else another leader has taken it from our hands, or a reset has that overtook this statement: then
+                # what this one marks is given up, and the next begins at the head. Order would tell if it did not.
+                if row.version == 0:
                     database.on_hidden(record)
                 continue
             if found and taken >= query.max_bytes:
