@@ -191,8 +191,8 @@ class Recovery:
         if can_hold:
             _log.warning(
                 "%s, which did not stop in good order, or set by their writers: they are held, with their keys, as "
-                "they may have been published already; see `outbox hold list`. Release or skip them; --accept-marked "
-                "releases all of them",
+                "they may have been published already; see `outbox hold list`, with Django `manage.py outbox_hold "
+                "list`. Release or skip them; --accept-marked releases all of them",
                 what,
             )
             while self._ask(lambda store: store.marks.hold(_AT_ONCE)):
