@@ -149,6 +149,7 @@ def run(config: HarvestConfig, *, drain: bool = False, tell: Callable[[str], obj
             _serve_metrics(config, harvester, metrics, stack)
             stack.enter_context(stop_on_signals(harvester.stop))
             stack.enter_context(tune_gc())
+            _log_start(config)
             harvester.start()
             return _wait_for_end(harvester, tell)
     except OutboxError as error:
@@ -237,6 +238,18 @@ def _wait_for_end(harvester: Harvester, tell: Callable[[str], object]) -> int:
         return 0
     tell(shown(failure))
     return EXIT_ENDED_BY_ERROR
+
+
+def _log_start(config: HarvestConfig) -> None:
+    """Log what is harvested from where to where: until Kafka answers there may be nothing else for some seconds."""
+    try:
+        from outbox_core.stores.postgres.connection import location
+    except ImportError as error:
+        raise missing_extra(error) from None
+    properties = config.base_kafka_config
+    kafka = properties.get("bootstrap.servers") or properties.get("metadata.broker.list")
+    parts = location(config.data_source), config.outbox_table, kafka, config.delivery
+    _log.info("starting: %s, table %s, Kafka at %s, delivery %s", *parts)
 
 
 def _log_end(harvester: Harvester) -> None:

@@ -376,7 +376,8 @@ def test_end_tells_what_did_not_arrive(played, capsys, monkeypatch):
     monkeypatch.setattr(HarvestMetrics, "totals", lambda _: totals)
     played.end_error = StoreUnavailable("gone")
     assert main(["harvest"]) == 1
-    log, error = capsys.readouterr().err.splitlines()
+    start, log, error = capsys.readouterr().err.splitlines()
+    assert start.endswith("table outbox, Kafka at localhost:9092, delivery at-least-once")
     expected = (
         "ended: published 1 record in all; 1 record to the dead-letter topic; 3 attempts failed; 2,000 holds left"
     )
