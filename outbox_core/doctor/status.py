@@ -162,6 +162,12 @@ def _leadership(session: DatabaseSession) -> Leadership | None:
     return Leadership(*rows[0]) if rows else None
 
 
+def read_kafka_status(config: HarvestConfig, outbox: str, *, connect_seconds: float = CONNECT_SECONDS) -> KafkaStatus:
+    """Read the half that Kafka knows, of an outbox of this identity (`<database>.<schema>.<table>`)."""
+    with KafkaConnecting(config.base_kafka_config, connect_seconds=connect_seconds) as connecting:
+        return _read_kafka_status(config, outbox, connecting)
+
+
 def _read_kafka_status(config: HarvestConfig, outbox: str, connecting: KafkaConnecting) -> KafkaStatus:
     group, _ = config.leader_names(outbox)
     try:
