@@ -40,6 +40,7 @@ lint: $(STAMP)  ## Check style, types and import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	! git grep -nE '^(<{7}|>{7}) '  # what a merge left behind
 
 docs: $(DOCS_STAMP)  ## Build the documentation site into build/site, strictly: any warning is a failure
 	$(DOCS)/bin/mkdocs build

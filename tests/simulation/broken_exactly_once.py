@@ -76,6 +76,22 @@ def read_no_ledger(self: TransactionalIdentity, producer: Any, give_up: Any) -> 
     return ledger if isinstance(ledger, Ended) else Ledger(offset=ledger.offset)
 
 
+def read_to_the_stable_end(
+    self: TransactionalIdentity, producer: RecordProducer, give_up: Callable[[], bool]
+) -> Ledger | Ended:
+    """Read the last manifest before the first open transaction, without a barrier."""
+    del producer
+    names = self.tracking_topic, self.tracking_partition
+    consumer = make_consumer(reader_settings(self.kafka, self.group))
+    try:
+        _, end = consumer.get_watermark_offsets(TopicPartition(*names), timeout=_ANSWER_SECONDS, cached=False)
+        return identity.read_ledger(self.kafka, self.group, *names, self.transactional_id, end=end, give_up=give_up)
+    except (KafkaException, ManifestNotRead) as error:
+        return Ended(str(error))
+    finally:
+        consumer.close()
+
+
 def begin_unchecked(
     self: TransactionalIdentity, producer: RecordProducer, known: Ledger, give_up: Callable[[], bool]
 ) -> Ended | None:

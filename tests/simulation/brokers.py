@@ -59,6 +59,7 @@ class Partition:
         self.number = number
         self.leader = leader
         self.log: list[Entry] = []
+        self.late: set[int] = set()  # offsets of records whose sender had lost its connection
         self.producers: dict[int, _ProducerState] = {}
         self.open: dict[int, list[Entry]] = {}
         self.on_progress: list[Callable[[], None]] = []
@@ -172,6 +173,7 @@ class Cluster:
         self.coordinator = {"group": 0, "transaction": 0}
         self.verifies_partitions = True
         self.seen: dict[str, int] = {}
+        self.is_late: Callable[[], bool] = lambda: False  # tells of the request that is being handled
         self._next_producer = 1000
 
     def reached(self, state: str) -> None:
@@ -255,9 +257,12 @@ class Cluster:
                 self.reached("produce outside of a transaction")
                 respond((KafkaError.INVALID_TXN_STATE, -1))
                 return
+        end = partition.end
         answer = partition.append(
             producer, epoch, first, records, self.scheduler.now, is_transactional=bool(transactional_id)
         )
+        if self.is_late():
+            partition.late.update(range(end, partition.end))
         respond(answer)
 
     def _led_by(self, broker: int, place: tuple[str, int]) -> Partition | int:

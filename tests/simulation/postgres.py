@@ -198,7 +198,8 @@ class Store:
             if lane_of(record) in keys or row_id(record) in rows:
                 continue
             if identity <= lowest:
-                if row.leader is None and not row.was_taken and row.freed_at < self._asked_at - _LONGEST_TURN_SECONDS:
+                was_freed = not row.was_taken and row.freed_at < self._asked_at - _LONGEST_TURN_SECONDS
+                if row.version == 0 or (row.leader is None and was_freed and not self._process.has_slept):
                     database.on_hidden(record)
                 continue
             if found and taken >= query.max_bytes:

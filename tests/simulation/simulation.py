@@ -46,7 +46,7 @@ _TICK_SECONDS = 0.003
 _MOST_PROBLEMS = 4
 _HOLD_SLACK_SECONDS = 0.1
 _SLACK_SECONDS = 0.01  # of clocks that drift
-_GROUP_HEARTBEAT_SECONDS = 0.7  # between two of them, with the network's delays
+_SESSION_SECONDS = 6.0  # of the group, after which it has another owner
 
 
 class PromiseBroken(AssertionError):
@@ -79,7 +79,6 @@ class Plan:
     longest_late: float = 8.0
     most_faults: int = 1_000_000
     slow: float = 0.003  # the share of messages that the network delays by up to 0.2 s
-    rivals: bool = False  # each harvester has a leader group of its own, so that all of them lead
     foreign: bool = False  # at first the tracking topic holds the manifest of another outbox
 
     @classmethod
@@ -154,7 +153,7 @@ SENTINELS = (
     "EndTxn sent twice", "EndTxn repeated", "produce repeated", "delivery timed out", "producer fenced",
     "init aborts a transaction", "transaction timed out", "member expired", "partition lost", "truncated", "suspended",
     "late commit", "rolled back", "poison held", "held", "produce outside of a transaction",
-    "cut off from the group alone", "arrived after its delivery timeout",
+    "cut off from the group alone", "arrived after its delivery timeout", "late record of a replaced producer",
     *_SENTINELS_IN_LOG,
 )  # fmt: skip
 """States that a number of runs should reach; a report names those that were never reached."""
@@ -355,6 +354,7 @@ class Simulation:
         self.network.late_ends, self.network.longest_late = plan.late_ends, plan.longest_late
         self.cluster = Cluster(self.scheduler)
         self.cluster.seen = self.seen
+        self.cluster.is_late = lambda: self.network.is_late
         self.database = Database(self.scheduler)
         self.database.slow_statements = plan.slow_statements
         self.database.on_hidden = lambda record: self.broken(f"the floor hides row {record.id}, which nobody has seen")
@@ -378,7 +378,6 @@ class Simulation:
             base_kafka_config={"bootstrap.servers": "simulated:9092"},
             data_source="postgresql://simulated/shop",
             name=name,
-            leader_group_id=name if self.plan.rivals else None,
             delivery=self.plan.mode,
             limits=Limits(
                 mark_query_records=20,
@@ -464,26 +463,18 @@ class Simulation:
         self.scheduler.after(0.05, self._watch)
 
     def check_leases(self) -> None:
-        """Note a broken promise unless at most one harvester has a valid lease.
-
-        An owner that is cut off from the group alone, and not from the leader topic, may lead until it reads its
-        successor's claim (`outbox_core.election.neli`, 3.): so says the last sign of life that the group has of it.
-        """
+        """Note a broken promise unless at most one harvester has a valid lease."""
         leading = [node for node in self.nodes if node.lease_left > 0]
+        heard = next(iter(self.cluster.groups.values())).heard_at if leading else {}
         for node in leading:
             if node.lease_left > _LEASE_SECONDS + 0.001:
                 self.broken(f"the lease of {node.name} lasts for {node.lease_left:g} s more")
             self._check_claims(node)
-        if len(leading) < 2 or self.plan.rivals:
-            return
-        heard = next(iter(self.cluster.groups.values())).heard_at
-        for node in leading:
             renewed_at = self.scheduler.now + node.lease_left - _LEASE_SECONDS
-            if node.process is not None and renewed_at > heard.get(node.process.name, 0.0) + _GROUP_HEARTBEAT_SECONDS:
+            if node.process is not None and renewed_at > heard.get(node.process.name, 0.0) + _SESSION_SECONDS:
                 self.seen["cut off from the group alone"] += 1
-                self.is_order_excused = True
-                return
-        self.broken(f"two lead at once: {', '.join(node.name for node in leading)}")
+        if len(leading) > 1:
+            self.broken(f"two lead at once: {', '.join(node.name for node in leading)}")
 
     def _check_claims(self, node: Node) -> None:
         """Note a broken promise unless a lease counts from the sending of a heartbeat, before any higher claim.
@@ -682,7 +673,7 @@ class Simulation:
             for partition in self.cluster.topics[topic]:
                 if partition.stable_end < partition.end:
                     self.broken(f"a transaction is open on {topic}[{partition.number}]")
-                last: dict[bytes, int] = {}
+                last: dict[bytes, tuple[int, int]] = {}
                 for entry in partition.log:
                     if entry.state not in (PLAIN, COMMITTED) or entry.value is None:
                         continue
@@ -690,15 +681,24 @@ class Simulation:
                     counts[token] += 1
                     self._check_holds(entry, token)
                     if entry.key is not None:
-                        self._check_order(last, entry.key, token)
+                        self._check_order(
+                            last, entry.key, token, entry.producer, is_late=entry.offset in partition.late
+                        )
         self._check_counts(counts, set(left))
 
-    def _check_order(self, last: dict[bytes, int], key: bytes, token: str) -> None:
+    def _check_order(
+        self, last: dict[bytes, tuple[int, int]], key: bytes, token: str, producer: int, *, is_late: bool
+    ) -> None:
         number = int(token.partition(":")[2])
-        before = last.get(key, 0)
-        last[key] = number
-        is_excused = self.is_order_excused or self.seen["arrived after its delivery timeout"]
-        if number < before and not (self.plan.mode == "at-least-once" and is_excused):
+        before, other = last.get(key, (0, producer))
+        if self.plan.mode == "at-least-once":
+            if is_late and producer != other:
+                self.seen["late record of a replaced producer"] += 1  # which the mode does not exclude
+                return
+            if self.is_order_excused or self.seen["arrived after its delivery timeout"]:
+                return
+        last[key] = number, producer
+        if number < before:
             self.broken(f"{token} comes after {before} of its key")
 
     def _check_holds(self, entry: Entry, token: str) -> None:

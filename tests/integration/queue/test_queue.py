@@ -443,7 +443,7 @@ def test_offsets_of_skipped_messages_are_committed_on_revoke_and_stop(config):
     service = QueueService(seldom)
     send(service.queue("busy"), *(b"%d" % n for n in range(50)))
     idle = service.queue("idle")
-    with idle.consumer() as one:
+    with idle.consumer():
         eventually(
             lambda: service.metrics.registry.get_sample_value("outbox_queue_lag_records", {"queue": "idle"}) == 0
         )
@@ -451,8 +451,13 @@ def test_offsets_of_skipped_messages_are_committed_on_revoke_and_stop(config):
         with idle.consumer():
             eventually(lambda: committed_lag(seldom, "idle") == 0)
             send(service.queue("busy"), b"more")
-        assert one.receive(QUIET) is None
-    assert committed_lag(seldom, "idle") == 0
+
+    def is_committed_at_the_end():
+        with idle.consumer() as consumer:
+            assert consumer.receive(QUIET) is None  # on a busy machine it may not have been skipped by then
+        return committed_lag(seldom, "idle") == 0
+
+    eventually(is_committed_at_the_end)
 
 
 def test_markers_of_one_queue_use_every_partition(service, config):
