@@ -64,6 +64,16 @@ def test_all_broken_rules_are_found(rule):
     assert _is_found(rule, 600)
 
 
+@pytest.mark.complete
+def test_torn_transactions_are_read_back():
+    """Where a late EndTxn can end another transaction, batches are torn, and recovery loses none of their records."""
+    rule = "no transaction in an epoch with a late EndTxn"
+    with broken(rule):
+        outcomes = [run(plan_of(seed, "", rule)) for seed in range(20)]
+    assert not [outcome.problem for outcome in outcomes if "lost" in outcome.problem]
+    assert sum(outcome.seen["torn transaction read back"] for outcome in outcomes)
+
+
 def test_failing_plan_is_shrunk():
     """Shrinking leaves a smaller plan that still fails."""
     plan = Plan(1, "exactly-once", ("break",), harvesters=2, writers=1, seconds=20.0)
