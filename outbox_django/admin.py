@@ -13,27 +13,32 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.contrib.admin.widgets import AdminTextInputWidget
+from django.core.exceptions import ValidationError
 from django.core.paginator import Paginator
 from django.db import models
 from django.http import HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.urls import reverse
+from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.timesince import timesince
 
+from outbox_core.topic_names import is_legal
+from outbox_django.console import console_view, may_view
 from outbox_django.databases import write_alias
 from outbox_django.holding import holds
-from outbox_django.models import Hold, Outbox
+from outbox_django.models import Console, Hold, Outbox
 
 if TYPE_CHECKING:
     from django.http import HttpRequest
 
     OutboxAdminBase = admin.ModelAdmin[Outbox]
     HoldAdminBase = admin.ModelAdmin[Hold]
+    ConsoleAdminBase = admin.ModelAdmin[Console]
     PaginatorBase = Paginator[Outbox]
 else:
     OutboxAdminBase = admin.ModelAdmin
     HoldAdminBase = admin.ModelAdmin
+    ConsoleAdminBase = admin.ModelAdmin
     PaginatorBase = Paginator
 
 _COUNT_BOUND = 10_000
@@ -200,14 +205,10 @@ class HoldAdmin(HoldAdminBase):
         which = holds(write_alias("Hold"), str(request.user))
         obj.was_held = not which.add(obj.kafka_topic, obj.kafka_key, reason=obj.reason or f"by {request.user}")
         obj.pk = which.list(topic=obj.kafka_topic, key=obj.kafka_key)[0].id
-        waiting = which.waiting_topics(obj.kafka_key)
-        if obj.kafka_topic not in waiting:
-            known = f" They are for: {', '.join(list(waiting)[:10])}." if waiting else ""
-            text = f"None of the oldest 10,000 records is for topic {obj.kafka_topic}.{known}"
-            self.message_user(request, text, messages.WARNING)
-        elif obj.kafka_key is not None and not waiting[obj.kafka_topic]:
-            text = f"None of the oldest 10,000 records has key {obj.kafka_key} of {obj.kafka_topic}."
-            self.message_user(request, text, messages.WARNING)
+        doubt = which.doubt(obj.kafka_topic, obj.kafka_key)
+        if doubt is not None:
+            end = "" if doubt.text.endswith("?") else "."
+            self.message_user(request, f"{doubt.text[:1].upper()}{doubt.text[1:]}{end}", messages.WARNING)
 
     def response_add(self, request: HttpRequest, obj: Hold, post_url_continue: str | None = None) -> HttpResponse:
         """Go back to the list, and say what is held now."""
@@ -224,6 +225,8 @@ class HoldAdmin(HoldAdminBase):
                 form.base_fields[name].required = False
         for field in form.base_fields.values():
             field.widget = AdminTextInputWidget()
+        if "kafka_topic" in form.base_fields:
+            form.base_fields["kafka_topic"].validators.append(_check_topic)
         return form
 
     def has_change_permission(self, request: HttpRequest, obj: Hold | None = None) -> bool:
@@ -295,6 +298,48 @@ class HoldAdmin(HoldAdminBase):
     def _records(chosen: models.QuerySet[Hold]) -> list[int]:
         records = chosen.values_list("record_id", flat=True)
         return [identity for identity in records if identity is not None]
+
+
+@admin.register(Console)
+class ConsoleAdmin(ConsoleAdminBase):
+    """The console, below the address where a model would have its list."""
+
+    def get_urls(self) -> list[URLPattern]:
+        """Return the addresses of the page, its files and its API."""
+        view = console_view(self.admin_site)
+        return [
+            path("", view, name="outbox_django_console_changelist"),
+            path("<path:path>", view, name="outbox_django_console_part"),
+        ]
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """Show the link to users who may see the console."""
+        return may_view(request.user)
+
+    def has_view_permission(self, request: HttpRequest, obj: Console | None = None) -> bool:
+        """Let users who may see outbox records and holds see the console."""
+        del obj
+        return may_view(request.user)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Refuse: there is one."""
+        del request
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Console | None = None) -> bool:
+        """Refuse: there is nothing to change."""
+        del request, obj
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Console | None = None) -> bool:
+        """Refuse: there is nothing to delete."""
+        del request, obj
+        return False
+
+
+def _check_topic(topic: str) -> None:
+    if not is_legal(topic):
+        raise ValidationError("This is not a topic name that Kafka accepts: a-z A-Z 0-9 . _ - up to 249 characters.")
 
 
 def _link(model: str, pk: int, text: str) -> str:

@@ -1,4 +1,4 @@
-"""The command `outbox`: `schema`, `harvest`, `hold`, `restash`, `peek`, `status`, `doctor`, `inbox prune` and `claims`.
+"""The command `outbox`: `schema`, `harvest`, `status`, `doctor`, `peek`, `hold`, `console` and what `--help` lists.
 
 Other packages add commands by entry points of the group `outbox.commands`: a function that takes the arguments behind
 the command's name and returns the exit code.
@@ -20,7 +20,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, NoReturn
 
 from outbox_core import __version__
-from outbox_core.cli import claims, completion, doctor, harvest, hold, inbox, peek, restash, schema
+from outbox_core.cli import claims, completion, console, doctor, harvest, hold, inbox, peek, restash, schema
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_commands(commands)
     peek.add_command(commands)
     hold.add_command(commands)
+    console.add_command(commands)
     restash.add_command(commands)
     inbox.add_command(commands)
     claims.add_command(commands)

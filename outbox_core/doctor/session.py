@@ -1,4 +1,4 @@
-"""A database session for commands that look: it reads only, and waits neither for locks nor for slow answers.
+"""A database session that waits neither for locks nor for slow answers; for commands that look, it reads only.
 
 SELECT on the outbox and its holds suffices. Statements that read the catalogs alone are answered even while the table
 is locked, so they come first; the first statement that meets the lock names who has it.
@@ -6,6 +6,8 @@ is locked, so they come first; the first statement that meets the lock names who
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import psycopg
@@ -20,7 +22,7 @@ _STATEMENT_SECONDS = 5.0
 
 _SETTINGS = """
 SELECT set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false),
-       set_config('default_transaction_read_only', 'on', false), set_config('idle_session_timeout', '0', false)
+       set_config('default_transaction_read_only', %s, false), set_config('idle_session_timeout', '0', false)
 """
 
 _IDENTITY = """
@@ -58,6 +60,7 @@ class DatabaseSession:
         table: the outbox table, `table` or `schema.table`.
         application_name: the session's name in `pg_stat_activity`.
         connect_seconds: for how long to try to connect, to each address.
+        writes: let statements write, too.
 
     Raises:
         InvalidConfig: for an unreadable data source.
@@ -65,7 +68,13 @@ class DatabaseSession:
     """
 
     def __init__(
-        self, data_source: str, table: str, *, application_name: str, connect_seconds: float = CONNECT_SECONDS
+        self,
+        data_source: str,
+        table: str,
+        *,
+        application_name: str,
+        connect_seconds: float = CONNECT_SECONDS,
+        writes: bool = False,
     ) -> None:
         name = TableName.parse(table)
         place = location(data_source)
@@ -83,7 +92,8 @@ class DatabaseSession:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
         try:
             self.table, self.holds = pin_search_path(self.connection, name, hold_beside(name))
-            self.connection.execute(_SETTINGS, (milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)))
+            limits = milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)
+            self.connection.execute(_SETTINGS, (*limits, "off" if writes else "on"))
         except psycopg.Error as error:
             self.connection.close()
             raise StoreUnavailable(f"{place} does not answer: {one_line(error)}") from None
@@ -119,15 +129,21 @@ class DatabaseSession:
             return ""
 
     def ask(self, statement: str, parameters: Any = None) -> list[tuple[Any, ...]]:
-        """Run a statement and return its rows.
+        """Run a statement and return its rows; the errors are those of `translated`."""
+        with self.translated():
+            return self.connection.execute(statement, parameters).fetchall()
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Translate the errors of statements on the connection.
 
         Raises:
-            TableLocked: if it waited for a lock.
+            TableLocked: if one waited for a lock.
             OutboxTableError: if the role lacks a right, or the table a column.
             StoreUnavailable: if the database failed, or took longer than 5 s.
         """
         try:
-            return self.connection.execute(statement, parameters).fetchall()
+            yield
         except psycopg.errors.LockNotAvailable:
             raise self._locked() from None
         except psycopg.errors.QueryCanceled:

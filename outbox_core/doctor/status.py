@@ -132,6 +132,12 @@ def read_database_status(config: HarvestConfig, *, connect_seconds: float = CONN
         return DatabaseStatus(outbox, Unknown(redact(str(error))))
 
 
+def read_kafka_status(config: HarvestConfig, outbox: str, *, connect_seconds: float = CONNECT_SECONDS) -> KafkaStatus:
+    """Read the half that Kafka knows, of an outbox of this identity (`<database>.<schema>.<table>`)."""
+    with KafkaConnecting(config.base_kafka_config, connect_seconds=connect_seconds) as connecting:
+        return _read_kafka_status(config, outbox, connecting)
+
+
 def _read_kafka_status(config: HarvestConfig, outbox: str, connecting: KafkaConnecting) -> KafkaStatus:
     group, _ = config.leader_names(outbox)
     try:

@@ -235,7 +235,7 @@ def plan_of(seed: int, mode: str, rule: str) -> Plan:
 
 def shows(rule: str, problem: str) -> bool:
     """Return True if the problem is the one that the broken rule must lead to."""
-    return bool(problem) and (not rule or RULES[rule].shows in problem)
+    return bool(problem) and (rule not in RULES or RULES[rule].shows in problem)
 
 
 @contextmanager

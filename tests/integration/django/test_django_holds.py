@@ -138,7 +138,8 @@ def test_admin_says_what_it_has_not_done(admin_client):
     for told in ("Held: topic ordrs.", "It was held already: topic ordrs."):
         response = admin_client.post(f"{_HOLDS}add/", add, follow=True)
         shown = [str(message) for message in response.context["messages"]]
-        assert shown == ["None of the oldest 10,000 records is for topic ordrs. They are for: orders.", told]
+        doubt = "None of the oldest 10,000 records is for topic ordrs (they are for orders); did you mean orders?"
+        assert shown == [doubt, told]
     pause = Hold.objects.get()
     page = admin_client.post(_HOLDS, {"action": "skip", "_selected_action": [pause.pk]}).content.decode()
     assert "pause a topic or a key" in page
