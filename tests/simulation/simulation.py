@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -165,10 +166,14 @@ class Node:
     def __init__(self, simulation: Simulation, number: int) -> None:
         self.simulation = simulation
         self.name = f"harvester-{number}"
-        self.leader_topic = simulation.config(self.name).leader_names(OUTBOX).topic
         self.process: Process | None = None
         self.harvester: Harvester | None = None
         self._lives = 0
+
+    @cached_property
+    def leader_topic(self) -> str:
+        """Name of the topic of its election."""
+        return self.simulation.config(self.name).leader_names(OUTBOX).topic
 
     @property
     def is_up(self) -> bool:
