@@ -115,9 +115,9 @@ chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-
 		--brokers $(or $(BROKERS),1) --deck $(or $(DECK),all) $(if $(SEED),--seed $(SEED)) $(if $(HOSTILE),--hostile) \
 		$(if $(LATE),--late-requests $(LATE)) $(if $(RECORDS),--least-records $(RECORDS))
 
-simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n), or one SEED=n with its trace; RULE= breaks one
+simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n), or one SEED=n with its trace; RULE= breaks one (MEDIAN=5)
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \
-		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)")
+		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)") $(if $(MEDIAN),--median $(MEDIAN))
 
 screenshots: $(STAMP)  ## Take the pictures of the console in docs/images anew
 	$(BIN)/python -m tests.console.screenshots
