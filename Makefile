@@ -115,9 +115,9 @@ chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-
 		--brokers $(or $(BROKERS),1) --deck $(or $(DECK),all) $(if $(SEED),--seed $(SEED)) $(if $(HOSTILE),--hostile) \
 		$(if $(LATE),--late-requests $(LATE)) $(if $(RECORDS),--least-records $(RECORDS))
 
-simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n), or one SEED=n with its trace; RULE= breaks one
+simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n), or one SEED=n with its trace; RULE= breaks one (MEDIAN=5)
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \
-		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)")
+		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)") $(if $(MEDIAN),--median $(MEDIAN))
 
 explore: $(STAMP)  ## Orders of a small world, one by one: DEVIATIONS=2 unusual choices on a path (all: any), OPTIONS="--records 1"; RULE= breaks one
 	$(BIN)/python -m tests.simulation.exhaustive --deviations $(or $(DEVIATIONS),2) $(OPTIONS) $(if $(RULE),--rule "$(RULE)")

@@ -20,16 +20,20 @@ from django.http import HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html, format_html_join
-from django.utils.timesince import timesince
 
 from outbox_core.topic_names import is_legal
+from outbox_django.admin_lists.filters import Held, InFlight, What
+from outbox_django.admin_lists.summary import age
 from outbox_django.console import console_view, may_view
 from outbox_django.databases import write_alias
 from outbox_django.holding import holds
 from outbox_django.models import Console, Hold, Outbox
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from django.http import HttpRequest
+    from django.utils.safestring import SafeString
 
     OutboxAdminBase = admin.ModelAdmin[Outbox]
     HoldAdminBase = admin.ModelAdmin[Hold]
@@ -43,6 +47,7 @@ else:
 
 _COUNT_BOUND = 10_000
 _NAMED = 100
+_OFFERED_TOPICS = 500
 _MOST_LOGGED = 1_000
 _LONGEST_ENTRY = 500
 _SHOWN_CHARACTERS = 20_000
@@ -75,7 +80,7 @@ class OutboxAdmin(OutboxAdminBase):
     list_display = ("id", "kafka_topic", "kafka_key", "age", "held", "in_flight", "size")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith")
     search_help_text = "Beginning of a topic or of a key"
-    list_filter = (("leader_id", admin.EmptyFieldListFilter),)
+    list_filter = (Held, InFlight)
     ordering = ("id",)
     sortable_by = ("id",)
     paginator = BoundedPaginator
@@ -128,8 +133,8 @@ class OutboxAdmin(OutboxAdminBase):
 
     @admin.display(description="waiting for", ordering="id")
     def age(self, record: Outbox) -> str:
-        """Return the time since the record's transaction began."""
-        return timesince(record.create_time)
+        """Return the time since the record's transaction began, to the second."""
+        return age(record.create_time)
 
     @admin.display(description="held by")
     def held(self, record: Outbox) -> str:
@@ -152,7 +157,7 @@ class OutboxAdmin(OutboxAdminBase):
     def shown_headers(self, record: Outbox) -> str:
         """Return one header a line."""
         lines = ((header.key, as_text(header.value)) for header in record.headers)
-        return format_html_join("", "<div><b>{}</b>: {}</div>", lines) or "-"
+        return format_html_join("", '<div style="overflow-wrap: anywhere"><b>{}</b>: {}</div>', lines) or "-"
 
     @admin.display(description="value")
     def shown_value(self, record: Outbox) -> str:
@@ -164,18 +169,48 @@ class OutboxAdmin(OutboxAdminBase):
         )
 
 
+class TopicInput(AdminTextInputWidget):
+    """A line for a topic's name that offers those for which records wait."""
+
+    def __init__(self, topics: Sequence[str] = ()) -> None:
+        super().__init__({"list": "outbox-topics", "autocomplete": "off"})
+        self._topics = topics
+
+    def render(self, name: str, value: Any, attrs: Any = None, renderer: Any = None) -> SafeString:
+        """Return the line, and the list that browsers complete it from."""
+        line = super().render(name, value, attrs, renderer)
+        options = format_html_join("", '<option value="{}">', ((topic,) for topic in self._topics))
+        return format_html('{}<datalist id="outbox-topics">{}</datalist>', line, options)
+
+
+class HoldChangeList(ChangeList):
+    """A page of holds with the number of records that each keeps."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Count for all holds of the page at once."""
+        super().get_results(request)
+        kept = holds(self.result_list.db).count_behind() if self.result_list else {}
+        for hold in self.result_list:
+            hold.kept_records = kept.get(hold.pk, 0)
+
+
 @admin.register(Hold)
 class HoldAdmin(HoldAdminBase):
     """The holds of the outbox. The actions are those of `outbox hold`."""
 
-    list_display = ("__str__", "record", "reason", "error", "dead_lettering", "create_time")
+    list_display = ("__str__", "record", "kept", "why", "dead_lettering", "age")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith", "=record_id")
     search_help_text = "Beginning of a topic or of a key, or a record's id"
-    list_filter = ("dead_letter", ("record_id", admin.EmptyFieldListFilter))
+    list_filter = (What, "dead_letter")
     ordering = ("create_time", "record_id")
     show_full_result_count = False
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        """Return the list that counts what holds keep."""
+        del request, kwargs
+        return HoldChangeList
 
     def get_fields(self, request: HttpRequest, obj: Hold | None = None) -> tuple[str, ...]:
         """Return the fields of a new hold, or all of one that is there."""
@@ -192,6 +227,23 @@ class HoldAdmin(HoldAdminBase):
     def record(self, hold: Hold) -> str:
         """Return a link to the held record."""
         return "-" if hold.record_id is None else _link("outbox", hold.record_id, str(hold.record_id))
+
+    @admin.display(description="records kept")
+    def kept(self, hold: Hold) -> int:
+        """Return the number of records that the hold keeps, among the oldest 10,000."""
+        kept: int = getattr(hold, "kept_records", 0)
+        return kept
+
+    @admin.display(description="why")
+    def why(self, hold: Hold) -> str:
+        """Return the reason and Kafka's error, which may be long."""
+        text = ": ".join(filter(None, (hold.reason, hold.error))) or "-"
+        return format_html('<div style="max-width: 28em; overflow-wrap: anywhere">{}</div>', text)
+
+    @admin.display(description="held for", ordering="create_time")
+    def age(self, hold: Hold) -> str:
+        """Return the time since the hold was set, to the second."""
+        return age(hold.create_time)
 
     @admin.display(description="dead letter", ordering="dead_letter")
     def dead_lettering(self, hold: Hold) -> str:
@@ -220,12 +272,14 @@ class HoldAdmin(HoldAdminBase):
     def get_form(self, request: HttpRequest, obj: Hold | None = None, change: bool = False, **kwargs: Any) -> Any:
         """Return the form, in which key and reason are optional and each field is one line."""
         form = super().get_form(request, obj, change, **kwargs)
+        topics = list(holds(write_alias("Hold")).waiting_topics()) if obj is None else []
         for name in ("kafka_key", "reason"):
             if name in form.base_fields:
                 form.base_fields[name].required = False
         for field in form.base_fields.values():
             field.widget = AdminTextInputWidget()
         if "kafka_topic" in form.base_fields:
+            form.base_fields["kafka_topic"].widget = TopicInput(topics[:_OFFERED_TOPICS])
             form.base_fields["kafka_topic"].validators.append(_check_topic)
         return form
 

@@ -6,7 +6,7 @@ the command's name and returns the exit code.
 Exit codes: 0 for success, 2 for an error before work began (arguments, settings, an unreachable service, a missing
 table), 1 for a harvester that an error ended, for a doctor that found a problem and for what was not confirmed, 3 to 5
 for services that did not answer `status` or `doctor`, 130 and 143 after a second SIGINT or SIGTERM. Each failure is one
-line on stderr, beginning with `outbox: error:`.
+line on stderr, beginning with `outbox: error:`; settings have a line for each mistake.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
     except OutboxError as error:
-        return harvest.fail(harvest.shown(error))
+        return harvest.fail_with(error)
     except BrokenPipeError:  # `outbox schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE

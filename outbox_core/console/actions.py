@@ -16,10 +16,10 @@ from outbox_core.console.dead_letters import OWN_HEADERS, read_letter
 from outbox_core.console.fields import Fields
 from outbox_core.console.messages import ApiError, Done, Response, bad_parameter, json_response
 from outbox_core.console.outboxes import ConsoleOutbox, unavailable
-from outbox_core.doctor.postgres import plural
 from outbox_core.doctor.session import DatabaseSession, TableLocked
 from outbox_core.errors import InvalidConfig, InvalidRecord, OutboxError, StoreUnavailable
 from outbox_core.holds import Holds
+from outbox_core.printable import plural
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER
 from outbox_core.retention.dead_letters import AlreadyRestashed, DeadLetterRestash, LetterPlace

@@ -13,11 +13,12 @@ from outbox_core.console.caching import Cached, Reading
 from outbox_core.console.messages import ApiError
 from outbox_core.doctor.examination import examine
 from outbox_core.doctor.findings import CommandLine, Commands, Finding, problem
-from outbox_core.doctor.session import DatabaseSession, TableLocked, assumed_identity, location
+from outbox_core.doctor.session import DatabaseSession, TableLocked, assumed_identity
 from outbox_core.doctor.status import DatabaseStatus, KafkaStatus, Unknown, read_database_status, read_kafka_status
 from outbox_core.doctor.table import HEAD_ROWS
 from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_core.schema import TableName
+from outbox_core.stores.postgres.connection import location
 
 _NAME = "kafka-outbox console"
 _DATABASE_FRESH_SECONDS = 1.0

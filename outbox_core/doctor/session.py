@@ -14,7 +14,7 @@ import psycopg
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName, hold_beside, quote
-from outbox_core.stores.postgres.connection import milliseconds, one_line, pin_search_path
+from outbox_core.stores.postgres.connection import location, milliseconds, one_line, pin_search_path
 
 CONNECT_SECONDS = 2.0
 LOCK_SECONDS = 1.5
@@ -87,7 +87,7 @@ class DatabaseSession:
             )
         except psycopg.ProgrammingError:
             # Without the driver's words: they quote the DSN, perhaps its password.
-            raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+            raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
         try:
@@ -190,28 +190,6 @@ class _Blocker(NamedTuple):
         since = "" if self.seconds is None else f", in a transaction of {self.seconds:,.0f} s"
         behind = "" if self.granted or not self.blocked_by else f", behind pid {', '.join(map(str, self.blocked_by))}"
         return f"{who}{f' ({about})' if about else ''} {does} ACCESS EXCLUSIVE on {self.relation}{since}{behind}"
-
-
-def location(data_source: str) -> str:
-    """Return where a data source leads, without secrets: `database shop at db.example:5432 as role app`."""
-    try:
-        given = psycopg.conninfo.conninfo_to_dict(data_source)
-    except psycopg.ProgrammingError:
-        return "the database"
-    if _is_default(data_source):
-        return "the default database, postgres at localhost (set --dsn, OUTBOX_POSTGRES_DSN or dataSource for another)"
-    host = given.get("host") or given.get("hostaddr") or "the local socket"
-    port = f":{given['port']}" if given.get("port") and not str(host).startswith("/") else ""
-    role = f" as role {given['user']}" if given.get("user") else ""
-    return f"database {given.get('dbname') or given.get('user') or '(the default)'} at {host}{port}{role}"
-
-
-def _is_default(data_source: str) -> bool:
-    try:
-        from outbox_core.config import DEFAULT_DATA_SOURCE, normalise_data_source
-    except ImportError:  # the base install, which has no default
-        return False
-    return data_source == normalise_data_source(DEFAULT_DATA_SOURCE)
 
 
 def assumed_identity(data_source: str, table: str) -> str:

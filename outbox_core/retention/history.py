@@ -106,7 +106,7 @@ class Point(NamedTuple):
 class HistoryEvent(NamedTuple):
     """One event: `kind` is one of `EventKind`; `leader_id` and `term` are of leaders, the last three fields of holds.
 
-    `actor` is a harvester's name, or of an operator "who as role"; `term` is known when a leadership begins.
+    `actor` is a harvester's name, or of an operator "who as role"; `term` is the number of a leadership, as in the log.
     """
 
     id: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import count
+from statistics import median
 
 from tests.simulation.broken_queue_rules import QUEUE_RULES, queue_broken
-from tests.simulation.broken_rules import RULES, broken
+from tests.simulation.broken_rules import RULES, broken, plan_of, shows
 from tests.simulation.queue_simulation import MODE as QUEUE
 from tests.simulation.queue_simulation import QUEUE_SENTINELS, QueuePlan
 from tests.simulation.queue_simulation import run as run_queues
@@ -22,6 +24,9 @@ from tests.simulation.simulation import MODES, SENTINELS, Outcome, Plan, run
 _TRACED = 400
 _SECONDS_PER_HOUR = 3600
 _CHUNK = 2
+_MOST_SEEDS = 600  # for a broken rule: about two minutes on two processors
+_APART = 10_000  # between the ranges of seeds of one rule
+_ALL = "all"
 
 
 def outcome_of(plan: Plan, rule: str = "", *, trace: int = 0) -> Outcome:
@@ -33,16 +38,16 @@ def outcome_of(plan: Plan, rule: str = "", *, trace: int = 0) -> Outcome:
         return run(plan, trace=trace)
 
 
-def plan_of(seed: int, mode: str) -> Plan:
+def _plan_of(seed: int, mode: str, rule: str) -> Plan:
     """Draw a plan."""
-    return QueuePlan.of(seed) if mode == QUEUE else Plan.of(seed, mode)
+    return QueuePlan.of(seed) if mode == QUEUE or rule in QUEUE_RULES else plan_of(seed, mode, rule)
 
 
 def shrink(plan: Plan, rule: str = "") -> Plan:
     """Return a smaller plan that breaks a promise, too: fewer faults, harvesters, writers, and less time."""
     while True:
         for smaller in _smaller(plan):
-            if outcome_of(smaller, rule).problem:
+            if shows(rule, outcome_of(smaller, rule).problem):
                 plan = smaller
                 break
         else:
@@ -73,15 +78,15 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
 
 def _outcomes(arguments: tuple[int, int, str, str]) -> list[Outcome]:
     first, number, mode, rule = arguments
-    return [outcome_of(plan_of(seed, mode), rule) for seed in range(first, first + number)]
+    return [outcome_of(_plan_of(seed, mode, rule), rule) for seed in range(first, first + number)]
 
 
 def one(seed: int, mode: str, rule: str) -> int:
     """Run a seed in each mode or the given one, shrink it if it fails, and print the trace."""
     for each in [mode] if mode else (*MODES, QUEUE):
-        plan = plan_of(seed, each)
+        plan = _plan_of(seed, each, rule)
         outcome = outcome_of(plan, rule, trace=_TRACED)
-        if outcome.problem:
+        if shows(rule, outcome.problem):
             plan = shrink(plan, rule)
             outcome = outcome_of(plan, rule, trace=_TRACED)
         print(*outcome.trace, sep="\n")
@@ -97,7 +102,7 @@ def many(hours: float, mode: str, rule: str, first: int) -> int:
     began, seconds, seeds = time.monotonic(), 0.0, 0
     seen: Counter[str] = Counter()
     found: list[Outcome] = []
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(os.cpu_count(), initializer=gc.freeze) as pool:
         chunks = ((start, _CHUNK, mode, rule) for start in count(first, _CHUNK))
         while seconds < hours * _SECONDS_PER_HOUR and not (rule and found):
             batch = [next(chunks) for _ in range(os.cpu_count() or 1)]
@@ -105,7 +110,7 @@ def many(hours: float, mode: str, rule: str, first: int) -> int:
                 seeds += 1
                 seconds += outcome.virtual_seconds
                 seen += outcome.seen
-                if outcome.problem:
+                if shows(rule, outcome.problem):
                     found.append(outcome)
                     print(f"SEED={outcome.plan.seed} MODE={outcome.plan.mode}: {outcome.problem}", flush=True)
     took = time.monotonic() - began
@@ -116,6 +121,33 @@ def many(hours: float, mode: str, rule: str, first: int) -> int:
     return 1 if found else 0
 
 
+def _seeds_until_found(arguments: tuple[str, int]) -> tuple[int, float, str]:
+    """Return how many seeds from a first one on it takes until a broken rule shows, CPU seconds, and the problem."""
+    rule, first = arguments
+    began = time.process_time()
+    for number in range(1, _MOST_SEEDS + 1):
+        problem = outcome_of(_plan_of(first + number - 1, "", rule), rule).problem
+        if shows(rule, problem):
+            return number, time.process_time() - began, problem
+    return _MOST_SEEDS, time.process_time() - began, ""
+
+
+def medians(rule: str, ranges: int) -> int:
+    """Print how long it takes to find a rule broken, or each of them, from the first seeds of some ranges on."""
+    names = [*RULES, *QUEUE_RULES] if rule == _ALL else [rule]
+    was_missed = False
+    print("| Broken rule | Median of seeds | Most | Median of CPU seconds | What it shows |\n|---|---|---|---|---|")
+    with ProcessPoolExecutor(os.cpu_count(), initializer=gc.freeze) as pool:
+        for name in names:
+            found = list(pool.map(_seeds_until_found, [(name, place * _APART) for place in range(ranges)]))
+            seeds, seconds = [each[0] for each in found], median(each[1] for each in found)
+            missed = sum(not problem for _, _, problem in found)
+            was_missed = was_missed or bool(missed)
+            what = f"missed in {missed} of {ranges} ranges" if missed else found[0][2]
+            print(f"| {name} | {median(seeds):.0f} | {max(seeds)} | {seconds:.0f} | {what} |", flush=True)
+    return 1 if was_missed else 0
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
@@ -123,8 +155,15 @@ def main() -> int:
     parser.add_argument("--mode", choices=("", *MODES, QUEUE), default="", help="by default each seed draws a delivery")
     parser.add_argument("--seed", type=int, help="run this seed alone, with a trace")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
-    parser.add_argument("--rule", choices=("", *RULES, *QUEUE_RULES), default="", help="a rule of the product to break")
+    parser.add_argument(
+        "--rule", choices=("", _ALL, *RULES, *QUEUE_RULES), default="", help="a rule of the product to break"
+    )
+    parser.add_argument(
+        "--median", type=int, help="in so many ranges of seeds, count those that it takes to find the rule broken"
+    )
     given = parser.parse_args()
+    if given.median is not None or given.rule == _ALL:
+        return medians(given.rule or _ALL, given.median or 1)
     if given.seed is not None:
         return one(given.seed, QUEUE if given.rule in QUEUE_RULES else given.mode, given.rule)
     mode = QUEUE if given.rule in QUEUE_RULES else given.mode

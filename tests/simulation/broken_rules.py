@@ -1,174 +1,247 @@
 """Rules of the product, each broken on purpose: a simulation that does not notice proves nothing.
 
-Each rule has the mode in which it counts, and a double that takes the place of the code that keeps it.
+A rule is broken by doubles in the place of the code that keeps it. Some rules are a second line of defence: then the
+first one is broken, too, and the second one's rule says which other problem it prevents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from outbox_core.election import config as election_config
 from outbox_core.election import protocol
+from outbox_core.election.config import NeliConfig
+from outbox_core.election.protocol import Ownership
 from outbox_core.harvest.at_least_once import loop
 from outbox_core.harvest.at_least_once.lanes import Lanes
+from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.exactly_once import term
+from outbox_core.harvest.exactly_once.term import Term
+from outbox_core.harvest.exactly_once.terms import ExactlyOnce
+from outbox_core.harvest.failures.holds import HoldCache
+from outbox_core.harvest.harvester import Harvester
 from outbox_core.harvest.recovery import Recovery
-from outbox_core.harvest.watermark import LowWatermark
-from outbox_core.kafka import identity, transactions
-from outbox_core.kafka.tracking import Ledger
-from outbox_core.kafka.transactions import Committed, Ended, TransactionalProducer
-from outbox_core.stores.interface import MarkedBatch, RowQuery, StoredRecord, bytes_of, row_id, size_of
+from outbox_core.harvest.store_calls import StoreCall
+from outbox_core.harvest.watermark import LowWatermark, ScanPlan
+from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.transactions import TransactionalProducer
+from outbox_core.stores.interface import HoldSet
+from tests.simulation import broken_at_least_once as at_least_once
+from tests.simulation import broken_common as common
+from tests.simulation import broken_exactly_once as exactly_once
+from tests.simulation import transactions_of_592f1f3 as old
 from tests.simulation.postgres import Store
+from tests.simulation.simulation import Plan
 
-_original_commit = TransactionalProducer.commit
-_original_mark = Store.mark
-_original_end = TransactionalProducer._end
-_original_select = Store._select
-_original_delete = Store._delete
+_NO_PLAN: Mapping[str, Any] = MappingProxyType({})
 
 
-class Rule(NamedTuple):
-    """A rule that can be broken: the mode, and what to put in the place of which attribute of which object.
+class Double(NamedTuple):
+    """A double in the place of an attribute of an object of the product."""
 
-    `also` is a second line of defence, which alone would do as well.
-    """
-
-    mode: str
     place: object
     name: str
     double: Any
-    also: tuple[object, str, Any] | None = None
 
 
-def _commit_believed(self: TransactionalProducer, give_up: Callable[[], bool] = transactions.never) -> object:
-    outcome = _original_commit(self, give_up)
-    return Committed() if isinstance(outcome, Ended) else outcome
+class Rule(NamedTuple):
+    """A rule that can be broken: the delivery in which it counts ('' for both), the doubles that break it."""
+
+    mode: str
+    doubles: tuple[Double, ...]
+    shows: str = ""  # a part of the problem that must be found; another one does not count
+    plan: Mapping[str, Any] = _NO_PLAN  # what differs from the plans of other runs: the situation in which it counts
 
 
-def _no_ledger(self: identity.TransactionalIdentity, producer: Any, give_up: Any) -> object:
-    ledger = _original_ledger(self, producer, give_up)
-    return ledger if isinstance(ledger, Ended) else Ledger(offset=ledger.offset)
+_STAYS_IN_EPOCH = Double(TransactionalProducer, "_end", exactly_once.end_untimed)
+_LEADS_ON = Double(ExactlyOnce, "leads", lambda _: True)
+_AT_STEPS = {"faults": ("at a step", "hold"), "step_share": 0.1, "late": 0.9, "harvesters": 2}
+_LATE_END = {
+    "faults": ("move",), "late_ends": 0.3, "poison": 0.02, "late": 0.9, "longest_late": 2.0,
+    "latency": 0.03, "pause": 0.3, "writers": 3, "seconds": 40.0,
+}  # fmt: skip
+_LATE_ABORT = {**_LATE_END, "faults": ("database",), "poison": 0.05}
+_LATE_MARKS = {
+    "faults": ("break",), "late": 0.9, "longest_late": 1.0, "slow_statements": 0.7, "pause": 0.1, "latency": 0.005,
+}  # fmt: skip
 
 
-_original_ledger = identity.TransactionalIdentity.ledger
+def _exactly(name: str | object, attribute: str, double: Any, *more: Double, **options: Any) -> Rule:
+    return Rule("exactly-once", (Double(name, attribute, double), *more), **options)
 
 
-def _end_untimed(self: Any, call: Any, give_up: Any) -> object:
-    before = self._must_replace
-    try:
-        return _original_end(self, call, give_up)
-    finally:
-        self._must_replace = before
+def _at_least(name: str | object, attribute: str, double: Any, *more: Double, **options: Any) -> Rule:
+    return Rule("at-least-once", (Double(name, attribute, double), *more), **options)
 
 
-def _scan_everything(limit: int, most: int, floor: Any, lanes: Any, _: Any, topics: Any, holds: Any) -> object:
-    return RowQuery(limit, most, floor, lanes, (), topics, holds)
-
-
-def _commit_unpurged(self: Any, producer: Any, records: Any) -> object:
-    self._purge_is_committed = lambda _: True
-    try:
-        outcome = _original_term_commit(self, producer, records)
-    finally:
-        del self._purge_is_committed
-    if isinstance(outcome, Committed):
-        self._purge_is_committed(None)
-    return outcome
-
-
-_original_term_commit = term.Term._commit
-
-
-class _NoLanes(Lanes):
-    """All records are ready at once."""
-
-    def admit(self, records: Sequence[StoredRecord]) -> None:
-        self._held.update({record.id: size_of(record) for record in records})
-        self._held_bytes += bytes_of(records)
-        self._ready.extend(records)
-
-    def purged(self, records: Sequence[StoredRecord]) -> None:
-        self._forget(records)
-
-    def release(self, record: StoredRecord) -> list[StoredRecord]:
-        self._forget([record])
-        return [record]
-
-    def release_all(self) -> list[StoredRecord]:
-        dropped = list(self._ready)
-        self._ready.clear()
-        self._forget(dropped)
-        return dropped
-
-
-def _mark_believed(self: Store, leader_id: Any, query: Any) -> MarkedBatch:
-    batch = _original_mark(self, leader_id, query)
-    return MarkedBatch(len(batch.records), batch.records)
-
-
-def _delete_by_id(self: Store, ids: Any, times: Any, is_wanted: Any) -> int:
-    del times
-    rows = self._database.rows
-    return _original_delete(
-        self, ids, [rows[each].record.create_time if each in rows else 0 for each in ids], is_wanted
-    )
-
-
-def _select_without_ids(self: Store, query: RowQuery, is_wanted: Any) -> Any:
-    rows = self._database.rows
-    without = [row_id(rows[row.id].record) for row in query.without_rows if row.id in rows]
-    return _original_select(self, query._replace(without_rows=without), is_wanted)
-
-
-def _settled_at_once(self: Any, evidence: Any) -> None:
-    _original_take_in(self, replace(evidence, sight=evidence.sight._replace(writers=frozenset())))
-
-
-_original_take_in = LowWatermark._take_in
-
-
-def _never_expires(self: Any, now: float) -> None:
-    del now
-    if self.leadership is not None:
-        self.leadership = self.leadership.renewed(self.leadership.deadline, 3600.0)
+def _both(name: str | object, attribute: str, double: Any, *more: Double, **options: Any) -> Rule:
+    return Rule("", (Double(name, attribute, double), *more), **options)
 
 
 RULES = {
-    "an unknown outcome is no success": Rule("exactly-once", TransactionalProducer, "commit", _commit_believed),
-    "a term reads the last manifest": Rule("exactly-once", identity.TransactionalIdentity, "ledger", _no_ledger),
-    "what a predecessor published is deleted": Rule("exactly-once", Recovery, "_delete", lambda *_: True),
-    "no transaction in an epoch with a late EndTxn": Rule(
-        "exactly-once",
-        TransactionalProducer,
-        "_end",
-        _end_untimed,
-        also=(Recovery, "_settle_torn", lambda *_: None),
+    # exactly once, in the order of docs/explanation-exactly-once.md
+    "the manifest waits for all acknowledgements": _exactly(
+        Term, "_commit", exactly_once.write_the_manifest_at_once, _STAYS_IN_EPOCH, shows="lost", plan=_LATE_END
     ),
-    "a purge is committed before the next commit": Rule("exactly-once", term.Term, "_commit", _commit_unpurged),
-    "scans leave out what is in flight": Rule("exactly-once", term, "RowQuery", _scan_everything),
-    "a delete matches the create time": Rule("", Store, "_delete", _delete_by_id),
-    "scans leave out rows, not ids": Rule("exactly-once", Store, "_select", _select_without_ids),
-    "one record of a key is under way": Rule("at-least-once", loop, "Lanes", _NoLanes),
-    "selected is compared with updated": Rule("at-least-once", Store, "mark", _mark_believed),
-    "the floor waits for open writers": Rule("", LowWatermark, "_take_in", _settled_at_once),
-    "no lease begins while an earlier one may run": Rule("", protocol.Predecessor, "gone_at", float("-inf")),
-    "a lease ends": Rule("", protocol.Ownership, "expire", _never_expires),
-    "a send fits into the lease": Rule("at-least-once", loop.AtLeastOnce, "_closes_at", lambda *_, **__: float("inf")),
+    "a fence or a barrier settles the last transaction": _exactly(
+        TransactionalProducer,
+        "_make",
+        exactly_once.use_an_id_of_its_own,
+        Double(TransactionalIdentity, "ledger", exactly_once.read_to_the_stable_end),
+        plan=_AT_STEPS,
+    ),
+    "the manifest is read after the fence": _exactly(
+        Recovery, "_settle", exactly_once.read_before_the_fence, plan=_AT_STEPS
+    ),
+    "a term reads the last manifest": _exactly(TransactionalIdentity, "ledger", exactly_once.read_no_ledger),
+    "what a predecessor published is deleted": _exactly(Recovery, "_delete", lambda *_: True),
+    "a batch is purged before the next commit": _exactly(
+        Term,
+        "_commit",
+        exactly_once.commit_before_the_purge,
+        Double(Term, "_publication_is_committed", exactly_once.purge_with_the_last),
+    ),
+    "scans leave out what is in flight": _exactly(term, "RowQuery", exactly_once.exclude_nothing),
+    "scans leave out what awaits its purge": _exactly(Term, "_start_scan", exactly_once.scan_what_awaits_its_purge),
+    "what is in flight is copied before the scan": _exactly(
+        Term,
+        "_start_scan",
+        exactly_once.scan_excluding_nothing,
+        Double(Term, "_collect_scan", exactly_once.collect_and_exclude),
+    ),
+    "scans leave out rows, not ids": _exactly(Store, "_select", exactly_once.exclude_by_id),
+    "an abort throws away what was scanned": _exactly(Term, "_discard", exactly_once.keep_the_scan),
+    "a delete matches the create time": _both(Store, "_delete", exactly_once.delete_by_id),
+    "a manifest names its outbox": _exactly(
+        TransactionalIdentity,
+        "_checked",
+        lambda _, ledger: ledger,
+        Double(Store, "_delete", exactly_once.delete_by_id),
+        plan={"foreign": True},
+    ),
+    "an unknown outcome is no success": _exactly(TransactionalProducer, "commit", exactly_once.believe_the_commit),
+    "an unknown outcome is no failure": _exactly(
+        TransactionalProducer,
+        "commit",
+        exactly_once.doubt_the_commit,
+        Double(TransactionalIdentity, "begin", exactly_once.begin_unchecked),
+        _LEADS_ON,
+    ),
+    "a fence ends the term, not the leadership": _exactly(ExactlyOnce, "run", exactly_once.end_the_leadership),
+    "no transaction in an epoch with a late EndTxn": _exactly(*_STAYS_IN_EPOCH, shows="repeated", plan=_LATE_END),
+    "no transaction in an epoch with a late Produce": _exactly(
+        TransactionalProducer, "abort", exactly_once.abort_in_its_epoch
+    ),
+    "a replaced producer reads the ledger again": _exactly(
+        TransactionalIdentity, "begin", exactly_once.begin_unchecked, _LEADS_ON
+    ),
+    "a transaction begins with its opening": _exactly(
+        Term, "_send_opening", exactly_once.write_no_opening, _STAYS_IN_EPOCH, shows="lost", plan=_LATE_ABORT
+    ),
+    "a torn transaction is read back": _exactly(Recovery, "_settle_torn", lambda *_: None, _STAYS_IN_EPOCH),
+    "the transactions of 592f1f3": Rule(
+        "exactly-once", tuple(Double(*each) for each in old.DOUBLES), shows="lost", plan=_LATE_END
+    ),
+    # at least once
+    "one record of a key is under way": _at_least(loop, "Lanes", at_least_once.NoLanes),
+    "lanes move on with the purge": _at_least(
+        loop,
+        "Lanes",
+        at_least_once.EarlyLanes,
+        Double(loop.AtLeastOnce, "_succeed", at_least_once.succeed_and_move_on),
+    ),
+    "selected is compared with updated": _at_least(Store, "mark", at_least_once.mark_believed, plan=_LATE_MARKS),
+    "a mark of a row in our lanes is a rival's": _at_least(Lanes, "holds_any", lambda *_: False, plan=_LATE_MARKS),
+    "a short purge forces a remark": _at_least(Store, "purge", at_least_once.purge_believed, plan=_LATE_MARKS),
+    "a mark takes a dead leader's rows": _at_least(Store, "_select", at_least_once.mark_unmarked_alone),
+    "a failed delivery clears its marks": _at_least(Store, "reset", lambda *_: 0),
+    "a mark in doubt forces a remark": _at_least(StoreCall, "result", at_least_once.never_in_doubt),
+    "a send fits into the lease": _at_least(
+        loop.AtLeastOnce,
+        "_closes_at",
+        lambda *_, **__: float("inf"),
+        Double(Publisher, "cancel", lambda _: None),
+        plan={"faults": ("isolate",), "harvesters": 2, "pause": 0.1},
+    ),
+    "a leadership ends with nothing in flight": _at_least(
+        loop.AtLeastOnce,
+        "_finish",
+        at_least_once.finish_at_once,
+        plan={"faults": ("restart",), "harvesters": 2, "late": 0.9, "pause": 0.1},
+    ),
+    # both deliveries
+    "S is read before the writers": _both(Store, "snapshot", common.writers_read_first),
+    "the floor waits for open writers": _both(LowWatermark, "_take_in", common.settled_at_once),
+    "a scan for the floor begins after the evidence": _both(
+        ScanPlan,
+        "gather",
+        common.gather_later,
+        Double(Store, "mark", common.mark_then_gather),
+        Double(Store, "scan", common.scan_then_gather),
+    ),
+    "the floor falls when an exclusion ends": _both(LowWatermark, "_readmit", common.readmit_nothing),
+    "the floor is void when rows leave our hands": _both(LowWatermark, "reset", common.keep_the_floor),
+    "the floor counts in one place": _both(
+        Store, "_select", common.believe_the_place, Double(LowWatermark, "_take_in", common.believe_all_evidence)
+    ),
+    "what is held is not published": _both(HoldSet, "covers", common.covers_nothing, shows="is held"),
+    "holds are read again and again": _both(HoldCache, "current_or_reread", common.current_holds, shows="is held"),
+    "holds are read earlier than the rows": _both(Store, "_select", common.select_by_present_holds),
+    "a lease ends": _both(Ownership, "expire", common.never_expires),
+    "a lease counts from the sending": _both(Ownership, "_lead", common.lead_from_now),
+    "a higher claim ends a lease": _both(Ownership, "_observe_claim", common.obey_no_claim, plan={"faults": ("cut",)}),
+    "a session is longer than a lease": _both(
+        NeliConfig,
+        "_shortest_session",
+        property(common.short_session),
+        Double(election_config, "_SHORTEST_SESSION", timedelta(0)),
+        Double(protocol.Predecessor, "gone_at", float("-inf")),
+        shows="two lead",
+        plan={"faults": ("suspend",), "harvesters": 2},
+    ),
+    "a hand-over waits for the term": _at_least(
+        Harvester,
+        "_hand_over",
+        common.hand_over_at_once,
+        plan={"faults": ("restart",), "harvesters": 2, "late": 0.9, "pause": 0.1},
+    ),
+    "no lease begins while an earlier one may run": _both(protocol.Predecessor, "gone_at", float("-inf")),
 }
+
+
+RARE = (
+    "a transaction begins with its opening",
+    "selected is compared with updated",
+    "a mark of a row in our lanes is a rival's",
+    "a short purge forces a remark",
+    "a hand-over waits for the term",
+)
+"""Rules whose situations are so rare here that minutes may not show that they are broken."""
+
+
+def plan_of(seed: int, mode: str, rule: str) -> Plan:
+    """Return the plan of a seed, for a broken rule in the situation in which it counts."""
+    if not rule:
+        return Plan.of(seed, mode)
+    found = RULES[rule]
+    return replace(Plan.of(seed, mode or found.mode), **found.plan)
+
+
+def shows(rule: str, problem: str) -> bool:
+    """Return True if the problem is the one that the broken rule must lead to."""
+    return bool(problem) and (rule not in RULES or RULES[rule].shows in problem)
 
 
 @contextmanager
 def broken(name: str) -> Iterator[None]:
     """Break a rule for as long as the context lasts; '' breaks none."""
-    if not name:
-        yield
-        return
-    rule = RULES[name]
     with ExitStack() as patches:
-        patches.enter_context(patch.object(rule.place, rule.name, rule.double))
-        if rule.also is not None:
-            patches.enter_context(patch.object(*rule.also))
+        for place, attribute, double in RULES[name].doubles if name else ():
+            patches.enter_context(patch.object(place, attribute, double))
         yield

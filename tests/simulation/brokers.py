@@ -17,6 +17,8 @@ from tests.simulation.network import Respond, Server
 from tests.simulation.scheduling import Scheduler
 
 OPEN, PLAIN, COMMITTED, ABORTED, CONTROL = "open", "plain", "committed", "aborted", "control"
+POISON = b":poison"
+"""The end of a value that no topic takes."""
 _MARKER_SECONDS = 0.004
 
 
@@ -240,6 +242,9 @@ class Cluster:
             respond((partition, -1))
             return
         transactional_id, producer, epoch, first, records = batch
+        if any(each.value is not None and each.value.endswith(POISON) for each in records):
+            respond((KafkaError.INVALID_RECORD, -1))
+            return
         if transactional_id and self.verifies_partitions:
             transaction = self.transactions.get(transactional_id)
             if transaction is None or transaction.producer != producer or transaction.epoch != epoch:

@@ -26,6 +26,7 @@ _LOOK_SECONDS = 1.0
 _FETCH_SECONDS = 0.5
 _MOST_FETCHED = 200
 _CONSUMER_SOCKET_SECONDS = 10.0
+_REFUSALS = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.INVALID_RECORD)
 _FENCED = (KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 Place = tuple[str, int]
 
@@ -293,9 +294,15 @@ class Producer(Client):
         broker = self.leader(lane.place)
         records = [Sent(each.key, each.value, each.headers) for each in batch.messages]
         sent = self._id, batch.producer, batch.epoch, batch.first, records
+
+        def handle(respond: Respond) -> None:
+            if not self._id and self.process.monotonic() - batch.messages[0].at > self._timeout:
+                self.cluster.reached("arrived after its delivery timeout")
+            self.cluster.produce(broker, lane.place, sent, respond)
+
         self.send(
             broker,
-            lambda respond: self.cluster.produce(broker, lane.place, sent, respond),
+            handle,
             lambda answer: self._answered(lane, batch, attempt, answer),
         )
 
@@ -317,7 +324,7 @@ class Producer(Client):
             self.process.after(pause, lambda: self._send(lane, batch, attempt + 1))
         elif self._id and code in _FENCED:
             self._fail(KafkaError(KafkaError._FENCED, "fenced", fatal=True))
-        elif not self._id and self._is_idempotent and code != KafkaError.UNKNOWN_TOPIC_OR_PART:
+        elif not self._id and self._is_idempotent and code not in _REFUSALS:
             lane.waiting.extendleft(reversed(batch.messages))
             lane.under_way = None
             self._must_renew = True
@@ -523,6 +530,8 @@ class Producer(Client):
         """Commit; raises if that failed, or is not known in time."""
         if self._fatal is not None:
             raise KafkaException(self._fatal)
+        if self._error is None and self._state == "open" and self.flush(timeout):
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "records are not acknowledged", retriable=True))
         if self._error is not None:
             raise KafkaException(self._error)
         if self._state != "open":
@@ -577,6 +586,8 @@ class Producer(Client):
                 self._news.set()
 
         self.send(broker, lambda respond: self.cluster.end_transaction(broker, who, commit, respond), answered)
+        if not attempt and self.network.late_ends and self.scheduler.random.random() < self.network.late_ends:
+            self.network.break_connection(self._connections[broker])
 
 
 class Consumer(Client):

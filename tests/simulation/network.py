@@ -55,8 +55,10 @@ class Network:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.latency = 0.001
+        self.slow = 0.003  # the share of messages that are delayed for longer
         self.late = 0.0  # the share of held requests that arrive after their connection broke
         self.longest_late = 8.0
+        self.late_ends = 0.0  # the share of EndTxn requests whose connection breaks before they arrive
         self.cut: dict[tuple[Process, Server], None] = {}  # links that pass nothing
         self.delivered_late = 0
         self.is_late = False  # while a request arrives whose connection had broken
@@ -160,7 +162,7 @@ class Network:
     def _delay(self) -> float:
         random = self.scheduler.random
         return self.latency * (0.3 + random.expovariate(1.0)) + (
-            0.2 * random.random() if random.random() < 0.003 else 0
+            0.2 * random.random() if random.random() < self.slow else 0
         )
 
     def _after(self, seconds: float, step: Callable[[], None]) -> None:

@@ -34,6 +34,7 @@ from tests.simulation.scheduling import Process, Scheduler, current
 from tests.simulation.threads import Event
 
 OUTBOX = "shop.public.outbox"
+_LONGEST_TURN_SECONDS = 0.1  # from the harvest thread's plan to the statement on the store's thread
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,17 @@ class Row:
     record: StoredRecord
     leader: UUID | None = None
     version: int = 0
+    freed_at: float = -1.0
+    was_taken: bool = False  # from one leader by another, who may have marked it late, and cleared that
+
+
+@dataclass(slots=True, eq=False)
+class HoldTime:
+    """The time of a hold."""
+
+    hold: NewHold
+    since: float
+    until: float = float("inf")
 
 
 @dataclass(eq=False)
@@ -52,11 +64,14 @@ class Database:
     scheduler: Scheduler
     server: Server = field(default_factory=lambda: Server("database"))
     rows: dict[int, Row] = field(default_factory=dict)
+    slow_statements: float = 0.1
     last_id: int = 0
     incarnation: int = 0
     writers: set[str] = field(default_factory=set)
     holds: list[NewHold] = field(default_factory=list)
     hold_version: int = 0
+    hold_times: list[HoldTime] = field(default_factory=list)
+    read_at: dict[str, list[tuple[float, str]]] = field(default_factory=dict)  # value -> times and processes
     on_hidden: Callable[[StoredRecord], None] = lambda _: None  # gets a row that a floor hides from its harvester
     _times: int = 0
 
@@ -86,8 +101,22 @@ class Database:
 
     def set_holds(self, holds: list[NewHold]) -> None:
         """Replace the holds."""
+        now = self.scheduler.now
+        for time in self.hold_times:
+            if time.hold not in holds:
+                time.until = min(time.until, now)
+        self.hold_times += [HoldTime(hold, now) for hold in holds if hold not in self.holds]
         self.holds = holds
         self.hold_version += 1
+
+
+def holds_of(holds: Sequence[NewHold]) -> HoldSet:
+    """Return the holds as a harvester knows them."""
+    return HoldSet(
+        topics=frozenset(hold.topic for hold in holds if hold.key is None and hold.record_id is None),
+        lanes=frozenset((hold.topic, held_key(hold.key)) for hold in holds if hold.key is not None),
+        ids=frozenset(hold.record_id for hold in holds if hold.key is None and hold.record_id is not None),
+    )
 
 
 @dataclass(frozen=True)
@@ -106,6 +135,7 @@ class Store:
         self._process: Process = current().process
         self._connection: Connection | None = None
         self._known: tuple[int, HoldSet] | None = None
+        self._asked_at = 0.0
         self.holds = self.sequence = self.marks = self
 
     # -- statements
@@ -122,7 +152,7 @@ class Store:
                 if number + 1 == len(steps):
                     respond((result,))
                 else:
-                    pause = 0.0003 if self._scheduler.random.random() < 0.9 else 0.02
+                    pause = 0.0003 if self._scheduler.random.random() >= self._database.slow_statements else 0.02
                     self._scheduler.after(pause * self._scheduler.random.random(), lambda: run(number + 1))
 
             run(0)
@@ -158,6 +188,8 @@ class Store:
         rows, keys, topics = set(query.without_rows), set(query.without_keys), set(query.without_topics)
         found: list[Row] = []
         taken = 0
+        # Hidden from nobody: a row that another leader has taken from our hands, and one that has left them after this
+        # statement was planned. The floor falls for it, and the next statement finds it.
         for identity in sorted(database.rows):
             row = database.rows[identity]
             record = row.record
@@ -166,20 +198,26 @@ class Store:
             if lane_of(record) in keys or row_id(record) in rows:
                 continue
             if identity <= lowest:
-                # Else another leader has taken it from our hands, or a reset has that overtook this statement: then
-                # what this one marks is given up, and the next begins at the head. Order would tell if it did not.
-                if row.version == 0:
+                was_freed = not row.was_taken and row.freed_at < self._asked_at - _LONGEST_TURN_SECONDS
+                if row.version == 0 or (row.leader is None and was_freed and not self._process.has_slept):
                     database.on_hidden(record)
                 continue
             if found and taken >= query.max_bytes:
                 break
             found.append(row)
+            self._note_reading(record)
             taken += size_of(record)
             if len(found) == query.limit:
                 break
         return found
 
+    def _note_reading(self, record: StoredRecord) -> None:
+        if isinstance(record.value, bytes):
+            times = self._database.read_at.setdefault(record.value.decode(), [])
+            times.append((self._scheduler.now, self._process.name))
+
     def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
+        self._asked_at = self._scheduler.now
         seen: list[tuple[Row, int]] = []
 
         def select() -> None:
@@ -189,6 +227,7 @@ class Store:
             records = []
             for row, version in seen:
                 if row.version == version and self._database.rows.get(row.record.id) is row:
+                    row.was_taken = row.was_taken or row.leader is not None
                     row.leader = leader_id
                     row.version += 1
                     records.append(row.record)
@@ -198,6 +237,7 @@ class Store:
         return batch
 
     def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
+        self._asked_at = self._scheduler.now
         found: list[StoredRecord] = []
         self._statement(lambda: found.extend(row.record for row in self._select(query, lambda _: True)), lambda: None)
         return found
@@ -225,6 +265,7 @@ class Store:
             mine = [row for row in rows if row is not None and row.leader == leader_id]
             for row in mine:
                 row.leader = None
+                row.freed_at = self._scheduler.now
                 row.version += 1
             return len(mine)
 
@@ -248,14 +289,7 @@ class Store:
     def read(self) -> HoldSet:
         version, holds = self._statement(lambda: (self._database.hold_version, list(self._database.holds)))
         if self._known is None or self._known[0] != version:
-            self._known = (
-                version,
-                HoldSet(
-                    topics=frozenset(hold.topic for hold in holds if hold.key is None and hold.record_id is None),
-                    lanes=frozenset((hold.topic, held_key(hold.key)) for hold in holds if hold.key is not None),
-                    ids=frozenset(hold.record_id for hold in holds if hold.key is None and hold.record_id is not None),
-                ),
-            )
+            self._known = version, holds_of(holds)
         return self._known[1]
 
     def add(self, holds: Sequence[NewHold]) -> None:
@@ -311,6 +345,7 @@ class Store:
             marked = [row for row in self._database.rows.values() if row.leader is not None]
             for row in marked:
                 row.leader = None
+                row.freed_at = self._scheduler.now
                 row.version += 1
             return len(marked)
 

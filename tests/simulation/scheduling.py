@@ -48,6 +48,11 @@ class Process:
         """Return the clock that stands still while the machine sleeps."""
         return self.boottime() - self._slept
 
+    @property
+    def has_slept(self) -> bool:
+        """True if it was suspended before."""
+        return self._slept > 0.0
+
     def spawn(self, target: Callable[[], object], name: str) -> Task:
         """Start a task."""
         task = Task(self, target, name)

@@ -83,8 +83,8 @@ def test_promises_hold_in_the_whole_scope():
         ("an unknown outcome is no success", "deleted, and not in Kafka"),
         ("a term reads the last manifest", "repeated"),
         ("what a predecessor published is deleted", "repeated"),
-        ("no transaction in an epoch with a late EndTxn", "repeated"),
-        ("a purge is committed before the next commit", "repeated"),
+        ("a torn transaction is read back", "repeated"),
+        ("a batch is purged before the next commit", "repeated"),
     ],
 )
 def test_broken_rules_are_found(rule, problem):

@@ -53,7 +53,7 @@ class HoldCache:
     @property
     def is_stale(self) -> bool:
         """True if a change since the last reading would not take effect soon."""
-        return now() - self.read_at > self._read_every
+        return self.due_in() <= 0.0
 
     def due_in(self) -> float:
         """Return the seconds until they are stale."""
