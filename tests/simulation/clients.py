@@ -88,12 +88,17 @@ class Client:
         self._leaders: dict[Place, int] = {}
         self._socket_timeout = float(settings.get("socket.timeout.ms", 60_000)) / 1000
 
-    def send(self, broker: int, handler: Callable[[Respond], None], on_answer: Callable[[object], None]) -> None:
+    def send(
+        self, broker: int, handler: Callable[[Respond], None], on_answer: Callable[[object], None], name: str = ""
+    ) -> None:
         """Send a request; a silent connection is given up after the socket's time-out."""
         connection = self._connections.get(broker)
         if connection is None or connection.is_broken:
-            connection = self._connections[broker] = self.network.connect(self.process, self.cluster.brokers[broker])
-        request = self.network.send(connection, handler, lambda answer: None if self.is_closed else on_answer(answer))
+            client, server = str(self.settings.get("client.id", "")), self.cluster.brokers[broker]
+            connection = self._connections[broker] = self.network.connect(self.process, server, client)
+        request = self.network.send(
+            connection, handler, lambda answer: None if self.is_closed else on_answer(answer), name
+        )
 
         def give_up() -> None:
             if not request.is_over and not self.is_closed:
@@ -294,6 +299,7 @@ class Producer(Client):
             broker,
             lambda respond: self.cluster.produce(broker, lane.place, sent, respond),
             lambda answer: self._answered(lane, batch, attempt, answer),
+            "PRODUCE",
         )
 
     def _answered(self, lane: _Lane, batch: _Batch, attempt: int, answer: Any) -> None:
@@ -472,7 +478,12 @@ class Producer(Client):
             else:
                 self.process.after(0.05 if code == KafkaError.CONCURRENT_TRANSACTIONS else 0.3, self._try_init)
 
-        self.send(broker, lambda respond: self.cluster.init_producer(broker, self._id, timeout, respond), answered)
+        self.send(
+            broker,
+            lambda respond: self.cluster.init_producer(broker, self._id, timeout, respond),
+            answered,
+            "INIT_PRODUCER_ID",
+        )
 
     def _coordinator(self) -> int:
         return self.cluster.coordinator["transaction"]
@@ -514,7 +525,12 @@ class Producer(Client):
                 self._must_abort(code)
 
         places = [lane.place]
-        self.send(broker, lambda respond: self.cluster.add_partitions(broker, who, places, respond), answered)
+        self.send(
+            broker,
+            lambda respond: self.cluster.add_partitions(broker, who, places, respond),
+            answered,
+            "ADD_PARTITIONS_TO_TXN",
+        )
 
     def commit_transaction(self, timeout: float) -> None:
         """Commit; raises if that failed, or is not known in time."""
@@ -573,7 +589,12 @@ class Producer(Client):
                 outcome.append(code)
                 self._news.set()
 
-        self.send(broker, lambda respond: self.cluster.end_transaction(broker, who, commit, respond), answered)
+        self.send(
+            broker,
+            lambda respond: self.cluster.end_transaction(broker, who, commit, respond),
+            answered,
+            f"END_TXN {'commit' if commit else 'abort'}",
+        )
 
 
 class Consumer(Client):
