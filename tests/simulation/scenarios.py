@@ -17,6 +17,8 @@ from tests.simulation.worlds import World
 
 LONG = 30.0
 SHORT = 0.5
+RETRY_MS = 3000  # of clients that must not repeat a request before something else has happened
+LEARN = 0.5  # seconds in which a client learns that its connection was reset
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,7 @@ def late_copy_of_a_produce_is_a_duplicate_without_idempotence(world: World) -> A
 @scenario(None)
 def idempotent_producer_goes_on_after_a_record_timed_out(world: World) -> Any:
     topic = world.topic()
-    sender = Sender(world.producer(enable_idempotence=True, delivery_timeout_ms=1500, socket_timeout_ms=1000), topic)
+    sender = Sender(world.producer(enable_idempotence=True, delivery_timeout_ms=4000, socket_timeout_ms=1000), topic)
     said = [sender.sent("a")]
     world.cut()
     said += [sender.sent("b")]
@@ -267,7 +269,29 @@ def record_that_is_too_large_for_the_topic_in_a_transaction(world: World) -> Any
     topic = world.topic(**{"max.message.bytes": "1000"})
     sender = transactional(world, topic)
     sender.begin("a")
-    return sender.sent("b" * 5000), sender.commit(), sender.abort(), sender.whole("c"), settled(world, topic)
+    said = [sender.sent("b" * 5000), sender.commit(), sender.abort()]
+    said += [sender.whole("c"), sender.abort(), sender.whole("d")]
+    return said, settled(world, topic)
+
+
+@scenario(None)
+def failed_transaction_purges_what_waits(world: World) -> Any:
+    topic = world.topic(2, **{"max.message.bytes": "1000"})
+    sender = transactional(world, topic, retry_backoff_ms=RETRY_MS).begin("a")
+    held = world.hold("ADD_PARTITIONS_TO_TXN")
+    sender.send("b", partition=1)
+    held.wait()
+    said = [sender.sent("c" * 5000), sender.reports_of("b"), *_failure(world, sender), sender.abort()]
+    sender.producer.begin_transaction()
+    said += [sender.sent("d", partition=1), sender.commit()]
+    return said, settled(world, topic), world.read(topic, partition=1)
+
+
+@scenario(None)
+def record_that_is_too_large_for_the_topic_of_an_idempotent_producer(world: World) -> Any:
+    topic = world.topic(**{"max.message.bytes": "1000"})
+    sender = Sender(world.producer(enable_idempotence=True), topic)
+    return sender.sent("a"), sender.sent("b" * 5000), sender.sent("c"), sender.sent("d"), world.read(topic)
 
 
 @scenario(None)
@@ -292,7 +316,7 @@ def queue_is_full(world: World) -> Any:
 @scenario(None)
 def purge_drops_what_waits(world: World) -> Any:
     topic = world.topic()
-    sender = Sender(world.producer(), topic)
+    sender = Sender(world.producer(max_in_flight_requests_per_connection=1), topic)
     said = [sender.sent("a")]
     world.cut()
     sender.send("b")
@@ -545,12 +569,13 @@ def late_produce_of_an_old_epoch_is_refused(world: World) -> Any:
 @scenario(None)
 def late_produce_between_transactions_is_refused(world: World) -> Any:
     topic = world.topic()
-    sender = transactional(world, topic, retry_backoff_ms=1000).begin("a")
+    sender = transactional(world, topic, retry_backoff_ms=RETRY_MS).begin("a")
     held = world.hold("PRODUCE")
     sender.send("late")
     held.wait()
-    world.sleep(0.1)  # the client has learned of it
+    world.sleep(LEARN)
     said = [sender.abort(), sender.reports_of("late")]
+    settled(world, topic)
     held.deliver()
     return said, sender.whole("b"), views(world, topic)
 
@@ -558,14 +583,50 @@ def late_produce_between_transactions_is_refused(world: World) -> Any:
 @scenario(None)
 def abort_gives_a_sequence_number_away(world: World) -> Any:
     topic = world.topic()
-    sender = transactional(world, topic, retry_backoff_ms=1000).begin("a")
+    sender = transactional(world, topic, retry_backoff_ms=RETRY_MS).begin("a")
     held = world.hold("PRODUCE")
     sender.send("late")
     held.wait()
-    world.sleep(0.1)  # the client has learned of it
+    world.sleep(LEARN)
     said = [sender.abort(), sender.reports_of("late"), sender.whole("b")]
+    settled(world, topic)
     held.deliver()
-    return said, sender.whole("c"), views(world, topic)
+    said += [sender.whole("c")]
+    return said, views(world, topic, is_open=True)
+
+
+@scenario(None)
+def late_produce_takes_the_sequence_number_of_another_record(world: World) -> Any:
+    topic = world.topic()
+    sender = transactional(world, topic, retry_backoff_ms=RETRY_MS).begin("a")
+    held = world.hold("PRODUCE")
+    sender.send("late")
+    held.wait()
+    world.sleep(LEARN)
+    said = [sender.abort()]
+    sender.producer.begin_transaction()
+    other = world.hold("PRODUCE")
+    sender.send("lost")
+    other.wait()
+    held.deliver()
+    return said, sender.sent("b"), sender.reports_of("lost"), sender.commit(), views(world, topic)
+
+
+@scenario(None)
+def late_batch_takes_the_sequence_numbers_of_a_record(world: World) -> Any:
+    topic = world.topic()
+    sender = transactional(world, topic, retry_backoff_ms=RETRY_MS, linger_ms=200).begin("a")
+    held = world.hold("PRODUCE")
+    sender.send("late", "later")
+    held.wait()
+    world.sleep(LEARN)
+    said = [sender.abort()]
+    sender.producer.begin_transaction()
+    other = world.hold("PRODUCE")
+    sender.send("b")
+    other.wait()
+    held.deliver()
+    return said, sender.sent(), sender.reports_of("b"), sender.commit(), views(world, topic, is_open=True)
 
 
 @scenario(None)
@@ -605,7 +666,7 @@ def coordinator_times_a_transaction_out_commit(world: World) -> Any:
     sender = transactional(world, topic, transaction_timeout_ms=1000).begin("a")
     plain = Sender(world.producer(), topic)
     plain.sent("later")
-    world.wait_until(lambda: len(world.read(topic)) == 1)
+    settled(world, topic)
     return sender.commit(), sender.abort(), tried(sender.producer.begin_transaction), views(world, topic)
 
 
@@ -615,18 +676,104 @@ def coordinator_times_a_transaction_out_produce(world: World) -> Any:
     sender = transactional(world, topic, transaction_timeout_ms=1000).begin("a")
     plain = Sender(world.producer(), topic)
     plain.sent("later")
-    world.wait_until(lambda: len(world.read(topic)) == 1)
+    settled(world, topic)
     said = [sender.sent("b"), sender.commit(), sender.abort()]
     return said, transactional(world, topic).whole("c"), views(world, topic)
+
+
+def _failure(world: World, sender: Sender) -> list[str]:
+    """Return the error of an open transaction once it has failed: delivery reports may come before it has."""
+    found: list[str] = []
+
+    def look() -> bool:
+        found[:] = [tried(sender.producer.begin_transaction)]
+        return found != ["_STATE"]
+
+    world.wait_until(look)
+    return found
+
+
+@scenario(None)
+def late_produce_of_a_record_that_timed_out_in_the_queue(world: World) -> Any:
+    topic = world.topic()
+    sender = transactional(world, topic, delivery_timeout_ms=3000, retry_backoff_ms=1000)
+    sender.begin("a")
+    held = world.hold("PRODUCE")
+    sender.send("late")
+    held.wait()
+    world.refuse()
+    said = [sender.sent(), sender.reports_of("late"), tried(sender.producer.begin_transaction), sender.commit()]
+    world.mend()
+    said += [sender.abort()]
+    settled(world, topic)
+    sender.producer.begin_transaction()
+    said += [sender.sent("b")]
+    held.deliver()
+    said += [sender.sent("c"), sender.commit()]
+    return said, views(world, topic, is_open=True)
+
+
+@scenario(None)
+def late_produce_of_a_record_that_timed_out_joins_the_next_transaction(world: World) -> Any:
+    topic = world.topic()
+    sender = transactional(world, topic, delivery_timeout_ms=3000, retry_backoff_ms=1000)
+    sender.begin("a")
+    held = world.hold("PRODUCE")
+    sender.send("late")
+    held.wait()
+    world.refuse()
+    said = [sender.sent(), sender.reports_of("late")]
+    world.mend()
+    said += [sender.abort()]
+    settled(world, topic)
+    sender.producer.begin_transaction()
+    other = world.hold("PRODUCE")
+    sender.send("b")
+    other.wait()
+    held.deliver()
+    said += [sender.sent(), sender.reports_of("b"), sender.commit()]
+    return said, views(world, topic)
+
+
+@scenario(None)
+def record_that_was_never_sent_times_out(world: World) -> Any:
+    topic = world.topic(2)
+    sender = transactional(world, topic, delivery_timeout_ms=1500).begin("a")
+    world.refuse()
+    said = [sender.sent("b"), tried(sender.producer.begin_transaction), sender.send("c"), sender.commit()]
+    world.mend()
+    return said, sender.abort(), sender.whole("d"), views(world, topic)
+
+
+@scenario(None)
+def record_times_out_with_its_transaction(world: World) -> Any:
+    topic = world.topic()
+    sender = transactional(world, topic, transaction_timeout_ms=2000).begin("a")
+    world.refuse()
+    said = sender.sent("b")
+    world.mend()
+    return said, [value for _, value in world.read(topic)]
+
+
+@scenario(None)
+def record_times_out_while_its_transaction_aborts(world: World) -> Any:
+    topic = world.topic()
+    sender = transactional(world, topic, delivery_timeout_ms=1500, socket_timeout_ms=1000).begin("a")
+    world.cut()
+    sender.send("b")
+    world.sleep(0.2)
+    said = [sender.abort(LONG / 10), sender.reports_of("b")]
+    world.mend()
+    return said, sender.abort(), sender.whole("c"), views(world, topic)
 
 
 @scenario(None)
 def record_times_out_in_a_transaction(world: World) -> Any:
     topic = world.topic()
-    sender = transactional(world, topic, delivery_timeout_ms=1500, transaction_timeout_ms=1500, socket_timeout_ms=1000)
+    sender = transactional(world, topic, delivery_timeout_ms=1500, socket_timeout_ms=1000)
     sender.begin("a")
     world.cut()
-    said = [sender.sent("b"), sender.send("c"), tried(sender.producer.begin_transaction), sender.commit()]
+    said = [sender.sent("b"), *_failure(world, sender), sender.send("c"), sender.commit()]
     world.mend()
     return said, sender.abort(), sender.whole("d"), views(world, topic)
 
@@ -665,13 +812,15 @@ def init_times_out_and_is_called_again(world: World) -> Any:
 @scenario(None)
 def abort_while_a_record_is_under_way(world: World) -> Any:
     topic = world.topic()
-    sender = transactional(world, topic, socket_timeout_ms=1000).begin("a")
+    sender = transactional(world, topic, retry_backoff_ms=RETRY_MS).begin("a")
     world.cut()
     sender.send("b")
     world.sleep(0.2)
     said = [sender.abort(SHORT), sender.reports_of("b")]
     world.mend()
-    return said, sender.abort(), sender.whole("c"), [value for _, value in settled(world, topic)]
+    world.sleep(LEARN)
+    said += [sender.abort(), sender.reports_of("b")]
+    return said, sender.whole("c"), [value for _, value in settled(world, topic)]
 
 
 @scenario(None)
@@ -688,11 +837,16 @@ def commit_waits_for_its_records(world: World) -> Any:
 @scenario(None)
 def cluster_does_not_answer(world: World) -> Any:
     producer = world.producer(socket_timeout_ms=1000)
-    admin = world.admin()
+    topic, admin = world.topic(), world.admin()
+    consumer = world.consumer()
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    admin.list_topics(timeout=LONG)
+    said = [tried(producer.list_topics, timeout=LONG), _next(world, consumer)]
     world.cut()
-    said = [
+    said += [
         tried(producer.list_topics, timeout=1.0),
-        tried(world.consumer().get_watermark_offsets, TopicPartition("t", 0), timeout=1.0),
+        tried(consumer.get_watermark_offsets, TopicPartition(topic, 0), timeout=1.0),
+        tried(consumer.offsets_for_times, [TopicPartition(topic, 0, 0)], timeout=1.0),
         tried(admin.create_topics([NewTopic("t", 1, 1)], request_timeout=1.0)["t"].result),
     ]
     world.mend()
@@ -700,6 +854,29 @@ def cluster_does_not_answer(world: World) -> Any:
 
 
 # -- reading
+
+
+@scenario(None)
+def clients_say_that_brokers_are_away(world: World) -> Any:
+    topic, heard = world.topic(), {"producer": [], "consumer": []}  # type: dict[str, list[str]]
+    producer = world.producer(error_cb=lambda error: heard["producer"].append(told(error)))
+    consumer = world.consumer(error_cb=lambda error: heard["consumer"].append(told(error)))
+    sender = Sender(producer, topic)
+    said = [sender.sent("a")]
+    consumer.assign([TopicPartition(topic, 0, 0)])
+    said += [_next(world, consumer), _next(world, consumer)]
+    world.refuse()
+    sender.send("b")
+
+    def have_both_said_so() -> bool:
+        producer.poll(0.01)
+        consumer.poll(0.01)
+        return all("_ALL_BROKERS_DOWN" in each for each in heard.values())
+
+    world.wait_until(have_both_said_so)
+    world.mend()
+    producer.flush(LONG)
+    return said, sender.reports_of("b"), _next(world, consumer)
 
 
 @scenario(None)
@@ -814,7 +991,7 @@ def group_keeps_its_owner_until_it_leaves(world: World) -> Any:
     said = [list(one.told), list(other.told)]
     one.consumer.close()
     _polled(world, [other], lambda: bool(other.told))
-    return said, one.told, other.told
+    return said, list(one.told), list(other.told)
 
 
 @scenario(None)
@@ -826,4 +1003,4 @@ def member_that_hears_nothing_loses_its_partition(world: World) -> Any:
     _polled(world, [one], lambda: "lost" in one.told)
     world.mend()
     _polled(world, [one], lambda: one.told.count("assigned") == 2)
-    return one.told
+    return list(one.told)

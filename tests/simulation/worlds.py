@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.02
 _RUN_SECONDS = 600.0
 _SHOWN = 20
 _READER = {"enable.auto.commit": False, "enable.partition.eof": True, "fetch.wait.max.ms": 50}
-_PRODUCER = {"linger.ms": 0, "retry.backoff.ms": 200}
+_PRODUCER = {"linger.ms": 0, "retry.backoff.ms": 500, "retry.backoff.max.ms": 3000}
 
 
 class Held:
@@ -131,8 +131,12 @@ class World:
         """Let nothing pass between clients and brokers."""
         raise NotImplementedError
 
+    def refuse(self) -> None:
+        """Break all connections, and refuse new ones."""
+        raise NotImplementedError
+
     def mend(self) -> None:
-        """End `cut`: connections begin anew, and requests that were held are lost."""
+        """End `cut` and `refuse`: connections begin anew, and requests that were held are lost."""
         raise NotImplementedError
 
     def sleep(self, seconds: float) -> None:
@@ -149,7 +153,7 @@ class World:
 
 
 def _dotted(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name.replace("_", "."): value for name, value in settings.items()}
+    return {name if name == "error_cb" else name.replace("_", "."): value for name, value in settings.items()}
 
 
 # -- the simulated one
@@ -247,7 +251,12 @@ class SimulatedWorld(World):
     def cut(self) -> None:
         self.network.cut[self._process, self.cluster.brokers[0]] = None
 
+    def refuse(self) -> None:
+        self.cluster.brokers[0].is_up = False
+        self.network.break_some(lambda _: True)
+
     def mend(self) -> None:
+        self.cluster.brokers[0].is_up = True
         self.network.break_some(lambda _: True)
         self.network.mend(self._process, self.cluster.brokers[0])
 
@@ -327,6 +336,9 @@ class RealWorld(World):
 
     def cut(self) -> None:
         self._proxy.cut(drop=True)
+
+    def refuse(self) -> None:
+        self._proxy.reset()
 
     def mend(self) -> None:
         self._proxy.reset()
