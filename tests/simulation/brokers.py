@@ -291,9 +291,7 @@ class Cluster:
 
     # -- transactions
 
-    def init_producer(
-        self, broker: int, who: tuple[str, int, int], timeout: float, respond: Respond
-    ) -> None:
+    def init_producer(self, broker: int, who: tuple[str, int, int], timeout: float, respond: Respond) -> None:
         """Fence the last user of a transactional.id; answer with (code, producer ID, epoch).
 
         A producer that only wants a higher epoch says which one it has; it is refused if that is not the last one.

@@ -358,24 +358,14 @@ class Producer(Client):
             return
         batch.is_on_way = False
         code, offset = (KafkaError._TRANSPORT, -1) if answer is LOST else answer
-        if code in (KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION):
+        if code in _PASSING:
             self.refresh(lane.place)
         if code is None:
-            lane.under_way = None
-            lane.next_sequence += len(batch.messages)
-            lane.acknowledged = lane.next_sequence
-            for place, message in enumerate(batch.messages):
-                self._report(message, None, offset + place)
-            self._after_batch(lane)
+            self._acknowledge(lane, batch, offset)
         elif self._fatal is not None:
             self._give_up(lane, code)
         elif code in _PASSING and attempt < self._retries:
-            self.cluster.reached("produce repeated")
-            if self._error is not None:  # what waits is purged at once
-                self._purge_queued()
-                return
-            pause = self._backoff * self.scheduler.random.uniform(0.8, 1.2)
-            self.process.after(pause, lambda: self._send(lane, batch, attempt + 1))
+            self._repeat(lane, batch, attempt)
         elif self._id and code in _FENCED:
             self._give_up(lane, code)
             self._fail(KafkaError(KafkaError._FENCED, "fenced", fatal=True))
@@ -388,6 +378,22 @@ class Producer(Client):
             self._after_batch(lane)
         else:
             self._give_up(lane, code)
+
+    def _acknowledge(self, lane: _Lane, batch: _Batch, offset: int) -> None:
+        lane.under_way = None
+        lane.next_sequence += len(batch.messages)
+        lane.acknowledged = lane.next_sequence
+        for place, message in enumerate(batch.messages):
+            self._report(message, None, offset + place)
+        self._after_batch(lane)
+
+    def _repeat(self, lane: _Lane, batch: _Batch, attempt: int) -> None:
+        self.cluster.reached("produce repeated")
+        if self._error is not None:  # what waits is purged at once
+            self._purge_queued()
+            return
+        pause = self._backoff * self.scheduler.random.uniform(0.8, 1.2)
+        self.process.after(pause, lambda: self._send(lane, batch, attempt + 1))
 
     def _lose_sequence(self, lane: _Lane, batch: _Batch, code: int) -> None:
         """A gap behind a record that was refused ends with the epoch; without one, the broker knows more than we do."""

@@ -71,7 +71,9 @@ class Network:
         self._connections.append(connection)
         return connection
 
-    def send(self, connection: Connection, handler: Handler, on_answer: Callable[[object], None], name: str = "") -> Request:
+    def send(
+        self, connection: Connection, handler: Handler, on_answer: Callable[[object], None], name: str = ""
+    ) -> Request:
         """Send a request; `on_answer` gets the answer or `LOST`, as a step of the client's process."""
         if connection.process.is_dead:
             raise ProcessDied

@@ -1,4 +1,4 @@
-"""The simulated Kafka and its client against a real broker and the real client: the same scenarios, the same outcomes."""
+"""The simulated Kafka and its client against the real ones: the same scenarios must have the same outcomes."""
 
 import pytest
 
@@ -8,8 +8,7 @@ from tests.simulation.worlds import RealWorld, SimulatedWorld
 _SEEDS = (1, 2)
 _ALL = [pytest.param(each, id=name) for name, each in SCENARIOS.items()]
 _ALL_REAL = [
-    pytest.param(each, id=name, marks=() if each.is_quick else pytest.mark.complete)
-    for name, each in SCENARIOS.items()
+    pytest.param(each, id=name, marks=() if each.is_quick else pytest.mark.complete) for name, each in SCENARIOS.items()
 ]
 
 
