@@ -6,7 +6,6 @@ hold a request, cut the network, wait.
 
 from __future__ import annotations
 
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -101,14 +100,6 @@ class World:
                 raise TimeoutError("what is sure to come did not")
             self.sleep(_POLL_SECONDS)
 
-    def close(self) -> None:
-        """End all clients."""
-        for client in self._clients:
-            if isinstance(client, clients.Consumer | Consumer):
-                with suppress(RuntimeError):  # it is closed
-                    client.close()
-        self._clients.clear()
-
     def _kept(self, client: Any) -> Any:
         self._clients.append(client)
         return client
@@ -116,14 +107,13 @@ class World:
     def _make(self, kind: str, settings: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def hold(self, request: str, client: str = "", *, nth: int = 1, reset: bool = True) -> Held:
+    def hold(self, request: str, client: str = "", *, nth: int = 1) -> Held:
         """Catch the next such request, and reset its connection, so that the client repeats it on another one.
 
         Args:
             request: "PRODUCE", "END_TXN commit", ...
             client: Only of the client with this name.
-            nth: Count of requests from which on it is caught.
-            reset: False leaves the connection open; what comes behind the request waits, too.
+            nth: Its number among such requests, counted from 1.
         """
         raise NotImplementedError
 
@@ -147,10 +137,6 @@ class World:
         """Return the time, in seconds."""
         raise NotImplementedError
 
-    def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """Do some work at the same time; the result waits for its end."""
-        raise NotImplementedError
-
 
 def _dotted(settings: dict[str, Any]) -> dict[str, Any]:
     return {name if name == "error_cb" else name.replace("_", "."): value for name, value in settings.items()}
@@ -160,11 +146,10 @@ def _dotted(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class _SimulatedHeld(Held):
-    def __init__(self, world: SimulatedWorld, request: str, client: str, nth: int, *, reset: bool) -> None:
+    def __init__(self, world: SimulatedWorld, request: str, client: str, nth: int) -> None:
         self._world = world
-        self.request, self.client, self.left, self.reset = request, client, nth, reset
+        self.request, self.client, self.left = request, client, nth
         self.caught: SimulatedRequest | None = None
-        self.connection: Connection | None = None
         self.is_told = False
         self.is_answered = False
 
@@ -188,12 +173,10 @@ class _SimulatedHeld(Held):
     def pass_on(self) -> None:
         if self.caught is None or not self.is_told:
             return
-        request, connection = self.caught, self.connection
+        request = self.caught
 
-        def answered(answer: object) -> None:
+        def answered(_: object) -> None:
             self.is_answered = True
-            if not self.reset and connection is not None:
-                self._world.network._answer(connection, request, answer)
 
         self._world.scheduler.soon(lambda: request.handler(answered))
 
@@ -233,8 +216,8 @@ class SimulatedWorld(World):
     def _make(self, kind: str, settings: dict[str, Any]) -> Any:
         return getattr(clients, kind)(settings)
 
-    def hold(self, request: str, client: str = "", *, nth: int = 1, reset: bool = True) -> Held:
-        held = _SimulatedHeld(self, request, client, nth, reset=reset)
+    def hold(self, request: str, client: str = "", *, nth: int = 1) -> Held:
+        held = _SimulatedHeld(self, request, client, nth)
         self._held.append(held)
         return held
 
@@ -242,9 +225,8 @@ class SimulatedWorld(World):
         held = next((each for each in self._held if each.fires(connection, request)), None)
         if held is None:
             return False
-        held.caught, held.connection = request, connection
-        if held.reset:
-            self.network.break_connection(connection)
+        held.caught = request
+        self.network.break_connection(connection)
         held.pass_on()
         return True
 
@@ -265,16 +247,6 @@ class SimulatedWorld(World):
 
     def time(self) -> float:
         return self.scheduler.now
-
-    def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        result: list[Any] = []
-        self._process.spawn(lambda: result.append(work()), "beside")
-
-        def wait() -> Any:
-            self.wait_until(lambda: bool(result))
-            return result[0]
-
-        return wait
 
 
 # -- the real one
@@ -319,20 +291,23 @@ class RealWorld(World):
         return makes[kind]({"bootstrap.servers": self._proxy.bootstrap, **settings})
 
     def close(self) -> None:
-        """End all clients; what they wait for is over with the proxy."""
+        """End all clients."""
         for client in self._clients:
             if isinstance(client, Producer):
                 discard(client)
-        super().close()
+            elif isinstance(client, Consumer):
+                with suppress(RuntimeError):  # it is closed
+                    client.close()
+        self._clients.clear()
 
-    def hold(self, request: str, client: str = "", *, nth: int = 1, reset: bool = True) -> Held:
+    def hold(self, request: str, client: str = "", *, nth: int = 1) -> Held:
         kind, _, end = request.partition(" ")
         commits = {"commit": True, "abort": False, "": None}[end]
 
         def is_of(each: Request) -> bool:
             return not client or each.client_id == client
 
-        return _RealHeld(self._proxy.hold(Match(Api[kind], commits=commits, where=is_of, nth=nth), reset=reset))
+        return _RealHeld(self._proxy.hold(Match(Api[kind], commits=commits, where=is_of, nth=nth)))
 
     def cut(self) -> None:
         self._proxy.cut(drop=True)
@@ -350,14 +325,3 @@ class RealWorld(World):
 
     def time(self) -> float:
         return time.monotonic()
-
-    def beside(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        result: list[Any] = []
-        thread = threading.Thread(target=lambda: result.append(work()), daemon=True)
-        thread.start()
-
-        def wait() -> Any:
-            thread.join(PATIENCE_SECONDS)
-            return result[0]
-
-        return wait

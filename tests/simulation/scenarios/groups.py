@@ -21,7 +21,6 @@ class Member:
     """A member of a group, and what it was told."""
 
     def __init__(self, world: World, topic: str, name: str) -> None:
-        self.name = name
         self.told: list[str] = []
         self.consumer = world.consumer(client_id=name, **_GROUP)
         self.consumer.subscribe(
