@@ -155,7 +155,7 @@ class NeliConfig:
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "enable.partition.eof": False,
-            "auto.offset.reset": "latest",
+            "auto.offset.reset": "earliest",  # a position that is gone: all that is there may concern us
             # A stranger's open transaction on the topic must not hide our heartbeats.
             "isolation.level": "read_uncommitted",
             "fetch.min.bytes": 1,

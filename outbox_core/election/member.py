@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from outbox_core.election.connection_log import ConnectionLog, is_lasting, refusal, why_refused
 from outbox_core.election.group_health import GroupHealth
 from outbox_core.election.lease import Leadership, now
-from outbox_core.election.messages import Claim, encode, encode_look
+from outbox_core.election.messages import Claim, Signal, encode, encode_look
 from outbox_core.election.observer import Observer, signal_in
-from outbox_core.election.protocol import Ownership
+from outbox_core.election.protocol import Ownership, Predecessor
 from outbox_core.errors import LeaderTopicError, OutboxError
 from outbox_core.events import Event, EventHandler, LeaderRevoked
 from outbox_core.kafka.clients import (
@@ -43,6 +43,9 @@ logger = logging.getLogger("outbox_core.election")
 _LONGEST_WAIT_SECONDS = 0.05  # how late a request to stop may be noticed
 _END_OFFSET_TIMEOUT_SECONDS = 1.0
 _FIRST_WRITE_SECONDS = 5.0
+_RESIGN_SECONDS = 1.0
+_LOOK_BACK = 1000  # messages before a member's first: more than what some groups write in the time of a lease
+_LONG_AGO_SECONDS = 600.0  # longer than any lease, and than clocks of machines are apart
 
 
 class Member:
@@ -60,7 +63,10 @@ class Member:
         self._has_joined = False
         self._connection = ConnectionLog(config)
         self._health = GroupHealth(config, self._connection)
-        self._observer = Observer(config, self._place, self._health.on_signal, self._on_error)
+        self._predecessor = Predecessor(config.heartbeat_timeout.total_seconds())
+        self._joined_at = 0  # the offset of the message that this member wrote first
+        self._position = OFFSET_END  # of the next message to read, as owner or beside it
+        self._observer = Observer(config, self._place, self._observe, self._on_error)
         self._producer = make_producer(config.producer_settings())
         self._consumer: Consumer = make_consumer(config.consumer_settings() | {"error_cb": self._connection.on_error})
 
@@ -82,9 +88,7 @@ class Member:
 
     def join(self) -> None:
         """Ask to be let into the group, or raise LeaderTopicError if the leader topic refuses our messages for good."""
-        error = self._try_to_write()
-        if error is not None and is_lasting(error):
-            raise LeaderTopicError(why_refused(error, self._config))
+        self._look()
         self._consumer.subscribe(
             [self._config.topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
         )
@@ -102,7 +106,7 @@ class Member:
         message = self._consumer.poll(self._wait_seconds())
         self._producer.poll(0)
         if self._ownership is None:
-            self._observer.poll()
+            self._observer.poll(self._position)
         if message is None:
             self._on_caught_up()
         elif (error := message.error()) is not None:
@@ -124,6 +128,8 @@ class Member:
         """Give leadership up without a hand-over."""
         ownership = self._ownership
         fenced = ownership.end(reason) if ownership is not None else None
+        if ownership is not None:
+            ownership.resignation(now())  # for ourselves: others must wait, as they cannot be sure
         self._end_ownership()
         self._notify_of(fenced)
 
@@ -146,35 +152,60 @@ class Member:
                 self._health.on_refused(error.args[0])
             self._producer.poll(0)
 
-    def _try_to_write(self) -> KafkaError | None:
-        """Write a look, again while that fails in passing; return the last error, None if it was taken."""
-        look = encode_look(self._config.name, self._config.contest)
-        outcome: list[KafkaError | None] = []
+    def _look(self) -> None:
+        """Write a look, again while that fails in passing, and read from some messages before it on.
+
+        Raises LeaderTopicError if it is refused for good.
+        """
         give_up_at = now() + _FIRST_WRITE_SECONDS
+        self._predecessor.suspect(now())
         while now() < give_up_at:
-            self._producer.produce(
-                self._place.topic,
-                look,
-                partition=self._place.partition,
-                on_delivery=lambda error, _: outcome.append(error),
-            )
-            asked_before = len(outcome)
-            while len(outcome) == asked_before and now() < give_up_at:
-                self._producer.poll(_LONGEST_WAIT_SECONDS)
-            if outcome and (outcome[-1] is None or is_lasting(outcome[-1])):
-                break
+            error, offset = self._write_through(encode_look(self._config.name, self._config.contest), give_up_at)
+            if error is not None and is_lasting(error):
+                raise LeaderTopicError(why_refused(error, self._config))
+            if error is None and offset is not None:
+                self._joined_at, self._position = offset, max(0, offset - _LOOK_BACK)
+                self._predecessor = Predecessor(self._config.heartbeat_timeout.total_seconds())
+                return
             time.sleep(_LONGEST_WAIT_SECONDS)
+
+    def _write_through(self, value: bytes, give_up_at: float) -> tuple[KafkaError | None, int | None]:
+        """Write a message and wait until Kafka has it; return the error, or its offset."""
+        outcome: list[tuple[KafkaError | None, int | None]] = []
+        self._producer.produce(
+            self._place.topic,
+            value,
+            partition=self._place.partition,
+            on_delivery=lambda error, message: outcome.append((error, message.offset())),
+        )
+        while not outcome and now() < give_up_at:
+            self._producer.poll(_LONGEST_WAIT_SECONDS)
         self._forget_unsent()
-        return outcome[-1] if outcome else None
+        return outcome[0] if outcome else (None, None)
+
+    def _observe(self, message: Message) -> None:
+        """Take in a message beside the partition's owner."""
+        signal = self._signal(message)
+        if signal is None or self._config.contest.includes(signal.contest):
+            self._predecessor.observe(self._position - 1, signal, now())
+
+    def _signal(self, message: Message) -> Signal | None:
+        """Return the signal of the next message, None for noise."""
+        signal, offset = signal_in(message), message.offset() or 0
+        self._position = offset + 1
+        if offset >= self._joined_at:
+            self._health.on_signal(signal)
+        elif message.timestamp()[1] < (time.time() - _LONG_AGO_SECONDS) * 1000:
+            return None  # of a leader that is gone for certain
+        return signal
 
     def _read(self, message: Message) -> None:
         self._connection.on_ok()
         ownership = self._ownership
         if ownership is None or message.partition() != self._place.partition:
             return
-        signal = signal_in(message)
-        self._health.on_signal(signal)
-        offset = message.offset() or 0
+        signal = self._signal(message)
+        offset = self._position - 1
         self._notify_of(ownership.observe(offset, signal, now()))
         _, end = self._consumer.get_watermark_offsets(self._place, cached=True)
         if offset + 1 >= end:  # on a topic that others share there may always be something to read
@@ -197,7 +228,7 @@ class Member:
         self._has_joined = True
         mine = [place for place in partitions if place.partition == self._place.partition]
         others = [TopicPartition(place.topic, place.partition, OFFSET_END) for place in partitions if place not in mine]
-        consumer.incremental_assign([self._at_end(place) for place in mine] + others)
+        consumer.incremental_assign([self._next(place) for place in mine] + others)
         if others:
             consumer.pause(others)
         if mine:
@@ -205,14 +236,17 @@ class Member:
             self._observer.pause()
             self._ownership = Ownership(
                 self._config.name,
+                self._predecessor,
                 timeout=self._config.heartbeat_timeout.total_seconds(),
                 interval=self._config.heartbeat_interval.total_seconds(),
                 contest=self._config.contest,
             )
             self._write()
 
-    def _at_end(self, place: TopicPartition) -> TopicPartition:
-        """Return the partition with its present end, so that the claim written next is read for certain."""
+    def _next(self, place: TopicPartition) -> TopicPartition:
+        """Return the partition with the offset to read on from: the claim written next is read for certain."""
+        if self._position >= 0:
+            return TopicPartition(place.topic, place.partition, self._position)
         try:
             _, end = self._consumer.get_watermark_offsets(place, timeout=_END_OFFSET_TIMEOUT_SECONDS)
         except KafkaException:
@@ -240,6 +274,9 @@ class Member:
             self._notify(LeaderRevoked(lease.leader_id))
             self.is_handing_over = False
         self._end_ownership()
+        resignation = ownership.resignation(now())
+        if resignation is not None:
+            self._write_through(encode(resignation), now() + _RESIGN_SECONDS)
 
     def _end_ownership(self) -> None:
         self._ownership = None

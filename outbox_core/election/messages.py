@@ -2,6 +2,7 @@
 
     {"type":"claim","id":"6f0c...","name":"host-17","group":"shop.public.outbox","outbox":...,"server":...}
     {"type":"heartbeat","claim":42,"id":"6f0c...","sequence":3,"name":"host-17","group":...,"outbox":...,"server":...}
+    {"type":"resignation","claim":42,"id":"6f0c...","name":"host-17","group":...,"outbox":...,"server":...}
     {"type":"look", and otherwise like a heartbeat}
 
 The offset that Kafka gives a claim is its number. `id` is made anew for every claim: instances may share one `name`,
@@ -10,7 +11,7 @@ which is for people only. A look changes nothing: its offset tells its writer ho
 Several groups may share a topic, and each ignores the others' messages. Earlier versions wrote no group: a message
 without one counts as the reader's own group's, so that members of both versions elect one leader.
 
-Any client may write to the topic, so a message that is not exactly a claim or a heartbeat is noise: None.
+Any client may write to the topic, so a message that is none of these three is noise: None.
 """
 
 from __future__ import annotations
@@ -74,7 +75,17 @@ class Heartbeat:
     contest: Contest = NO_CONTEST
 
 
-Signal = Claim | Heartbeat
+@dataclass(frozen=True, slots=True)
+class Resignation:
+    """The last message of the claim at offset `claim`: no lease runs any more that rests on it or on an earlier one."""
+
+    claim: int
+    id: UUID
+    name: str = ""
+    contest: Contest = NO_CONTEST
+
+
+Signal = Claim | Heartbeat | Resignation
 
 
 def encode(signal: Signal) -> bytes:
@@ -82,6 +93,8 @@ def encode(signal: Signal) -> bytes:
     fields: dict[str, Any] = {"type": "claim", "id": str(signal.id)}
     if isinstance(signal, Heartbeat):
         fields |= {"type": "heartbeat", "claim": signal.claim, "sequence": signal.sequence}
+    elif isinstance(signal, Resignation):
+        fields |= {"type": "resignation", "claim": signal.claim}
     fields["name"] = signal.name[:_LONGEST_NAME]
     contest = signal.contest
     said = {"group": contest.group, "outbox": contest.outbox, "server": contest.server}
@@ -106,6 +119,8 @@ def decode(value: bytes | None) -> Signal | None:
                 return Claim(UUID(id_), name[:_LONGEST_NAME], _contest(fields))
             case {"type": "heartbeat", "claim": int(claim), "id": str(id_), "sequence": int(number), "name": str(name)}:
                 return Heartbeat(claim, UUID(id_), number, name[:_LONGEST_NAME], _contest(fields))
+            case {"type": "resignation", "claim": int(claim), "id": str(id_), "name": str(name)}:
+                return Resignation(claim, UUID(id_), name[:_LONGEST_NAME], _contest(fields))
     except (ValueError, RecursionError):
         return None
     return None

@@ -15,8 +15,8 @@ runs it on Kafka clients; this module holds the threads. Why no two lead at once
 1. While Kafka works, the partition has one owner, and an owner hands over (`LeaderRevoked`, which may block) before the
    coordinator elects another.
 2. An owner that is cut off stops when its lease ends, before the coordinator elects a successor (`election/config.py`).
-3. If both fail (an owner cut off from the coordinator alone, say) the successor's claim is in the partition before its
-   first heartbeat, and deposes the old owner when it reads that far.
+3. If both fail (an owner cut off from the coordinator alone, say) the successor's claim deposes the old owner when it
+   reads that far; and no lease begins until every one is over that rests on a heartbeat before the claim.
 
 A lease cannot stop a thread that is paused between comparing it and acting. To exclude that too, fence where the action
 takes effect, as the harvester's modes do.

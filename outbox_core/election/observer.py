@@ -41,28 +41,28 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class Observer:
-    """The new messages of the leader topic, while they are wanted. Used by one thread, and never waits."""
+    """The messages of the leader topic, while they are wanted. Used by one thread, and never waits."""
 
     def __init__(
         self,
         config: NeliConfig,
         place: TopicPartition,
-        on_signal: Callable[[Signal | None], None],
+        on_message: Callable[[Message], None],
         on_error: Callable[[KafkaError], None],
     ) -> None:
         self._config = config
-        self._place = TopicPartition(place.topic, place.partition, OFFSET_END)
-        self._on_signal = on_signal
+        self._place = place
+        self._on_message = on_message
         self._on_error = on_error
         self._consumer: Consumer | None = None  # made when first wanted: who leads at once never needs it
         self._is_reading = False
 
-    def poll(self) -> None:
-        """Report the new messages, if there are any."""
+    def poll(self, first: int = OFFSET_END) -> None:
+        """Report the next messages, if there are any: from the offset `first` on, after a pause."""
         if self._consumer is None:
             self._consumer = make_consumer(self._config.consumer_settings())  # joins nothing
         if not self._is_reading:
-            self._consumer.assign([self._place])
+            self._consumer.assign([TopicPartition(self._place.topic, self._place.partition, first)])
             self._is_reading = True
         for _ in range(_MOST_AT_ONCE):
             message = self._consumer.poll(0)
@@ -71,7 +71,7 @@ class Observer:
             if (error := message.error()) is not None:
                 self._on_error(error)
                 return
-            self._on_signal(signal_in(message))
+            self._on_message(message)
 
     def pause(self) -> None:
         """Read no messages until the next `poll`."""
@@ -96,7 +96,8 @@ def next_heartbeat(config: NeliConfig) -> Heartbeat | None:
     """Wait for a heartbeat of the group's leader, for half of `heartbeat_timeout`; None if none came. Joins nothing."""
     heard: list[Heartbeat] = []
 
-    def note(signal: Signal | None) -> None:
+    def note(message: Message) -> None:
+        signal = signal_in(message)
         if isinstance(signal, Heartbeat) and config.contest.includes(signal.contest):
             heard.append(signal)
 

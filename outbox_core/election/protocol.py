@@ -17,15 +17,15 @@ members read them; so at every offset there is exactly one **highest claim**, an
          v   |                                                                   |
       LEADING ------------------ higher claim read: LeaderFenced ----------------+
        own heartbeat, sent since it became
-       candidate, read: LeaderAcquired
+       candidate, read, and no earlier lease
+       can run: LeaderAcquired
 
-CANDIDATE and LEADING write heartbeats; CLAIMING and DEPOSED write none.
+CANDIDATE and LEADING write heartbeats; CLAIMING and DEPOSED write none. A leader whose ownership ends resigns.
 
 Invariants, and where the code shows them:
 
 1. *Only an own heartbeat gives or renews a lease*, and only one of this term that this object remembers having sent:
-   `_sent` alone leads to `_lead`. The claim gives none: the first heartbeat is written after the claim was read, so a
-   deposed leader that reads the same partition had a round trip's time to read it too.
+   `_sent` alone leads to `_lead`.
 2. *The lease counts from the sending*: `_sent` keeps the time read before the heartbeat was handed to the client.
 3. *A lease that ran out is never renewed*: `expire` runs before anything is observed, and forgets all sent heartbeats.
    So a fenced leader leads again only by a heartbeat sent after that, under a new leader ID.
@@ -35,7 +35,11 @@ Invariants, and where the code shows them:
    there is (`on_caught_up`), as after a long pause the rival's heartbeats may still wait to be read.
 6. *An unread claim cannot be missed*: a candidate (after a pause, say) that finds unread messages gone takes the first
    of them for a higher claim. While a lease runs none can be gone: retention is longer.
-7. Each LeaderAcquired is followed by exactly one LeaderFenced, or by the end of the ownership.
+7. *No lease begins while an earlier one may run* (`Predecessor`). A deposed leader that is cut off has not read our
+   claim yet; but its lease rests on a heartbeat before the claim, and those have been read here. So a lease begins a
+   `timeout` after the last of them was heard, unless its writer has resigned since. Heartbeats behind the claim do not
+   count: who reads them back has read the claim.
+8. Each LeaderAcquired is followed by exactly one LeaderFenced, or by the end of the ownership.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from outbox_core.election.lease import Leadership
-from outbox_core.election.messages import NO_CONTEST, Claim, Contest, Heartbeat, Signal
+from outbox_core.election.messages import NO_CONTEST, Claim, Contest, Heartbeat, Resignation, Signal
 from outbox_core.events import LeaderAcquired, LeaderFenced
 
 
@@ -64,16 +68,65 @@ class _Rival(NamedTuple):
     heard_at: float
 
 
+# Two machines' clocks may run at rates that differ by less than this.
+_CLOCK_RATES = 1.01
+
+
+class Predecessor:
+    """The lease that another process may still hold, by the messages of the partition; it outlives ownerships.
+
+    `timeout` is the lease in seconds, here as there.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout * _CLOCK_RATES
+        self._heard_at = float("-inf")
+        self._claim = -1  # the highest of those whose heartbeats were heard
+        self._resigned = -1  # no lease of this claim runs, nor of a lower one
+        self._end = 0
+
+    @property
+    def gone_at(self) -> float:
+        """The time at which its lease is over for certain."""
+        return self._heard_at + self._timeout
+
+    def observe(self, offset: int, signal: Signal | None, now: float) -> None:
+        """Process a message of the group, in their order."""
+        if offset < self._end:  # the topic was made anew and counts from zero again
+            self._claim = self._resigned = -1
+        self._end = offset + 1
+        match signal:
+            case Heartbeat() if self._resigned < signal.claim < offset:
+                self._claim = max(self._claim, signal.claim)
+                self._heard_at = now
+            case Resignation() if signal.claim < offset:
+                self.resigned(signal.claim)
+
+    def resigned(self, claim: int) -> None:
+        """Note that no lease of this claim runs any more, nor of a lower one."""
+        self._resigned = max(self._resigned, claim)
+        if self._claim <= self._resigned:
+            self._heard_at = float("-inf")
+
+    def suspect(self, now: float) -> None:
+        """Note that a leader may have been alive at `now`: what it wrote by then cannot be read."""
+        self._heard_at = now
+        self._claim = 2**63
+
+
 class Ownership:
     """One ownership of the partition. Changed by one thread; `leadership` may be read by any.
 
     `timeout` is the lease in seconds, from the sending of a heartbeat; `interval` lies between heartbeats, and is at
-    most a fifth of it.
+    most a fifth of it. `predecessor` knows what was read before.
     """
 
-    def __init__(self, name: str, *, timeout: float, interval: float, contest: Contest = NO_CONTEST) -> None:
+    def __init__(
+        self, name: str, predecessor: Predecessor, *, timeout: float, interval: float, contest: Contest = NO_CONTEST
+    ) -> None:
         self.state = State.CLAIMING
         self.leadership: Leadership | None = None
+        self._predecessor = predecessor
         self._timeout = timeout
         self._interval = interval
         self._claim = Claim(uuid4(), name, contest)
@@ -117,11 +170,15 @@ class Ownership:
         self._check_for_gap(offset, now)
         if signal is None or not self._claim.contest.includes(signal.contest):
             return fenced
+        if self.state in {State.CLAIMING, State.DEPOSED} and signal.id != self._claim.id:
+            self._predecessor.observe(offset, signal, now)
         match signal:
             case Claim():
                 return self._observe_claim(offset, signal, now) or fenced
             case Heartbeat():
                 return self._observe_heartbeat(offset, signal, now) or fenced
+            case Resignation():
+                return fenced
 
     def on_caught_up(self, now: float) -> None:
         """Claim anew after the rival's silence, now that all messages have been read."""
@@ -131,6 +188,16 @@ class Ownership:
     def end(self, reason: str) -> LeaderFenced | None:
         """End the ownership because the partition may already belong to another member."""
         return self._unlead(State.DEPOSED, reason)
+
+    def resignation(self, now: float) -> Resignation | None:
+        """Return the message that spares the next owner its wait; None if an earlier lease may run at `now`.
+
+        For the end of the ownership: nobody may act on its lease any more.
+        """
+        if self._term < 0 or now < self._predecessor.gone_at:
+            return None
+        self._predecessor.resigned(self._term)
+        return Resignation(self._term, self._claim.id, self._claim.name, self._claim.contest)
 
     def _observe_claim(self, offset: int, claim: Claim, now: float) -> LeaderFenced | None:
         if self.state is State.CLAIMING:
@@ -161,7 +228,7 @@ class Ownership:
             self.leadership = self.leadership.renewed(sent_at, self._timeout)
             return None
         lease = Leadership(uuid4(), self._term, sent_at + self._timeout)
-        if not lease.is_valid(now):
+        if not lease.is_valid(now) or now < self._predecessor.gone_at:
             return None
         self.state = State.LEADING
         self.leadership = lease

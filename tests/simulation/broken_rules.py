@@ -139,6 +139,7 @@ RULES = {
     "one record of a key is under way": Rule("at-least-once", loop, "Lanes", _NoLanes),
     "selected is compared with updated": Rule("at-least-once", Store, "mark", _mark_believed),
     "the floor waits for open writers": Rule("", LowWatermark, "_take_in", _settled_at_once),
+    "no lease begins while an earlier one may run": Rule("", protocol.Predecessor, "gone_at", float("-inf")),
     "a lease ends": Rule("", protocol.Ownership, "expire", _never_expires),
     "a send fits into the lease": Rule("at-least-once", loop.AtLeastOnce, "_closes_at", lambda *_, **__: float("inf")),
 }

@@ -57,6 +57,7 @@ class Partition:
         self.number = number
         self.leader = leader
         self.log: list[Entry] = []
+        self.late: set[int] = set()  # offsets of records whose sender had lost its connection
         self.producers: dict[int, _ProducerState] = {}
         self.open: dict[int, list[Entry]] = {}
         self.unverified: dict[int, tuple[int, int]] = {}  # epoch, lowest sequence that came without a transaction
@@ -183,6 +184,7 @@ class Cluster:
         self.coordinator = {"group": 0, "transaction": 0}
         self.verifies_partitions = True
         self.seen: dict[str, int] = {}
+        self.is_late: Callable[[], bool] = lambda: False  # tells of the request that is being handled
         self._next_producer = 1000
 
     def reached(self, state: str) -> None:
@@ -262,9 +264,12 @@ class Cluster:
         if longest is not None and sum(len(each.value or b"") for each in records) > longest:
             respond((KafkaError.MSG_SIZE_TOO_LARGE, -1))
             return
+        end = partition.end
         answer = partition.append(
             producer, epoch, first, records, self.scheduler.now, is_transactional=bool(transactional_id)
         )
+        if self.is_late():
+            partition.late.update(range(end, partition.end))
         respond(answer)
 
     def _verify(self, partition: Partition, transactional_id: str, producer: int, epoch: int, first: int) -> int | None:

@@ -62,6 +62,7 @@ class Network:
         self.cut: dict[tuple[Process, Server], None] = {}  # links that pass nothing
         self.delivered_late = 0
         self.on_arrival: Callable[[Connection, Request], bool] | None = None  # takes requests off: True for "taken"
+        self.is_late = False  # while a request arrives whose connection had broken
         self._connections: list[Connection] = []
 
     def connect(self, process: Process, server: Server, client: str = "") -> Connection:
@@ -137,7 +138,9 @@ class Network:
             if connection.server.is_up:
                 self.delivered_late += 1
                 request.has_arrived = True
+                self.is_late = True
                 request.handler(lambda _: None)
+                self.is_late = False
 
         late_by = self.scheduler.random.choice((0.3, 1.0, self.longest_late)) * self.scheduler.random.random()
         self._after(late_by, arrive)

@@ -32,6 +32,7 @@ from confluent_kafka.admin import (
 from devstack.embedded import EmbeddedBroker
 from devstack.kafka import KafkaBroker
 from outbox_core.election import Neli, NeliConfig, now
+from outbox_core.election.messages import Claim, Heartbeat, Resignation, decode, encode
 from outbox_core.errors import GroupRefused, InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.admin import check_connection
@@ -134,6 +135,50 @@ def test_one_leader_of_eight(contend):
             time.sleep(0.005)
         leader.stop()
         contenders.remove(leader)
+
+
+def another_leader_writes(config, *, resigns):
+    """Write what a leader of the group writes before it is cut off, or before it stops; return when it was done."""
+    producer = Producer({"bootstrap.servers": config.kafka["bootstrap.servers"]})
+    offsets = []
+
+    def write(signal):
+        producer.produce(config.topic, encode(signal), partition=0, on_delivery=lambda _, sent: offsets.append(sent))
+        producer.flush()
+
+    claim = Claim(uuid.uuid4(), "another", config.contest)
+    write(claim)
+    term = offsets[0].offset()
+    for number in range(3):
+        write(Heartbeat(term, claim.id, number, "another", config.contest))
+    if resigns:
+        write(Resignation(term, claim.id, "another", config.contest))
+    return now()
+
+
+def test_lease_that_may_still_run_is_waited_for(contend):
+    """Who gets the partition leads only once the lease of whoever wrote to the topic before is over for certain."""
+    contender = contend(start=False, quick=True)
+    ensure_leader_topic(contender._config.kafka, contender._config.topic)
+    written = another_leader_writes(contender._config, resigns=False)
+    contender.start()
+    leads(contender)
+    assert contender.times(LeaderAcquired)[0] >= written + LEASE
+
+
+def test_resignation_spares_the_wait(contend):
+    """A leader that stops resigns, and its successor takes its word for it."""
+    contender = contend(start=False)
+    ensure_leader_topic(contender._config.kafka, contender._config.topic)
+    another_leader_writes(contender._config, resigns=True)
+    contender.start()
+    leads(contender).stop()
+    config = contender._config
+    messages = read_topic(config.kafka["bootstrap.servers"], config.topic)
+    signals = [decode(message.value) for message in messages]
+    [first, last] = [signal for signal in signals if isinstance(signal, Resignation)]
+    assert last == signals[-1]
+    assert first.claim < last.claim
 
 
 @pytest.mark.complete

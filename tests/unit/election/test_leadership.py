@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from outbox_core.election.lease import Leadership, now
-from outbox_core.election.messages import Claim, Contest, Heartbeat, decode, encode, encode_look
-from outbox_core.election.protocol import Ownership, State
+from outbox_core.election.messages import Claim, Contest, Heartbeat, Resignation, decode, encode, encode_look
+from outbox_core.election.protocol import Ownership, Predecessor, State
 from outbox_core.events import LeaderAcquired, LeaderFenced
 
 TIMEOUT = 5.0
@@ -34,10 +34,10 @@ class Log:
 class Owner:
     """An ownership with its place in a log."""
 
-    def __init__(self, log, name="me"):
+    def __init__(self, log, name="me", position=None):
         self.log = log
-        self.ownership = Ownership(name, timeout=TIMEOUT, interval=INTERVAL, contest=OURS)
-        self.position = len(log.signals)
+        self.ownership = Ownership(name, Predecessor(TIMEOUT), timeout=TIMEOUT, interval=INTERVAL, contest=OURS)
+        self.position = len(log.signals) if position is None else position
 
     def write(self, now):
         signal = self.ownership.next_signal(now)
@@ -91,12 +91,13 @@ def test_clock_goes_on_while_the_machine_sleeps():
 
 @given(st.uuids(), st.text(max_size=300), st.integers(0, 2**63 - 1), st.integers(0, 2**63 - 1), st.text(max_size=200))
 def test_signals_survive_the_wire(token, name, claim, sequence, outbox):
-    """A claim and a heartbeat are read as they were written, the name cut at 200 characters."""
+    """Claims, heartbeats and resignations are read as they were written, the name cut at 200 characters."""
     contest = Contest("\N{GRINNING FACE}" * 1000, outbox, "7300000000000000001")
     made = Claim(token, name, contest)
     assert decode(encode(made)) == Claim(token, name[:200], contest)
     beat = Heartbeat(claim, token, sequence, name, contest)
     assert decode(encode(beat)) == Heartbeat(claim, token, sequence, name[:200], contest)
+    assert decode(encode(Resignation(claim, token, name, contest))) == Resignation(claim, token, name[:200], contest)
 
 
 def test_messages_can_be_read_by_both_versions():
@@ -362,6 +363,87 @@ def test_attention_is_wanted_in_time():
     assert owner.ownership.wait_seconds(7.0) == 0.0
 
 
+def successor_of(owner, *, assigned_at):
+    """Return a new owner of the partition that has read all of the log and written its claim, with its first event."""
+    successor = Owner(owner.log, "successor", position=0)
+    successor.read_all(assigned_at)
+    successor.write(assigned_at)
+    successor.read_all(assigned_at)
+    successor.write(assigned_at)
+    return successor, successor.read_all(assigned_at)
+
+
+def test_a_successor_waits_for_a_lease_that_may_run():
+    """An owner leads only once the lease of a predecessor is over that may not have read its claim."""
+    owner = leading(at=0.0)
+    successor, events = successor_of(owner, assigned_at=1.0)
+    assert events == []
+    successor.write(5.9)
+    assert successor.read_all(5.9) == []
+    assert owner.ownership.leadership.deadline <= 5.0
+    successor.write(6.2)
+    assert isinstance(successor.read_all(6.2)[0], LeaderAcquired)
+
+
+def test_a_successor_of_one_who_resigned_leads_at_once():
+    """A resignation ends the wait for the lease of its claim, and for those of earlier ones."""
+    owner = leading(at=0.0)
+    owner.ownership.end("a hand-over")
+    owner.log.append(owner.ownership.resignation(0.5))
+    owner.log.append(Heartbeat(0, uuid4(), 2, contest=OURS))  # arrives late
+    _, events = successor_of(owner, assigned_at=1.0)
+    assert isinstance(events[0], LeaderAcquired)
+
+
+def test_only_who_has_waited_resigns():
+    """An owner that an earlier leader's lease may outlive does not tell others that none runs."""
+    owner = leading(at=0.0)
+    successor, _ = successor_of(owner, assigned_at=1.0)
+    assert successor.ownership.resignation(2.0) is None
+    assert successor.ownership.resignation(7.0) is not None
+    never = Owner(owner.log)
+    assert never.ownership.resignation(100.0) is None
+
+
+def test_heartbeats_behind_the_claim_delay_nobody():
+    """A deposed leader that goes on writing, and reads nothing, does not keep its successor from leading."""
+    owner = leading(at=0.0)
+    successor, _ = successor_of(owner, assigned_at=1.0)
+    for second in (2.0, 4.0, 5.9):
+        owner.log.append(Heartbeat(0, owner.log.signals[0].id, int(second), contest=OURS))
+        successor.read_all(second)
+    successor.write(6.2)
+    assert isinstance(successor.read_all(6.2)[0], LeaderAcquired)
+
+
+def test_impossible_messages_neither_delay_nor_hurry():
+    """Heartbeats and resignations of a claim that lies behind them are nobody's."""
+    predecessor = Predecessor(TIMEOUT)
+    predecessor.observe(5, Heartbeat(7, uuid4(), 1), 0.0)
+    assert predecessor.gone_at == float("-inf")
+    predecessor.observe(6, Heartbeat(2, uuid4(), 1), 0.0)
+    predecessor.observe(7, Resignation(9, uuid4()), 0.0)
+    assert predecessor.gone_at >= TIMEOUT
+    predecessor.observe(8, Resignation(2, uuid4()), 0.0)
+    assert predecessor.gone_at == float("-inf")
+
+
+def test_resignations_of_a_topic_that_was_made_anew():
+    """After the topic was made anew its low offsets count again."""
+    predecessor = Predecessor(TIMEOUT)
+    predecessor.observe(100, Resignation(90, uuid4()), 0.0)
+    predecessor.observe(1, Heartbeat(0, uuid4(), 1), 0.0)
+    assert predecessor.gone_at >= TIMEOUT
+
+
+def test_what_cannot_be_read_is_waited_for():
+    """Without a place in the topic a lease may run that nothing tells of."""
+    predecessor = Predecessor(TIMEOUT)
+    predecessor.suspect(3.0)
+    predecessor.observe(100, Resignation(90, uuid4()), 3.0)
+    assert predecessor.gone_at >= 3.0 + TIMEOUT
+
+
 class Contention(RuleBasedStateMachine):
     """A machine with more owners at once than Kafka would allow, each reading one log at its own pace.
 
@@ -393,10 +475,10 @@ class Contention(RuleBasedStateMachine):
     @precondition(lambda self: len(self.owners) < 3)
     @rule()
     def assign(self):
-        self.owners.append(Owner(self.log, f"owner {len(self.owners)}"))
+        self.owners.append(Owner(self.log, f"owner {len(self.owners)}", position=0))
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), arrives=st.integers(0, 4).map(bool))
+    @rule(data=st.data(), arrives=st.integers(0, 9).map(bool))
     def write(self, data, arrives):
         owner = data.draw(st.sampled_from(self.owners))
         signal = owner.ownership.next_signal(self.time)
@@ -406,7 +488,7 @@ class Contention(RuleBasedStateMachine):
                 self.sent[offset] = self.time
 
     @precondition(lambda self: self.owners)
-    @rule(data=st.data(), most=st.integers(1, 20))
+    @rule(data=st.data(), most=st.sampled_from([1, 5, 1000]))
     def read(self, data, most):
         owner = data.draw(st.sampled_from(self.owners))
         for _ in range(min(most, len(self.log.signals) - owner.position)):
@@ -414,6 +496,22 @@ class Contention(RuleBasedStateMachine):
             self.check_lease(owner)
         if owner.position == len(self.log.signals):
             owner.ownership.on_caught_up(self.time)
+
+    @precondition(lambda self: self.owners)
+    @rule(data=st.data())
+    def run(self, data):
+        """One owner reads all, and all that it writes arrives; the others stand still."""
+        owner = data.draw(st.sampled_from(self.owners))
+        for _ in range(2):
+            while owner.position < len(self.log.signals):
+                self.keep(owner, owner.read(self.time))
+                self.check_lease(owner)
+            owner.ownership.on_caught_up(self.time)
+            signal = owner.ownership.next_signal(self.time)
+            if signal is not None:
+                offset = self.log.append(signal)
+                if isinstance(signal, Heartbeat):
+                    self.sent[offset] = self.time
 
     def check_lease(self, owner):
         """Check that a lease rests on the highest claim of our group that was read, and on an own heartbeat."""
@@ -431,13 +529,23 @@ class Contention(RuleBasedStateMachine):
         owner = data.draw(st.sampled_from(self.owners))
         self.keep(owner, owner.ownership.expire(self.time))
 
-    @rule(seconds=st.sampled_from([0.01, 0.3, 1.0, 4.9, 5.0, 30.0]))
+    @precondition(lambda self: len(self.owners) == 3)
+    @rule(data=st.data(), arrives=st.booleans())
+    def resign(self, data, arrives):
+        owner = data.draw(st.sampled_from(self.owners))
+        self.owners.remove(owner)
+        self.keep(owner, owner.ownership.end("a hand-over"))
+        resignation = owner.ownership.resignation(self.time)
+        if resignation is not None and arrives:
+            self.log.append(resignation)
+
+    @rule(seconds=st.sampled_from([0.01, 0.3, 0.3, 1.0, 4.9, 5.0, 30.0]))
     def wait(self, seconds):
         self.time += seconds
 
     @rule(
         claim=st.integers(-1, 50),
-        kind=st.sampled_from(["noise", "claim", "heartbeat"]),
+        kind=st.sampled_from(["noise", "noise", "noise", "claim", "heartbeat"]),
         contest=st.sampled_from([OURS, THEIRS, Contest()]),
     )
     def stranger(self, claim, kind, contest):
@@ -452,6 +560,11 @@ class Contention(RuleBasedStateMachine):
     def only_one_who_has_read_everything_leads(self):
         up_to_date = [o for o in self.owners if o.position == len(self.log.signals) and o.ownership.leadership]
         assert len(up_to_date) <= 1
+
+    @invariant()
+    def only_one_has_a_valid_lease(self):
+        leases = [owner.ownership.leadership for owner in self.owners]
+        assert sum(lease is not None and lease.is_valid(self.time) for lease in leases) <= 1
 
 
 TestContention = Contention.TestCase
