@@ -7,15 +7,18 @@ DOCS := .venv-docs
 DOCS_STAMP := $(DOCS)/.installed
 SMOKE := tests/integration/harvest/test_harvester.py::test_concurrent_transactions_arrive_all_once_in_order \
 	tests/integration/harvest/test_exactly_once.py::test_every_record_arrives_once_and_in_order
+PYTHON6 ?= $(shell for python in python3.14 python3.13 python3.12 python3; do \
+	$$python -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$python && break; done)
 
 # Tests and benchmarks start hundreds of Python processes, each of which would compile the source anew.
 unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requirements-docs.txt names
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-chaos test-queues chaos simulate demo demo-pipeline clean
+.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6
+.PHONY: test-chaos test-queues chaos simulate screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -90,6 +93,17 @@ test-lowest: $(STAMP)  ## Run the quick tests against the lowest versions of dep
 	$(BIN)/uv pip install --quiet --python .venv-lowest --group dev
 	.venv-lowest/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
 
+test-django6:  ## Run the tests of Django on Django 6, with the newest Python on the PATH, or PYTHON6=/path/to/it
+	@test -n "$(PYTHON6)" || { echo "Django 6 needs Python 3.12 or later, and the PATH has none; name one: make $@ PYTHON6=/path/to/python3" >&2; exit 1; }
+	$(PYTHON6) -m venv --clear .venv-django6
+	.venv-django6/bin/python -m pip install --quiet --upgrade 'pip>=25.1' uv
+	.venv-django6/bin/uv pip install --quiet --python .venv-django6/bin/python --group dev 'django>=6,<7' \
+		--editable '.[harvester,sqlalchemy,django,completion,queue,tracing]'
+	.venv-django6/bin/pytest -n $(or $(JOBS),2) tests/integration/django tests/integration/queue/test_queue_django_tasks.py
+
+python6:  # prints the Python of test-django6; nothing if there is none
+	@echo $(PYTHON6)
+
 test-chaos: $(STAMP)  ## Run the chaos tests alone, with every kind of fault at least once: some minutes
 	$(BIN)/pytest tests/chaos
 
@@ -104,6 +118,9 @@ chaos: $(STAMP)  ## Faults at random for MINUTES=10 (MODE=exactly-once|at-least-
 simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n), or one SEED=n with its trace; RULE= breaks one
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)")
+
+screenshots: $(STAMP)  ## Take the pictures of the console in docs/images anew
+	$(BIN)/python -m tests.console.screenshots
 
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo
@@ -159,8 +176,11 @@ bench-holds: $(STAMP)  ## Measure what held records and paused topics cost the r
 bench-retention: $(STAMP)  ## Measure what history and archive cost a delivery
 	$(BIN)/python -m benchmarks.retention
 
+bench-console: $(STAMP)  ## Measure the answers of the console with 10 million pending records
+	$(BIN)/python -m benchmarks.console
+
 bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
-bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention
+bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention bench-console
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) $(DOCS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

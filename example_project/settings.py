@@ -7,6 +7,7 @@ The environment gives the addresses of the services, in the variables that `pyth
 """
 
 import os
+from pathlib import Path
 
 from django.core.management.utils import get_random_secret_key
 from psycopg.conninfo import conninfo_to_dict
@@ -49,12 +50,15 @@ EMAIL_BACKEND = os.environ.get("SHOP_EMAIL_BACKEND", "django.core.mail.backends.
 EMAIL_FILE_PATH = os.environ.get("SHOP_EMAIL_FOLDER")
 DEFAULT_FROM_EMAIL = "shop@example.org"
 
+# Where the PDFs of invoices go, which are too large for Kafka: a folder that consumers have, too.
+SHOP_CLAIMS = os.environ.get("SHOP_CLAIMS", Path(__file__).parents[1] / ".devstack" / "claims")
+
 DEBUG = os.environ.get("SHOP_DEBUG") == "1"
 # Nothing here signs anything that must outlive the process. A key that is published with the code would be none.
 SECRET_KEY = os.environ.get("SHOP_SECRET_KEY") or get_random_secret_key()
 ALLOWED_HOSTS = os.environ.get("SHOP_HOSTS", "localhost,127.0.0.1").split(",")
 ROOT_URLCONF = "example_project.urls"
-MIDDLEWARE = ["django.middleware.common.CommonMiddleware"]
+MIDDLEWARE = ["example_project.shop.tracing.trace_requests", "django.middleware.common.CommonMiddleware"]
 TEMPLATES = [{"BACKEND": "django.template.backends.django.DjangoTemplates", "APP_DIRS": True}]
 USE_TZ = True
 TIME_ZONE = "UTC"

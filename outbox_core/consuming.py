@@ -36,12 +36,12 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, TypeVar
 
 from outbox_core import tracing
-from outbox_core.claims.claims import CLAIM_HEADER, ClaimStore, claim_of, collect
+from outbox_core.claims.claims import ClaimStore
 from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from outbox_core.kafka.errors import GROUP_MOVED, MEMBER_RECOVERS
-from outbox_core.kafka.messages import UnreadableHeaders, headers_of
+from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of
 
 __all__ = [
     "ID_HEADER",
@@ -151,7 +151,7 @@ def consume(
         with _process_span(consumer, message, message_id), transaction() as begun:
             accepted = accept_it(begun, source, message_id)
             if accepted:
-                _bring_back(message, claim_store)
+                bring_back(message, claim_store)  # not for repeats, whose payloads may be gone
                 handler(begun, message)
         return accepted
 
@@ -203,15 +203,6 @@ def group_of(consumer: Consumer) -> str:
         if group and end:
             return group.decode()
     raise InvalidConfig("this consumer does not tell its group.id; pass source=")
-
-
-def _bring_back(message: Message, store: ClaimStore | None) -> None:
-    """Put a payload that is in a claim store into its record. Not for repeats, whose payloads may be gone."""
-    headers = headers_of(message)
-    if any(name == CLAIM_HEADER for name, _ in headers):
-        name = claim_of(headers, message.value())
-        if name is not None:
-            message.set_value(collect(store, name))
 
 
 def _process_span(consumer: Consumer, message: Message, message_id: str) -> AbstractContextManager[None]:

@@ -49,7 +49,15 @@ class TransactionRequired(OutboxError):
 
 
 class InvalidConfig(OutboxError, ValueError):
-    """A setting is unknown, missing or out of range."""
+    """A setting is unknown, missing or out of range.
+
+    Attributes:
+        mistakes: a sentence for each mistake, beginning with the setting's name as its author wrote it.
+    """
+
+    def __init__(self, *mistakes: str) -> None:
+        super().__init__("; ".join(mistakes))
+        self.mistakes = mistakes
 
 
 class OutboxTableError(OutboxError):

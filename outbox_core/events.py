@@ -51,9 +51,15 @@ class LeaderRefreshed:
 
 @dataclass(frozen=True, slots=True)
 class LeaderRevoked:
-    """Leadership was handed back; the successor waits for the handler to return."""
+    """Leadership was handed back; the successor waits for the handler to return.
+
+    Attributes:
+        leader_id: that of its LeaderAcquired.
+        term: likewise; -1 if the elector does not tell.
+    """
 
     leader_id: UUID
+    term: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +69,12 @@ class LeaderFenced:
     Attributes:
         leader_id: the ID that is no longer valid.
         reason: the cause, in words.
+        term: that of its LeaderAcquired; -1 if the elector does not tell.
     """
 
     leader_id: UUID
     reason: str = ""
+    term: int = -1
 
 
 @dataclass(frozen=True, slots=True)

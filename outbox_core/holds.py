@@ -26,19 +26,41 @@ is one and the role may: what was done, by whom, and why.
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
 from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id
 from outbox_core.stasher import Connection
+from outbox_core.topic_names import is_legal
 
 __all__ = [
     "Hold",
+    "HoldCause",
+    "HoldKind",
     "Holds",
 ]
+
+HoldKind = Literal["record", "key", "topic"]
+"""What a hold holds."""
+
+_DIGITS = re.compile("[0-9]+")
+_CAUSE = "coalesce(nullif(held.error, ''), held.reason)"
+# Numbers differ from record to record: offsets, sizes.
+_PATTERN = f"regexp_replace({_CAUSE}, '[0-9]+', '#', 'g')"
+
+
+def kind_sql(alias: str) -> str:
+    """Return SQL for the `HoldKind` of a row of holds."""
+    return (
+        f"CASE WHEN {alias}.record_id IS NOT NULL THEN 'record' WHEN {alias}.kafka_key IS NOT NULL THEN 'key' "
+        "ELSE 'topic' END"
+    )
+
 
 # Both tables must be there: without this the subqueries below would find nothing, and no error would say so.
 _NAME = """
@@ -82,12 +104,24 @@ SELECT hold, count(*) FROM (
 ) AS kept GROUP BY hold
 """
 
+_CAUSES = f"""
+WITH kept AS ({_BEHIND.strip()})
+SELECT held.kafka_topic, {kind_sql("held")}, {_PATTERN}, min({_CAUSE}), count(*),
+       count(*) FILTER (WHERE held.dead_letter), min(held.create_time)::text, max(held.create_time)::text,
+       coalesce(sum(kept.count), 0)::bigint, (array_agg(held.record_id ORDER BY held.record_id))[1:{{examples}}]
+FROM {{holds}} AS held LEFT JOIN kept ON kept.hold = held.id WHERE {{filter}}
+GROUP BY 1, 2, 3 ORDER BY 5 DESC, 1, 2, 3 LIMIT %s
+"""
+
+_MATCHING = "SELECT count(*) FROM {holds} AS held WHERE {filter}"
+
 _LANES = """
 SELECT kafka_topic, count(*), bool_or(kafka_key = %s)
 FROM (SELECT kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}) AS head GROUP BY kafka_topic
 """
 
 _HEAD_ROWS = 10_000
+_EXAMPLES = 5
 
 _LANE_OF_RECORD = "SELECT kafka_topic, kafka_key FROM {table} WHERE id = %s"
 
@@ -139,9 +173,46 @@ class Hold(NamedTuple):
     dead_letter: bool
     create_time: datetime
 
+    @property
+    def kind(self) -> HoldKind:
+        """What it holds."""
+        return "record" if self.record_id is not None else "topic" if self.key is None else "key"
+
+    @property
+    def cause(self) -> str:
+        """Kafka's answer, or else the reason; each number in it as `#`, so that like causes are equal."""
+        return _DIGITS.sub("#", self.error or self.reason)
+
+
+class HoldCause(NamedTuple):
+    """The holds of one topic and kind with the same cause, as `Holds.causes` groups them.
+
+    `cause` is as of `Hold`, `example` one with its numbers. `asked` counts the holds with `dead_letter`, `waiting` the
+    records that all of them keep, among the oldest 10,000. `records` are the first of the held ones.
+    """
+
+    topic: str
+    kind: HoldKind
+    cause: str
+    example: str
+    holds: int
+    asked: int
+    first: datetime
+    last: datetime
+    waiting: int
+    records: tuple[int, ...]
+
+
+class Doubt(NamedTuple):
+    """A reason why a hold may be a typing error, and what may have been meant."""
+
+    text: str
+    suggestions: list[str]
+
 
 _Rows = list[tuple[Any, ...]]
 _Listing = list[Hold]
+_Causes = list[HoldCause]
 
 
 class Holds:
@@ -177,12 +248,59 @@ class Holds:
         topic: str | None = None,
         key: str | bytes | None = None,
         records: Iterable[int] | None = None,
+        cause: str | None = None,
+        kind: HoldKind | None = None,
         limit: int | None = None,
     ) -> _Listing:
-        """List the holds, by topic, key and record: at most `limit` of all, of a topic, of a key of it, of records."""
-        wanted = _Selection(self._identify(connection).outbox, records, topic, _text(key, "key"))
+        """List the holds, by topic, key and record: at most `limit` of those that match all that is given."""
+        outbox = self._identify(connection).outbox
+        wanted = _Selection(outbox, records, topic, _text(key, "key"), cause=cause, kind=kind)
         rows = self._fetch(connection, self._sql(_LIST, wanted.filter), [*wanted.parameters, limit])
         return [Hold._make([*row[:-1], datetime.fromisoformat(row[-1])]) for row in rows]
+
+    def causes(self, connection: Connection, *, limit: int | None = None) -> _Causes:
+        """Group the holds by topic, kind and cause, and return at most `limit` groups, the largest first."""
+        wanted = _Selection(self._identify(connection).outbox)
+        statement = self._sql(_CAUSES, wanted.filter, rows=_HEAD_ROWS)
+        rows = self._fetch(connection, statement, [*wanted.parameters, *wanted.parameters, limit])
+        return [
+            HoldCause._make([*row[:6], *map(datetime.fromisoformat, row[6:8]), row[8], _without_none(row[9])])
+            for row in rows
+        ]
+
+    def count(
+        self,
+        connection: Connection,
+        *,
+        holds: Iterable[int] | None = None,
+        records: Iterable[int] | None = None,
+        topic: str | None = None,
+        key: str | bytes | None = None,
+        cause: str | None = None,
+        kind: HoldKind | None = None,
+    ) -> int:
+        """Count the holds that match all that is given: what an action would change."""
+        outbox = self._identify(connection).outbox
+        wanted = _Selection(outbox, records, topic, _text(key, "key"), cause=cause, kind=kind, holds=holds)
+        count: int = self._fetch(connection, self._sql(_MATCHING, wanted.filter), wanted.parameters)[0][0]
+        return count
+
+    def doubt(self, connection: Connection, topic: str, key: str | None = None) -> Doubt | None:
+        """Return why holding a topic or a key may be a typing error: no record waits for it. None if one does.
+
+        Raises:
+            InvalidConfig: if Kafka accepts no topic of that name.
+        """
+        if not is_legal(topic):
+            raise InvalidConfig(f"{topic[:300]!r} is not a topic name that Kafka accepts")
+        waiting = self.waiting_topics(connection, key)
+        if topic in waiting:
+            none_of_key = f"none of the oldest 10,000 records has key {key} of {topic}"
+            return None if key is None or waiting[topic] else Doubt(none_of_key, [])
+        close = difflib.get_close_matches(topic, waiting, 3)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        known = f" (they are for {', '.join(list(waiting)[:5])})" if waiting else ""
+        return Doubt(f"none of the oldest 10,000 records is for topic {topic}{known}{meant}", close)
 
     def count_behind(
         self, connection: Connection, *, topic: str | None = None, key: str | bytes | None = None
@@ -246,30 +364,35 @@ class Holds:
             raise InvalidConfig("release: name records, a topic, or a topic and a key")
         place = self._identify(connection)
         wanted = _Selection(place.outbox, records, topic, _text(key, "key"))
-        condition = wanted.filter
         if records is None and key is None:
-            condition += " AND held.kafka_key IS NULL AND held.record_id IS NULL"
-        noted = self._noted(place, EventKind.RELEASED, reason)
-        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters, noted)
+            wanted = _Selection(place.outbox, topic=topic, kind="topic")
+        return self._release(connection, place, wanted, reason)
 
     def release_records(
-        self, connection: Connection, *, topic: str | None = None, key: str | bytes | None = None, reason: str = ""
+        self,
+        connection: Connection,
+        *,
+        topic: str | None = None,
+        key: str | bytes | None = None,
+        cause: str | None = None,
+        reason: str = "",
     ) -> int:
-        """Let every held record be published again (of one topic, or of one key of it); return how many holds ended."""
+        """Let every held record be published again (of a topic, of a key of it, of a cause); return how many."""
         place = self._identify(connection)
-        wanted = _Selection(place.outbox, topic=topic, key=_text(key, "key"))
-        condition = f"{wanted.filter} AND held.record_id IS NOT NULL"
-        noted = self._noted(place, EventKind.RELEASED, reason)
-        return self._change(connection, self._sql(_RELEASE, condition), wanted.parameters, noted)
+        wanted = _Selection(place.outbox, topic=topic, key=_text(key, "key"), cause=cause, kind="record")
+        return self._release(connection, place, wanted, reason)
 
     def release_holds(self, connection: Connection, ids: Iterable[int], *, reason: str = "") -> int:
         """End exactly these holds, by the ids that `list` shows; return how many."""
         place = self._identify(connection)
-        wanted = _Selection(place.outbox)
-        listed = f"{{{','.join(str(_number(identity)) for identity in ids)}}}"
-        condition = f"{wanted.filter} AND held.id = ANY (%s::bigint[])"
-        noted = self._noted(place, EventKind.RELEASED, reason)
-        return self._change(connection, self._sql(_RELEASE, condition), [*wanted.parameters, listed], noted)
+        return self._release(connection, place, _Selection(place.outbox, holds=ids), reason)
+
+    def resume(self, connection: Connection, topic: str, key: str | bytes | None = None, *, reason: str = "") -> int:
+        """End the pause of a topic, or of a key of it, while held records stay held; return how many holds ended."""
+        place = self._identify(connection)
+        kind: HoldKind = "topic" if key is None else "key"
+        wanted = _Selection(place.outbox, topic=_named(topic, "topic"), key=_text(key, "key"), kind=kind)
+        return self._release(connection, place, wanted, reason)
 
     def skip(
         self,
@@ -278,14 +401,16 @@ class Holds:
         records: Iterable[int] | None = None,
         topic: str | None = None,
         key: str | bytes | None = None,
+        cause: str | None = None,
+        holds: Iterable[int] | None = None,
         reason: str = "",
     ) -> int:
         """Delete held records for good, with their holds, and let their followers go on; return how many.
 
-        Every held record is deleted, unless `records`, `topic` or `key` say which.
+        Every held record is deleted, unless `records`, `topic`, `key`, the `cause` or the ids of `holds` say which.
         """
         place = self._identify(connection)
-        wanted = _Selection(place.outbox, records, topic, _text(key, "key"))
+        wanted = _Selection(place.outbox, records, topic, _text(key, "key"), cause=cause, holds=holds)
         noted = self._noted(place, EventKind.SKIPPED, reason)
         return self._count(connection, self._sql(_SKIP, wanted.filter, noted.sql), wanted.parameters, noted)
 
@@ -296,15 +421,17 @@ class Holds:
         records: Iterable[int] | None = None,
         topic: str | None = None,
         key: str | bytes | None = None,
+        cause: str | None = None,
+        holds: Iterable[int] | None = None,
         reason: str = "",
     ) -> int:
         """Ask the harvester to publish held records to the dead-letter topic, and to remove them; return how many.
 
         They stay held until that is done. If the dead-letter topic refuses one, it is held as before, with that error.
-        Every held record is requested, unless `records`, `topic` or `key` say which.
+        Every held record is requested, unless `records`, `topic`, `key`, the `cause` or the ids of `holds` say which.
         """
         place = self._identify(connection)
-        wanted = _Selection(place.outbox, records, topic, _text(key, "key"))
+        wanted = _Selection(place.outbox, records, topic, _text(key, "key"), cause=cause, holds=holds)
         noted = self._noted(place, EventKind.DEAD_LETTER_ASKED, reason)
         return self._change(connection, self._sql(_DEAD_LETTER, wanted.filter), wanted.parameters, noted)
 
@@ -314,6 +441,10 @@ class Holds:
         name = place.outbox
         parameters = [hold_id(name, *which), name, *which, _text(reason, "reason"), name, *which]
         return self._change(connection, self._sql(_ADD), parameters, self._noted(place, EventKind.HELD, reason)) > 0
+
+    def _release(self, connection: Connection, place: _Place, wanted: _Selection, reason: str) -> int:
+        noted = self._noted(place, EventKind.RELEASED, reason)
+        return self._change(connection, self._sql(_RELEASE, wanted.filter), wanted.parameters, noted)
 
     def _identify(self, connection: Connection) -> _Place:
         names = [self.table.quoted, events_beside(self.outbox).quoted, self.outbox.quoted]
@@ -329,7 +460,7 @@ class Holds:
 
     def _sql(self, statement: str, condition: str = "", noted: str = "", rows: int = 0) -> str:
         escaped = {"table": self.outbox.quoted.replace("%", "%%"), "holds": self.table.quoted.replace("%", "%%")}
-        return statement.format(**escaped, filter=condition, noted=noted, rows=rows)
+        return statement.format(**escaped, filter=condition, noted=noted, rows=rows, examples=_EXAMPLES)
 
     def _noted(self, place: _Place, kind: EventKind, reason: str) -> _Noted:
         if not place.has_events:
@@ -366,6 +497,13 @@ class _Noted(NamedTuple):
     parameters: list[Any]
 
 
+_KINDS: dict[HoldKind, str] = {
+    "record": "held.record_id IS NOT NULL",
+    "key": "held.record_id IS NULL AND held.kafka_key IS NOT NULL",
+    "topic": "held.record_id IS NULL AND held.kafka_key IS NULL",
+}
+
+
 class _Selection:
     def __init__(
         self,
@@ -373,20 +511,34 @@ class _Selection:
         records: Iterable[int] | None = None,
         topic: str | None = None,
         key: str | None = None,
+        *,
+        cause: str | None = None,
+        kind: HoldKind | None = None,
+        holds: Iterable[int] | None = None,
     ) -> None:
         if key is not None and topic is None:
             raise InvalidConfig("a key is one of a topic: name the topic, too")
         self.filter = "held.outbox = %s"
         self.parameters: list[Any] = [outbox]
-        if records is not None:
-            self.filter += " AND held.record_id = ANY (%s::bigint[])"
-            self.parameters.append(f"{{{','.join(str(_number(identity)) for identity in records)}}}")
+        if kind is not None:
+            self.filter += f" AND {_KINDS[kind]}"
+        for column, ids in (("record_id", records), ("id", holds)):
+            if ids is not None:
+                self.filter += f" AND held.{column} = ANY (%s::bigint[])"
+                self.parameters.append(f"{{{','.join(str(_number(identity)) for identity in ids)}}}")
+        if cause is not None:
+            self.filter += f" AND {_PATTERN} = %s"
+            self.parameters.append(_text(cause, "cause"))
         if topic is not None:
             self.filter += " AND held.kafka_topic = %s"
             self.parameters.append(_named(topic, "topic"))
         if key is not None:
             self.filter += " AND held.kafka_key = %s"
             self.parameters.append(key)
+
+
+def _without_none(ids: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(identity for identity in ids if identity is not None)
 
 
 def _number(identity: object) -> int:

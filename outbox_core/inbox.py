@@ -13,15 +13,22 @@ The invariant: one transaction commits a row of the inbox and the effects of its
   first: False if that commits, True if it rolls back. (Under REPEATABLE READ and SERIALIZABLE it raises the driver's
   serialization failure, and gets False when it is repeated as a whole.)
 
+Decorators of the frameworks make requests idempotent by it: a request runs in a transaction that first accepts its
+Idempotency-Key, so that it is either done as a whole, or may come again:
+
+- an answer of 400 or more, or an exception, rolls back and frees the key;
+- a repeat that overtakes the answer of the first waits for the outcome of its transaction;
+- no key stays "in progress" after a crash.
+
 The conflict is named, `(source, message_id)`, so that a table without its primary key is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox_core.errors import InvalidMessageId, OutboxError
@@ -37,6 +44,8 @@ MAX_ID_BYTES = 1000
 """Of source and message id each. PostgreSQL limits an index entry to 2,704 bytes."""
 
 PRUNE_BATCH = 10_000
+
+KEY_HEADER: Final = "Idempotency-Key"
 
 _ACCEPT = """
 INSERT INTO {table} (source, message_id, accept_time) VALUES (%s, %s, now())
@@ -163,6 +172,32 @@ class Inbox:
             row: tuple[Any, ...] = cursor.fetchone()
         connection.commit()
         return row
+
+
+def request_key(
+    request: Any, headers: Mapping[str, str], source: str | Callable[[Any], str], *, required: bool
+) -> tuple[str, str] | None:
+    """Return source and message id of a request; None for one without a key.
+
+    Raises:
+        InvalidMessageId: if the key cannot be one, or is missing although it is required: the client's mistake.
+    """
+    key = headers.get(KEY_HEADER)
+    if key is None:
+        if required:
+            raise InvalidMessageId(f"the header {KEY_HEADER} is missing: send one with each new request")
+        return None
+    try:
+        inbox_key("any", key)
+    except InvalidMessageId as error:
+        raise InvalidMessageId(f"{KEY_HEADER}: {error}") from None
+    return source(request) if callable(source) else source, key
+
+
+def is_refusal(answer: object) -> bool:
+    """Return True if an answer undoes its transaction: a status of 400 or more. A value without a status does not."""
+    status = getattr(answer, "status_code", None)
+    return status is not None and status >= 400
 
 
 def inbox_key(source: object, message_id: object) -> tuple[str, str]:

@@ -139,12 +139,17 @@ class Activity:
 
 
 class Totals(NamedTuple):
-    """Records published, records failed (each attempt), bytes of values, and counts by `DELIVERY_BUCKETS`."""
+    """Records published, records failed (each attempt), bytes of values, and counts by `DELIVERY_BUCKETS`.
+
+    `dead_letters` counts records that went to the dead-letter topic; `holds` are those that there are now.
+    """
 
     published: int
     failed: int
     bytes: int
     delivery_latency: tuple[int, ...]
+    dead_letters: int
+    holds: int
 
 
 class HarvestMetrics:
@@ -169,6 +174,7 @@ class HarvestMetrics:
         self._publication = PublicationCounts()
         self._backlog: tuple[Backlog, float | None] | None = None
         self._kafka_up: bool | None = None
+        self._term = -1
         self._floor: FloorGauge | None = None
         _register(self)
 
@@ -210,10 +216,11 @@ class HarvestMetrics:
             self._values["dead_letters"] += count
         self.activity.finished()
 
-    def leading(self, leader: bool) -> None:
-        """Note that leadership begins or ends."""
+    def leading(self, leader: bool, term: int = -1) -> None:
+        """Note that leadership begins, and its number, or that it ends."""
         if leader:
             self.activity.begin()
+        self._term = term if leader else -1
         self._values["leader"] = float(leader)
 
     def backlog(self, backlog: Backlog | None, time_to_empty: float | None = None) -> None:
@@ -223,8 +230,8 @@ class HarvestMetrics:
         """
         self._backlog = None if backlog is None else (backlog, time_to_empty)
 
-    def kafka_up(self, up: bool) -> None:
-        """Note whether Kafka answers."""
+    def kafka_up(self, up: bool | None) -> None:
+        """Note whether Kafka answers; None while that is not known."""
         self._kafka_up = up
 
     def floor(self, gauge: FloorGauge) -> None:
@@ -253,8 +260,10 @@ class HarvestMetrics:
         """Return what was counted since the beginning."""
         with self._lock:
             counts = self._publication
-            published, failed = int(self._values["published"]), int(self._values["errors"])
-            return Totals(published, failed, counts.bytes, counts.delivery_latency.counts)
+            published, failed, letters, holds = (
+                int(self._values[name]) for name in ("published", "errors", "dead_letters", "holds")
+            )
+            return Totals(published, failed, counts.bytes, counts.delivery_latency.counts, letters, holds)
 
     def add_to(self, families: Families) -> None:
         """Write a consistent copy of the numbers into the families."""
@@ -268,6 +277,8 @@ class HarvestMetrics:
         families.add("build", 1.0, name, _version(), platform.python_version())
         if self._kafka_up is not None:
             families.add("kafka_up", float(self._kafka_up), name)
+        if self._term >= 0:
+            families.add("leader_term", self._term, name)
         if self._backlog is not None:
             self._add_backlog(families, *self._backlog)
         if self._floor is not None and self._values["leader"]:

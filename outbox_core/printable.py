@@ -20,6 +20,11 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
 
 
+def plural(number: int, noun: str) -> str:
+    """Return `1 record` or `2,000 records`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def printable_json(document: Any) -> str:
     """Return the value as JSON in one line, readable in any script; raise ValueError for infinite numbers and NaN."""
     text = json.dumps(document, ensure_ascii=False, allow_nan=False)

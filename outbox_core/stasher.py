@@ -93,7 +93,7 @@ class Stasher:
         self.table = TableName.parse(table) if isinstance(table, str) else table
         self.layout = layout
         self.insert_sql = insert_sql(self.table, layout)
-        self._preparation = Preparation(**formats)
+        self._preparation = Preparation(insert_claim=_insert_claim, **formats)
 
     def __repr__(self) -> str:
         return f"Stasher({str(self.table)!r})"
@@ -105,11 +105,10 @@ class Stasher:
             InvalidRecord: if the record does not fit the table; nothing was sent.
             TransactionRequired: if the connection is in autocommit mode and outside a transaction; nothing was sent.
         """
-        row = self.row(record)
+        row = self.row(record, _ready(connection))
         if interceptor is not None and not interceptor.writes:
             interceptor.keep(connection, [row])
             return
-        require_transaction(connection)
         with closing(connection.cursor()) as cursor:
             cursor.execute(self.insert_sql, row)
         if interceptor is not None:
@@ -120,11 +119,11 @@ class Stasher:
 
         psycopg 3 sends them without waiting for each answer.
         """
-        rows = [self.row(record) for record in records]
+        ready = _ready(connection)
+        rows = [self.row(record, ready) for record in records]
         if interceptor is not None and not interceptor.writes:
             interceptor.keep(connection, rows)
             return
-        require_transaction(connection)
         if rows:
             with closing(connection.cursor()) as cursor:
                 cursor.executemany(self.insert_sql, rows)
@@ -139,9 +138,12 @@ class Stasher:
         """
         return PreparedStasher(self, connection)
 
-    def row(self, record: OutboxRecord) -> tuple[object, ...]:
-        """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table."""
-        return self.layout.row(self._preparation.prepare(record))[: len(self.layout.columns)]
+    def row(self, record: OutboxRecord, connection: Connection | None = None) -> tuple[object, ...]:
+        """Return the parameters of `insert_sql` for one record; raise InvalidRecord if it does not fit the table.
+
+        A large payload goes to a claim store in the database on this connection, if there is one.
+        """
+        return self.layout.row(self._preparation.prepare(record, connection))[: len(self.layout.columns)]
 
 
 class PreparedStasher:
@@ -162,11 +164,10 @@ class PreparedStasher:
 
     def stash(self, record: OutboxRecord) -> None:
         """Write one record in the connection's transaction; raises as `Stasher.stash` does."""
-        row = self._stasher.row(record)
+        row = self._stasher.row(record, _ready(self._connection))
         if interceptor is not None and not interceptor.writes:
             interceptor.keep(self._connection, [row])
             return
-        require_transaction(self._connection)
         self._cursor.execute(self._stasher.insert_sql, row, **self._options)
         if interceptor is not None:
             interceptor.stashed(self._connection, [row])
@@ -182,6 +183,20 @@ class PreparedStasher:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _ready(connection: Connection) -> Connection | None:
+    """Refuse a connection before a large payload is in its claim store; None for an outbox in memory."""
+    if interceptor is not None and not interceptor.writes:
+        return None
+    require_transaction(connection)
+    return connection
+
+
+def _insert_claim(connection: Connection, table: TableName, name: str, payload: bytes) -> None:
+    escaped_name = table.quoted.replace("%", "%%")
+    with closing(connection.cursor()) as cursor:
+        cursor.execute(f"INSERT INTO {escaped_name} (name, payload) VALUES (%s, %s)", [name, payload])
 
 
 def insert_sql(table: TableName, layout: TableLayout) -> str:

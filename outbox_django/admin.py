@@ -13,31 +13,41 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.contrib.admin.widgets import AdminTextInputWidget
+from django.core.exceptions import ValidationError
 from django.core.paginator import Paginator
 from django.db import models
 from django.http import HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.urls import reverse
+from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html, format_html_join
-from django.utils.timesince import timesince
 
+from outbox_core.topic_names import is_legal
+from outbox_django.admin_lists.filters import Held, InFlight, What
+from outbox_django.admin_lists.summary import age
+from outbox_django.console import console_view, may_view
 from outbox_django.databases import write_alias
 from outbox_django.holding import holds
-from outbox_django.models import Hold, Outbox
+from outbox_django.models import Console, Hold, Outbox
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from django.http import HttpRequest
+    from django.utils.safestring import SafeString
 
     OutboxAdminBase = admin.ModelAdmin[Outbox]
     HoldAdminBase = admin.ModelAdmin[Hold]
+    ConsoleAdminBase = admin.ModelAdmin[Console]
     PaginatorBase = Paginator[Outbox]
 else:
     OutboxAdminBase = admin.ModelAdmin
     HoldAdminBase = admin.ModelAdmin
+    ConsoleAdminBase = admin.ModelAdmin
     PaginatorBase = Paginator
 
 _COUNT_BOUND = 10_000
 _NAMED = 100
+_OFFERED_TOPICS = 500
 _MOST_LOGGED = 1_000
 _LONGEST_ENTRY = 500
 _SHOWN_CHARACTERS = 20_000
@@ -70,7 +80,7 @@ class OutboxAdmin(OutboxAdminBase):
     list_display = ("id", "kafka_topic", "kafka_key", "age", "held", "in_flight", "size")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith")
     search_help_text = "Beginning of a topic or of a key"
-    list_filter = (("leader_id", admin.EmptyFieldListFilter),)
+    list_filter = (Held, InFlight)
     ordering = ("id",)
     sortable_by = ("id",)
     paginator = BoundedPaginator
@@ -123,8 +133,8 @@ class OutboxAdmin(OutboxAdminBase):
 
     @admin.display(description="waiting for", ordering="id")
     def age(self, record: Outbox) -> str:
-        """Return the time since the record's transaction began."""
-        return timesince(record.create_time)
+        """Return the time since the record's transaction began, to the second."""
+        return age(record.create_time)
 
     @admin.display(description="held by")
     def held(self, record: Outbox) -> str:
@@ -147,7 +157,7 @@ class OutboxAdmin(OutboxAdminBase):
     def shown_headers(self, record: Outbox) -> str:
         """Return one header a line."""
         lines = ((header.key, as_text(header.value)) for header in record.headers)
-        return format_html_join("", "<div><b>{}</b>: {}</div>", lines) or "-"
+        return format_html_join("", '<div style="overflow-wrap: anywhere"><b>{}</b>: {}</div>', lines) or "-"
 
     @admin.display(description="value")
     def shown_value(self, record: Outbox) -> str:
@@ -159,18 +169,48 @@ class OutboxAdmin(OutboxAdminBase):
         )
 
 
+class TopicInput(AdminTextInputWidget):
+    """A line for a topic's name that offers those for which records wait."""
+
+    def __init__(self, topics: Sequence[str] = ()) -> None:
+        super().__init__({"list": "outbox-topics", "autocomplete": "off"})
+        self._topics = topics
+
+    def render(self, name: str, value: Any, attrs: Any = None, renderer: Any = None) -> SafeString:
+        """Return the line, and the list that browsers complete it from."""
+        line = super().render(name, value, attrs, renderer)
+        options = format_html_join("", '<option value="{}">', ((topic,) for topic in self._topics))
+        return format_html('{}<datalist id="outbox-topics">{}</datalist>', line, options)
+
+
+class HoldChangeList(ChangeList):
+    """A page of holds with the number of records that each keeps."""
+
+    def get_results(self, request: HttpRequest) -> None:
+        """Count for all holds of the page at once."""
+        super().get_results(request)
+        kept = holds(self.result_list.db).count_behind() if self.result_list else {}
+        for hold in self.result_list:
+            hold.kept_records = kept.get(hold.pk, 0)
+
+
 @admin.register(Hold)
 class HoldAdmin(HoldAdminBase):
     """The holds of the outbox. The actions are those of `outbox hold`."""
 
-    list_display = ("__str__", "record", "reason", "error", "dead_lettering", "create_time")
+    list_display = ("__str__", "record", "kept", "why", "dead_lettering", "age")
     search_fields = ("kafka_topic__startswith", "kafka_key__startswith", "=record_id")
     search_help_text = "Beginning of a topic or of a key, or a record's id"
-    list_filter = ("dead_letter", ("record_id", admin.EmptyFieldListFilter))
+    list_filter = (What, "dead_letter")
     ordering = ("create_time", "record_id")
     show_full_result_count = False
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")
+
+    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
+        """Return the list that counts what holds keep."""
+        del request, kwargs
+        return HoldChangeList
 
     def get_fields(self, request: HttpRequest, obj: Hold | None = None) -> tuple[str, ...]:
         """Return the fields of a new hold, or all of one that is there."""
@@ -188,6 +228,23 @@ class HoldAdmin(HoldAdminBase):
         """Return a link to the held record."""
         return "-" if hold.record_id is None else _link("outbox", hold.record_id, str(hold.record_id))
 
+    @admin.display(description="records kept")
+    def kept(self, hold: Hold) -> int:
+        """Return the number of records that the hold keeps, among the oldest 10,000."""
+        kept: int = getattr(hold, "kept_records", 0)
+        return kept
+
+    @admin.display(description="why")
+    def why(self, hold: Hold) -> str:
+        """Return the reason and Kafka's error, which may be long."""
+        text = ": ".join(filter(None, (hold.reason, hold.error))) or "-"
+        return format_html('<div style="max-width: 28em; overflow-wrap: anywhere">{}</div>', text)
+
+    @admin.display(description="held for", ordering="create_time")
+    def age(self, hold: Hold) -> str:
+        """Return the time since the hold was set, to the second."""
+        return age(hold.create_time)
+
     @admin.display(description="dead letter", ordering="dead_letter")
     def dead_lettering(self, hold: Hold) -> str:
         """Tell whether the record waits for the dead-letter topic."""
@@ -200,14 +257,10 @@ class HoldAdmin(HoldAdminBase):
         which = holds(write_alias("Hold"), str(request.user))
         obj.was_held = not which.add(obj.kafka_topic, obj.kafka_key, reason=obj.reason or f"by {request.user}")
         obj.pk = which.list(topic=obj.kafka_topic, key=obj.kafka_key)[0].id
-        waiting = which.waiting_topics(obj.kafka_key)
-        if obj.kafka_topic not in waiting:
-            known = f" They are for: {', '.join(list(waiting)[:10])}." if waiting else ""
-            text = f"None of the oldest 10,000 records is for topic {obj.kafka_topic}.{known}"
-            self.message_user(request, text, messages.WARNING)
-        elif obj.kafka_key is not None and not waiting[obj.kafka_topic]:
-            text = f"None of the oldest 10,000 records has key {obj.kafka_key} of {obj.kafka_topic}."
-            self.message_user(request, text, messages.WARNING)
+        doubt = which.doubt(obj.kafka_topic, obj.kafka_key)
+        if doubt is not None:
+            end = "" if doubt.text.endswith("?") else "."
+            self.message_user(request, f"{doubt.text[:1].upper()}{doubt.text[1:]}{end}", messages.WARNING)
 
     def response_add(self, request: HttpRequest, obj: Hold, post_url_continue: str | None = None) -> HttpResponse:
         """Go back to the list, and say what is held now."""
@@ -219,11 +272,15 @@ class HoldAdmin(HoldAdminBase):
     def get_form(self, request: HttpRequest, obj: Hold | None = None, change: bool = False, **kwargs: Any) -> Any:
         """Return the form, in which key and reason are optional and each field is one line."""
         form = super().get_form(request, obj, change, **kwargs)
+        topics = list(holds(write_alias("Hold")).waiting_topics()) if obj is None else []
         for name in ("kafka_key", "reason"):
             if name in form.base_fields:
                 form.base_fields[name].required = False
         for field in form.base_fields.values():
             field.widget = AdminTextInputWidget()
+        if "kafka_topic" in form.base_fields:
+            form.base_fields["kafka_topic"].widget = TopicInput(topics[:_OFFERED_TOPICS])
+            form.base_fields["kafka_topic"].validators.append(_check_topic)
         return form
 
     def has_change_permission(self, request: HttpRequest, obj: Hold | None = None) -> bool:
@@ -295,6 +352,48 @@ class HoldAdmin(HoldAdminBase):
     def _records(chosen: models.QuerySet[Hold]) -> list[int]:
         records = chosen.values_list("record_id", flat=True)
         return [identity for identity in records if identity is not None]
+
+
+@admin.register(Console)
+class ConsoleAdmin(ConsoleAdminBase):
+    """The console, below the address where a model would have its list."""
+
+    def get_urls(self) -> list[URLPattern]:
+        """Return the addresses of the page, its files and its API."""
+        view = console_view(self.admin_site)
+        return [
+            path("", view, name="outbox_django_console_changelist"),
+            path("<path:path>", view, name="outbox_django_console_part"),
+        ]
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        """Show the link to users who may see the console."""
+        return may_view(request.user)
+
+    def has_view_permission(self, request: HttpRequest, obj: Console | None = None) -> bool:
+        """Let users who may see outbox records and holds see the console."""
+        del obj
+        return may_view(request.user)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Refuse: there is one."""
+        del request
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Console | None = None) -> bool:
+        """Refuse: there is nothing to change."""
+        del request, obj
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Console | None = None) -> bool:
+        """Refuse: there is nothing to delete."""
+        del request, obj
+        return False
+
+
+def _check_topic(topic: str) -> None:
+    if not is_legal(topic):
+        raise ValidationError("This is not a topic name that Kafka accepts: a-z A-Z 0-9 . _ - up to 249 characters.")
 
 
 def _link(model: str, pk: int, text: str) -> str:

@@ -19,10 +19,10 @@ from django.db import connections, router
 from django.db.migrations.recorder import MigrationRecorder
 from django.utils.connection import ConnectionDoesNotExist
 
-from outbox_core.errors import OutboxError
+from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_core.schema import INBOX_COLUMNS, REQUIRED_COLUMNS, hold_beside
 from outbox_django.databases import write_alias
-from outbox_django.settings import OutboxSettings, Problem, find_problems, outbox_settings
+from outbox_django.settings import OutboxSettings, Problem, find_problems, outbox_settings, readable_settings
 from outbox_django.stashing import stash_alias
 
 _Apps = Sequence[AppConfig] | None
@@ -94,17 +94,21 @@ def check_databases(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
 
 
 def check_harvester(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
-    """Check the harvester's settings, where it is installed and OUTBOX says something about Kafka: E006."""
+    """Check the harvester's settings, where it is installed and OUTBOX says something about Kafka: E006.
+
+    What `check_settings` reports is left out, so that all mistakes are told at once.
+    """
     del app_configs
-    current = _readable_settings()
-    if current is None or not current.kafka or not _harvester_is_installed() or check_databases():
+    current = readable_settings()
+    if not current.kafka or not _harvester_is_installed() or check_databases():
         return []
     from outbox_django.harvesting import harvest_config
 
+    alias = current.database or router.db_for_write(apps.get_model("outbox_django", "Outbox"))
     try:
-        harvest_config(current, stash_alias())
-    except OutboxError as error:
-        return [Error(f"The harvester refuses its settings: {error}", id="outbox_django.E006")]
+        harvest_config(current, alias)
+    except InvalidConfig as error:
+        return [Error(f"The harvester refuses {mistake}", id="outbox_django.E006") for mistake in error.mistakes]
     return []
 
 

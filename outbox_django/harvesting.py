@@ -15,7 +15,7 @@ from django.db import connections
 from django.utils.connection import ConnectionDoesNotExist
 
 from outbox_core.config import HarvestConfig
-from outbox_core.config.names import PER_RUN, Path, django_key
+from outbox_core.config.names import PER_RUN, Path, django_key, option
 from outbox_core.config.problems import InvalidSettings
 from outbox_core.errors import InvalidConfig
 from outbox_django.databases import write_alias
@@ -62,7 +62,7 @@ def harvest_config(
     try:
         return HarvestConfig(**values)
     except InvalidSettings as error:
-        raise InvalidSettings(error.problems, _setting_of) from None
+        raise InvalidSettings(error.problems, lambda path: _name_of(path, overrides or {})) from None
 
 
 def data_source(alias: str) -> str:
@@ -84,6 +84,13 @@ def data_source(alias: str) -> str:
         escaped_role = str(role).replace("\\", "\\\\").replace(" ", "\\ ")
         parameters["options"] = f"{parameters.get('options', '')} -c role={escaped_role}".strip()
     return psycopg.conninfo.make_conninfo("", **parameters)
+
+
+def _name_of(path: Path, overrides: Mapping[str, Any]) -> str:
+    """Return the name by which a setting was given: the option, or the key of OUTBOX."""
+    given = overrides.get(path[0]) if path else None
+    is_option = path[1] in given if isinstance(given, Mapping) and len(path) > 1 else given is not None
+    return option(path) if is_option else _setting_of(path)
 
 
 def _setting_of(path: Path) -> str:

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 _METHODS = frozenset(
     {
         "list",
+        "causes",
+        "count",
         "count_behind",
+        "doubt",
         "waiting_topics",
         "add",
         "add_record",
@@ -31,6 +34,7 @@ _METHODS = frozenset(
         "release_holds",
         "release_records",
         "skip",
+        "resume",
         "dead_letter",
     }
 )

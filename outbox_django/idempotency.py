@@ -3,12 +3,7 @@
     @idempotent("orders-api", repeated=order_again)
     def orders(request): ...
 
-The view runs in a transaction that first accepts the key in the inbox. What the view commits is committed with its key,
-so the same request is either done as a whole, or may come again:
-
-- an answer of 400 or more, or an exception, rolls back and frees the key;
-- a repeat that overtakes the answer of the first waits for the outcome of its transaction;
-- no key stays "in progress" after a crash.
+See `outbox_core.inbox` for the promise.
 """
 
 from __future__ import annotations
@@ -22,9 +17,8 @@ from django.db import transaction
 from django.http import HttpRequest, HttpResponseBase, JsonResponse
 
 from outbox_core.errors import InvalidMessageId
+from outbox_core.inbox import is_refusal, request_key
 from outbox_django.inbox import InboxTable, configured_inbox
-
-_HEADER = "Idempotency-Key"
 
 View = TypeVar("View", bound=Callable[..., HttpResponseBase])
 
@@ -55,28 +49,21 @@ def idempotent(
 
         @wraps(view)
         def handle(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponseBase:
-            key = request.headers.get(_HEADER)
+            try:
+                key = request_key(request, request.headers, source, required=required)
+            except InvalidMessageId as error:
+                return JsonResponse({"error": str(error)}, status=400)
             if key is None:
-                if required:
-                    return _problem(f"the header {_HEADER} is missing: send one with each new request")
                 return view(request, *args, **kwargs)
             table = inbox or configured_inbox()
             alias = table.alias(using)
-            namespace = source(request) if callable(source) else source
             with transaction.atomic(using=alias):
-                try:
-                    is_new = table.accept(namespace, key, using=alias)
-                except InvalidMessageId as error:
-                    return _problem(f"{_HEADER}: {error}")
+                is_new = table.accept(*key, using=alias)
                 answer = (view if is_new else repeated)(request, *args, **kwargs)
-                if answer.status_code >= 400:
+                if is_refusal(answer):
                     transaction.set_rollback(True, using=alias)
                 return answer
 
         return cast("View", handle)
 
     return decorate
-
-
-def _problem(text: str) -> JsonResponse:
-    return JsonResponse({"error": text}, status=400)

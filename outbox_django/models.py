@@ -19,6 +19,7 @@ from outbox_django.settings import (
 )
 
 __all__ = [
+    "Console",
     "Event",
     "Hold",
     "Inbox",
@@ -146,6 +147,24 @@ class Event(models.Model):
 
     def __str__(self) -> str:
         return f"{self.kind} by {self.actor}"
+
+
+class Console(models.Model):
+    """The console in the admin. It has no table: Django's admin and permissions are about models."""
+
+    id = models.BigAutoField(primary_key=True)
+
+    class Meta:
+        """Nothing is migrated but the permission."""
+
+        managed = False
+        default_permissions = ()
+        permissions = (("restash_dead_letter", "Can stash dead letters anew"),)
+        verbose_name = "console"
+        verbose_name_plural = "console"
+
+    def __str__(self) -> str:
+        return "console"
 
 
 class Inbox(models.Model):

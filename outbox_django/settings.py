@@ -80,11 +80,21 @@ class Problem(NamedTuple):
 
 
 def outbox_settings() -> OutboxSettings:
-    """Return the current `OUTBOX` setting; all defaults if there is none. InvalidConfig names the first wrong key."""
+    """Return the current `OUTBOX` setting; all defaults if there is none. InvalidConfig names every wrong key."""
     raw = getattr(settings, "OUTBOX", {})
-    for problem in find_problems(raw):
-        raise InvalidConfig(" ".join(text for text in (problem.message, problem.hint) if text))
+    problems = list(find_problems(raw))
+    if problems:
+        raise InvalidConfig(*(" ".join(filter(None, (problem.message, problem.hint))) for problem in problems))
     return OutboxSettings(**{key.lower(): _READERS[key](value) for key, value in raw.items()})
+
+
+def readable_settings() -> OutboxSettings:
+    """Return the current `OUTBOX` setting without the keys that `find_problems` names."""
+    raw = getattr(settings, "OUTBOX", {})
+    wrong = {problem.key for problem in find_problems(raw)}
+    if None in wrong:
+        return OutboxSettings()
+    return OutboxSettings(**{key.lower(): _READERS[key](raw[key]) for key in raw if str(key) not in wrong})
 
 
 def model_table() -> str:

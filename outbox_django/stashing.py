@@ -11,6 +11,7 @@ held makes that the order in which transactions on the same data commit.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Unpack
 
@@ -85,7 +86,12 @@ def stash_many(records: Iterable[OutboxRecord], *, using: str | None = None) -> 
 
 
 def stash_on(connection: BaseDatabaseWrapper, record: OutboxRecord) -> None:
-    """Stash in the transaction of one of Django's connections, for callers that know no aliases."""
+    """Stash a queue's message in the transaction of one of Django's connections.
+
+    Its partition was drawn to spread messages; a table without a column for it does without.
+    """
+    if not outbox_settings().table_layout.has_partition:
+        record = replace(record, partition=None)
     stash(record, using=connection.alias)
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.claims import ClaimCheck, ClaimStore
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_core.printable import escape_log_lines
 from outbox_core.record import OutboxRecord
 from outbox_queue.config import QueueConfig
@@ -176,15 +178,16 @@ class Queue:
 
         Arguments and errors are those of `Producer.send`, as far as they are about the message. `spread` chooses a
         random partition if their number is known (`message_partitions`), so that all consumers get messages; False is
-        for a table without `kafka_partition`.
+        for a table without `kafka_partition`. Value and headers that are UTF-8 are text, which fits tables of either
+        layout.
         """
         value, pairs = self._check.encode(payload, with_creation(self.name, headers), delay)
         partitions = self._service.known_message_partitions if spread else None
         return OutboxRecord(
             topic=self.config.message_topic,
             key=self.name,
-            value=value,
-            headers=pairs,
+            value=_text(value),
+            headers=[(name, None if content is None else _text(content)) for name, content in pairs],
             partition=random.randrange(partitions) if partitions else None,  # noqa: S311  not for secrets
         )
 
@@ -198,13 +201,35 @@ class Queue:
             InvalidMessage: naming the part that is wrong, also a message that is too large for a consumer to start it.
             TransactionRequired: if the connection commits by itself; nothing was written.
         """
-        stashing.stash(session, self.record(payload, headers=headers, delay=delay))
+        record = self.record(payload, headers=headers, delay=delay)
+        with _withdrawn_if_refused(self.claims, record):
+            stashing.stash(session, record)
 
     async def astash(
         self, session: Any, payload: Any, *, headers: UserHeaders = (), delay: timedelta | None = None
     ) -> None:
         """Stash on one of SQLAlchemy's asynchronous sessions or connections, as `stash` does."""
-        await stashing.astash(session, self.record(payload, headers=headers, delay=delay))
+        record = self.record(payload, headers=headers, delay=delay)
+        with _withdrawn_if_refused(self.claims, record):
+            await stashing.astash(session, record)
+
+
+@contextmanager
+def _withdrawn_if_refused(claims: ClaimCheck | None, record: OutboxRecord) -> Iterator[None]:
+    """Take a large payload out of its store again if the record is refused before any SQL."""
+    try:
+        yield
+    except OutboxError:
+        if claims is not None:
+            claims.withdraw(record.headers)  # type: ignore[arg-type]  # pairs by now
+        raise
+
+
+def _text(content: bytes) -> bytes | str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return content
 
 
 def _check_concurrency(concurrency: int | None, *, may_be_none: bool = True) -> None:

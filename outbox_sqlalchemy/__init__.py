@@ -7,7 +7,8 @@
         outbox.stash(session, outbox.OutboxRecord(topic="orders", key=order.number, value={"total": 42}))
 
 Stash last, after the row locks are taken: that makes the order of the messages the order of the changes. `accept`
-tells whether a message comes for the first time, `consume` handles each record of a Kafka consumer once.
+tells whether a message comes for the first time, `idempotent` does so for the requests of an endpoint, and `consume`
+handles each record of a Kafka consumer once.
 
 The functions use the tables `outbox` and `inbox`; make an `Outbox` or `Inbox` for others. They never begin, commit or
 roll back, and refuse a connection in AUTOCOMMIT.
@@ -25,6 +26,7 @@ from outbox_core.errors import (
 from outbox_core.record import Header, OutboxRecord
 from outbox_core.schema import BINARY_LAYOUT, TEXT_LAYOUT, TableLayout
 from outbox_sqlalchemy.consuming import consume
+from outbox_sqlalchemy.idempotency import idempotent
 from outbox_sqlalchemy.inbox import Inbox
 from outbox_sqlalchemy.outbox import Outbox
 from outbox_sqlalchemy.sessions import WrongSession
@@ -60,6 +62,7 @@ __all__ = [
     "astash",
     "astash_many",
     "consume",
+    "idempotent",
     "layout_of",
     "make_history_tables",
     "make_hold_table",

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Unpack
 
-from sqlalchemy import Connection, MetaData, Table, func, insert
+from sqlalchemy import Connection, LargeBinary, MetaData, Table, Text, column, func, insert, table
 from sqlalchemy.orm import Session
 
 from outbox_core import stasher
 from outbox_core.formats.preparation import FormatOptions, Preparation
 from outbox_core.record import OutboxRecord
-from outbox_core.schema import BINARY_LAYOUT, TableLayout
+from outbox_core.schema import BINARY_LAYOUT, TableLayout, TableName
 from outbox_sqlalchemy.commit_events import notify_after_commit
 from outbox_sqlalchemy.sessions import (
     STASHING,
@@ -67,7 +67,7 @@ class Outbox:
             table, mapper = mapped(table)
         self.table: Table = table
         self.layout = layout_of(table)
-        self._preparation = Preparation(**formats)
+        self._preparation = Preparation(insert_claim=_insert_claim, **formats)
         keys = {column.name: column.key for column in table.columns}
         self._keys = [keys[name] for name in self.layout.columns]
         # The database's clock, also where the column has no default; `inline`, since the id is not needed.
@@ -86,22 +86,24 @@ class Outbox:
             TransactionRequired: if the connection commits by itself (AUTOCOMMIT); no SQL was sent.
             WrongSession: if `session` is neither a synchronous session nor a connection.
         """
-        parameters = self._parameters(record)
         if stasher.interceptor is not None and not stasher.interceptor.writes:
-            self._keep(session, [parameters])
+            self._keep(session, [self._parameters(record)])
             return
-        connection = self._connection(session)
+        connection = self._connection(session)  # it is refused before a large payload goes to its claim store
+        parameters = self._parameters(record, connection)
+        _get_ready(session)
         connection.execute(self._insert, parameters)
         if stasher.interceptor is not None:
             _captured(connection, [parameters])
 
     def stash_many(self, session: SyncSession, records: Iterable[OutboxRecord]) -> None:
         """Write records in their order, in one `executemany`; all are checked first. Errors are those of `stash`."""
-        parameters = [self._parameters(record) for record in records]
         if stasher.interceptor is not None and not stasher.interceptor.writes:
-            self._keep(session, parameters)
+            self._keep(session, [self._parameters(record) for record in records])
             return
         connection = self._connection(session)
+        parameters = [self._parameters(record, connection) for record in records]
+        _get_ready(session)
         if parameters:
             connection.execute(self._insert, parameters)
         if stasher.interceptor is not None:
@@ -125,23 +127,33 @@ class Outbox:
         """Leave checked rows to a test's outbox in memory."""
         from outbox_sqlalchemy.testing import keep
 
-        keep(session, _rows(parameters), self._connection)
+        def find(real: SyncSession) -> Connection:
+            connection = self._connection(real)
+            _get_ready(real)
+            return connection
 
-    def _parameters(self, record: OutboxRecord) -> dict[str, Any]:
-        return dict(zip(self._keys, self.layout.row(self._preparation.prepare(record)), strict=False))
+        keep(session, _rows(parameters), find)
+
+    def _parameters(self, record: OutboxRecord, connection: Connection | None = None) -> dict[str, Any]:
+        return dict(zip(self._keys, self.layout.row(self._preparation.prepare(record, connection)), strict=False))
 
     def _connection(self, session: SyncSession) -> Connection:
-        found = synchronous(session, STASHING)
-        if isinstance(found, Session):
-            _flush(found)
-            notify_after_commit(found)
-        return connection_for(found, self._target)
+        return connection_for(synchronous(session, STASHING), self._target)
 
 
-def _flush(session: Session) -> None:
+def _insert_claim(connection: Connection, name: TableName, claim: str, payload: bytes) -> None:
+    target = table(name.table, column("name", Text), column("payload", LargeBinary), schema=name.schema)
+    connection.execute(insert(target).values(name=claim, payload=payload))
+
+
+def _get_ready(session: SyncSession) -> None:
     """Flush as a query would; not while a flush is under way, whose event handlers may stash."""
-    if session.autoflush and not session._flushing:  # noqa: SLF001  SQLAlchemy's autoflush asks the same
-        session.flush()
+    found = synchronous(session, STASHING)
+    if not isinstance(found, Session):
+        return
+    if found.autoflush and not found._flushing:  # noqa: SLF001  SQLAlchemy's autoflush asks the same
+        found.flush()
+    notify_after_commit(found)
 
 
 def _captured(connection: Connection, parameters: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import uuid
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +48,8 @@ _CHAOS = "tests/chaos/test_chaos.py"
 _QUEUES = ("tests/integration/queue/", "tests/acceptance/test_queue_")
 _LONGEST = ("tests/spark/relay/", "tests/spark/pipelines/", *_QUEUES, _CHAOS)
 _STACK_DIRECTORY = "stack_directory"
+_RECORDS_DIRECTORY = "private_stacks"
+_RECORDS = pytest.StashKey[Path]()
 _SECONDS_TO_COMPILE = 60
 _OF_SERVICES = ["DevstackError", "INVALID_REPLICATION_FACTOR", "Failed to get metadata"]
 """Errors of brokers that a starved machine does not let start or answer in time; they say nothing about the product."""
@@ -64,6 +67,7 @@ def pytest_configure(config):
 def pytest_configure_node(node):
     """Give each of the processes that run tests side by side the one stack, which the first that needs it starts."""
     node.workerinput[_STACK_DIRECTORY] = str(_shared_stack(node.config).directory)
+    node.workerinput[_RECORDS_DIRECTORY] = str(_records(node.config))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -157,7 +161,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_unconfigure(config):
-    """Stop the shared stack, unless it was running before us."""
+    """Stop the shared stack, unless it was running before us, and the private ones of processes that were killed."""
+    if _RECORDS in config.stash:
+        for directory in map(Path.read_text, config.stash[_RECORDS].iterdir()):
+            _end(DevStack(directory))
+        shutil.rmtree(config.stash[_RECORDS])
     shared = config.stash.get(_SHARED, None)
     if shared is not None and _is_ours_to_stop(config):
         shared.stop()
@@ -198,8 +206,9 @@ def database(postgres):
 @pytest.fixture(scope="module")
 def _module_stack(pytestconfig):
     with_both = DevStack(small=True, report=_reporter(pytestconfig))
-    yield with_both
-    with_both.stop()
+    with _recorded(pytestconfig, with_both.directory):
+        yield with_both
+        with_both.stop()
 
 
 @pytest.fixture
@@ -221,25 +230,25 @@ def private_database(private_stack):
 @pytest.fixture
 def own_stack(pytestconfig):
     """Yield a factory for started stacks of this test's own: `own_stack(embedded=None, directory=None)`."""
-    made = []
+    with ExitStack() as made:
 
-    def make(*, embedded: bool | None = None, directory: Path | None = None) -> DevStack:
-        stack = DevStack(directory, embedded, small=True, report=_reporter(pytestconfig))
-        made.append(stack)
-        stack.start()
-        return stack
+        def make(*, embedded: bool | None = None, directory: Path | None = None) -> DevStack:
+            stack = DevStack(directory, embedded, small=True, report=_reporter(pytestconfig))
+            made.enter_context(_recorded(pytestconfig, stack.directory))
+            made.callback(stack.stop)
+            stack.start()
+            return stack
 
-    yield make
-    for stack in made:
-        stack.stop()
+        yield make
 
 
 @pytest.fixture(scope="session")
 def _cluster(pytestconfig):
     directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-cluster-"))
-    made = KafkaCluster(directory, extra_properties=QUICK, links=True, report=_reporter(pytestconfig))
-    yield made
-    made.stop()
+    made = KafkaCluster(directory / "cluster", extra_properties=QUICK, links=True, report=_reporter(pytestconfig))
+    with _recorded(pytestconfig, directory):
+        yield made
+        made.stop()
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -315,6 +324,32 @@ def _shared_stack(config) -> DevStack:
         if given and not stack.is_running:
             pytest.exit(f"OUTBOX_DEVSTACK_DIR={given}: nothing runs there; python -m devstack up --dir {given}")
     return stack
+
+
+def _records(config) -> Path:
+    """Return the folder of the session's records: a file with the directory of each private stack."""
+    given = getattr(config, "workerinput", {}).get(_RECORDS_DIRECTORY)
+    if given is not None:
+        return Path(given)
+    if _RECORDS not in config.stash:
+        config.stash[_RECORDS] = Path(tempfile.mkdtemp(prefix="kafka-outbox-records-"))
+    return config.stash[_RECORDS]
+
+
+@contextmanager
+def _recorded(config, directory):
+    """Record a private stack until it is stopped: Ctrl-C ends the processes of `pytest -n` before they stop theirs."""
+    record = _records(config) / uuid.uuid4().hex
+    record.write_text(str(directory))
+    yield
+    record.unlink()
+
+
+def _end(stack):
+    """Stop a stack that a killed process has left, and remove its directory."""
+    stack.stop()
+    stack.postgres.remove()
+    shutil.rmtree(stack.directory, ignore_errors=True)
 
 
 def _is_ours_to_stop(config):

@@ -16,6 +16,7 @@ from outbox_core.kafka import headers_of
 _SECONDS_TO_APPEAR = 20
 _SECONDS_TO_FINISH = 20
 _BATCH = 500
+_ID, _NUMBER = "ce_id", "ce_number"  # of the payments' CloudEvents
 
 
 class Reception:
@@ -125,8 +126,8 @@ def _read(message: Message, at: float) -> Received:
     return Received(
         topic=message.topic(),
         key=message.key().decode(),
-        number=int(headers["number"]),
-        event_id=headers["event-id"].decode(),
+        number=int(headers[_NUMBER if _ID in headers else "number"]),
+        event_id=headers[_ID if _ID in headers else "event-id"].decode(),
         partition=message.partition(),
         at=at,
     )

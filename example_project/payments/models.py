@@ -1,7 +1,7 @@
 """Accounts, payments between them, and each account's entries: the history that Kafka gets.
 
 An account's entries are numbered from 1. Each is one message, so a reader of the topic can tell if one is missing or
-out of order. The outbox's table belongs to the same metadata, for Alembic's autogenerate to know it.
+out of order. The tables of outbox and inbox belong to the same metadata, for Alembic's autogenerate to know them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from uuid import UUID, uuid4
 from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKey, MetaData, String, UniqueConstraint, func
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from outbox_sqlalchemy import Outbox, make_outbox_table
+from example_project.payments.schemas import serializers
+from outbox_sqlalchemy import Inbox, Outbox, make_inbox_table, make_outbox_table
 
 _NAMES = {
     "pk": "%(table_name)s_pkey",
     "fk": "%(table_name)s_%(column_0_name)s_fkey",
+    "ix": "%(table_name)s_%(column_0_name)s_idx",
     "uq": "%(table_name)s_%(column_0_name)s_key",
     "ck": "%(table_name)s_%(constraint_name)s_check",
 }
@@ -50,6 +52,8 @@ class Payment(Base):
     payee_id: Mapped[int] = mapped_column(ForeignKey("account.id"))
     amount_cents: Mapped[int] = mapped_column(BigInteger)
     paid_at: Mapped[datetime] = mapped_column(DateTime(timezone=True), server_default=func.now())
+    # The request's Idempotency-Key, by which its repetition finds the payment.
+    idempotency_key: Mapped[str | None] = mapped_column(String(1000), index=True)
 
 
 class Entry(Base):
@@ -66,4 +70,5 @@ class Entry(Base):
     balance_after_cents: Mapped[int] = mapped_column(BigInteger)
 
 
-outbox = Outbox(make_outbox_table(Base.metadata, "payments_outbox"))
+outbox = Outbox(make_outbox_table(Base.metadata, "payments_outbox"), serializers=serializers())
+inbox = Inbox(make_inbox_table(Base.metadata, "payments_inbox"))

@@ -25,8 +25,16 @@ class TooLittleMoney(PaymentError):
     """The payer has less than the amount."""
 
 
-async def pay(session: AsyncSession, payer_id: int, payee_id: int, amount_cents: int) -> Payment:
+class KeyReused(PaymentError):
+    """The idempotency key belongs to a request for something else."""
+
+
+async def pay(
+    session: AsyncSession, payer_id: int, payee_id: int, amount_cents: int, idempotency_key: str | None = None
+) -> Payment:
     """Move money, in the transaction of the caller.
+
+    `idempotency_key` is that of the request, by which `find_payment` finds the payment.
 
     Raises:
         UnknownAccount: payer or payee has no account.
@@ -36,7 +44,7 @@ async def pay(session: AsyncSession, payer_id: int, payee_id: int, amount_cents:
     payer, payee = accounts[payer_id], accounts[payee_id]
     if payer.balance_cents < amount_cents:
         raise TooLittleMoney(f"account {payer_id} has {payer.balance_cents} cents, not {amount_cents}")
-    payment = Payment(payer_id=payer_id, payee_id=payee_id, amount_cents=amount_cents)
+    payment = Payment(payer_id=payer_id, payee_id=payee_id, amount_cents=amount_cents, idempotency_key=idempotency_key)
     session.add(payment)
     await session.flush()
     entries = [_book(payer, payment, -amount_cents), _book(payee, payment, amount_cents)]
@@ -44,6 +52,18 @@ async def pay(session: AsyncSession, payer_id: int, payee_id: int, amount_cents:
     await session.flush()
     await outbox.astash(session, payment_made(payment))
     await outbox.astash_many(session, map(entry_made, entries))
+    return payment
+
+
+async def find_payment(session: AsyncSession, idempotency_key: str, *asked: int) -> Payment:
+    """Return the payment that this very request (payer, payee, amount) has made before.
+
+    Raises:
+        KeyReused: the key belongs to a payment of something else.
+    """
+    payment = (await session.scalars(select(Payment).where(Payment.idempotency_key == idempotency_key))).one()
+    if (payment.payer_id, payment.payee_id, payment.amount_cents) != asked:
+        raise KeyReused(f"the idempotency key {idempotency_key!r} belongs to a request for something else")
     return payment
 
 

@@ -5,6 +5,7 @@ in order, without opening values.
 """
 
 from example_project.shop.models import Order, OrderEvent, StockMovement
+from example_project.shop.privacy import seal
 from outbox_django import OutboxRecord
 
 ORDERS = "shop.orders"
@@ -24,6 +25,8 @@ def order_placed(event: OrderEvent, order: Order) -> OutboxRecord:
         "total_cents": order.total_cents,
         "lines": lines,
     }
+    if order.address:
+        value["address"] = seal(order.customer, "address", order.address)
     return OutboxRecord(topic=ORDERS, key=order.pk, value=value, headers=_headers("order-placed", event))
 
 

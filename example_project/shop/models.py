@@ -34,6 +34,7 @@ class Order(models.Model):
         CANCELLED = "cancelled"
 
     customer = models.CharField(max_length=80)
+    address = models.CharField(max_length=200, default="", blank=True)
     status = models.CharField(max_length=10, choices=Status, default=Status.PLACED)
     total_cents = models.PositiveIntegerField()
     placed_at = models.DateTimeField(auto_now_add=True)
@@ -51,6 +52,16 @@ class Order(models.Model):
 
     def __str__(self) -> str:
         return f"order {self.pk} of {self.customer}"
+
+
+class CustomerKey(models.Model):
+    """A customer's key, with which their addresses in messages are encrypted; see privacy.py."""
+
+    customer = models.CharField(max_length=80, primary_key=True)
+    key = models.BinaryField()
+
+    def __str__(self) -> str:
+        return f"key of {self.customer}"
 
 
 class OrderLine(models.Model):

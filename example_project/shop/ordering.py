@@ -37,13 +37,14 @@ class NotPlaced(OrderError):
 
 
 @transaction.atomic
-def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str = "") -> Order:
+def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str = "", address: str = "") -> Order:
     """Take the basket (quantities by product id) from stock, as a new order.
 
     Args:
         customer: their name.
         basket: quantities by product id.
         idempotency_key: the key of the request, by which `find_order` finds the order; "" if it has none.
+        address: where to send it; "" if it is fetched. Messages show it encrypted.
 
     Raises:
         UnknownProduct: the basket names a product that does not exist.
@@ -57,7 +58,7 @@ def place_order(customer: str, basket: Mapping[int, int], idempotency_key: str =
             raise OutOfStock(f"{products[product_id]}: {products[product_id].stock} left, {quantity} ordered")
 
     total = sum(products[product_id].price_cents * quantity for product_id, quantity in basket.items())
-    order = Order.objects.create(customer=customer, total_cents=total, idempotency_key=idempotency_key)
+    order = Order.objects.create(customer=customer, address=address, total_cents=total, idempotency_key=idempotency_key)
     OrderLine.objects.bulk_create(
         OrderLine(order=order, product=products[number], quantity=quantity, price_cents=products[number].price_cents)
         for number, quantity in basket.items()

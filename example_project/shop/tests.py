@@ -8,16 +8,27 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
+from cryptography.exceptions import InvalidTag
 from django.core import mail
 from django.core.management import call_command
 from django.db import DatabaseError, connection
 from django.http import HttpResponse
 from django.test import Client, TransactionTestCase
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from example_project.shop.emails import send_confirmation
+from example_project.shop.invoices import claim_store, file_invoice
 from example_project.shop.models import Order, OrderEvent, OrderLine, Product, StockMovement
+from example_project.shop.privacy import unseal
+from outbox_core import tracing
+from outbox_core.testing.kafka import InProcessKafka
+from outbox_django import consume
 from outbox_django.models import Outbox
 from outbox_django.tasks.library import task_backends
 from outbox_django.tasks.models import Result
@@ -34,12 +45,13 @@ class ShopTests(OutboxTestMixin, TransactionTestCase):
         self.pen = Product.objects.create(name="Pen", price_cents=150, stock=10)
         self.ink = Product.objects.create(name="Ink", price_cents=700, stock=1)
 
-    def order(self, basket: dict[int, object], customer: str = "Zoë", key: str | None = None) -> HttpResponse:
+    def order(
+        self, basket: dict[int, object], customer: str = "Zoë", key: str | None = None, **more: str
+    ) -> HttpResponse:
         """Place an order over HTTP."""
         headers = _LOCAL if key is None else {**_LOCAL, "idempotency-key": key}
-        return self.client.post(
-            "/orders/", {"customer": customer, "basket": basket}, content_type="application/json", headers=headers
-        )
+        document = {"customer": customer, "basket": basket, **more}
+        return self.client.post("/orders/", document, content_type="application/json", headers=headers)
 
     def written(self) -> list[int]:
         """Count the rows of each table that an order writes to."""
@@ -197,6 +209,53 @@ class ShopTests(OutboxTestMixin, TransactionTestCase):
             number = self.order({self.pen.pk: 1}, customer=customer).json()["order"]
             send_confirmation.call(number)
             self.assertEqual(mail.outbox[-1].to, [address])
+
+    def test_an_address_is_encrypted_and_forgotten(self) -> None:
+        """Messages show an address only to those who have its customer's key, and to nobody once that is deleted."""
+        self.assertEqual(self.order({self.pen.pk: 1}, address="1 Main Street\n").status_code, 400)
+        self.assertEqual(self.order({self.pen.pk: 1}, address="1 Main Street").status_code, 201)
+        (message,) = (json.loads(record.value) for record in self.outbox_records if record.topic == "shop.orders")
+        self.assertNotIn("Main", "".join(str(record.value) for record in self.outbox_records))
+        self.assertEqual(unseal("Zoë", "address", message["address"]), "1 Main Street")
+        with self.assertRaises(InvalidTag):
+            unseal("Zoë", "other", message["address"])
+        call_command("forget_customer", "Zoë", stdout=StringIO())
+        self.assertIsNone(unseal("Zoë", "address", message["address"]))
+        self.assertEqual(Order.objects.get().address, "")
+
+    def test_an_invoice_comes_from_the_claim_store(self) -> None:
+        """The record names the PDF, which is in the store; a consumer gets it as if it had come with the record."""
+        number = self.order({self.pen.pk: 3}, customer="Zoë (x)").json()["order"]
+        with TemporaryDirectory() as folder, self.settings(SHOP_CLAIMS=Path(folder, "claims")):
+            self.assertEqual(self.client.post(f"/orders/{number}/invoice/", headers=_LOCAL).status_code, 202)
+            self.assertEqual(self.client.post("/orders/0/invoice/", headers=_LOCAL).status_code, 404)
+            self.outbox_records.assert_stashed("shop.invoices", key=number, value=b"", count=1)
+            paths: list[Path] = []
+            InProcessKafka(self.outbox_records).deliver(
+                {"shop.invoices": lambda message: paths.append(file_invoice(message, Path(folder)))},
+                claim_store=claim_store(),
+            )
+            pdf = paths[0].read_bytes()
+        self.assertTrue(pdf.startswith(b"%PDF-") and pdf.endswith(b"%%EOF\n"))
+        self.assertIn("(Zoë \\(x\\)) Tj".encode("cp1252"), pdf)
+        self.assertIn(b"(3 x Pen) Tj", pdf)
+
+    def test_a_trace_leads_from_the_request_to_the_consumer(self) -> None:
+        """The request, the creation of its records and their processing by a consumer are spans of one trace."""
+        exporter, provider = InMemorySpanExporter(), TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        tracing.enable(provider)
+        self.addCleanup(tracing.disable)
+        with patch("opentelemetry.trace.get_tracer_provider", return_value=provider):
+            self.order({self.pen.pk: 3})
+            consumer = InProcessKafka(self.outbox_records).consumer("shop.orders", group="shipping")
+            consume(consumer, lambda _: None, stop=consumer.drained)
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        request, created = spans["POST /orders/"], spans["create shop.orders"]
+        processed = spans["process shop.orders"]
+        self.assertEqual(len({span.context.trace_id for span in (request, created, processed)}), 1)
+        self.assertEqual(created.parent.span_id, request.context.span_id)
+        self.assertEqual(processed.parent.span_id, created.context.span_id)
 
     def test_the_front_page_shows_products_and_orders(self) -> None:
         """The page lists products and orders, escaped."""

@@ -9,4 +9,5 @@ urlpatterns = [
     path("revenue/", views.revenue_page, name="revenue"),
     path("orders/", views.orders, name="orders"),
     path("orders/<int:order_id>/", views.order, name="order"),
+    path("orders/<int:order_id>/invoice/", views.invoice, name="invoice"),
 ]

@@ -2,10 +2,11 @@
 
 GET    /              products and the latest orders
 GET    /revenue/      revenue per product and hour, as a Spark pipeline computes it from the order events
-POST   /orders/       {"customer": "Ada", "basket": {"1": 2}} -> 201, 400, 404 (no such product), 409 (out of stock);
-                      with the header Idempotency-Key, which a repeated request repeats: the same 201, or 422 if it
-                      asks for something else
+POST   /orders/       {"customer": "Ada", "basket": {"1": 2}}, perhaps with "address" -> 201, 400, 404 (no such
+                      product), 409 (out of stock); with the header Idempotency-Key, which a repeated request repeats:
+                      the same 201, or 422 if it asks for something else
 DELETE /orders/<id>/  cancel -> 204, 404
+POST   /orders/<id>/invoice/  send the invoice -> 202, 404
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from django.shortcuts import render
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_http_methods, require_POST
 
+from example_project.shop.invoices import send_invoice
 from example_project.shop.models import Order, Product
 from example_project.shop.ordering import (
     KeyReused,
@@ -33,6 +35,7 @@ from outbox_django import idempotent
 _LATEST = 20
 _MOST_OF_A_PRODUCT = 1_000
 _LONGEST_NAME = 80
+_LONGEST_ADDRESS = 200
 
 
 @require_GET
@@ -51,7 +54,7 @@ def revenue_page(request: HttpRequest) -> HttpResponse:
 def order_again(request: HttpRequest) -> JsonResponse:
     """Answer a request that has placed its order before."""
     try:
-        customer, basket = _read_order(request.body)
+        customer, basket, _ = _read_order(request.body)
         placed = find_order(request.headers["Idempotency-Key"], customer, basket)
     except ValueError as error:
         return _problem(400, error)
@@ -66,8 +69,8 @@ def order_again(request: HttpRequest) -> JsonResponse:
 def orders(request: HttpRequest) -> JsonResponse:
     """Place an order."""
     try:
-        customer, basket = _read_order(request.body)
-        placed = place_order(customer, basket, request.headers.get("Idempotency-Key", ""))
+        customer, basket, address = _read_order(request.body)
+        placed = place_order(customer, basket, request.headers.get("Idempotency-Key", ""), address)
     except ValueError as error:
         return _problem(400, error)
     except UnknownProduct as error:
@@ -89,8 +92,20 @@ def order(request: HttpRequest, order_id: int) -> HttpResponse:
     return HttpResponse(status=204)
 
 
-def _read_order(body: bytes) -> tuple[str, dict[int, int]]:
-    """Return customer and basket; ValueError says what is wrong with them."""
+@csrf_exempt
+@require_POST
+def invoice(request: HttpRequest, order_id: int) -> HttpResponse:
+    """Send an order's invoice."""
+    del request
+    try:
+        send_invoice(order_id)
+    except Order.DoesNotExist as error:
+        return _problem(404, error)
+    return HttpResponse(status=202)
+
+
+def _read_order(body: bytes) -> tuple[str, dict[int, int], str]:
+    """Return customer, basket and address; ValueError says what is wrong with them."""
     try:
         document = json.loads(body)
     except RecursionError:
@@ -99,8 +114,15 @@ def _read_order(body: bytes) -> tuple[str, dict[int, int]]:
         case {"customer": str(customer), "basket": dict(basket)} if basket and 0 < len(customer) <= _LONGEST_NAME:
             if not customer.isprintable():  # a NUL, which no text column holds, or a line break in an e-mail
                 raise ValueError("a name has no control characters")
-            return customer, {int(product): _quantity(quantity) for product, quantity in basket.items()}
+            quantities = {int(product): _quantity(quantity) for product, quantity in basket.items()}
+            return customer, quantities, _address(document.get("address", ""))
     raise ValueError('expected {"customer": "a name", "basket": {"product id": quantity, ...}}')
+
+
+def _address(value: object) -> str:
+    if not isinstance(value, str) or len(value) > _LONGEST_ADDRESS or not value.isprintable():
+        raise ValueError(f"an address is text of up to {_LONGEST_ADDRESS} characters, without control characters")
+    return value
 
 
 def _quantity(value: object) -> int:

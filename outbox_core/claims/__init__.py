@@ -6,7 +6,8 @@ The invariant: whoever can read a record's header can read its payload. So the o
 2. only then it writes the record, whose value is empty, in the caller's transaction.
 
 A crash or a rollback between the two leaves a payload that no record names, an orphan. `outbox claims delete` finds it:
-neither the table nor the topics name it. A committed record without a payload cannot be.
+neither the table nor the topics name it. A committed record without a payload cannot be. A table of the outbox's own
+database takes both in one transaction (`TableStore(..., with_record=True)`), and leaves no orphan either.
 """
 
 from outbox_core.claims.claims import CLAIM_HEADER, ClaimCheck, ClaimMissing, ClaimStore, ClaimStoreFailed, claim_of

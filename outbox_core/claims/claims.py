@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 from uuid import uuid4
@@ -89,8 +90,12 @@ class ClaimCheck:
             raise InvalidConfig("claim_check_above, claim_store: give both, or neither")
         return cls(store, above)
 
-    def deposit(self, topic: str, value: bytes | str | None) -> str | None:
+    def deposit(
+        self, topic: str, value: bytes | str | None, put: Callable[[str, bytes], object] | None = None
+    ) -> str | None:
         """Write a value that is too large for its record to the store; return its name, None if it is small enough.
+
+        `put` writes it in the place of the store's own method.
 
         Raises:
             ClaimStoreFailed: if the store did not take it; nothing refers to it then.
@@ -102,13 +107,20 @@ class ClaimCheck:
             return None
         name = f"{topic}/{datetime.now(UTC).strftime(_TIME)}-{uuid4().hex}"
         try:
-            self.store.put(name, payload)
+            (put or self.store.put)(name, payload)
         except Exception as error:
             raise ClaimStoreFailed(
                 f"value: {len(payload)} bytes for topic {topic!r} could not be written to "
                 f"{type(self.store).__name__}: {type(error).__name__}: {error}"
             ) from error
         return name
+
+    def withdraw(self, headers: Iterable[tuple[str, bytes | str | None]]) -> None:
+        """Delete the payload that a record's headers name, since the record was not written; else it is an orphan."""
+        name = claim_of(headers, b"")
+        if name is not None:
+            with suppress(Exception):
+                self.store.delete(name)
 
 
 def claim_of(headers: Iterable[tuple[str, bytes | str | None]] | None, value: bytes | None) -> str | None:

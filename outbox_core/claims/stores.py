@@ -128,17 +128,24 @@ class FsspecStore:
 
 
 class TableStore:
-    """Payloads in a table of PostgreSQL, which is not the outbox's transaction: one of its own for each payload.
+    """Payloads in a table of PostgreSQL.
 
     Args:
         connect: makes a connection of psycopg 3 or psycopg2, used for one call and closed; such as
             `lambda: psycopg.connect(dsn)`.
         table: name of the table; `create_sql` makes it.
+        with_record: True for a table of the outbox's own database: payloads are written on the connection of the stash,
+            so that a rollback or a crash takes them along and leaves no orphan. Messages of queues, and records of an
+            outbox in memory, have a transaction of their own all the same, as with False.
+
+    Attributes:
+        insert_into: the table, if stashes write to it; else None.
     """
 
-    def __init__(self, connect: Callable[[], Any], table: str = "outbox_claim") -> None:
+    def __init__(self, connect: Callable[[], Any], table: str = "outbox_claim", *, with_record: bool = False) -> None:
         self._connect = connect
         self._table = TableName.parse(table)
+        self.insert_into = self._table if with_record else None
         self._escaped = self._table.quoted.replace("%", "%%")
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The command `outbox`: `schema`, `harvest`, `hold`, `restash`, `peek`, `status`, `doctor`, `inbox prune` and `claims`.
+"""The command `outbox`: `schema`, `harvest`, `status`, `doctor`, `peek`, `hold`, `console` and what `--help` lists.
 
 Other packages add commands by entry points of the group `outbox.commands`: a function that takes the arguments behind
 the command's name and returns the exit code.
@@ -6,7 +6,7 @@ the command's name and returns the exit code.
 Exit codes: 0 for success, 2 for an error before work began (arguments, settings, an unreachable service, a missing
 table), 1 for a harvester that an error ended, for a doctor that found a problem and for what was not confirmed, 3 to 5
 for services that did not answer `status` or `doctor`, 130 and 143 after a second SIGINT or SIGTERM. Each failure is one
-line on stderr, beginning with `outbox: error:`.
+line on stderr, beginning with `outbox: error:`; settings have a line for each mistake.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, NoReturn
 
 from outbox_core import __version__
-from outbox_core.cli import claims, completion, doctor, harvest, hold, inbox, peek, restash, schema
+from outbox_core.cli import claims, completion, console, doctor, harvest, hold, inbox, peek, restash, schema
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
     except OutboxError as error:
-        return harvest.fail(harvest.shown(error))
+        return harvest.fail_with(error)
     except BrokenPipeError:  # `outbox schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
@@ -56,6 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_commands(commands)
     peek.add_command(commands)
     hold.add_command(commands)
+    console.add_command(commands)
     restash.add_command(commands)
     inbox.add_command(commands)
     claims.add_command(commands)

@@ -1,4 +1,4 @@
-"""`outbox claims list` and `outbox claims delete`: payloads in a claim store that no record names any more."""
+"""`outbox claims`, shared with Django's `outbox_claims`: payloads in a claim store that no record names any more."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from outbox_core.cli.database import connect
 from outbox_core.cli.harvest import add_source_arguments, missing_extra, overrides_from
@@ -13,7 +14,11 @@ from outbox_core.cli.inbox import parse_age
 from outbox_core.errors import OutboxTableError
 from outbox_core.schema import TableName
 
-_DESCRIPTION = (
+if TYPE_CHECKING:
+    from outbox_core.cli.terminal import Output
+    from outbox_core.config import HarvestConfig
+
+DESCRIPTION = (
     "Find payloads that neither the outbox nor the topics name: their transaction was rolled back, or Kafka has "
     "removed their records. Reads the topics from the beginning. An error in between deletes nothing."
 )
@@ -21,11 +26,19 @@ _DESCRIPTION = (
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `claims` and its own commands to the commands of `outbox`."""
-    claims = commands.add_parser("claims", help="find payloads that no record names", description=_DESCRIPTION)
+    claims = commands.add_parser("claims", help="find payloads that no record names", description=DESCRIPTION)
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument("-f", "--file", metavar="FILE", help="the YAML file of `outbox harvest`")
+    add_source_arguments(place, variables=True)
+    add_actions(claims, place)
+    claims.set_defaults(command=_run)
+
+
+def add_actions(claims: argparse.ArgumentParser, place: argparse.ArgumentParser) -> None:
+    """Add the actions, each with its own options and those of `place`."""
     actions = claims.add_subparsers(title="commands", metavar="COMMAND", required=True, dest="action")
     for name, text in (("list", "print the names of orphans"), ("delete", "delete orphans, and print their names")):
-        parser = actions.add_parser(name, help=text, description=_DESCRIPTION)
-        parser.add_argument("-f", "--file", metavar="FILE", help="the YAML file of `outbox harvest`")
+        parser = actions.add_parser(name, help=text, description=DESCRIPTION, parents=[place])
         parser.add_argument(
             "--store", required=True, metavar="STORE", help="a folder, postgresql://... or a URL of fsspec: s3://..."
         )
@@ -42,19 +55,26 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         parser.add_argument(
             "--other-table", action="append", default=[], metavar="NAME", help="a further outbox; may be repeated"
         )
-        add_source_arguments(parser, variables=True)
-    claims.set_defaults(command=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        from outbox_core.claims.orphans import find_orphans
-        from outbox_core.claims.stores import store_of
         from outbox_core.config import load_config, read_document
     except ImportError as error:
         raise missing_extra(error) from None
     document = read_document(options.file) if options.file is not None else None
     config = load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
+    run_claims(config, sys.stdout, options)
+    return 0
+
+
+def run_claims(config: HarvestConfig, out: Output, options: argparse.Namespace) -> None:
+    """Find orphans, print their names, and delete them if that is the action."""
+    try:
+        from outbox_core.claims.orphans import find_orphans
+        from outbox_core.claims.stores import store_of
+    except ImportError as error:
+        raise missing_extra(error) from None
     store, before = store_of(options.store), datetime.now(UTC) - options.older_than
     connection, outbox = connect(config.data_source, TableName.parse(config.outbox_table))
     import psycopg
@@ -78,8 +98,7 @@ def _run(options: argparse.Namespace) -> int:
     for name in orphans:
         if options.action == "delete":
             store.delete(name)
-        sys.stdout.write(f"{name}\n")
-    return 0
+        out.write(f"{name}\n")
 
 
 def _existing(kafka: dict[str, object], topic: str) -> set[str]:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from outbox_core.cli.harvest import add_source_arguments, missing_extra, overrides_from
 from outbox_core.cli.terminal import GREEN, RED, YELLOW, Output, flush, is_terminal, paint
 from outbox_core.doctor.findings import CommandLine, Commands, Finding, Verdict
-from outbox_core.errors import InvalidConfig
-from outbox_core.printable import printable
-from outbox_core.schema import TableName
+from outbox_core.printable import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -112,7 +110,6 @@ def run_doctor(config: HarvestConfig, out: Output, options: Mapping[str, Any], c
         from outbox_core.doctor.examination import examine
     except ImportError as error:
         raise missing_extra(error) from None
-    _check_table(config)
     findings = examine(config, commands, connect_seconds=options["timeout"])
     if options["json"]:
         listed = list(findings)
@@ -123,7 +120,6 @@ def run_doctor(config: HarvestConfig, out: Output, options: Mapping[str, Any], c
 
 def run_status(config: HarvestConfig, out: Output, options: Mapping[str, Any]) -> int:
     """Print backlog, holds and harvesters, each half as soon as it is known, and return the exit code."""
-    _check_table(config)
     interval: float | None = options["watch"]
     if interval is None:
         return _print_status(config, out, options)
@@ -153,13 +149,6 @@ def _config(options: argparse.Namespace) -> HarvestConfig:
         raise missing_extra(error) from None
     document = read_document(options.file) if options.file is not None else None
     return load_config(document, environ=os.environ, overrides=overrides_from(vars(options)))
-
-
-def _check_table(config: HarvestConfig) -> None:
-    try:
-        TableName.parse(config.outbox_table)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"outbox_table: {error}") from None
 
 
 def _printed(findings: Iterable[Finding], out: Output) -> Iterator[Finding]:
@@ -197,6 +186,7 @@ def _print_status(config: HarvestConfig, out: Output, options: Mapping[str, Any]
     database = cast("DatabaseStatus", next(halves))
     if not options["json"]:
         _write_database(database, config.delivery, write)
+        _write_leadership(database, write)
         flush(out)
     kafka = cast("KafkaStatus", next(halves))
     next(halves, None)  # closes the client
@@ -232,8 +222,6 @@ def _write_database(status: DatabaseStatus, delivery: str, write: _Lines) -> Non
     if isinstance(backlog, Unknown):
         write.unknown("waiting", backlog.reason, backlog.remedy)
         return
-    from outbox_core.doctor.postgres import plural
-
     about = "about " if backlog.is_estimate else ""
     write("waiting", f"{about}{plural(backlog.pending, 'record')}{_oldest(backlog.oldest_age_seconds)}")
     for topic in backlog.topics:
@@ -245,8 +233,6 @@ def _write_database(status: DatabaseStatus, delivery: str, write: _Lines) -> Non
 
 
 def _write_held(backlog: Backlog, write: _Lines) -> None:
-    from outbox_core.doctor.postgres import plural
-
     held = backlog.held
     if held is None:
         write("held", "unknown: the table of holds is missing, or this role may not read it")
@@ -260,6 +246,23 @@ def _write_held(backlog: Backlog, write: _Lines) -> None:
     paused = f"; paused: {', '.join(held.topics)}" if held.topics else ""
     holds = f"by holds of {plural(held.records, 'record')} and {plural(held.keys, 'key')}{paused}"
     write("held", f"{kept}, {holds}")
+
+
+_LEADERSHIPS = {
+    "leader_acquired": "took leadership",
+    "leader_handed_over": "handed leadership over",
+    "leader_fenced": "lost leadership",
+}
+
+
+def _write_leadership(status: DatabaseStatus, write: _Lines) -> None:
+    last = status.leadership
+    if last is None:
+        return
+    does = _LEADERSHIPS.get(last.kind, last.kind)
+    term = "" if last.term is None else f", term {last.term}"
+    why = f": {last.reason}" if last.reason else ""
+    write("history", f"{last.harvester} {does} {last.seconds_ago:,.0f} s ago{term}{why}")
 
 
 def _oldest(age: float | None) -> str:

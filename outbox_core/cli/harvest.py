@@ -13,9 +13,8 @@ from outbox_core.cli.gc_tuning import tune_gc
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
-from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRefreshed, LeaderRevoked, MeterRead
-from outbox_core.printable import printable
-from outbox_core.schema import TableName
+from outbox_core.events import Event, LeaderRefreshed, MeterRead
+from outbox_core.printable import plural, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -138,18 +137,38 @@ def overrides_from(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def run(config: HarvestConfig, *, drain: bool = False) -> int:
-    """Harvest until a signal, an error, or, with `drain`, an empty table, and return the exit code."""
+def run(config: HarvestConfig, *, drain: bool = False, tell: Callable[[str], object] | None = None) -> int:
+    """Harvest until a signal, an error, or, with `drain`, an empty table, and return the exit code.
+
+    `tell` is given each line about an error; by default `fail` writes it.
+    """
+    tell = tell or fail
     try:
         harvester, metrics = _make_harvester(config, drain=drain)
         with ExitStack() as stack:
             _serve_metrics(config, harvester, metrics, stack)
             stack.enter_context(stop_on_signals(harvester.stop))
             stack.enter_context(tune_gc())
+            _log_start(config)
             harvester.start()
-            return _wait_for_end(harvester)
+            return _wait_for_end(harvester, tell)
     except OutboxError as error:
-        return fail(shown(error))
+        for sentence in sentences(error):
+            tell(sentence)
+    return EXIT_NOT_STARTED
+
+
+def fail_with(error: OutboxError) -> int:
+    """Write a line for the error, or one for each mistake in settings, to stderr; return the exit code."""
+    for sentence in sentences(error):
+        fail(sentence)
+    return EXIT_NOT_STARTED
+
+
+def sentences(error: OutboxError) -> list[str]:
+    """Return the error in lines of their own, without secrets: the mistakes in settings, or its one text."""
+    mistakes = error.mistakes if isinstance(error, InvalidConfig) else ()
+    return [shown(InvalidConfig(mistake)) for mistake in mistakes] or [shown(error)]
 
 
 def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:
@@ -181,16 +200,12 @@ def _harvest(options: argparse.Namespace) -> int:
         try:
             load_config(document, environ=os.environ, overrides=overrides)
         except InvalidConfig as others:
-            raise InvalidConfig(f"{error}; {others}") from None
+            raise InvalidConfig(*error.mistakes, *others.mistakes) from None
         raise
     return run(load_config(document, environ=os.environ, overrides=overrides), drain=options.drain)
 
 
 def _make_harvester(config: HarvestConfig, *, drain: bool) -> tuple[Harvester, HarvestMetrics]:
-    try:
-        TableName.parse(config.outbox_table)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"outbox_table: {error}") from None
     try:
         from outbox_core.harvest.harvester import Harvester
         from outbox_core.metrics import HarvestMetrics
@@ -210,30 +225,55 @@ def _serve_metrics(config: HarvestConfig, harvester: Harvester, metrics: Harvest
     _log.info("serving /metrics and /healthz on %s port %d", config.metrics_host, server.port)
 
 
-def _wait_for_end(harvester: Harvester) -> int:
+def _wait_for_end(harvester: Harvester, tell: Callable[[str], object]) -> int:
+    failure: Exception | None = None
     try:
         harvester.join()
-    except OutboxError as error:
-        return fail(shown(error), EXIT_ENDED_BY_ERROR)
     except Exception as error:
-        _log.exception("the harvester was ended by an unexpected error")
-        return fail(shown(error), EXIT_ENDED_BY_ERROR)
-    return 0
+        if not isinstance(error, OutboxError):
+            _log.exception("the harvester was ended by an unexpected error")
+        failure = error
+    _log_end(harvester)
+    if failure is None:
+        return 0
+    tell(shown(failure))
+    return EXIT_ENDED_BY_ERROR
+
+
+def _log_start(config: HarvestConfig) -> None:
+    """Log what is harvested from where to where: until Kafka answers there may be nothing else for some seconds."""
+    try:
+        from outbox_core.stores.postgres.connection import location
+    except ImportError as error:
+        raise missing_extra(error) from None
+    properties = config.base_kafka_config
+    kafka = properties.get("bootstrap.servers") or properties.get("metadata.broker.list")
+    parts = location(config.data_source), config.outbox_table, kafka, config.delivery
+    _log.info("starting: %s, table %s, Kafka at %s, delivery %s", *parts)
+
+
+def _log_end(harvester: Harvester) -> None:
+    """Log what this process published in all: drained or stopped, the numbers of the log then add up."""
+    totals = harvester.metrics.totals()
+    lines = [f"published {plural(totals.published, 'record')} in all"]
+    if totals.dead_letters:
+        lines.append(f"{plural(totals.dead_letters, 'record')} to the dead-letter topic")
+    if totals.failed:
+        lines.append(f"{plural(totals.failed, 'attempt')} failed")
+    if totals.holds:
+        lines.append(f"{plural(totals.holds, 'hold')} left")
+    _log.info("ended: %s", "; ".join(lines))
 
 
 def _log_event(event: Event) -> None:
+    """Log what the election does not log itself."""
     match event:
-        case LeaderAcquired():
-            _log.info("leading, leader ID %s, term %d", event.leader_id, event.term)
         case LeaderRefreshed():
             _log.info("leading on, new leader ID %s: records are marked again", event.leader_id)
-        case LeaderRevoked():
-            _log.info("leadership handed back")
-        case LeaderFenced():
-            _log.warning("leadership lost: %s", event.reason or "no reason given")
         case MeterRead(stats=stats):
-            rates = stats.interval_count, stats.interval_rate, stats.total_count, stats.total_rate
-            _log.info("published %d records, %.0f/s; %d in all, %.0f/s", *rates)
+            published = plural(stats.interval_count, "record")
+            rates = stats.interval_rate, stats.total_count, stats.total_rate
+            _log.info("published %s, %.0f/s; %s in all, %.0f/s", published, rates[0], f"{rates[1]:,}", rates[2])
 
 
 def _property(text: str) -> tuple[str, str]:

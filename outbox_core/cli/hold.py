@@ -6,7 +6,6 @@ Importing this needs only the base install; running it needs psycopg 3, and noth
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from outbox_core.cli.terminal import Output, is_terminal, write_table
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
 from outbox_core.holds import Hold, Holds
 from outbox_core.printable import printable, printable_json
-from outbox_core.topic_names import is_legal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -218,7 +216,8 @@ def _add(connection: Connection, holds: Holds, options: Mapping[str, Any], desk:
     what = (
         f"record {record}" if record is not None else f"topic {topic}" if key is None else f"key {key} of topic {topic}"
     )
-    doubt = "" if record is not None else _doubt(connection, holds, topic, key)
+    doubtful = None if record is not None else holds.doubt(connection, topic, key)
+    doubt = "" if doubtful is None else doubtful.text
     if options["dry_run"]:
         desk.out.write(f"{printable(what)} would be held\n")
     elif doubt and not options["yes"] and desk.ask is not None and not desk.ask(f"{printable(doubt)}. Hold it?"):
@@ -232,19 +231,6 @@ def _add(connection: Connection, holds: Holds, options: Mapping[str, Any], desk:
         desk.out.write(f"{printable(what)} {'is held' if added else 'was held already'}\n")
     if doubt and (desk.ask is None or options["yes"] or options["dry_run"]):
         desk.note(doubt)
-
-
-def _doubt(connection: Connection, holds: Holds, topic: str, key: str | None) -> str:
-    """Return why a hold may be a typing error: no record waits for the topic, or for the key of it."""
-    if not is_legal(topic):
-        raise InvalidConfig(f"--topic: {topic[:300]!r} is not a topic name that Kafka accepts")
-    waiting = holds.waiting_topics(connection, key)
-    if topic in waiting:
-        return "" if key is None or waiting[topic] else f"none of the oldest 10,000 records has key {key} of {topic}"
-    close = difflib.get_close_matches(topic, waiting, 1)
-    meant = f"; did you mean {close[0]}?" if close else ""
-    known = f" (they are for {', '.join(list(waiting)[:5])})" if waiting else ""
-    return f"none of the oldest 10,000 records is for topic {topic}{known}{meant}"
 
 
 def _selected(options: Mapping[str, Any]) -> dict[str, Any]:

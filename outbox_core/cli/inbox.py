@@ -12,6 +12,7 @@ from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
 from outbox_core.cli.terminal import Progress
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.inbox import PRUNE_BATCH, Inbox
+from outbox_core.printable import plural
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def parse_age(text: str) -> timedelta:
 
 def report(pruned: int, table: object) -> str:
     """Return the report of a run."""
-    return f"pruned {pruned} message{'' if pruned == 1 else 's'} from {table}\n"
+    return f"pruned {plural(pruned, 'message')} from {table}\n"
 
 
 def _prune(options: argparse.Namespace) -> int:

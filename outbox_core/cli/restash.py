@@ -1,4 +1,4 @@
-"""`outbox restash`: stash archived records anew. Running it needs psycopg 3."""
+"""`outbox restash`, shared with Django's `outbox_restash`: stash archived records anew. Running it needs psycopg 3."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from outbox_core.cli.database import add_place_arguments, connect, find_place, operator
 from outbox_core.cli.inbox import parse_age
 from outbox_core.errors import OutboxTableError, StoreUnavailable
-from outbox_core.printable import printable
+from outbox_core.printable import plural, printable
 from outbox_core.retention.archive import RESTASH_HEADER, Archive
 
 if TYPE_CHECKING:
     from outbox_core.stasher import Connection
 
-_DESCRIPTION = (
+DESCRIPTION = (
     "Stash archived records of a topic anew, in their old order: the harvester publishes them again, with new ids and "
     f"the header {RESTASH_HEADER}, which has the old one. They stay in the archive. Times are those at which records "
     "left the outbox."
@@ -25,7 +25,7 @@ _DESCRIPTION = (
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `restash` to the commands of `outbox`."""
-    parser = commands.add_parser("restash", help="publish archived records again", description=_DESCRIPTION)
+    parser = commands.add_parser("restash", help="publish archived records again", description=DESCRIPTION)
     add_place_arguments(parser)
     add_arguments(parser)
     parser.set_defaults(command=_run)
@@ -36,8 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     when = "a time like 2026-11-23T14:00+01:00, or an age like 3h or 1d12h; without a zone it is UTC"
     parser.add_argument("--topic", required=True, metavar="TOPIC", help="the topic")
     parser.add_argument("--key", metavar="KEY", help="only this key of it")
-    parser.add_argument("--since", type=_time, metavar="TIME", help=f"only what was published from then on: {when}")
-    parser.add_argument("--until", type=_time, metavar="TIME", help="only what was published before")
+    parser.add_argument(
+        "--since", type=parse_time, metavar="TIME", help=f"only what was published from then on: {when}"
+    )
+    parser.add_argument("--until", type=parse_time, metavar="TIME", help="only what was published before")
     parser.add_argument(
         "--dead-letters", action="store_true", help="what went to the dead-letter topic, instead of what was published"
     )
@@ -51,19 +53,16 @@ def run_restash(connection: Connection, archive: Archive, options: argparse.Name
     topic = printable(options.topic)
     if not options.dry_run:
         number = archive.restash(connection, options.topic, **which, reason=options.reason)
-        return f"stashed {_records(number)} of topic {topic} anew\n"
+        return f"stashed {plural(number, 'record')} of topic {topic} anew\n"
     found = archive.select(connection, options.topic, **which)
     if found.first is None or found.last is None:
         return f"no archived record of topic {topic} matches\n"
     times = f"from {found.first.isoformat(timespec='seconds')} to {found.last.isoformat(timespec='seconds')}"
-    return f"would stash {_records(found.number)} of topic {topic} anew, archived {times}\n"
+    return f"would stash {plural(found.number, 'record')} of topic {topic} anew, archived {times}\n"
 
 
-def _records(number: int) -> str:
-    return f"{number:,} record{'' if number == 1 else 's'}"
-
-
-def _time(text: str) -> datetime:
+def parse_time(text: str) -> datetime:
+    """Read a time, in UTC unless it has a zone, or an age, which counts from now; raise ArgumentTypeError."""
     try:
         return datetime.now(UTC) - parse_age(text)
     except ValueError:

@@ -12,7 +12,10 @@ Errors never contain a part of the data source: it may be a part of the password
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
+from functools import cache
 from urllib.parse import urlsplit
 
 DEFAULT_DATA_SOURCE = "host=localhost port=5432 user=postgres password= dbname=postgres sslmode=disable"
@@ -28,6 +31,8 @@ _KEYWORDS = frozenset(
     sslsni target_session_attrs tcp_user_timeout user
     """.split()  # noqa: SIM905  46 words are read more easily than 46 quoted words
 )
+_LIKENESS = 0.8  # less would take a word of a password for a slip
+_SECRETS = frozenset({"password", "sslpassword"})
 _ONLY_GO = frozenset({"binary_parameters", "disable_prepared_binary_result", "sslinline", "krbspn"})
 
 _PAIR_START = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=")
@@ -47,6 +52,7 @@ def normalise_data_source(text: str) -> str:
     if re.match(r"[A-Za-z][\w+.-]*://", text):
         raise ValueError("is the URL of another kind of database; write `postgresql://user:password@host/dbname`")
     pairs = [(key, value) for key, value in _pairs(text) if key not in _ONLY_GO]
+    _must_be_known(key for key, _ in pairs)
     return " ".join(f"{key}={_quote(value)}" for key, value in pairs)
 
 
@@ -68,7 +74,32 @@ def _normalise_url(text: str) -> str:
     options = [option for option in query.split("&") if option.partition("=")[0] not in _ONLY_GO]
     if any(option.count("=") != 1 for option in options if option):
         raise ValueError("has options behind the `?` that are no `key=value`; write `%3D` and `%26` in values")
+    _must_be_known(option.partition("=")[0] for option in options if option)
     return base + question_mark + "&".join(options) if any(options) else base
+
+
+def _must_be_known(names: Iterable[str]) -> None:
+    """Raise ValueError for an option that libpq does not know; one that resembles none may be part of a password."""
+    before = ""
+    for name in names:
+        if name not in _known_options():
+            if before in _SECRETS:
+                raise ValueError(f"has an unknown option behind `{before}`; put values with spaces in single quotes")
+            close = difflib.get_close_matches(name, sorted(_KEYWORDS), 1, _LIKENESS)
+            if not close:
+                raise ValueError("has an unknown option; write for example `host=localhost dbname=shop user=shop`")
+            raise ValueError(f"has the unknown option `{name}`; did you mean `{close[0]}`?")
+        before = name
+
+
+@cache
+def _known_options() -> frozenset[str]:
+    """Return the options of PostgreSQL's URLs and strings, those of the installed libpq among them."""
+    try:
+        from psycopg import pq
+    except ImportError:
+        return _KEYWORDS
+    return _KEYWORDS | {"ssl"} | {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:

@@ -31,6 +31,7 @@ from outbox_core.config.durations import format_duration, parse_duration
 from outbox_core.config.names import yaml_name
 from outbox_core.config.problems import InvalidSettings, Problem, Settings
 from outbox_core.config.redaction import redact, redact_settings
+from outbox_core.schema import TableName
 from outbox_core.topic_names import MAX_TOPIC_LENGTH, must_be_legal
 
 _log = logging.getLogger("outbox_core.config")
@@ -66,6 +67,11 @@ def _no_truth_value(value: object) -> object:
     if isinstance(value, bool):
         raise ValueError("must be a whole number")  # noqa: TRY004  pydantic reports ValueErrors
     return value
+
+
+def _must_be_table(text: str) -> str:
+    TableName.parse(text)
+    return text
 
 
 _Pause = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_between("1ms", "1h"))]
@@ -205,7 +211,7 @@ class HarvestConfig(Settings):
     data_source: Annotated[str, AfterValidator(normalise_data_source)] = Field(
         default=DEFAULT_DATA_SOURCE, validate_default=True
     )
-    outbox_table: _Name = "outbox"
+    outbox_table: Annotated[str, AfterValidator(_must_be_table)] = "outbox"
     delivery: Literal["at-least-once", "exactly-once"] = "at-least-once"
     transactional_id: _Name | None = None
     tracking_topic: str | None = None

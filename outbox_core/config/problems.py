@@ -27,7 +27,7 @@ class InvalidSettings(InvalidConfig):
 
     def __init__(self, problems: Sequence[Problem], name_of: Callable[[Path], str] = ".".join) -> None:
         self.problems = tuple(problems)
-        super().__init__("; ".join(_sentence(name_of(path), message) for path, message in self.problems))
+        super().__init__(*(_sentence(name_of(path), message) for path, message in self.problems))
 
 
 class Settings(BaseModel):
@@ -56,7 +56,7 @@ def _problems(error: ValidationError, model: type[Settings]) -> Iterable[Problem
         elif detail["type"] == "extra_forbidden":
             yield Problem(path, unknown_field(path[-1], model.names()))
         else:
-            yield Problem(path, _WORDS.get(detail["type"]) or redact(str(cause or detail["msg"])))
+            yield Problem(path, _in_words(detail["type"], detail.get("ctx", {})) or redact(str(cause or detail["msg"])))
 
 
 def _python_path(path: Path, model: type[Settings]) -> Path:
@@ -73,7 +73,19 @@ def unknown_field(name: str, known: dict[str, str]) -> str:
     return "unknown field" + (f"; did you mean {folded[close[0]]}?" if close else "")
 
 
+def _in_words(kind: str, context: dict[str, Any]) -> str | None:
+    """Return the message for a kind of mistake; None for one that pydantic, or a validator of ours, words."""
+    pattern = _WORDS.get(kind)
+    return pattern.format(**context) if pattern is not None else None
+
+
 _WORDS = {
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than_equal": "must be {le} or less",
+    "literal_error": "must be {expected}",
+    "string_too_short": "must not be empty",
     "string_type": "must be text; put it in quotes",
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",

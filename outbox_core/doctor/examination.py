@@ -18,9 +18,10 @@ from outbox_core.doctor.findings import Commands, Finding, Verdict, fine, proble
 from outbox_core.doctor.kafka import KafkaConnecting
 from outbox_core.doctor.postgres import MOST_TOPICS, PostgresChecks
 from outbox_core.doctor.retention import RetentionChecks
-from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity, location
+from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity
 from outbox_core.doctor.table import TableChecks
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, StoreUnavailable
+from outbox_core.stores.postgres.connection import location
 from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
 from outbox_core.stores.postgres.store import PostgresStore
 

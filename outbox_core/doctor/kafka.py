@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, NamedTuple, Self
 
@@ -322,7 +321,7 @@ class KafkaChecks:
         if topic not in self._known_settings:
             self._known_settings[topic] = {}
             if self._is_real:
-                with suppress(KafkaException, FutureTimeoutError):
+                with suppress(KafkaException, KafkaUnavailable):
                     self._known_settings[topic] = self._inquiry.topic_settings(topic)
         return self._known_settings[topic]
 
@@ -331,9 +330,7 @@ class KafkaChecks:
             [group], include_authorized_operations=self._is_real, request_timeout=self._inquiry.remaining
         )[group]
         try:
-            return answer.result(self._inquiry.remaining)
-        except FutureTimeoutError:
-            raise self._inquiry.unavailable("no answer about the leader group") from None
+            return self._inquiry.wait_for(answer, "the leader group")
         except KafkaException as error:
             cause: KafkaError = error.args[0]
             raise self._inquiry.unavailable(f"the leader group {group!r} cannot be described: {cause.str()}") from None

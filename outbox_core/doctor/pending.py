@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from outbox_core.doctor.session import DatabaseSession
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, OutboxTableError
+from outbox_core.holds import HoldKind, kind_sql
 from outbox_core.printable import text_or_base64
 from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS
 from outbox_core.stores.postgres.schema_changes import COLUMN_TYPES
@@ -26,20 +28,32 @@ FROM (
     WHERE (%(id)s::bigint IS NULL OR id = %(id)s::bigint)
       AND (%(topic)s::text IS NULL OR kafka_topic = %(topic)s::text)
       AND (%(key)s::text IS NULL OR kafka_key = %(key)s::text)
-      AND (%(header)s::text IS NULL OR %(header)s::text = ANY (kafka_header_keys))
+      AND (%(header)s::text IS NULL OR %(header)s::text = ANY (kafka_header_keys)) {header_value}
     ORDER BY id LIMIT %(limit)s
 ) AS r {holds}
 ORDER BY r.id
 """
 
+# First whether the value is there at all, which is cheap to see.
+_HEADER_VALUE = """
+      AND {value} = ANY (kafka_header_values)
+      AND EXISTS (SELECT FROM unnest(kafka_header_keys, kafka_header_values) AS header (name, value)
+                  WHERE header.name = %(header)s::text AND header.value = {value})
+"""
+
+_SEARCH_END = "SELECT id FROM {table} WHERE id > %s ORDER BY id OFFSET {searched} - 1 LIMIT 1"
+
 _HOLDS = """
 LEFT JOIN LATERAL (
-    SELECT held.id, held.reason, held.error FROM {holds} AS held
+    SELECT held.id, held.reason, held.error, held.record_id, held.kafka_key FROM {holds} AS held
     WHERE held.outbox = %(outbox)s AND held.kafka_topic = r.kafka_topic AND (
         held.record_id = r.id OR held.kafka_key = r.kafka_key OR held.kafka_key IS NULL AND held.record_id IS NULL)
     ORDER BY held.record_id IS DISTINCT FROM r.id, held.kafka_key IS NULL, held.id LIMIT 1
 ) AS h ON true
 """
+
+
+_HOLD = f"h.id, coalesce(nullif(h.error, ''), h.reason, ''), CASE WHEN h.id IS NOT NULL THEN {kind_sql('h')} END"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,7 @@ class PeekQuery:
         key: only with this key.
         record_id: only this record.
         header: only with a header of this name.
+        header_value: only with a header of that name and this value, as UTF-8.
         after: only with larger ids, for the next page.
         limit: at most so many, up to 1,000.
         value_bytes: at most so much of each value.
@@ -60,6 +75,7 @@ class PeekQuery:
     key: str | None = None
     record_id: int | None = None
     header: str | None = None
+    header_value: str | None = None
     after: int = -(2**63)
     limit: int = 20
     value_bytes: int = 20_000
@@ -85,6 +101,7 @@ class PendingRecord(NamedTuple):
     hold_id: int | None
     """The hold that keeps it."""
     hold_reason: str
+    hold_kind: HoldKind | None
 
     def as_json(self) -> dict[str, Any]:
         """Return the record as JSON can have it."""
@@ -106,13 +123,15 @@ class PendingRecord(NamedTuple):
 
 
 def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
-    """Return pending records, the oldest first. The errors are those of `DatabaseSession.ask`, and InvalidConfig."""
+    """Return pending records, the oldest first; raises as `DatabaseSession.ask`, and InvalidConfig for a bad query."""
     if not 1 <= query.limit <= _MOST:
         raise InvalidConfig(f"limit: must be a number from 1 to {_MOST}")
+    if query.header is None and query.header_value is not None:
+        raise InvalidConfig("header_value: is that of a header: name the header, too")
     columns = dict(session.ask(COLUMN_TYPES, (session.table.quoted,)))
     if not set(REQUIRED_COLUMNS) <= set(columns):
         lacking = ", ".join(name for name in REQUIRED_COLUMNS if name not in columns)
-        raise InvalidConfig(f"there is no outbox table {session.table} in {session.place} (it lacks {lacking})")
+        raise OutboxTableError(f"there is no outbox table {session.table} in {session.place} (it lacks {lacking})")
     has_holds = set(HOLD_COLUMNS) <= set(dict(session.ask(COLUMN_TYPES, (session.holds.quoted,))))
     statement = _PAGE.format(
         table=session.table.quoted.replace("%", "%%"),
@@ -121,11 +140,24 @@ def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
         value="substring(r.kafka_value, 1, %(bytes)s)"
         if columns["kafka_value"] == "bytea"
         else "substring(convert_to(r.kafka_value, 'UTF8'), 1, %(bytes)s)",
-        hold="h.id, coalesce(h.error, h.reason, '')" if has_holds else "NULL, ''",
+        hold=_HOLD if has_holds else "NULL, '', NULL",
+        header_value="" if query.header_value is None else _HEADER_VALUE.format(value=_header_bytes(columns)),
         holds=_HOLDS.format(holds=session.holds.quoted.replace("%", "%%")) if has_holds else "",
     )
     rows = session.ask(statement, _parameters(session, query))
     return [_record(row) for row in rows]
+
+
+def search_end(session: DatabaseSession, after: int) -> int | None:
+    """Return the last id that a search behind `after` looks at, None if it reaches the table's end."""
+    table = session.table.quoted.replace("%", "%%")
+    rows = session.ask(_SEARCH_END.format(table=table, searched=SEARCHED_ROWS), (after,))
+    return rows[0][0] if rows else None
+
+
+def _header_bytes(columns: Mapping[str, str]) -> str:
+    given = "%(header_value)s::text"
+    return f"convert_to({given}, 'UTF8')" if columns["kafka_header_values"] == "bytea[]" else given
 
 
 def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
@@ -135,6 +167,7 @@ def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
         "key": query.key,
         "id": query.record_id,
         "header": query.header,
+        "header_value": query.header_value,
         # A record is found by its id wherever it stands.
         "after": query.after if query.record_id is None else query.record_id - 1,
         "limit": query.limit,
@@ -143,10 +176,10 @@ def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
 
 
 def _record(row: tuple[Any, ...]) -> PendingRecord:
-    *first, value, names, values, hold_id, hold_reason = row
+    *first, value, names, values, hold_id, hold_reason, hold_kind = row
     headers = tuple(
         (name, content.encode() if isinstance(content, str) else content)
         for name, content in zip(names or (), values or (), strict=False)
     )
     shown = None if value is None else bytes(value)
-    return PendingRecord._make([*first, shown, headers, hold_id, hold_reason])
+    return PendingRecord._make([*first, shown, headers, hold_id, hold_reason, hold_kind])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from outbox_core.doctor.findings import Commands, Finding, fine, problem, warning
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.doctor.table import HEAD_ROWS
+from outbox_core.printable import plural
 from outbox_core.schema import HOLD_COLUMNS, quote
 
 _OLDEST_SERVER = 140_000
@@ -256,8 +257,3 @@ class PostgresChecks:
         columns = self._session.ask(_HOLD_TABLE, (holds,))[0][0]
         missing = [name for (name,) in self._session.ask(_HOLD_RIGHTS, {"holds": holds})]
         return bool(columns) and set(HOLD_COLUMNS) <= set(columns) and "SELECT" not in missing
-
-
-def plural(number: int, noun: str) -> str:
-    """Return `1 record` or `2,000 records`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

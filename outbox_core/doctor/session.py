@@ -1,4 +1,4 @@
-"""A database session for commands that look: it reads only, and waits neither for locks nor for slow answers.
+"""A database session that waits neither for locks nor for slow answers; for commands that look, it reads only.
 
 SELECT on the outbox and its holds suffices. Statements that read the catalogs alone are answered even while the table
 is locked, so they come first; the first statement that meets the lock names who has it.
@@ -6,13 +6,15 @@ is locked, so they come first; the first statement that meets the lock names who
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import psycopg
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName, hold_beside, quote
-from outbox_core.stores.postgres.connection import milliseconds, one_line, pin_search_path
+from outbox_core.stores.postgres.connection import location, milliseconds, one_line, pin_search_path
 
 CONNECT_SECONDS = 2.0
 LOCK_SECONDS = 1.5
@@ -20,7 +22,7 @@ _STATEMENT_SECONDS = 5.0
 
 _SETTINGS = """
 SELECT set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false),
-       set_config('default_transaction_read_only', 'on', false), set_config('idle_session_timeout', '0', false)
+       set_config('default_transaction_read_only', %s, false), set_config('idle_session_timeout', '0', false)
 """
 
 _IDENTITY = """
@@ -58,6 +60,7 @@ class DatabaseSession:
         table: the outbox table, `table` or `schema.table`.
         application_name: the session's name in `pg_stat_activity`.
         connect_seconds: for how long to try to connect, to each address.
+        writes: let statements write, too.
 
     Raises:
         InvalidConfig: for an unreadable data source.
@@ -65,7 +68,13 @@ class DatabaseSession:
     """
 
     def __init__(
-        self, data_source: str, table: str, *, application_name: str, connect_seconds: float = CONNECT_SECONDS
+        self,
+        data_source: str,
+        table: str,
+        *,
+        application_name: str,
+        connect_seconds: float = CONNECT_SECONDS,
+        writes: bool = False,
     ) -> None:
         name = TableName.parse(table)
         place = location(data_source)
@@ -78,12 +87,13 @@ class DatabaseSession:
             )
         except psycopg.ProgrammingError:
             # Without the driver's words: they quote the DSN, perhaps its password.
-            raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+            raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
         except psycopg.Error as error:
             raise StoreUnavailable(f"cannot connect to {place}: {one_line(error)}") from None
         try:
             self.table, self.holds = pin_search_path(self.connection, name, hold_beside(name))
-            self.connection.execute(_SETTINGS, (milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)))
+            limits = milliseconds(LOCK_SECONDS), milliseconds(_STATEMENT_SECONDS)
+            self.connection.execute(_SETTINGS, (*limits, "off" if writes else "on"))
         except psycopg.Error as error:
             self.connection.close()
             raise StoreUnavailable(f"{place} does not answer: {one_line(error)}") from None
@@ -119,15 +129,21 @@ class DatabaseSession:
             return ""
 
     def ask(self, statement: str, parameters: Any = None) -> list[tuple[Any, ...]]:
-        """Run a statement and return its rows.
+        """Run a statement and return its rows; the errors are those of `translated`."""
+        with self.translated():
+            return self.connection.execute(statement, parameters).fetchall()
+
+    @contextmanager
+    def translated(self) -> Iterator[None]:
+        """Translate the errors of statements on the connection.
 
         Raises:
-            TableLocked: if it waited for a lock.
+            TableLocked: if one waited for a lock.
             OutboxTableError: if the role lacks a right, or the table a column.
             StoreUnavailable: if the database failed, or took longer than 5 s.
         """
         try:
-            return self.connection.execute(statement, parameters).fetchall()
+            yield
         except psycopg.errors.LockNotAvailable:
             raise self._locked() from None
         except psycopg.errors.QueryCanceled:
@@ -174,28 +190,6 @@ class _Blocker(NamedTuple):
         since = "" if self.seconds is None else f", in a transaction of {self.seconds:,.0f} s"
         behind = "" if self.granted or not self.blocked_by else f", behind pid {', '.join(map(str, self.blocked_by))}"
         return f"{who}{f' ({about})' if about else ''} {does} ACCESS EXCLUSIVE on {self.relation}{since}{behind}"
-
-
-def location(data_source: str) -> str:
-    """Return where a data source leads, without secrets: `database shop at db.example:5432 as role app`."""
-    try:
-        given = psycopg.conninfo.conninfo_to_dict(data_source)
-    except psycopg.ProgrammingError:
-        return "the database"
-    if _is_default(data_source):
-        return "the default database, postgres at localhost (set --dsn, OUTBOX_POSTGRES_DSN or dataSource for another)"
-    host = given.get("host") or given.get("hostaddr") or "the local socket"
-    port = f":{given['port']}" if given.get("port") and not str(host).startswith("/") else ""
-    role = f" as role {given['user']}" if given.get("user") else ""
-    return f"database {given.get('dbname') or given.get('user') or '(the default)'} at {host}{port}{role}"
-
-
-def _is_default(data_source: str) -> bool:
-    try:
-        from outbox_core.config import DEFAULT_DATA_SOURCE, normalise_data_source
-    except ImportError:  # the base install, which has no default
-        return False
-    return data_source == normalise_data_source(DEFAULT_DATA_SOURCE)
 
 
 def assumed_identity(data_source: str, table: str) -> str:

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from outbox_core.config import redact
 from outbox_core.doctor.findings import CommandLine
 from outbox_core.doctor.kafka import Contender, KafkaConnecting
 from outbox_core.doctor.postgres import MOST_TOPICS, Held, PostgresChecks, TopicAtHead
 from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity
-from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
+from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
+from outbox_core.schema import events_beside
 
 if TYPE_CHECKING:
     from outbox_core.config import HarvestConfig
 
 _NAME = "kafka-outbox status"
+
+_LEADERSHIP = """
+SELECT kind, actor, term, extract(epoch FROM clock_timestamp() - create_time)::float8, reason FROM {events}
+WHERE outbox = %s AND kind IN ('leader_acquired', 'leader_handed_over', 'leader_fenced') ORDER BY id DESC LIMIT 1
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,17 @@ class Backlog:
         return named | {"topics": topics, "held": self.held and self.held._asdict()}
 
 
+class Leadership(NamedTuple):
+    """The last thing that the history tells of leaderships."""
+
+    kind: str
+    """`leader_acquired`, `leader_handed_over` or `leader_fenced`."""
+    harvester: str
+    term: int | None
+    seconds_ago: float
+    reason: str
+
+
 @dataclass(frozen=True, slots=True)
 class Unknown:
     """The reason why a half of the status is not known, and what to do."""
@@ -61,6 +78,8 @@ class DatabaseStatus:
     outbox: str
     """`<database>.<schema>.<table>`, assumed from the settings if the database does not answer."""
     backlog: Backlog | Unknown
+    leadership: Leadership | None = None
+    """None without a history, or without the right to read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +100,12 @@ class Status:
     def as_json(self) -> dict[str, Any]:
         """Return the status as JSON can have it; null is what is not known."""
         backlog, harvesters = self.database.backlog, self.kafka.harvesters
+        leadership = self.database.leadership
         known = backlog.as_json() if isinstance(backlog, Backlog) else dict.fromkeys(_BACKLOG_FIELDS)
         return {
             "outbox": self.database.outbox,
             **known,
+            "last_leadership": leadership and {name: _rounded(value) for name, value in leadership._asdict().items()},
             "leader_group": self.kafka.group,
             "harvesters": None if isinstance(harvesters, Unknown) else [one._asdict() for one in harvesters],
             "database_error": asdict(backlog) if isinstance(backlog, Unknown) else None,
@@ -123,13 +144,28 @@ def read_database_status(config: HarvestConfig, *, connect_seconds: float = CONN
             if identity is None:
                 raise OutboxTableError(f"outbox table {session.table} does not exist in {session.place}")
             outbox = identity
-            return DatabaseStatus(outbox, _backlog(PostgresChecks(session, CommandLine())))
+            return DatabaseStatus(outbox, _backlog(PostgresChecks(session, CommandLine())), _leadership(session))
     except InvalidConfig:
         raise
     except TableLocked as error:
         return DatabaseStatus(outbox, Unknown(str(error), error.remedy))
     except OutboxError as error:
         return DatabaseStatus(outbox, Unknown(redact(str(error))))
+
+
+def _leadership(session: DatabaseSession) -> Leadership | None:
+    events = events_beside(session.table)
+    try:
+        rows = session.ask(_LEADERSHIP.format(events=events.quoted.replace("%", "%%")), (str(session.table),))
+    except (OutboxTableError, StoreUnavailable):
+        return None
+    return Leadership(*rows[0]) if rows else None
+
+
+def read_kafka_status(config: HarvestConfig, outbox: str, *, connect_seconds: float = CONNECT_SECONDS) -> KafkaStatus:
+    """Read the half that Kafka knows, of an outbox of this identity (`<database>.<schema>.<table>`)."""
+    with KafkaConnecting(config.base_kafka_config, connect_seconds=connect_seconds) as connecting:
+        return _read_kafka_status(config, outbox, connecting)
 
 
 def _read_kafka_status(config: HarvestConfig, outbox: str, connecting: KafkaConnecting) -> KafkaStatus:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from outbox_core.doctor.findings import Commands, Finding, fine, problem, warning
 from outbox_core.doctor.session import DatabaseSession
+from outbox_core.printable import plural
 from outbox_core.schema import CHECKS, COLUMNS, REQUIRED_COLUMNS, STORAGE_PARAMETERS, violations_sql
 from outbox_core.stores import relay_marks
 from outbox_core.stores.postgres import statements as sql
@@ -192,7 +193,7 @@ class TableChecks:
         if kind not in {"r", "p"}:
             yield problem("table", f"{self._name} is not a table, so it cannot be harvested", "name the table itself")
             return
-        yield fine("table", f"{self._name}, about {live:,} rows, {dead:,} dead ones not yet vacuumed")
+        yield fine("table", f"{self._name}, about {plural(live, 'row')}, {dead:,} dead, not yet vacuumed")
         yield from self._rights(may_select, may_delete, may_mark)
         if not has_key:
             yield problem(

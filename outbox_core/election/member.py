@@ -271,7 +271,7 @@ class Member:
         if lease is not None:
             self._barrier(lease)
             self.is_handing_over = True
-            self._notify(LeaderRevoked(lease.leader_id))
+            self._notify(LeaderRevoked(lease.leader_id, lease.term))
             self.is_handing_over = False
         self._end_ownership()
         resignation = ownership.resignation(now())

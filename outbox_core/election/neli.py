@@ -225,14 +225,19 @@ class Neli:
             self._task.pause(timeout=lease.remaining(now()))
 
     def _notify(self, event: Event) -> None:
-        self._log(event)
+        if not isinstance(event, LeaderRevoked):
+            self._log(event)
         if isinstance(event, LeaderAcquired) and self._task is not None:
             self._task.resume()
-        if self._on_event is None:
-            return
+        if self._on_event is not None:
+            self._handle(self._on_event, event)
+        if isinstance(event, LeaderRevoked):
+            self._log(event)  # now that the handler has finished its work
+
+    def _handle(self, on_event: EventHandler, event: Event) -> None:
         self._handling = True
         try:
-            self._on_event(event)
+            on_event(event)
         except Exception:
             logger.exception("%s: the handler of %s failed", self._config.name, type(event).__name__)
         finally:
@@ -244,9 +249,9 @@ class Neli:
             case LeaderAcquired():
                 logger.info("%s leads %s, term %d, leader ID %s", name, group, event.term, event.leader_id)
             case LeaderRevoked():
-                logger.info("%s hands over %s", name, group)
+                logger.info("%s has handed over %s, term %d", name, group, event.term)
             case LeaderFenced():
-                logger.warning("%s no longer leads %s: %s", name, group, event.reason)
+                logger.warning("%s no longer leads %s, term %d: %s", name, group, event.term, event.reason)
 
     def _is_called_from_within(self) -> bool:
         worker = self._task.thread if self._task is not None else None

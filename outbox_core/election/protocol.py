@@ -237,7 +237,7 @@ class Ownership:
     def _unlead(self, state: State, reason: str) -> LeaderFenced | None:
         lease, self.leadership = self.leadership, None
         self._become(state)
-        return LeaderFenced(lease.leader_id, reason) if lease is not None else None
+        return LeaderFenced(lease.leader_id, reason, lease.term) if lease is not None else None
 
     def _become(self, state: State) -> None:
         self.state = state

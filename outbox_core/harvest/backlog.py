@@ -12,6 +12,7 @@ from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import Event
 from outbox_core.harvest.history import HistoryWriter
 from outbox_core.outage import Outage
+from outbox_core.printable import plural
 from outbox_core.stores.interface import Backlog, OutboxStore
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class BacklogObserver:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(_LAST_WRITE_SECONDS)
+        self._harvester.metrics.backlog(None)  # from now on it is not known here
 
     def _run(self) -> None:
         count_at = time.monotonic()
@@ -136,7 +138,7 @@ class BacklogObserver:
         self._rotation.recovered()
         self._rotate_at = time.monotonic() + _ROTATE_EVERY_SECONDS
         if dropped:
-            _log.info("dropped %d day(s) of the archive", dropped)
+            _log.info("dropped %s of the archive", plural(dropped, "day"))
 
     def _ask(self) -> Backlog | None:
         """Return the backlog; None if it is not known, as 0 would be good news."""

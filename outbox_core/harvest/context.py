@@ -11,7 +11,7 @@ from typing import Self
 from outbox_core.config import HarvestConfig
 from outbox_core.election.interface import LeaderElector
 from outbox_core.errors import RowsRemain, StoreUnavailable
-from outbox_core.events import Event
+from outbox_core.events import Event, MeterRead
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.polling import CommitFlag
@@ -98,6 +98,12 @@ class HarvestContext:
     def outages(self) -> tuple[Outage, Outage, Outage]:
         """The services and rights that can fail for a while."""
         return self.database, self.kafka, self.removal
+
+    def count_published(self, records: int) -> None:
+        """Count published records in the meter, and tell what it reads; 0 where there were none, so that it tells."""
+        stats = self.meter.add(records)
+        if stats is not None:
+            self.emit(MeterRead(stats))
 
     def note_outage(self, error: StoreUnavailable) -> float:
         """Note that a statement failed; return the seconds until it may be repeated."""

@@ -118,30 +118,38 @@ class Harvester:
             raise RuntimeError("a harvester is started once")
         escape_log_lines("outbox_core")
         identity = self._parts.identify()
-        check_connection(self.config.base_kafka_config)
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity.outbox
+        with ExitStack() as undo:
+            self._start_observer(undo)  # first: if Kafka does not answer, the metrics have the backlog all the same
+            self._start_parts(identity, undo)
+            undo.pop_all()
+        atexit.register(self._stop_with_process)
+
+    def _start_observer(self, undo: ExitStack) -> None:
+        counts = self._metrics is not None
+        if counts or self.config.retention == "archive":
+            interval = self.config.limits.min_metrics_interval.total_seconds()
+            self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
+            undo.callback(self._observer.stop)
+            self._observer.start()
+
+    def _start_parts(self, identity: Identity, undo: ExitStack) -> None:
+        check_connection(self.config.base_kafka_config)
         self._transactions = TransactionalIdentity.of(self.config, identity.outbox, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions.tracking_topic)
             self._transactions.new_producer().discard()  # finds wrong settings now
         self._commit_listener = self._parts.commit_listener(self._commits)
-        counts = self._metrics is not None
-        if counts or self.config.retention == "archive":
-            interval = self.config.limits.min_metrics_interval.total_seconds()
-            self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
-        with ExitStack() as undo:
-            undo.callback(self._topic_limits.close)
-            self._publisher = self._parts.publisher(identity, self._transactions.topics)
-            if self._publisher is not None:
-                undo.callback(self._publisher.close)
-            ctx = self._ctx = self._context(identity, undo)
-            ctx.elector.start()
-            undo.callback(ctx.elector.stop)
-            self._thread = threading.Thread(target=self._run, args=(ctx,), name="outbox-harvest", daemon=True)
-            self._thread.start()
-            undo.pop_all()
-        atexit.register(self._stop_with_process)
+        undo.callback(self._topic_limits.close)
+        self._publisher = self._parts.publisher(identity, self._transactions.topics)
+        if self._publisher is not None:
+            undo.callback(self._publisher.close)
+        ctx = self._ctx = self._context(identity, undo)
+        ctx.elector.start()
+        undo.callback(ctx.elector.stop)
+        self._thread = threading.Thread(target=self._run, args=(ctx,), name="outbox-harvest", daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
         """Ask for a graceful end: finish the records in flight, clear marks, hand leadership over. See `join`."""
@@ -227,19 +235,23 @@ class Harvester:
 
     @property
     def counts_backlog(self) -> bool:
-        """True if it counts the waiting records: it leads, there is no leader, or it was fenced a moment ago."""
+        """True if it counts the waiting records: it leads, there is no leader, or it was fenced a moment ago.
+
+        Also while it starts: whether there is a leader is not known then, and Kafka may not answer.
+        """
         # A standby waits for three sessions before it takes a leader for lost: the last one counts on until then.
         if self.is_leader or now() < self._fenced_at + _COUNTS_AFTER_FENCE_SECONDS:
             return True
-        return self._ctx is not None and self._ctx.elector.trouble is not None
+        return self._thread is None or (self._ctx is not None and self._ctx.elector.trouble is not None)
 
     @property
-    def kafka_answers(self) -> bool:
-        """True if Kafka has answered within the time of a lease."""
-        elector = self._ctx.elector if self._ctx is not None else None
+    def kafka_answers(self) -> bool | None:
+        """True if Kafka has answered within the time of a lease; None while the harvester starts."""
+        if self._ctx is None:
+            return None
         # An elector of the user's own may not tell.
-        silence = getattr(elector, "silent_seconds", 0.0)
-        return elector is not None and silence <= self.config.limits.heartbeat_timeout.total_seconds()
+        silence: float = getattr(self._ctx.elector, "silent_seconds", 0.0)
+        return silence <= self.config.limits.heartbeat_timeout.total_seconds()
 
     @property
     def is_stalled(self) -> bool:
@@ -296,7 +308,7 @@ class Harvester:
             self._fenced_at = now()
         if isinstance(event, LeaderRevoked):
             self._hand_over()
-        self.metrics.leading(isinstance(event, LeaderAcquired))
+        self.metrics.leading(isinstance(event, LeaderAcquired), getattr(event, "term", -1))
         if self._observer is not None:
             self._observer.note(event)
         self._emit(event)
@@ -349,8 +361,6 @@ class Harvester:
             atexit.unregister(self._stop_with_process)
 
     def _start_helpers(self, parts: ExitStack) -> None:
-        if self._observer is not None:
-            self._observer.start()
         helpers: list[CommitListener | ExhaustionMonitor] = [ExhaustionMonitor(self)]
         if self._commit_listener is not None:
             helpers.append(self._commit_listener)
@@ -381,6 +391,7 @@ class Harvester:
             if term is None:
                 if standby is not None and standby.is_drained():
                     return
+                ctx.count_published(0)
                 self._wake.wait(_STANDBY_TICK_SECONDS)
                 self._wake.clear()
                 continue

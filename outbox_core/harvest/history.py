@@ -54,7 +54,7 @@ class HistoryWriter:
     def note(self, event: Event) -> None:
         """Keep a leadership event until it is written."""
         if isinstance(event, LeaderAcquired | LeaderRevoked | LeaderFenced):
-            reason, term = getattr(event, "reason", ""), getattr(event, "term", None)
+            reason, term = getattr(event, "reason", ""), event.term if event.term >= 0 else None
             noted = NewEvent(_KINDS[type(event)], self._instance, 0.0, reason, event.leader_id, term)
             self._events.append((self._clock(), noted))
 

@@ -17,12 +17,15 @@ class Meter:
         self._total = self._in_interval = 0
 
     def add(self, count: int) -> MeterStats | None:
-        """Count records; return a reading when one is due."""
+        """Count records; return a reading when one is due. An interval without records has none."""
         self._total += count
         self._in_interval += count
         now = self._clock()
         elapsed = now - self._interval_started
         if elapsed < self._interval or not elapsed:
+            return None
+        if not self._in_interval:
+            self._interval_started = now
             return None
         total_elapsed = now - self._started
         stats = MeterStats(

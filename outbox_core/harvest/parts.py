@@ -96,8 +96,8 @@ class Parts:
             if holds is None or not holds.may_change:
                 raise OutboxTableError(
                     f"on_poison: dead-letter needs the holds of {config.outbox_table}, which cannot be used (the "
-                    "log says why); make their table with `outbox schema --only hold`, with Alembic or with "
-                    "`manage.py migrate`"
+                    "log says why); make their table with `outbox schema --only hold --table "
+                    f"{config.outbox_table} --apply`, with Alembic or with `manage.py migrate`"
                 )
             topic.ensure()
         return topic

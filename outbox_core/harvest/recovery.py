@@ -25,6 +25,7 @@ from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
 from outbox_core.kafka.tracking import ForeignLedger, Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended
+from outbox_core.printable import plural
 from outbox_core.stores.interface import OutboxStore, StoredRecord
 
 _log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class Recovery:
         if settled is not None:
             self._ctx.removal.recovered()
         if settled:
-            _log.info("purged %d rows that the last term had published", settled)
+            _log.info("purged %s that the last term had published", plural(settled, "row"))
         return settled is not None
 
     def settle_if_tracked(self) -> None:
@@ -177,20 +178,21 @@ class Recovery:
         marked = self._ask(lambda store: store.marks.count())
         if marked is None or not marked.number:
             return
-        what = f"{marked.number} rows (ids {marked.first} to {marked.last}) carry the mark of an at-least-once leader"
+        ids = f"ids {marked.first} to {marked.last}"
+        what = f"{plural(marked.number, 'row')} with the mark of an at-least-once leader ({ids})"
         can_hold = self._ask(_can_hold)
         if can_hold is False:
             raise MarkedRowsFound(
-                f"{what} that did not stop in good order: those that it had sent would be repeated, and there is no "
+                f"{what}, which did not stop in good order: what it had sent would be repeated, and there is no "
                 "table of holds to keep them back with (`outbox schema --only hold` makes it). Let an at-least-once "
                 "harvester drain them, or accept the possible repeats with --accept-marked"
             )
         # All other rows go on, since a writer that may set `leader_id` must not be able to stop them.
         if can_hold:
             _log.warning(
-                "%s that did not stop in good order, or that their writers set: they are held, with their keys, as "
-                "they may have been published already; see `outbox hold list`. Release or skip them; --accept-marked "
-                "releases all of them",
+                "%s, which did not stop in good order, or set by their writers: they are held, with their keys, as "
+                "they may have been published already; see `outbox hold list`, with Django `manage.py outbox_hold "
+                "list`. Release or skip them; --accept-marked releases all of them",
                 what,
             )
             while self._ask(lambda store: store.marks.hold(_AT_ONCE)):
@@ -202,13 +204,15 @@ class Recovery:
             return
         if marked.number:
             _log.warning(
-                "%d rows (ids %d to %d) carry the mark of an at-least-once leader; those that it had sent are repeated",
-                *marked,
+                "%s with the mark of an at-least-once leader (ids %d to %d): what it had sent is repeated",
+                plural(marked.number, "row"),
+                marked.first,
+                marked.last,
             )
             self._ask(lambda store: store.marks.clear())
         released = self._ask(lambda store: store.marks.release_held())
         if released:
-            _log.warning("%d rows that were held for their marks are released", released)
+            _log.warning("released %s held for a mark", plural(released, "row"))
 
     def _ask(self, question: Callable[[OutboxStore], T]) -> T | None:
         return self._wait.retry_until_done(self._ctx.marker, question)

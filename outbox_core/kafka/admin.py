@@ -96,9 +96,18 @@ class Inquiry:
         """True once the deadline has passed."""
         return time.monotonic() >= self._deadline
 
-    def wait_for(self, answer: Future[_T]) -> _T:
-        """Return an answer's result until a second after the deadline, which the client itself should keep."""
-        return answer.result(self.remaining + _ATTEMPT_SECONDS)
+    def wait_for(self, answer: Future[_T], subject: str = "") -> _T:
+        """Return an answer's result.
+
+        Raises:
+            KafkaUnavailable: if there is none a second after the deadline, which the client itself should keep: that
+                second is one for all answers.
+            KafkaException: if the cluster refuses.
+        """
+        try:
+            return answer.result(max(0.0, self._deadline + _ATTEMPT_SECONDS - time.monotonic()))
+        except FutureTimeoutError:
+            raise self.unavailable(f"no answer{subject and f' about {subject}'}") from None
 
     def metadata(self, topic: str | None = None) -> ClusterMetadata:
         """Return the metadata of one topic, or of all; asking for one may create it."""
@@ -149,7 +158,7 @@ class Inquiry:
             is_absent = cause.code() in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION}
             error.__traceback__ = None  # kept by the future it came from, it keeps this frame and all its callers alive
             return 0 if is_absent else cause
-        except FutureTimeoutError:
+        except KafkaUnavailable:
             return KafkaError(KafkaError._TIMED_OUT)  # noqa: SLF001  confluent's public constant
 
     def can_create(self) -> bool:
@@ -158,7 +167,7 @@ class Inquiry:
         return self._is_real
 
     def topic_settings(self, topic: str) -> dict[str, str]:
-        """Return a topic's settings, or raise KafkaException if we may not read them, TimeoutError if none came."""
+        """Return a topic's settings, or raise KafkaException if we may not read them."""
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
         answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
         return {name: str(entry.value) for name, entry in self.wait_for(answer).items()}
@@ -169,9 +178,7 @@ class Inquiry:
             TopicCollection([topic]), include_authorized_operations=True, request_timeout=self.remaining
         )[topic]
         try:
-            found = self.wait_for(asked)
-        except FutureTimeoutError:
-            raise self.unavailable(f"no answer about topic {topic!r}") from None
+            found = self.wait_for(asked, f"topic {topic!r}")
         except KafkaException as error:
             if error.args[0].code() in {KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_AUTHORIZATION_FAILED}:
                 return None
@@ -187,8 +194,8 @@ class Inquiry:
             *(AclOperation.ANY, AclPermissionType.ANY),
         )
         try:
-            found = self.admin.describe_acls(every, request_timeout=self.remaining).result(self.remaining)
-        except (KafkaException, FutureTimeoutError):
+            found = self.wait_for(self.admin.describe_acls(every, request_timeout=self.remaining))
+        except (KafkaException, KafkaUnavailable):
             return None
         return frozenset(
             acl.principal

@@ -6,6 +6,7 @@ connect; the callers log each change of state once.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import time
 from collections.abc import Mapping
@@ -69,6 +70,59 @@ _DISCARD_SECONDS = 2.0
 _DISCARD_POLL_SECONDS = 0.01
 _NOTICE = 5  # of syslog's levels
 
+_LIKENESS = 0.8
+
+_COMMON_PROPERTIES = [
+    "acks",
+    "bootstrap.servers",
+    "broker.address.family",
+    "client.id",
+    "client.rack",
+    "compression.type",
+    "connections.max.idle.ms",
+    "delivery.timeout.ms",
+    "enable.idempotence",
+    "enable.ssl.certificate.verification",
+    "linger.ms",
+    "message.max.bytes",
+    "metadata.max.age.ms",
+    "partitioner",
+    "reconnect.backoff.max.ms",
+    "reconnect.backoff.ms",
+    "request.timeout.ms",
+    "retries",
+    "sasl.kerberos.keytab",
+    "sasl.kerberos.principal",
+    "sasl.kerberos.service.name",
+    "sasl.mechanism",
+    "sasl.mechanisms",
+    "sasl.oauthbearer.client.id",
+    "sasl.oauthbearer.client.secret",
+    "sasl.oauthbearer.config",
+    "sasl.oauthbearer.method",
+    "sasl.oauthbearer.scope",
+    "sasl.oauthbearer.token.endpoint.url",
+    "sasl.password",
+    "sasl.username",
+    "security.protocol",
+    "session.timeout.ms",
+    "socket.connection.setup.timeout.ms",
+    "socket.keepalive.enable",
+    "socket.timeout.ms",
+    "ssl.ca.location",
+    "ssl.ca.pem",
+    "ssl.certificate.location",
+    "ssl.certificate.pem",
+    "ssl.cipher.suites",
+    "ssl.endpoint.identification.algorithm",
+    "ssl.key.location",
+    "ssl.key.password",
+    "ssl.key.pem",
+    "ssl.keystore.location",
+    "ssl.keystore.password",
+]
+"""The properties that people set, to suggest one: the client has no list of them."""
+
 _client_log = logging.getLogger(__name__)
 
 
@@ -125,9 +179,18 @@ def _make(client: Any, config: KafkaConfig) -> Any:
             raise ProcessExhausted(
                 f"a Kafka client cannot be made: {cause.str()}; raise the process's limits"
             ) from None
-        raise InvalidConfig(f"Kafka settings: {cause.str()}") from None
+        raise InvalidConfig(f"Kafka settings: {cause.str()}{_suggestion(cause, config)}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConfig(f"Kafka settings: {error}") from None
+
+
+def _suggestion(error: KafkaError, config: KafkaConfig) -> str:
+    """Return a property to use instead of one that librdkafka does not know; '' if none resembles it."""
+    if error.code() != KafkaError._INVALID_ARG:  # noqa: SLF001  confluent's public constant
+        return ""
+    wrong = next((name for name in config if f'"{name}"' in error.str()), "")
+    close = difflib.get_close_matches(wrong, _COMMON_PROPERTIES, 1, _LIKENESS)
+    return f"; did you mean {close[0]}?" if close and close[0] != wrong else ""
 
 
 def _ignore_client_error(error: KafkaError) -> None:

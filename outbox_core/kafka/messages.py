@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any, Final, NamedTuple
 
+from outbox_core.claims.claims import CLAIM_HEADER, ClaimStore, claim_of, collect
 from outbox_core.kafka.clients import KafkaError, Message
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.stores.interface import StoredRecord
@@ -42,6 +43,15 @@ def headers_of(message: Message) -> list[tuple[str, bytes | None]]:
         headers = UnreadableHeaders()
         message.set_headers(headers)  # in the place of a list that has NULL in it
     return [] if headers is None else headers
+
+
+def bring_back(message: Message, store: ClaimStore | None) -> None:
+    """Put a payload that is in a claim store into its record; errors are those of `collect`."""
+    headers = headers_of(message)
+    if any(name == CLAIM_HEADER for name, _ in headers):
+        name = claim_of(headers, message.value())
+        if name is not None:
+            message.set_value(collect(store, name))
 
 
 class DeadLetter(StoredRecord):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
 
 def _refuse_compaction(inquiry: Inquiry, topic: str) -> None:
     # Without the right to read the settings, writing shows it.
-    with suppress(KafkaException, FutureTimeoutError):
+    with suppress(KafkaException, KafkaUnavailable):
         policy = inquiry.topic_settings(topic)["cleanup.policy"]
         if "compact" in policy:
             raise LeaderTopicError(
@@ -109,7 +108,7 @@ def ensure_tracking_topic(
             )
         try:
             policy = inquiry.topic_settings(topic)["cleanup.policy"]
-        except (KafkaException, FutureTimeoutError) as error:
+        except KafkaException as error:
             needed = grant("DESCRIBE_CONFIGS", config)
             why = f"cannot read the settings of tracking topic {topic!r}: {_reason(inquiry, error)}; {needed}"
             raise TrackingTopicError(why) from None
@@ -150,7 +149,7 @@ def forbidden_topics(
             except KafkaException as error:
                 if error.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
                     forbidden.add(topic)
-            except FutureTimeoutError:
+            except KafkaUnavailable:
                 continue
             else:
                 if allowed is not None and not {AclOperation.WRITE, AclOperation.ALL} & set(allowed):
@@ -167,7 +166,7 @@ def topic_settings(
             return None
         try:
             return inquiry.topic_settings(topic)
-        except (KafkaException, FutureTimeoutError):
+        except (KafkaException, KafkaUnavailable):
             return None
 
 
@@ -203,8 +202,8 @@ def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:
         answer = inquiry.admin.create_topics([new_topic], request_timeout=inquiry.remaining)[topic]
         try:
             inquiry.wait_for(answer)
-        except (KafkaException, FutureTimeoutError) as error:
-            code = error.args[0].code() if isinstance(error, KafkaException) else None
+        except KafkaException as error:
+            code = error.args[0].code()
             if code in {KafkaError.TOPIC_ALREADY_EXISTS, KafkaError._UNSUPPORTED_FEATURE}:  # noqa: SLF001
                 return
             if code == KafkaError.INVALID_REPLICATION_FACTOR and not inquiry.is_late:
@@ -219,9 +218,9 @@ def _create(inquiry: Inquiry, kind: TopicKind, topic: str) -> None:
             return
 
 
-def _reason(inquiry: Inquiry, error: KafkaException | FutureTimeoutError) -> str:
+def _reason(inquiry: Inquiry, error: KafkaException) -> str:
     """Return why the cluster refuses something, or raise KafkaUnavailable if it did not answer."""
-    if not isinstance(error, KafkaException) or error.args[0].code() in NO_ANSWER:
+    if error.args[0].code() in NO_ANSWER:
         raise inquiry.unavailable("no answer") from None
     reason: str = error.args[0].str()
     return reason
@@ -232,7 +231,7 @@ def _widen(inquiry: Inquiry, kind: TopicKind, topic: str, width: int) -> None:
     answer = inquiry.admin.create_partitions([NewPartitions(topic, width)], request_timeout=inquiry.remaining)[topic]
     try:
         inquiry.wait_for(answer)
-    except (KafkaException, FutureTimeoutError) as error:
+    except KafkaException as error:
         raise kind.error(
             f"{kind.name} {topic!r} cannot be given {width} partitions: {_reason(inquiry, error)}; do it, or "
             f"{grant('ALTER', inquiry.config)}"

@@ -47,6 +47,10 @@ _SAMPLED_GAUGES = {  # taken over from the last count of the backlog and the las
         "outbox_time_to_empty_seconds",
         "Time until no deliverable record is left, at the rate of the last minute.",
     ),
+    "leader_term": (
+        "outbox_leader_term",
+        "Number of the leadership, where this harvester leads; a later one has a higher number.",
+    ),
     "kafka_up": ("outbox_kafka_up", "1 if Kafka answers this harvester, else 0."),
     "last_success": ("outbox_last_success_timestamp_seconds", "Time of the last acknowledgement by Kafka."),
     "floor_enabled": ("outbox_floor_enabled", "1 where a settled floor can be proven, else 0 (the log says why)."),

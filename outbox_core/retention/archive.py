@@ -147,7 +147,8 @@ SELECT count(*) FROM restashed
 _NOTED = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key)
     SELECT %s::text, %s::text, coalesce(%s::text || ' as ', '') || session_user,
-           concat_ws(': ', count(*) || ' records', nullif(%s::text, '')), %s::text, %s::text
+           concat_ws(': ', count(*) || CASE count(*) WHEN 1 THEN ' record' ELSE ' records' END, nullif(%s::text, '')),
+           %s::text, %s::text
     FROM restashed HAVING count(*) > 0
 )"""
 
@@ -244,7 +245,8 @@ class Archive:
         if not has_archive:
             raise OutboxTableError(
                 f"there is no table {self.table}, so nothing was archived; make it with "
-                f"`outbox schema --archive --table {self.outbox}`, and harvest with `retention: archive`"
+                f"`outbox schema --archive --table {self.outbox}`, with Alembic's outbox_archive() or with Django's "
+                "ArchivePublished(), and harvest with `retention: archive`"
             )
         value = "convert_to(%s::text || id, 'UTF8')" if is_binary else "(%s::text || id)"
         columns = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from datetime import datetime, timedelta
+from decimal import Decimal
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -22,7 +23,7 @@ from outbox_core.errors import OutboxTableError
 from outbox_core.schema import EventKind, TableName, events_beside, statistics_beside
 from outbox_core.stasher import Connection
 
-__all__ = ["EventKind", "History", "HistoryEvent", "IntervalStatistics"]
+__all__ = ["EventKind", "History", "HistoryEvent", "IntervalStatistics", "Point"]
 
 _IDENTIFY = """
 SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL
@@ -37,6 +38,18 @@ FROM (
     SELECT * FROM {table} WHERE outbox = %s AND create_time > now() - %s * interval '1 second' ORDER BY id DESC LIMIT %s
 ) AS latest
 ORDER BY id
+"""
+
+# A bucket has the rates' mean, the medians' mean by records, and of everything else the largest: peaks must be seen.
+_THINNED = """
+SELECT extract(epoch FROM max(create_time))::float8, sum(published) / greatest(sum(interval_seconds), 0.001),
+       sum(failed) / greatest(sum(interval_seconds), 0.001),
+       (sum(published_bytes) / greatest(sum(interval_seconds), 0.001))::float8,
+       max(deliverable), max(deliverable_age), max(held), max(held_age),
+       sum(latency_p50 * published) / nullif(sum(published) FILTER (WHERE latency_p50 IS NOT NULL), 0),
+       max(latency_p99)
+FROM {table} WHERE outbox = %s AND create_time > now() - %s * interval '1 second'
+GROUP BY floor(extract(epoch FROM create_time) / %s) ORDER BY 1
 """
 
 _EVENTS = """
@@ -72,10 +85,28 @@ class IntervalStatistics(NamedTuple):
     latency_p99: float | None
 
 
+class Point(NamedTuple):
+    """Statistics of some while up to `time`, which is in seconds since 1970.
+
+    Rates are means, as is `latency_p50`; backlogs, ages and `latency_p99` the largest values; None is not known.
+    """
+
+    time: float
+    published_per_second: float
+    failed_per_second: float
+    bytes_per_second: float
+    deliverable: int | None
+    deliverable_age: float | None
+    held: int | None
+    held_age: float | None
+    latency_p50: float | None
+    latency_p99: float | None
+
+
 class HistoryEvent(NamedTuple):
     """One event: `kind` is one of `EventKind`; `leader_id` and `term` are of leaders, the last three fields of holds.
 
-    `actor` is a harvester's name, or of an operator "who as role"; `term` is known when a leadership begins.
+    `actor` is a harvester's name, or of an operator "who as role"; `term` is the number of a leadership, as in the log.
     """
 
     id: int
@@ -112,6 +143,14 @@ class History:
         """Return the rows of the last while, oldest first; of more than `limit` the latest."""
         rows = self._ask(connection, statistics_beside(self.outbox), _STATISTICS, [since.total_seconds(), limit])
         return [IntervalStatistics(datetime.fromisoformat(row[0]), *row[1:]) for row in rows]
+
+    def points(self, connection: Connection, since: timedelta, *, most: int = 500) -> list[Point]:
+        """Return the statistics of the last while for a chart, oldest first, thinned to at most so many points."""
+        seconds = since.total_seconds()
+        # One less: neither the first nor the last bucket need be a whole one.
+        parameters = [seconds, max(1.0, seconds / (most - 1))]
+        rows = self._ask(connection, statistics_beside(self.outbox), _THINNED, parameters)
+        return [Point._make(float(value) if isinstance(value, Decimal) else value for value in row) for row in rows]
 
     def events(
         self,

@@ -19,9 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from outbox_core.claims.claims import ClaimStore
 from outbox_core.errors import OutboxError
 from outbox_core.kafka.clients import Consumer, Message, TopicPartition
-from outbox_core.kafka.messages import ID_HEADER
+from outbox_core.kafka.messages import ID_HEADER, bring_back
 from outbox_core.testing.expectation import bytes_of, headers_of
 from outbox_core.testing.interception import CapturedRecord
 from outbox_core.testing.records import StashedRecords
@@ -57,13 +58,20 @@ class InProcessKafka:
                 self.published.append(self._message(entry))
         return self.published
 
-    def deliver(self, handlers: Mapping[str, Callable[[Message], object]]) -> int:
+    def deliver(
+        self, handlers: Mapping[str, Callable[[Message], object]], *, claim_store: ClaimStore | None = None
+    ) -> int:
         """Hand each message to the handler of its topic, once and in order; return the number of messages handled.
 
         Messages of records that the handlers stash are delivered, too, until none is left. Those of other topics are
         passed over.
 
+        Args:
+            handlers: a function of a message, by topic.
+            claim_store: as of `consume`: handlers find large payloads in `message.value()`.
+
         Raises:
+            ClaimMissing: if a payload is in a claim store that does not have it, or that was not given.
             OutboxError: if a handler returns a coroutine, which would never run.
             Exception: of a handler. The next call begins with its message.
         """
@@ -72,6 +80,7 @@ class InProcessKafka:
             message = self.published[self._delivered]
             handler = handlers.get(message.topic() or "")
             if handler is not None:
+                bring_back(message, claim_store)
                 _call(handler, message)
                 handled += 1
             self._delivered += 1

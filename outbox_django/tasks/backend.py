@@ -17,6 +17,7 @@ from django.utils.module_loading import autodiscover_modules
 
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 from outbox_django.databases import postgres_connection
+from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash, stash_alias
 from outbox_django.tasks.arguments import checked_arguments, foreign_parameters
 from outbox_django.tasks.jobs import Job
@@ -82,7 +83,7 @@ class OutboxTaskBackend(BaseTaskBackend):
         Raises:
             TypeError: if the task does not take these arguments, or one of them is not JSON; nothing was written.
             InvalidMessage: if the arguments are too large for a message; nothing was written.
-            InvalidRecord: if the outbox has goharvest's text layout; nothing was written.
+            InvalidRecord: if they are too long for an outbox in goharvest's text layout; nothing was written.
             InvalidConfig: if TASKS or OUTBOX are wrong.
             django.db.Error: of a failed statement.
         """
@@ -113,7 +114,8 @@ class OutboxTaskBackend(BaseTaskBackend):
         """
         queue = self.queue(queue_name)
         wait = min(job.wait, queue.config.max_delay)
-        record = queue.record(job.encode(), delay=wait or None)
+        spread = outbox_settings().table_layout.has_partition
+        record = queue.record(job.encode(), delay=wait or None, spread=spread)
         alias = stash_alias()
         with _transaction(alias):
             stash(record, using=alias)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
+from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.consuming.buffer import PrefetchBuffer
 from outbox_queue.consuming.delivery import Delivery, State
@@ -115,7 +116,7 @@ class AckHandler:
         overdue = self._buffer.remove_overdue(now)
         if overdue:
             queue, count = overdue[0].message.queue, len(overdue)
-            _log.warning("queue %r: %d messages waited too long for a handler, and are given back", queue, count)
+            _log.warning("queue %r: given back %s that waited too long for a handler", queue, plural(count, "message"))
             self.return_unused(overdue)
         for delivery in self._buffer.remove_hung(now):
             self._counters.in_progress(-1)

@@ -18,6 +18,7 @@ import threading
 import time
 
 from outbox_core.kafka.errors import MEMBER_HOPELESS, principal_of
+from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig
 from outbox_queue.consuming.acks import AckHandler
 from outbox_queue.consuming.buffer import PrefetchBuffer
@@ -154,8 +155,8 @@ class QueueReader:
         self._acks.count_started(len(batch.due), parked=batch.parked)
         is_late = any(delivery.deadline <= time.monotonic() for delivery in batch.due[:1])  # all have the same
         if is_late:
-            text = "queue %r: starting %d messages took longer than redelivery_timeout; they are given back"
-            _log.warning(text, self._queue, len(batch.due))
+            text = "queue %r: starting %s took longer than redelivery_timeout; given back"
+            _log.warning(text, self._queue, plural(len(batch.due), "message"))
         if is_late or not self._buffer.put(batch.due, there_are_more=there_are_more):
             self._acks.return_unused(batch.due)
 

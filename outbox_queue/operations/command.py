@@ -17,11 +17,13 @@ from outbox_core.cli.signals import stop_on_signals
 from outbox_core.cli.terminal import aligned
 from outbox_core.config import log_format, log_level, redact
 from outbox_core.errors import InvalidConfig
+from outbox_core.kafka.admin import check_connection
 from outbox_core.metrics import MetricsServer
-from outbox_core.printable import preview, printable, printable_json, text_or_base64
+from outbox_core.printable import plural, preview, printable, printable_json, text_or_base64
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters.store import DeadLetter, DeadLetters
 from outbox_queue.operations.stats import Glance, QueueStats, messages_in_progress, queue_stats, waiting_messages
+from outbox_queue.protocol.clients import common_settings
 from outbox_queue.redelivery.tracker import RedeliveryTracker
 from outbox_queue.times import utc_time
 
@@ -30,6 +32,7 @@ _PROPERTY_PREFIX = "OUTBOX_KAFKA_"
 _OVERRIDES = ("bootstrap_servers", "message_topic", "marker_topic", "dead_letter_topic")
 _SHOWN = 60
 _WAIT_SECONDS = 1.0
+_CONNECT_SECONDS = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -140,8 +143,15 @@ def _track(options: argparse.Namespace) -> int:
     return 0
 
 
+def _reachable(options: argparse.Namespace) -> QueueConfig:
+    """Return the settings; raise KafkaUnavailable if the cluster does not answer, within seconds and by its address."""
+    config = _config(options)
+    check_connection(common_settings(config), timeout_seconds=_CONNECT_SECONDS)
+    return config
+
+
 def _show_stats(options: argparse.Namespace) -> int:
-    rows = queue_stats(_config(options), options.queue)
+    rows = queue_stats(_reachable(options), options.queue)
     if options.json:
         _print_json(row._asdict() for row in rows)
     else:
@@ -151,7 +161,7 @@ def _show_stats(options: argparse.Namespace) -> int:
 
 def _peek(options: argparse.Namespace) -> int:
     read = messages_in_progress if options.in_progress else waiting_messages
-    with closing(read(_config(options), options.queue)) as found:
+    with closing(read(_reachable(options), options.queue)) as found:
         messages = list(islice(found, options.limit))
     if options.json:
         _print_json(map(_shown_whole, messages))
@@ -165,7 +175,7 @@ def _peek(options: argparse.Namespace) -> int:
 
 
 def _list_dead_letters(options: argparse.Namespace) -> int:
-    letters = DeadLetters(_config(options)).all(options.queue)[: options.limit]
+    letters = DeadLetters(_reachable(options)).all(options.queue)[: options.limit]
     if options.json:
         _print_json(map(_shown_whole, letters))
     else:
@@ -185,15 +195,15 @@ def _list_dead_letters(options: argparse.Namespace) -> int:
 
 
 def _requeue(options: argparse.Namespace) -> int:
-    return _report("requeued", DeadLetters(_config(options)).requeue(_choice(options)), options)
+    return _report("requeued", DeadLetters(_reachable(options)).requeue(_choice(options)), options)
 
 
 def _discard(options: argparse.Namespace) -> int:
-    return _report("discarded", DeadLetters(_config(options)).discard(_choice(options)), options)
+    return _report("discarded", DeadLetters(_reachable(options)).discard(_choice(options)), options)
 
 
 def _report(verb: str, done: Sequence[DeadLetter], options: argparse.Namespace) -> int:
-    sys.stdout.write(f"{verb} {len(done)} message{'' if len(done) == 1 else 's'}\n")
+    sys.stdout.write(f"{verb} {plural(len(done), 'message')}\n")
     missing = sorted({*(options.id or ())} - {letter.id for letter in done})
     if missing:
         return fail(f"no such dead letter: {', '.join(missing)}", EXIT_ENDED_BY_ERROR)

@@ -27,6 +27,7 @@ from outbox_core.kafka.clients import (
 )
 from outbox_core.kafka.errors import TRACKER_HOPELESS, why_unreadable
 from outbox_core.outage import Outage
+from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueMetrics
@@ -220,7 +221,7 @@ class TrackerLoop:
         self.in_progress = sum(map(len, markers))
         catching_up = sum(not one.is_caught_up for one in markers)
         if self._partitions and not catching_up and not self.is_caught_up:
-            _log.info("caught up: %d messages are in progress", self.in_progress)
+            _log.info("caught up: %s in progress", plural(self.in_progress, "message"))
         self.is_caught_up = self._is_member and catching_up == 0
         if now < self._report_at:
             return

@@ -5,7 +5,7 @@ a pause, or behind an open transaction. So it judges expiry only at a **tick**, 
 
 1. something looks expired (`DeadlineClock` says so), or there was no tick for a while: a tick is sent;
 2. it is read back. Everything that was appended before it has been read, and its timestamp is the broker's time;
-3. messages whose deadline is before the tick are expired: `take_expired` returns them.
+3. messages whose deadline is before the moment at which it was sent are expired: `take_expired` returns them.
 
 A tick is a keep-alive of a message that cannot exist, in partition -1 at offset -1, which kafka-mq-go's trackers skip.
 Its `value` is a token; ticks of other trackers are only readings of the clock.
@@ -116,10 +116,11 @@ class MarkerPartition:
                 started=appended,
                 deadline=appended + self._timeouts.cut(marker.redeliver_after_ms, offset),
                 start=(key, value),
+                doubt=self._clock.doubt(appended, now),
             )
         elif kind == wire.KEEPALIVE:
             deadline = appended + self._timeouts.cut(marker.redeliver_after_ms, offset)
-            self._keep_alive(message_id, marker, deadline)
+            self._keep_alive(message_id, marker, deadline, self._clock.doubt(appended, now))
         else:
             self._skip(offset, f"its type is {kind}")
 
@@ -210,8 +211,8 @@ class MarkerPartition:
         """Return the partition's time, in milliseconds."""
         return self._clock.time(now)
 
-    def _keep_alive(self, message_id: tuple[int, int], marker: Marker, deadline: float) -> None:
-        entry = self._in_progress.keep_alive(message_id, deadline)
+    def _keep_alive(self, message_id: tuple[int, int], marker: Marker, deadline: float, doubt: float) -> None:
+        entry = self._in_progress.keep_alive(message_id, deadline, doubt)
         if entry is not None:
             if marker.HasField("attempt"):
                 entry.attempt = marker.attempt
@@ -219,19 +220,24 @@ class MarkerPartition:
 
     def _read_tick(self, token: bytes, timestamp: tuple[int, int], now: float) -> None:
         kind, stamp = timestamp
-        appended = self._clock.read(stamp, now) if kind == TIMESTAMP_LOG_APPEND_TIME else None
-        tick = self.tick
-        if tick is None or tick.token != token:
+        tick = self.tick if self.tick is not None and self.tick.token == token else None
+        if tick is not None and self.is_caught_up:
+            self._clock.read_up_to(tick.sent_at, now)  # before its own timestamp, which is checked by that
+        if kind == TIMESTAMP_LOG_APPEND_TIME:
+            self._clock.read(stamp, now)
+        if tick is None:
             return
         self.tick = None
         self._last_tick_at = tick.sent_at
         self._clock.read_up_to(tick.sent_at, now)
-        if appended is None:
-            appended = (self._clock.time(now) or 0.0) - (now - tick.sent_at)
+        if self._clock.was_set_back():
+            self._in_progress.allow_for_doubt()
         if tick.may_judge:
-            expired = self._in_progress.expired(appended)
+            # It was appended after that; its timestamp would be too late if the broker's clock was set forward.
+            sent = (self._clock.time(now) or 0.0) - (now - tick.sent_at)
+            expired = self._in_progress.expired(sent)
             expired.reverse()
-            self._judgement = _Judgement(appended, expired)
+            self._judgement = _Judgement(sent, expired)
 
     def _skip(self, offset: int, error: object) -> None:
         self.unreadable += 1

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from outbox_core import election
 from outbox_core.kafka.clients import KafkaError, KafkaException, Producer
 from outbox_core.outage import Outage
+from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.protocol.headers import queue_name
@@ -139,7 +140,7 @@ class TrackedPartition:
             metrics.of(queue_name(queue)).count("redelivered", count)
         for queue, count in result.dead.items():
             metrics.of(queue_name(queue)).count("dead_lettered", count)
-            _log.warning("queue %r: %d messages set aside in %s", queue_name(queue), count, topic)
+            _log.warning("queue %r: %s set aside in %s", queue_name(queue), plural(count, "message"), topic)
 
 
 def now_ms() -> float:

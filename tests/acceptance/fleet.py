@@ -23,10 +23,10 @@ from tests.acceptance.worker import Settings
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _PATIENCE = 60.0
 _LOGGED = {
-    "LeaderAcquired": re.compile(r"harvest: leading, leader ID (\S+), term"),
+    "LeaderAcquired": re.compile(r"election: \S+ leads .*, term \d+, leader ID (\S+)"),
     "LeaderRefreshed": re.compile(r"harvest: leading on, new leader ID (\S+):"),
-    "LeaderRevoked": re.compile(r"harvest: leadership handed back()"),
-    "LeaderFenced": re.compile(r"harvest: leadership lost:()"),
+    "LeaderRevoked": re.compile(r"election: \S+ has handed over ()"),
+    "LeaderFenced": re.compile(r"election: \S+ no longer leads ()"),
 }
 
 

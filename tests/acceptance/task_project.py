@@ -1,8 +1,9 @@
 """A Django project whose tasks go through the outbox: `python -m tests.acceptance.task_project COMMAND`.
 
 Its environment names the services and the topics. Beside Django's commands it has one of its own,
-`enqueue JOURNAL COUNT`: threads enqueue so many tasks, from 0 on, in concurrent transactions of one to four, of which a
-third rolls back after everything was written. Each transaction writes the numbers of its tasks into a table, too.
+`enqueue JOURNAL COUNT [MARK]`: it migrates, and threads enqueue so many tasks, from 0 on, in concurrent transactions
+of one to four, of which a third rolls back after everything was written. Each transaction writes its tasks' numbers
+into a table, too. With MARK half of the tasks come behind one that kills its worker, once.
 """
 
 import json
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import django
 from django.conf import settings
-from django.core.management import execute_from_command_line
+from django.core.management import call_command, execute_from_command_line
 from django.db import connection, transaction
 from psycopg.conninfo import conninfo_to_dict
 
@@ -55,13 +56,16 @@ def main():
     )
     if sys.argv[1] == "enqueue":
         django.setup()
-        enqueue(sys.argv[2], int(sys.argv[3]))
+        enqueue(sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
     else:
         execute_from_command_line(["manage.py", *sys.argv[1:]])
 
 
-def enqueue(journal, count):
-    """Enqueue tasks that append their number to the journal."""
+def enqueue(journal, count, mark=None):
+    """Enqueue tasks that append their number to the journal, and perhaps one that kills its worker."""
+    from tests.integration.django.sample_tasks import kill_worker_once
+
+    call_command("migrate", verbosity=0)
     numbers = iter(range(count))
     lock = threading.Lock()
 
@@ -72,6 +76,8 @@ def enqueue(journal, count):
     def work(_):
         try:
             while some := take():
+                if mark and count // 2 in some:
+                    kill_worker_once.enqueue(mark)
                 _enqueue_together(journal, some)
         finally:
             connection.close()

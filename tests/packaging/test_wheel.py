@@ -114,6 +114,9 @@ def test_contents(wheel):
     }
     assert "outbox_sqlalchemy/migrations/versions/0001_outbox.py" in names
     assert "outbox_django/migrations/0001_initial.py" in names
+    page = [path for path in (CHECKOUT / "outbox_core" / "console" / "page").rglob("*") if path.is_file()]
+    assert {str(path.relative_to(CHECKOUT)) for path in page} <= names
+    assert "outbox_core/console/page/index.html" in names
     assert {f"{package}/py.typed" for package in tops if package.startswith("outbox_")} <= names
     modules = {"outbox_core/testing/pytest_plugin.py", "outbox_core/testing/kafka.py"}
     assert modules | {f"outbox_{adapter}/testing.py" for adapter in ("django", "queue", "sqlalchemy")} <= names
@@ -207,19 +210,26 @@ def test_shipped_migrations_run(complete, database):
     assert Scene(database, "", layout=None).count() == 0
 
 
+@pytest.fixture(scope="module")
+def typed(complete, wheel):
+    """Return an environment with all that the typed project imports."""
+    complete.pip("install", "--quiet", "--no-compile", f"{wheel}[tracing]", "starlette", "django-stubs")
+    return complete
+
+
 @pytest.mark.complete
-def test_mypy(complete, tmp_path):
+def test_mypy(typed, tmp_path):
     """`mypy --strict` accepts a project that uses the packages rightly, and reports each mistake of another."""
-    python = complete.folder.parent / "bin" / "python"
+    python = typed.folder.parent / "bin" / "python"
     command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--no-error-summary"]
     _check_types([*command, "--python-executable", python, "orders.py", "mistakes.py"], tmp_path)
 
 
 @pytest.mark.complete
 @pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not on the PATH: it is a program for Node.js")
-def test_pyright(complete, tmp_path):
+def test_pyright(typed, tmp_path):
     """Pyright in strict mode says the same as mypy."""
-    python = complete.folder.parent / "bin" / "python"
+    python = typed.folder.parent / "bin" / "python"
     (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
     _check_types(["pyright", "--pythonpath", python], tmp_path)
 
@@ -247,7 +257,7 @@ def test_django_app_is_found(complete):
         "print(get_commands()['run_harvester'])\n"
     )
     assert told.splitlines() == [
-        "['0001_initial', '0002_inbox', '0003_hold', '0004_checks', '0005_history']",
+        "['0001_initial', '0002_inbox', '0003_hold', '0004_checks', '0005_history', '0006_console']",
         "outbox_django",
     ]
 

@@ -12,7 +12,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import count
 
+from tests.simulation.broken_queue_rules import QUEUE_RULES, queue_broken
 from tests.simulation.broken_rules import RULES, broken
+from tests.simulation.queue_simulation import MODE as QUEUE
+from tests.simulation.queue_simulation import QUEUE_SENTINELS, QueuePlan
+from tests.simulation.queue_simulation import run as run_queues
 from tests.simulation.simulation import MODES, SENTINELS, Outcome, Plan, run
 
 _TRACED = 400
@@ -22,8 +26,16 @@ _CHUNK = 2
 
 def outcome_of(plan: Plan, rule: str = "", *, trace: int = 0) -> Outcome:
     """Run a plan, with a rule of the product broken if one is named."""
+    if isinstance(plan, QueuePlan):
+        with queue_broken(rule):
+            return run_queues(plan, trace=trace)
     with broken(rule):
         return run(plan, trace=trace)
+
+
+def plan_of(seed: int, mode: str) -> Plan:
+    """Draw a plan."""
+    return QueuePlan.of(seed) if mode == QUEUE else Plan.of(seed, mode)
 
 
 def shrink(plan: Plan, rule: str = "") -> Plan:
@@ -38,6 +50,9 @@ def shrink(plan: Plan, rule: str = "") -> Plan:
 
 
 def _smaller(plan: Plan) -> Iterator[Plan]:
+    if isinstance(plan, QueuePlan):
+        yield from plan.smaller()
+        return
     for fault in plan.faults:
         yield replace(plan, faults=tuple(other for other in plan.faults if other != fault))
     if plan.harvesters > 1:
@@ -58,13 +73,13 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
 
 def _outcomes(arguments: tuple[int, int, str, str]) -> list[Outcome]:
     first, number, mode, rule = arguments
-    return [outcome_of(Plan.of(seed, mode), rule) for seed in range(first, first + number)]
+    return [outcome_of(plan_of(seed, mode), rule) for seed in range(first, first + number)]
 
 
 def one(seed: int, mode: str, rule: str) -> int:
     """Run a seed in each mode or the given one, shrink it if it fails, and print the trace."""
-    for each in [mode] if mode else MODES:
-        plan = Plan.of(seed, each)
+    for each in [mode] if mode else (*MODES, QUEUE):
+        plan = plan_of(seed, each)
         outcome = outcome_of(plan, rule, trace=_TRACED)
         if outcome.problem:
             plan = shrink(plan, rule)
@@ -96,7 +111,7 @@ def many(hours: float, mode: str, rule: str, first: int) -> int:
     took = time.monotonic() - began
     passed = seconds / _SECONDS_PER_HOUR
     print(f"{seeds} seeds, {passed:.2f} virtual hours in {took:.0f} s: {seconds / took:.0f} times real time")
-    for sentinel in SENTINELS:
+    for sentinel in QUEUE_SENTINELS if mode == QUEUE else SENTINELS:
         print(f"{seen[sentinel]:9}  {sentinel}{'' if seen[sentinel] else '   NEVER REACHED'}")
     return 1 if found else 0
 
@@ -105,14 +120,15 @@ def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--hours", type=float, default=0.1, help="virtual hours to run")
-    parser.add_argument("--mode", choices=("", *MODES), default="", help="delivery; by default each seed draws one")
+    parser.add_argument("--mode", choices=("", *MODES, QUEUE), default="", help="by default each seed draws a delivery")
     parser.add_argument("--seed", type=int, help="run this seed alone, with a trace")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
-    parser.add_argument("--rule", choices=("", *RULES), default="", help="a rule of the product to break")
+    parser.add_argument("--rule", choices=("", *RULES, *QUEUE_RULES), default="", help="a rule of the product to break")
     given = parser.parse_args()
     if given.seed is not None:
-        return one(given.seed, given.mode, given.rule)
-    return many(given.hours, given.mode, given.rule, given.first)
+        return one(given.seed, QUEUE if given.rule in QUEUE_RULES else given.mode, given.rule)
+    mode = QUEUE if given.rule in QUEUE_RULES else given.mode
+    return many(given.hours, mode, given.rule, given.first)
 
 
 if __name__ == "__main__":

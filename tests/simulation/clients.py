@@ -74,6 +74,9 @@ class Message:
     def timestamp(self) -> tuple[int, int]:
         return 1, int((1_700_000_000.0 + self._time) * 1000)
 
+    def latency(self) -> float:
+        return 0.001
+
 
 class Client:
     """Connections to the brokers, and questions about the cluster."""

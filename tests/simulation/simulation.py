@@ -116,7 +116,7 @@ class _Log(logging.Handler):
 
 _SENTINELS_IN_LOG = {
     "torn transaction read back": "reading back which from",
-    "published rows purged by a successor": "rows that the last term had published",
+    "published rows purged by a successor": "that the last term had published",
     "rows taken by another leader": "the rest carry another leader's mark",
     "records in flight at a hand-over": "records were still in flight",
     "outage of the database": "%s: %s; retrying",

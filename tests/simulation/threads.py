@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.simulation.scheduling import ProcessDied, Scheduler, Task, current, spend
 
-_PACKAGE = "outbox_core."
+_PACKAGES = ("outbox_core.", "outbox_queue.")
 
 
 def _me() -> Task:
@@ -99,12 +99,31 @@ class Lock:
 from greenlet import getcurrent as current_greenlet  # noqa: E402
 
 
-class Condition(Lock):
-    """`threading.Condition`."""
+class Condition:
+    """`threading.Condition`; several may share a lock."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._lock = lock or Lock()
         self._told: list[Task] = []
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        task = _me()
+        self._told.append(task)
+        self._lock.release()
+        is_told = False
+        try:
+            is_told = task.wait(timeout)
+        finally:
+            if not is_told:
+                self._told = [other for other in self._told if other is not task]
+            self._lock.acquire()
+        return is_told
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         task = _me()
@@ -113,18 +132,16 @@ class Condition(Lock):
             left = None if end is None else end - task.process.monotonic()
             if left is not None and left <= 0:
                 return False
-            self._told.append(task)
-            self.release()
-            try:
-                task.wait(left)
-            finally:
-                self.acquire()
+            self.wait(left)
         return True
 
-    def notify_all(self) -> None:
-        told, self._told = self._told, []
+    def notify(self, number: int = 1) -> None:
+        told, self._told = self._told[:number], self._told[number:]
         for task in told:
             task.wake()
+
+    def notify_all(self) -> None:
+        self.notify(len(self._told))
 
 
 class Thread:
@@ -245,6 +262,7 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
     times = SimpleNamespace(
         monotonic=_monotonic,
         time=scheduler.wall_clock,
+        time_ns=lambda: int(scheduler.wall_clock() * 1_000_000) * 1000,
         perf_counter=_monotonic,
         thread_time=lambda: 0.0,
         sleep=_sleep,
@@ -254,6 +272,10 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
         Thread=Thread, Event=Event, Lock=Lock, RLock=Lock, Condition=Condition, current_thread=_current_thread
     )
     drawn = scheduler.random
+
+    def uuid4() -> uuid.UUID:
+        return uuid.UUID(int=drawn.getrandbits(128), version=4)
+
     places: dict[int, object] = {
         id(time): times,
         id(time.monotonic): _monotonic,
@@ -265,12 +287,13 @@ def patched(scheduler: Scheduler) -> Iterator[None]:
         id(concurrent.futures.Future): Future,
         id(concurrent.futures.wait): _wait_for_futures,
         id(random): drawn,
-        id(uuid.uuid4): lambda: uuid.UUID(int=drawn.getrandbits(128), version=4),
+        id(uuid): SimpleNamespace(uuid4=uuid4, UUID=uuid.UUID),
+        id(uuid.uuid4): uuid4,
         id(atexit): SimpleNamespace(register=lambda _: None, unregister=lambda _: None),
     }
     undone: list[tuple[dict[str, Any], str, object]] = []
     for name, module in list(sys.modules.items()):
-        if not name.startswith(_PACKAGE):
+        if not name.startswith(_PACKAGES):
             continue
         scope = vars(module)
         for key, value in list(scope.items()):

@@ -39,7 +39,7 @@ from uuid import UUID, uuid4
 
 from outbox_core.election.lease import now
 from outbox_core.errors import OutboxError, RowsHeld, StoreUnavailable
-from outbox_core.events import LeaderRefreshed, MeterRead
+from outbox_core.events import LeaderRefreshed
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.at_least_once.publisher import ProducerLimits, Publisher
 from outbox_core.harvest.at_least_once.send_window import CHECK_EVERY_SECONDS
@@ -54,6 +54,7 @@ from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.messages import Failure
+from outbox_core.printable import plural
 from outbox_core.stores.interface import (
     NO_HOLDS,
     HoldSet,
@@ -267,6 +268,7 @@ class AtLeastOnce:
             self._schedule.found_rows(more=is_full)
         else:
             self._schedule.found_none(took)
+            self._ctx.count_published(0)
         if self._remark or batch.selected != len(records) or self._lanes.holds_any(records):
             self._to_settle.reset.extend(map(row_id, records))
             self._force_remark()
@@ -379,9 +381,7 @@ class AtLeastOnce:
             self._ctx.metrics.publish_latency(arrived - sent_at, count)
         self._failures.succeeded(delivered)
         self._ctx.kafka.succeeded(all_of_it=not self._failures.backoffs.is_unreachable)
-        stats = self._ctx.meter.add(len(delivered))
-        if stats is not None:
-            self._ctx.emit(MeterRead(stats))
+        self._ctx.count_published(len(delivered))
 
     def _fail(self, failures: list[Failure]) -> None:
         broken = [each for each in failures if isinstance(decide(each, alone=each.alone, can_hold=True), Remark)]
@@ -445,7 +445,9 @@ class AtLeastOnce:
             if self._drain and not self._lanes.held:
                 self._ctx.commits.notify()  # the next mark tells if that was all
         else:
-            _log.info("purged %d of %d rows: the rest carry another leader's mark", purged, len(settled.purge))
+            _log.info(
+                "purged %d of %s: the rest carry another leader's mark", purged, plural(len(settled.purge), "row")
+            )
             self._force_remark()
             self._leave_room_for_rivals()
 
@@ -542,7 +544,7 @@ class AtLeastOnce:
             elif not self._busy_with_database() or now() >= give_up_at:
                 break
             if now() >= drop_at + self._ctx.limits.drain_timeout and self._publisher.in_flight:
-                raise OutboxError(f"the Kafka client does not give back {self._publisher.in_flight} records")
+                raise OutboxError(f"the Kafka client does not give back {plural(self._publisher.in_flight, 'record')}")
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()

@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
 from outbox_core.election.lease import now
-from outbox_core.events import MeterRead
 from outbox_core.harvest.at_least_once.lanes import without
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.denied_topics import DeniedTopics
@@ -180,6 +179,7 @@ class Term:
         else:
             self._failures.scanned(found=False)
             self._schedule.found_none(scanned.took)
+            self._ctx.count_published(0)
             if scanned.is_all:
                 self._suspects.scan_found_none()
                 if not self._suspects.is_failing:
@@ -381,9 +381,7 @@ class Term:
         self._ctx.metrics.publish_latency(took, len(records))
         self._failures.succeeded(records)
         self._suspects.committed(records)
-        stats = self._ctx.meter.add(len(records))
-        if stats is not None:
-            self._ctx.emit(MeterRead(stats))
+        self._ctx.count_published(len(records))
 
     def _publication_is_committed(self, records: list[StoredRecord], *, are_dead_letters: bool) -> None:
         self._transactions.reached(Failpoint.COMMITTED)

@@ -11,6 +11,7 @@ import logging
 from outbox_core.election.lease import now
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, BackoffInfo, Backoffs, Destination
 from outbox_core.metrics import HarvestMetrics
+from outbox_core.printable import plural
 
 _log = logging.getLogger(__name__)
 
@@ -63,12 +64,12 @@ class BackoffReport:
     def _log(self, old: list[BackoffInfo], in_retry: int, time: float) -> None:
         parts = [f"{name(info.destination)} for {time - info.since:.0f} s ({info.why})" for info in old[:_NAMED]]
         if len(old) > _NAMED:
-            parts.append(f"{len(old) - _NAMED} more destinations")
+            parts.append(plural(len(old) - _NAMED, "more destination"))
         if in_retry:
-            parts.append(f"{in_retry} records of failed transactions, to be tried in smaller ones")
+            parts.append(f"{plural(in_retry, 'record')} of failed transactions, to be tried in smaller ones")
         _log.warning(
-            "waiting, with all records of %d keys: %s; each destination is tried again within %.0f s",
-            self._backoffs.waiting_keys,
+            "waiting, with all records of %s: %s; each destination is tried again within %.0f s",
+            plural(self._backoffs.waiting_keys, "key"),
             "; ".join(parts),
             self._longest,
         )

@@ -96,12 +96,12 @@ def connect_to_primary(
     try:
         given = psycopg.conninfo.conninfo_to_dict(data_source)
     except psycopg.ProgrammingError:
-        raise InvalidConfig("data_source is neither a libpq connection string nor a postgresql:// URL") from None
+        raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
     settings: dict[str, Any] = {"application_name": application_name, **_CONNECTION_DEFAULTS, **given}
     try:
         connection = psycopg.connect(**settings, autocommit=True)
     except psycopg.Error as error:
-        raise StoreUnavailable(f"cannot connect to the database of data_source: {one_line(error)}") from None
+        raise StoreUnavailable(f"cannot connect to {location(data_source)}: {one_line(error)}") from None
     try:
         tables = pin_search_path(connection, *names)
         timeouts = {"statement_timeout": milliseconds(statement_timeout), "unread": milliseconds(_UNREAD_SECONDS)}
@@ -112,8 +112,30 @@ def connect_to_primary(
     if row is None or row[-1]:
         # A standby lags behind: what has been purged would be found there again.
         connection.close()
-        raise StoreUnavailable("the server is a standby; data_source must name the primary")
+        raise StoreUnavailable("the database server is a standby; name the primary")
     return connection, tables
+
+
+def location(data_source: str) -> str:
+    """Return where a data source leads, without secrets: `database shop at db.example:5432 as role app`."""
+    try:
+        given = psycopg.conninfo.conninfo_to_dict(data_source)
+    except psycopg.ProgrammingError:
+        return "the database"
+    if _is_default(data_source):
+        return "the default database, postgres at localhost (set --dsn, OUTBOX_POSTGRES_DSN or dataSource for another)"
+    host = given.get("host") or given.get("hostaddr") or "the local socket"
+    port = f":{given['port']}" if given.get("port") and not str(host).startswith("/") else ""
+    role = f" as role {given['user']}" if given.get("user") else ""
+    return f"database {given.get('dbname') or given.get('user') or '(the default)'} at {host}{port}{role}"
+
+
+def _is_default(data_source: str) -> bool:
+    try:
+        from outbox_core.config import DEFAULT_DATA_SOURCE, normalise_data_source
+    except ImportError:  # the base install, which has no default
+        return False
+    return data_source == normalise_data_source(DEFAULT_DATA_SOURCE)
 
 
 def is_lent_by_transaction(first: Connection, data_source: str) -> bool:
@@ -142,5 +164,5 @@ def milliseconds(seconds: float) -> str:
 def one_line(error: psycopg.Error) -> str:
     """Return a driver's message without line breaks, and without the values of a row that violates a constraint."""
     is_of_row = (error.sqlstate or "").startswith(_CONSTRAINT_VIOLATIONS)
-    text = (is_of_row and error.diag.message_primary) or str(error)
+    text = (is_of_row and error.diag.message_primary) or str(error).removeprefix("connection failed: ")
     return "; ".join(line.strip() for line in text.splitlines() if line.strip())

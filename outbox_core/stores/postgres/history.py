@@ -85,7 +85,7 @@ class PostgresHistory:
         (found,) = self._table.query(sql.HISTORY_RIGHTS, names)
         if False in found and not self._has_warned:
             self._has_warned = True
-            forbidden = " and ".join(name for name, may in zip(names.values(), found, strict=True) if may is False)
+            forbidden = ", ".join(name for name, may in zip(names.values(), found, strict=True) if may is False)
             _log.warning(
                 "nothing is written into the history: GRANT SELECT, INSERT, DELETE ON %s TO %s",
                 forbidden,

@@ -181,7 +181,8 @@ class PostgresHolds:
             name = self._table.hold_name
             why = f"table {name} lacks the column(s) {', '.join(missing)}"
             if len(missing) == len(HOLD_COLUMNS):
-                why = f"there is no table {name}; make it with `outbox schema --only hold`, or migrate"
+                make = f"`outbox schema --only hold --table {self._table.name} --apply`"
+                why = f"there is no table {name}; make it with {make}, with Alembic or with `manage.py migrate`"
             _log.warning("nothing can be held or paused, and a bad record is tried for ever: %s", why)
         return self._has_table
 

@@ -129,8 +129,8 @@ class CommitNotices:
         if token in self._heard:
             return
         raise NoNotices(
-            "notify is on, but notices do not come through: behind a pooler of transactions, data_source must name the "
-            "database itself"
+            "notify is on, but notices do not come through: behind a pooler of transactions, the harvester needs "
+            "the address of the database itself"
         )
 
     def _sleep(self, seconds: float) -> None:

@@ -226,10 +226,7 @@ class OutboxTable:
             self.close()  # another session may find it
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
-            raise OutboxTableError(
-                f"outbox table {self.name} does not exist; make it with `outbox schema --table {self.name}`, "
-                "with Alembic or with `manage.py migrate`, or name the right one as outbox_table"
-            )
+            raise self._missing()
         kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
         self._refuse_pooler(pid)
         if kind not in {"r", "p"}:
@@ -275,9 +272,9 @@ class OutboxTable:
             self._raise(error)
         if is_lent:
             raise OutboxTableError(
-                "data_source leads to a pooler that lends its connections for one transaction at a time (PgBouncer's "
-                "pool_mode=transaction): the harvester's settings would come to other applications and be lost to it. "
-                "Name the database itself, or a pool of sessions"
+                "the database's address is that of a pooler that lends its connections for one transaction at a time "
+                "(PgBouncer's pool_mode=transaction): the harvester's settings would come to other applications "
+                "and be lost to it. Name the database itself, or a pool of sessions"
             )
 
     def _check_columns(self, columns: dict[str, str]) -> None:
@@ -294,6 +291,13 @@ class OutboxTable:
         rows = self.query(sql.INSPECT_HOLDS, (self.found[1].quoted,))
         may_read, columns = rows[0] if rows else (False, ())
         return may_read, [column for column in HOLD_COLUMNS if column not in columns]
+
+    def _missing(self) -> OutboxTableError:
+        return OutboxTableError(
+            f"outbox table {self.name} does not exist in database {self.connected().info.dbname}; make it with "
+            f"`outbox schema --table {self.name} --apply`, with Alembic or with `manage.py migrate`, or name the right "
+            "one (--table, OUTBOX_TABLE, outboxTable, OUTBOX['TABLE'])"
+        )
 
     def check_archive(self) -> None:
         """Raise OutboxTableError if published rows cannot go into the archive."""

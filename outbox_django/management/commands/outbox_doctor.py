@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox_core.cli.doctor import DOCTOR_DESCRIPTION, DOCTOR_EPILOG, add_doctor_arguments, run_doctor
-from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_source_arguments, overrides_from, shown
+from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_source_arguments, overrides_from, sentences
 from outbox_core.doctor.findings import ManagePy
 from outbox_core.errors import OutboxError
 from outbox_django.settings import outbox_settings
@@ -37,7 +37,7 @@ class Command(BaseCommand):
             chosen = ("--database", options["database"]) if options["database"] else ()
             exit_code = run_doctor(config, self.stdout, options, ManagePy(chosen))
         except OutboxError as error:
-            raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
+            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
         except ModuleNotFoundError as error:
             message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
             raise CommandError(message, returncode=EXIT_NOT_STARTED) from error

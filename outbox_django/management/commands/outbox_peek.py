@@ -6,7 +6,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
+from outbox_core.cli.harvest import EXIT_NOT_STARTED, sentences
 from outbox_core.cli.peek import DESCRIPTION, add_peek_arguments, run_peek
 from outbox_core.errors import OutboxError
 from outbox_django.settings import outbox_settings
@@ -34,7 +34,7 @@ class Command(BaseCommand):
             table = options["table"] or outbox_settings().table.quoted
             run_peek(data_source(options["database"] or stash_alias()), table, options, self.stdout)
         except OutboxError as error:
-            raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
+            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
         except ModuleNotFoundError as error:
             message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
             raise CommandError(message, returncode=EXIT_NOT_STARTED) from error

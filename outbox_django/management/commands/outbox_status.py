@@ -8,7 +8,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox_core.cli.doctor import STATUS_DESCRIPTION, STATUS_EPILOG, add_status_arguments, run_status
-from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_source_arguments, overrides_from, shown
+from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_source_arguments, overrides_from, sentences
 from outbox_core.errors import OutboxError
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
@@ -35,7 +35,7 @@ class Command(BaseCommand):
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
             exit_code = run_status(config, self.stdout, options)
         except OutboxError as error:
-            raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
+            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
         except ModuleNotFoundError as error:
             message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
             raise CommandError(message, returncode=EXIT_NOT_STARTED) from error

@@ -7,7 +7,7 @@ from typing import Any
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import Error
 
-from outbox_core.cli.harvest import shown
+from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
 from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
 from outbox_core.errors import OutboxError
 from outbox_core.schema import TableName
@@ -42,5 +42,5 @@ class Command(BaseCommand):
             with pinned_search_path(connection, name) as found:
                 pruned = InboxTable(found.quoted).prune(age, batch=options["batch"], using=connection.alias)
         except (OutboxError, ValueError, Error) as error:
-            raise CommandError(" ".join(shown(error).split())) from None
+            raise CommandError(" ".join(shown(error).split()), returncode=EXIT_NOT_STARTED) from None
         self.stdout.write(report(pruned, name), ending="")

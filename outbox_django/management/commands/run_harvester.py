@@ -13,7 +13,7 @@ from outbox_core.cli.harvest import (
     add_harvest_arguments,
     overrides_from,
     run,
-    shown,
+    sentences,
 )
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.errors import OutboxError
@@ -49,10 +49,10 @@ class Command(BaseCommand):
                 configure_logging(_LEVELS[min(options["verbosity"], 2)], options["log_format"] or "text")
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
         except OutboxError as error:
-            raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
+            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
         except ModuleNotFoundError as error:
             message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
             raise CommandError(message, returncode=EXIT_NOT_STARTED) from error
-        exit_code = run(config, drain=options["drain"])
+        exit_code = run(config, drain=options["drain"], tell=lambda text: self.stderr.write(f"CommandError: {text}"))
         if exit_code:
             sys.exit(exit_code)

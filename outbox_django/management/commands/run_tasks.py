@@ -9,7 +9,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
-from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, EXIT_NOT_STARTED, shown
+from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, EXIT_NOT_STARTED, sentences, shown
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.config.durations import parse_duration
 from outbox_core.errors import OutboxError
@@ -52,7 +52,7 @@ class Command(BaseCommand):
         try:
             backend, names = _backend_and_queues(options["backend"], options["queue"])
         except OutboxError as error:
-            raise CommandError(shown(error), returncode=EXIT_NOT_STARTED) from None
+            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
         from outbox_django.tasks.worker import run_tasks
 
         try:

@@ -7,7 +7,7 @@ import sys
 import psycopg
 
 from outbox_core import OutboxRecord, Stasher
-from outbox_core.claims import FolderStore
+from outbox_core.claims import FolderStore, TableStore
 
 database, folder, topic, moment = sys.argv[1:]
 
@@ -31,8 +31,10 @@ class DyingStore(FolderStore):
             die()
 
 
+in_database = folder == "in-database"
+store = TableStore(lambda: psycopg.connect(database), with_record=True) if in_database else DyingStore(folder)
 with psycopg.connect(database) as connection:
-    stasher = Stasher(claim_store=DyingStore(folder), claim_check_above=100)
+    stasher = Stasher(claim_store=store, claim_check_above=100)
     stasher.stash(connection, OutboxRecord(topic, "k", b"x" * 1000))
     if moment == "before-commit":
         die()

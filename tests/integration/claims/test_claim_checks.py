@@ -1,5 +1,6 @@
 """Claim checks through table, Kafka, `consume` and queues; crashes between upload and commit; orphans."""
 
+import asyncio
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
@@ -8,6 +9,9 @@ from pathlib import Path
 import psycopg
 import pytest
 from confluent_kafka import Consumer, TopicPartition
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import Session
 
 from outbox_core import OutboxRecord, Stasher
 from outbox_core.claims import ClaimMissing, FolderStore, TableStore
@@ -18,6 +22,7 @@ from outbox_core.errors import KafkaUnavailable
 from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import TableName, create_inbox_sql
 from outbox_queue import QueueService
+from outbox_sqlalchemy import Outbox, sqlalchemy_url
 from tests.queueing import queue_config
 
 WRITER = Path(__file__).with_name("claim_writer.py")
@@ -191,3 +196,54 @@ def test_a_table_of_payloads(scene, make_topic, database):
     assert list(store.names()) == []
     with pytest.raises(ClaimMissing, match=name):
         store.get(name)
+
+
+@pytest.mark.parametrize("moment", ["before-commit", pytest.param("after-commit", marks=pytest.mark.complete)])
+def test_crashes_with_payloads_in_the_same_transaction(scene, make_topic, database, moment):
+    """Whenever a writer dies, there are payload and record, or neither: there is no orphan to delete."""
+    store = TableStore(lambda: psycopg.connect(database), with_record=True)
+    scene.execute(store.create_sql)
+    command = [sys.executable, WRITER, scene.database, "in-database", make_topic(1), moment]
+    subprocess.run(command, cwd=Path.cwd(), check=False, timeout=60)
+    committed = moment == "after-commit"
+    assert (len(scene.rows()), len(list(store.names()))) == (committed, committed)
+    assert _orphans(scene, store) == []
+
+
+def _on_psycopg(database, options, finish):
+    with psycopg.connect(database) as connection:
+        Stasher(**options).stash_many(connection, [OutboxRecord("t", value=LARGE), OutboxRecord("t", value=b"x")])
+        getattr(connection, finish)()
+
+
+def _on_sqlalchemy(database, options, finish):
+    engine = create_engine(sqlalchemy_url(database))
+    with Session(engine) as session:
+        Outbox(**options).stash(session, OutboxRecord("t", value=LARGE))
+        getattr(session, finish)()
+    engine.dispose()
+
+
+def _on_asyncpg(database, options, finish):
+    async def run():
+        engine = create_async_engine(sqlalchemy_url(database).set(drivername="postgresql+asyncpg"))
+        async with AsyncSession(engine) as session:
+            await Outbox(**options).astash(session, OutboxRecord("t", value=LARGE))
+            await getattr(session, finish)()
+        await engine.dispose()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stash", [_on_psycopg, _on_sqlalchemy, _on_asyncpg])
+def test_payloads_in_the_same_transaction(scene, database, stash):
+    """A rollback takes the payload along, a commit brings both; the record names it."""
+    store = TableStore(lambda: psycopg.connect(database), 'public."claims %s:x"', with_record=True)
+    scene.execute(store.create_sql)
+    options = {"claim_store": store, "claim_check_above": 100}
+    stash(database, options, "rollback")
+    assert (scene.rows(), list(store.names())) == ([], [])
+    stash(database, options, "commit")
+    (name,) = store.names()
+    assert bytes(scene.rows()[0].kafka_header_values[0]).decode() == name
+    assert store.get(name) == LARGE

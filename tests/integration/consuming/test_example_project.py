@@ -20,6 +20,8 @@ from alembic.config import Config
 
 from example_project.demo.check import Received, Stashed, check
 from example_project.payments.app import app
+from outbox_core.formats.cloud_events import CloudEvent
+from tests.kafka_reader import read_topic
 
 _CHECKOUT = Path(__file__).parents[3]
 _MANAGE = [sys.executable, "example_project/manage.py"]
@@ -71,7 +73,8 @@ def test_a_payment_is_made_with_its_messages(payments_database, outbox_records):
     with psycopg.connect(payments_database) as connection:
         accounts = connection.execute("SELECT id, balance_cents, entries_count FROM account ORDER BY id").fetchall()
         rows = connection.execute(
-            "SELECT kafka_topic, kafka_key, kafka_value, kafka_header_values[3] FROM payments_outbox ORDER BY id"
+            "SELECT kafka_topic, kafka_key, kafka_value,"
+            " kafka_header_values[array_position(kafka_header_keys, 'ce_number')] FROM payments_outbox ORDER BY id"
         ).fetchall()
     assert accounts == [(1, 600, 2), (2, 400, 2)]
     assert [(topic, key, number) for topic, key, _, number in rows] == [
@@ -90,7 +93,7 @@ def test_a_payment_is_made_with_its_messages(payments_database, outbox_records):
         "payments.entries",
         key=2,
         value={"payment": answers[0][1]["payment"], "amount_cents": 300, "balance_cents": 300},
-        headers={"event": "entry-made", "number": "1"},
+        headers={"ce_type": "com.example.payment.entry", "ce_number": "1"},
         count=1,
     )
 
@@ -248,17 +251,54 @@ def _succeed(arguments, environment):
     return ran
 
 
+@pytest.mark.real_broker
+def test_a_repeated_payment_is_made_once_and_published(payments_database, kafka_bootstrap, monkeypatch):
+    """A payment that comes twice with its Idempotency-Key is one event, which the service's own harvester publishes."""
+    monkeypatch.setenv("PAYMENTS_HARVEST", "1")
+    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", payments_database)
+    monkeypatch.setenv("OUTBOX_KAFKA_BOOTSTRAP", kafka_bootstrap)
+    payment = {"payer": 1, "payee": 2, "amount_cents": 300}
+    answers = []
+
+    async def pay_and_wait():
+        async with _client() as client:
+            for asked in (payment, payment, {**payment, "amount_cents": 1}):
+                answer = await client.post("/payments", json=asked, headers={"Idempotency-Key": "k"})
+                answers.append((answer.status_code, answer.json().get("payment")))
+            while _rows(payments_database)[2]:  # pytest's timeout ends it
+                assert (await client.get("/healthz")).status_code == 200
+                await asyncio.sleep(0.1)
+
+    asyncio.run(pay_and_wait())
+    (made, paid), again, other = answers
+    assert (made, again, other) == (201, (201, paid), (422, None))
+    assert _rows(payments_database) == [1, 2, 0]
+    events = [
+        CloudEvent.of(message.headers, message.value)
+        for message in read_topic(kafka_bootstrap, "payments.payments")
+        if message.key == paid.encode()
+    ]
+    assert [(event.id, event.json()) for event in events] == [(paid, payment)]
+
+
 def _post(*payments):
     """Post each payment to the service itself, without a server; return the status and answer of each."""
 
     async def post_all():
-        async with app.router.lifespan_context(app) as state:
-            transport = httpx.ASGITransport(_with_state(state), raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://payments") as client:
-                answers = [await client.post("/payments", json=payment) for payment in payments]
+        async with _client() as client:
+            answers = [await client.post("/payments", json=payment) for payment in payments]
         return [(answer.status_code, answer.json() if answer.status_code < 500 else None) for answer in answers]
 
     return asyncio.run(post_all())
+
+
+@contextlib.asynccontextmanager
+async def _client():
+    """Yield a client of the service, which runs meanwhile."""
+    async with app.router.lifespan_context(app) as state:
+        transport = httpx.ASGITransport(_with_state(state), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://payments") as client:
+            yield client
 
 
 def _with_state(state):

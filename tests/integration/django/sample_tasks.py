@@ -1,6 +1,7 @@
 """Tasks that tests enqueue; workers import them from here."""
 
 import os
+import signal
 import sys
 from datetime import datetime
 from decimal import Decimal
@@ -90,6 +91,14 @@ def annotated(
     lists: "list[set[int]]" = (),
 ) -> None:
     """Have arguments of many types, the last three of them not JSON."""
+
+
+@task
+def kill_worker_once(mark: str) -> None:
+    """Kill the worker with SIGKILL the first time, which makes the file; do nothing the second time."""
+    if not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 NOT_A_TASK = print

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 from django.core.checks import run_checks
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import connection, connections
 from django.db.migrations.recorder import MigrationRecorder
 
@@ -163,6 +163,32 @@ def test_settings_that_the_harvester_refuses(settings, outbox, said):
     assert said in error.msg
 
 
+def test_all_mistakes_are_told_at_once(settings):
+    """Mistakes of OUTBOX hide none of those that only the harvester finds; a command tells them in a line each."""
+    settings.OUTBOX = {"KAFK": {}, "METRICS_PORT": "x", "KAFKA": {"acks": 1}, "LIMITS": {"mark_query_records": 0}}
+    found = ["outbox_django.E002", "outbox_django.E003", "outbox_django.E006", "outbox_django.E006"]
+    assert sorted(_ids()) == found
+    with pytest.raises(CommandError) as raised:
+        call_command("run_harvester")
+    assert str(raised.value).splitlines() == [
+        "OUTBOX['KAFK'] is no setting. Did you mean 'KAFKA'?",
+        "OUTBOX['METRICS_PORT']: expected a port number from 0 to 65535 or None, got 'x'",
+    ]
+
+
+def test_options_are_named_as_options(settings):
+    """A mistake in an option of a command has the option's name, one in OUTBOX the key's."""
+    settings.OUTBOX = {"KAFKA": {"acks": 1}, "LEADER_TOPIC": "no topic"}
+    with pytest.raises(CommandError) as raised:
+        call_command("run_harvester", "--table", "a.b.c", "-X", "enable.idempotence=false")
+    assert [line.partition(": ")[0] for line in str(raised.value).splitlines()] == [
+        "OUTBOX['KAFKA']['acks']",
+        "-X enable.idempotence",
+        "OUTBOX['LEADER_TOPIC']",
+        "--table",
+    ]
+
+
 def test_without_kafka_settings_the_harvester_is_not_checked(settings):
     """The settings of the harvester are not checked in a project without Kafka settings."""
     settings.OUTBOX = {"LEADER_TOPIC": "no topic"}
@@ -173,7 +199,7 @@ def test_without_kafka_settings_the_harvester_is_not_checked(settings):
 def test_the_migrated_table_is_clean():
     """`check --database` reports no problem of the table that the migration makes."""
     assert _ids(["default", "other"]) == []
-    call_command("check", databases=["default"], fail_level="WARNING")
+    call_command("check", tags=["database"], databases=["default"], fail_level="WARNING")
 
 
 @pytest.mark.django_db(databases=["default", "other"])

@@ -1,14 +1,18 @@
 """Holds in Django: functions, `manage.py outbox_hold`, and the admin's actions."""
 
 import io
+import re
+from datetime import timedelta
 
 import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission
 from django.core.management import CommandError, call_command
+from django.db import connection
+from django.utils import timezone
 
 import outbox_django as outbox
-from outbox_django.models import Hold, Outbox
+from outbox_django.models import Event, Hold, Outbox
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
 
 __all__ = ["django_db_modify_db_settings"]
@@ -16,6 +20,7 @@ __all__ = ["django_db_modify_db_settings"]
 pytestmark = pytest.mark.django_db
 
 _HOLDS = "/admin/outbox_django/hold/"
+_RECORDS = "/admin/outbox_django/outbox/"
 
 
 def stash(key="k"):
@@ -138,7 +143,8 @@ def test_admin_says_what_it_has_not_done(admin_client):
     for told in ("Held: topic ordrs.", "It was held already: topic ordrs."):
         response = admin_client.post(f"{_HOLDS}add/", add, follow=True)
         shown = [str(message) for message in response.context["messages"]]
-        assert shown == ["None of the oldest 10,000 records is for topic ordrs. They are for: orders.", told]
+        doubt = "None of the oldest 10,000 records is for topic ordrs (they are for orders); did you mean orders?"
+        assert shown == [doubt, told]
     pause = Hold.objects.get()
     page = admin_client.post(_HOLDS, {"action": "skip", "_selected_action": [pause.pk]}).content.decode()
     assert "pause a topic or a key" in page
@@ -167,3 +173,78 @@ def test_admin_asks_for_permission(client, django_user_model):
     client.post(_HOLDS, {"action": "skip", "_selected_action": [hold.pk], "confirmed": "yes"})
     assert Hold.objects.exists()
     assert Outbox.objects.exists()
+
+
+def test_record_list_filters_and_ages(admin_client):
+    """Records are filtered by what holds keep, of each kind, and their age is shown to the second."""
+    held, topic, key, free = (stash(name) for name in ("held", "paused", "key", "free"))
+    Outbox.objects.filter(pk=topic.pk).update(kafka_topic="emails")
+    refuse(held)
+    outbox.holds().add("emails")
+    outbox.holds().add("orders", "key")
+    long_ago = timezone.now() - timedelta(days=1, hours=2, seconds=5)
+    Outbox.objects.filter(pk=free.pk).update(create_time=long_ago)
+
+    def listed(**chosen):
+        return {row.pk for row in admin_client.get(_RECORDS, chosen).context["cl"].result_list}
+
+    assert listed(held="yes") == {held.pk, topic.pk, key.pk}
+    assert listed(held="no") == {free.pk}
+    assert listed(held="no", in_flight="yes") == set()
+    page = admin_client.get(_RECORDS).content.decode()
+    assert re.search(r'class="field-age">1 day, 2:00:0\d<', page)
+    assert "held (of the oldest 10,000)" in page
+
+
+def test_hold_list_counts_what_each_keeps(admin_client):
+    """Each hold shows how many records it keeps; the filter separates records, keys and topics."""
+    refuse(stash("bad"))
+    stash("bad")
+    outbox.holds().add("orders", "quiet")
+    outbox.holds().add("emails")
+    response = admin_client.get(_HOLDS)
+    kept = {str(hold): hold.kept_records for hold in response.context["cl"].result_list}
+    assert kept == {f"record {Hold.objects.get(record_id__isnull=False).record_id} of orders": 2} | dict.fromkeys(
+        ("key quiet of orders", "topic emails"), 0
+    )
+    for what, number in (("record", 1), ("key", 1), ("topic", 1), ("", 3)):
+        assert admin_client.get(_HOLDS, {"what": what} if what else {}).context["cl"].result_count == number
+
+
+def test_pause_form_offers_topics_and_checks_names(admin_client):
+    """The form offers the topics of waiting records, escaped, and refuses what can be no topic."""
+    stash()
+    Outbox.objects.create(kafka_topic='<"x">', kafka_key="k")
+    page = admin_client.get(f"{_HOLDS}add/").content.decode()
+    assert '<option value="orders">' in page
+    assert '<option value="&lt;&quot;x&quot;&gt;">' in page
+    refused = admin_client.post(f"{_HOLDS}add/", {"kafka_topic": "bad topic!", "kafka_key": "", "reason": ""})
+    assert "is not a topic name that Kafka accepts" in refused.content.decode()
+    assert not Hold.objects.exists()
+
+
+def test_summary_above_the_lists(admin_client, client, django_user_model):
+    """The application's page and both lists tell users who may see records what waits, what is held and who leads."""
+    refuse(stash("bad"))
+    stash("good")
+    Event.objects.create(outbox="public.outbox", kind="leader_fenced", actor="h1", reason="no heartbeat", term=42)
+    for page in ("/admin/outbox_django/", _RECORDS, _HOLDS):
+        shown = " ".join(admin_client.get(page).content.decode().split())
+        assert re.search(r"<b>1 record to publish</b>, the oldest for 0:00:\d\d; <b>1 held</b>", shown)
+        assert re.search(r"Last leadership: h1 lost leadership 0:00:\d\d ago, term 42: no heartbeat\.", shown)
+    user = django_user_model.objects.create_user("holder", password="x", is_staff=True)
+    user.user_permissions.add(Permission.objects.get(codename="view_hold"))
+    client.force_login(user)
+    assert "to publish" not in client.get(_HOLDS).content.decode()
+
+
+def test_summary_without_the_history_or_the_holds(admin_client):
+    """Without the history the summary has no leadership; without the holds it says that nothing is known."""
+    stash()
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE outbox_event RENAME TO elsewhere")
+        shown = admin_client.get("/admin/outbox_django/").content.decode()
+        assert "1 record to publish" in shown
+        assert "Last leadership" not in shown
+        cursor.execute("ALTER TABLE outbox_hold RENAME TO gone")
+    assert "What waits is not known" in admin_client.get("/admin/outbox_django/").content.decode()

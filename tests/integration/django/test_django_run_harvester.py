@@ -70,7 +70,8 @@ def started(monkeypatch):
 
     calls = Started()
 
-    def run(config, *, drain=False):
+    def run(config, *, tell, drain=False):
+        assert callable(tell)
         calls.append((config, drain))
         return calls.code
 

@@ -10,6 +10,7 @@ from django.test.utils import CaptureQueriesContext
 
 import outbox_django as outbox
 from outbox_core import commit_signal
+from outbox_core.claims import TableStore
 from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TEXT_LAYOUT, TableName, create_table_sql
 from outbox_django.models import Outbox
@@ -323,6 +324,21 @@ def test_a_further_table():
         cursor.execute("SELECT kafka_key, kafka_value, kafka_header_values FROM text_outbox ORDER BY id")
         assert cursor.fetchall() == [("a", "text", ["v"]), ("b", None, [])]
     assert Outbox.objects.count() == 0
+
+
+@pytest.mark.django_db
+def test_payloads_in_the_same_transaction():
+    """A claim store in a table of the same database has the payload in Django's transaction, and loses it with that."""
+    store = TableStore(None, with_record=True)
+    table = outbox.OutboxTable("outbox", claim_store=store, claim_check_above=3)
+    with connection.cursor() as cursor:
+        cursor.execute(store.create_sql)
+        with _failing_atomic():
+            table.stash(_record("a", value=b"large"))
+        table.stash_many([_record("b", value=b"large"), _record("c", value=b"abc")])
+        cursor.execute("SELECT payload FROM outbox_claim")
+        assert [bytes(payload) for (payload,) in cursor.fetchall()] == [b"large"]
+    assert list(Outbox.objects.order_by("id").values_list("kafka_value", flat=True)) == [b"", b"abc"]
 
 
 @pytest.mark.django_db

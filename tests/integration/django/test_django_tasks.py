@@ -14,6 +14,7 @@ from django.db import connections, transaction
 from django.utils import timezone
 
 from outbox_core.errors import InvalidConfig, InvalidRecord
+from outbox_core.schema import TableName, create_table_sql
 from outbox_django.models import Outbox
 from outbox_django.tasks import OutboxTaskBackend
 from outbox_django.tasks.library import TaskResultDoesNotExist, TaskResultStatus, task_backends, task_finished
@@ -196,14 +197,24 @@ def test_a_deferred_task_waits():
 
 
 def test_tasks_are_spread_over_partitions(settings):
-    """With their number, a message names a partition. A table in goharvest's layout takes no tasks, and says so."""
+    """With their number, a message names a partition, except in a table of goharvest, which has no column for it."""
     options = {"queue": {**settings.TASKS["default"]["OPTIONS"]["queue"], "message_partitions": 4}}
     settings.TASKS = {"default": {**settings.TASKS["default"], "OPTIONS": options}}
     sample_tasks.noop.enqueue()
     assert Outbox.objects.get().kafka_partition in range(4)
-    settings.OUTBOX = {"LAYOUT": "text"}
-    with pytest.raises(InvalidRecord, match="no kafka_partition column"):
-        sample_tasks.noop.enqueue()
+    settings.OUTBOX = {"TABLE": "text_outbox", "LAYOUT": "text"}
+    connection = connections["default"]
+    with transaction.atomic():
+        connection.cursor().execute(create_table_sql(TableName("text_outbox"), "text"))
+        sample_tasks.noop.enqueue("ö")
+        task_backends["default"].queue("jobs").stash(connection, b"{}", headers={"h": b"1"})
+        with pytest.raises(InvalidRecord, match="bytes do not fit a text column"):
+            task_backends["default"].queue("jobs").stash(connection, b"\xff")
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT kafka_key, kafka_value, kafka_header_values FROM text_outbox ORDER BY id")
+            (queue, task, _), job = cursor.fetchall()
+        transaction.set_rollback(True)
+    assert (queue, json.loads(task)["args"], job) == ("default", ["ö"], ("jobs", "{}", ["1"]))
     assert Outbox.objects.count() == 1
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import django
 import psycopg
 
 from tests.integration.harvest.serving import CHECKOUT, write_files
@@ -23,6 +24,14 @@ runpy.run_path("enqueue.py")
 def test_the_page(database, tmp_path):
     """The page's settings pass the checks, and its script enqueues three tasks; a rolled-back one leaves nothing."""
     write_files("how-to-django-tasks.md", tmp_path, "settings.py", "tasks.py", "enqueue.py")
+    if django.VERSION >= (6, 0):
+        for path, old, new in (
+            ("settings.py", '    "django_tasks",  # Django 5.2 only\n', ""),
+            ("tasks.py", "from django_tasks import task", "from django.tasks import task"),
+        ):
+            content = (tmp_path / path).read_text()
+            assert old in content
+            (tmp_path / path).write_text(content.replace(old, new))
     environment = {
         **os.environ,
         "OUTBOX_POSTGRES_DSN": database,

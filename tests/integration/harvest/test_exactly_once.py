@@ -133,7 +133,7 @@ def test_marked_rows_stop_a_harvester_that_cannot_hold_them(scene, make_topic):
     scene.execute("UPDATE outbox SET leader_id = gen_random_uuid() WHERE id BETWEEN 3 AND 6")
     refused = scene.harvester(config=EXACTLY_ONCE)
     refused.start()
-    with pytest.raises(MarkedRowsFound, match=r"4 rows \(ids 3 to 6\).*--accept-marked"):
+    with pytest.raises(MarkedRowsFound, match=r"4 rows .*\(ids 3 to 6\).*--accept-marked"):
         refused.join(60)
     assert scene.count() == 10
 

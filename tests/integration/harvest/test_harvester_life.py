@@ -466,9 +466,30 @@ def test_services_that_do_not_answer(scene, monkeypatch):
         harvester.start()
     dsn = psycopg.conninfo.make_conninfo(scene.database, port=free_port(), password="secret word")
     harvester = scene.harvester(config={"data_source": dsn})
-    with pytest.raises(StoreUnavailable, match="data_source") as raised:
+    with pytest.raises(StoreUnavailable, match="cannot connect to database") as raised:
         harvester.start()
     assert "secret" not in str(raised.value)
+    assert not harvest_threads()
+
+
+def test_backlog_is_known_while_kafka_does_not_answer_at_the_start(scene, make_topic, monkeypatch):
+    """A harvester that cannot reach Kafka exports what waits, and how old it is; no longer once it has given up."""
+    scene.fill(make_topic(), 3)
+    metrics, seen = HarvestMetrics(), {}
+
+    def kafka_is_away(_):
+        wait_until(lambda: "outbox_pending_records" in _samples(harvester), "the backlog is counted")
+        seen.update(_samples(harvester))
+        raise KafkaUnavailable("away")
+
+    monkeypatch.setattr(harvester_module, "check_connection", kafka_is_away)
+    harvester = scene.harvester(metrics=metrics)
+    with pytest.raises(KafkaUnavailable):
+        harvester.start()
+    assert seen["outbox_pending_records"] == 3
+    assert seen["outbox_oldest_pending_age_seconds"] > 0
+    assert "outbox_kafka_up" not in seen, "it is not known yet"
+    assert "outbox_pending_records" not in _samples(harvester)
     assert not harvest_threads()
 
 

@@ -1,5 +1,8 @@
 """Kafka clients that are made for one inquiry: their leaks, and their answers about topics."""
 
+from concurrent.futures import Future
+from types import SimpleNamespace
+
 import pytest
 from confluent_kafka.admin import ClusterMetadata
 
@@ -72,3 +75,14 @@ def test_a_topic_that_is_not_made_in_time_is_an_outage(request, topic_name):
         with pytest.raises(KafkaUnavailable, match="cannot reach Kafka"):
             kafka.ensure_tracking_topic({"bootstrap.servers": frames.bootstrap}, topic_name(), timeout_seconds=2.0)
         assert trap.wait_until_held(0)
+
+
+def test_answers_share_one_deadline():
+    """An answer that does not come is an outage; those after it get only what it has left of the time."""
+    waits = []
+    silent = SimpleNamespace(result=lambda seconds: waits.append(seconds) or Future().result(seconds))
+    with kafka.Inquiry({"bootstrap.servers": f"127.0.0.1:{free_port()}"}, 0.1) as inquiry:
+        for _ in range(5):
+            with pytest.raises(KafkaUnavailable, match="cannot reach Kafka"):
+                inquiry.wait_for(silent, "the weather")
+    assert waits[0] > 0.5 > sum(waits[1:])

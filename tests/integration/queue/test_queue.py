@@ -780,5 +780,5 @@ def test_json_payloads_are_those_of_the_outbox(service):
     with queue.consumer() as consumer:
         received = receive(consumer)
         received.ack()
-    assert received.payload == queue.record(payload).value
+    assert received.payload == queue.record(payload).value.encode()
     assert json.loads(received.payload)["text"] == "\u00e9"

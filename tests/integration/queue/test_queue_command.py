@@ -204,6 +204,8 @@ def test_errors_are_one_line(config, capsys, tmp_path):
     error = capsys.readouterr().err
     assert "redelivery-timeot" in error
     assert error.count("\n") == 1
+    assert main(["queue", "--bootstrap-servers", "127.0.0.1:1", "stats"]) == 2
+    assert "cannot reach Kafka at bootstrap.servers=127.0.0.1:1" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["queue", "dead-letters", "requeue"])
     assert "--all" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import outbox_sqlalchemy as outbox
+from outbox_core.claims import FolderStore
 from outbox_core.schema import TableName, create_table_sql
 from tests.contract.stash_contract import stashed
 from tests.services import as_role
@@ -60,6 +61,22 @@ def billing(postgres, database):
     yield dsn, engine
     engine.dispose()
     postgres.drop_database(dsn.rpartition("/")[2])
+
+
+def test_a_refused_session_uploads_nothing_and_a_wrong_record_flushes_nothing(engine, statements, tmp_path):
+    """AUTOCOMMIT is refused before a large payload is in its claim store, and a record before the session's flush."""
+    store = FolderStore(tmp_path)
+    claiming = outbox.Outbox(ORDERS_OUTBOX, claim_store=store, claim_check_above=1)
+    record = outbox.OutboxRecord(topic="orders", value=b"large")
+    with Session(engine.execution_options(isolation_level="AUTOCOMMIT")) as session:
+        for write, argument in ((claiming.stash, record), (claiming.stash_many, [record])):
+            with pytest.raises(outbox.TransactionRequired):
+                write(session, argument)
+    with Session(engine) as session:
+        session.add(Order(number="1"))
+        with pytest.raises(outbox.InvalidRecord):
+            claiming.stash(session, "no record")
+    assert (list(store.names()), statements) == ([], [])
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from outbox_core.cli import main
+from outbox_core.doctor.status import read_status
 from outbox_core.errors import OutboxTableError
 from outbox_core.events import LeaderFenced
 from outbox_core.harvest import history as history_module
@@ -194,7 +195,7 @@ class _Fenced(AlwaysLeader):
     def fence(self, reason):
         """Lose the lease."""
         leader_id, self.leadership = self.leadership.leader_id, None
-        self._on_event(LeaderFenced(leader_id, reason))
+        self._on_event(LeaderFenced(leader_id, reason, 7))
 
 
 def test_harvester_writes_its_leaderships_and_statistics(scene, make_topic, monkeypatch):
@@ -218,7 +219,9 @@ def test_harvester_writes_its_leaderships_and_statistics(scene, make_topic, monk
     ]
     first, second, third, fourth = events(scene)
     assert first.leader_id == second.leader_id != third.leader_id == fourth.leader_id
-    assert first.term == 0
+    assert (first.term, second.term) == (0, 7)
+    last = read_status(scene.config(), connect_seconds=60.0).database.leadership
+    assert (last.kind, last.harvester) == ("leader_handed_over", "h1")
     assert scene.execute(published)[0].bytes == sum(len(str(number)) for number in range(1, 51))
     with scene.connect() as connection:
         rows = History().statistics(connection, HOUR)

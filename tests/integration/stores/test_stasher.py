@@ -223,8 +223,10 @@ def test_driver_without_transaction_status():
 
     with pytest.raises(TransactionRequired):
         Stasher().stash(_Connection(), OutboxRecord("orders"))
+    connection = _Connection()
+    connection.autocommit = False
     with pytest.raises(InvalidRecord):
-        Stasher(layout=TEXT_LAYOUT).stash(_Connection(), OutboxRecord("orders"))
+        Stasher(layout=TEXT_LAYOUT).stash(connection, OutboxRecord("orders"))
 
 
 def test_import_needs_nothing_else():

@@ -2,12 +2,16 @@
 
 from datetime import timedelta
 
+from django.http import HttpRequest, HttpResponse
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 import outbox_django
 import outbox_sqlalchemy
-from outbox_core import Inbox, OutboxRecord, Stasher
+from outbox_core import Inbox, OutboxRecord, Stasher, tracing
+from outbox_core.claims import FolderStore
+from outbox_core.formats.cloud_events import CloudEvent, cloud_event_record
+from outbox_core.harvest import EmbeddedHarvester
 from outbox_core.testing import StashedRecords
 
 
@@ -32,6 +36,22 @@ def mistakes(session: Session, later: AsyncSession, records: StashedRecords) -> 
     records.assert_stashed("orders", key=1.5)  # wrong
     records.assert_stashed("orders", count="one")  # wrong
     records.assert_not_stashed("orders", count=1)  # wrong
+    Stasher(claim_store=7, claim_check_above=1)  # wrong
+    Stasher(serialiser=str)  # wrong
+    Stasher(serializer="json")  # wrong
+    FolderStore(7)  # wrong
+    CloudEvent.of([("ce_id", b"1")], "text")  # wrong
+    cloud_event_record("orders", {}, type="paid")  # wrong
+    tracing.enable("console")  # wrong
+    EmbeddedHarvester({"data_source": "postgresql:///"})  # wrong
+    outbox_sqlalchemy.idempotent("orders-api", repeated=print)  # wrong
+    outbox_django.idempotent(7, repeated=view)  # wrong
+    outbox_django.idempotent("orders-api")  # wrong
+
+
+def view(request: HttpRequest) -> HttpResponse:
+    """Answer."""
+    return HttpResponse(request.body)
 
 
 async def later_mistakes(session: Session, later: AsyncSession) -> None:

@@ -3,17 +3,25 @@
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import assert_type
+from pathlib import Path
+from typing import Any, assert_type
 from uuid import UUID
 
+from django.http import HttpRequest, HttpResponse
 from sqlalchemy import Connection, MetaData, Table
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
 import outbox_core
 import outbox_django
 import outbox_sqlalchemy
-from outbox_core import Header, Inbox, OutboxError, OutboxRecord, Stasher
+from outbox_core import Header, Inbox, OutboxError, OutboxRecord, Stasher, tracing
+from outbox_core.claims import ClaimStore, FolderStore, FsspecStore, claim_of
+from outbox_core.config import HarvestConfig
+from outbox_core.formats.cloud_events import CloudEvent, cloud_event_record
+from outbox_core.harvest import EmbeddedHarvester
 from outbox_core.schema import TableName, create_table_sql
 from outbox_core.testing import StashedRecords, capture_stashed, in_memory_outbox
 from outbox_django.testing import OutboxTestMixin
@@ -89,6 +97,94 @@ class OrderTests(OutboxTestMixin):
         assert_type(self.outbox_records.matching("orders"), list[OutboxRecord])
         self.outbox_records.assert_stashed(..., key=None, value=..., partition=None, count=2)
         self.outbox_records.assert_not_stashed()
+
+
+def serialize(value: Any) -> bytes:
+    """Make bytes of a value, in a format of the user's own."""
+    return str(value).encode()
+
+
+class OwnStore:
+    """A user's store of payloads."""
+
+    def put(self, name: str, payload: bytes) -> None:
+        """Keep nothing."""
+
+    def get(self, name: str) -> bytes:
+        """Have nothing."""
+        return name.encode()
+
+    def names(self) -> list[str]:
+        """Have nothing."""
+        return []
+
+    def delete(self, name: str) -> None:
+        """Delete nothing."""
+
+
+def write_formats(session: Session, folder: Path) -> None:
+    """Choose serializers and claim stores, and make events."""
+    stores: list[ClaimStore] = [FolderStore(folder), FsspecStore.of_url("s3://bucket/claims"), OwnStore()]
+    outbox_sqlalchemy.Outbox(serializer=serialize, claim_store=stores[0], claim_check_above=1000)
+    outbox_django.OutboxTable("outbox", serializers={"orders": serialize, "raw": None})
+    event = cloud_event_record("orders", {"total": 1}, type="paid", source="/shop", extensions={"number": 1})
+    outbox.stash(session, event)
+    read = CloudEvent.of([("ce_id", b"1")], b"{}")
+    assert_type(read.type, str)
+    assert_type(read.data, bytes | None)
+    assert_type(claim_of([("outbox-claim", b"x")], b""), str | None)
+    OutboxRecord("orders", value={"total": 1}, serializer=serialize)
+
+
+def trace() -> None:
+    """Switch tracing off and on."""
+    tracing.disable()
+    tracing.enable()
+
+
+async def harvest_beside(config: HarvestConfig) -> bool:
+    """Run a harvester within an application."""
+    async with EmbeddedHarvester(config, retry_after=timedelta(seconds=1)) as harvester:
+        return assert_type(harvester.health().ok, bool)
+
+
+async def place_again(request: Request, session: AsyncSession) -> JSONResponse:
+    """Answer a repeated request."""
+    return JSONResponse({"method": request.method, "open": session.in_transaction()})
+
+
+@outbox_sqlalchemy.idempotent("orders-api", async_sessionmaker[AsyncSession](), repeated=place_again, required=True)
+async def place_once(request: Request, session: AsyncSession) -> JSONResponse:
+    """Place an order once."""
+    await outbox.astash(session, record_of(UUID(int=0), 1))
+    return JSONResponse({"method": request.method})
+
+
+def count_again(request: Request, session: Session) -> dict[str, int]:
+    """Answer a repeated request."""
+    return {request.method: int(session.in_transaction())}
+
+
+def account_of(request: Request) -> str:
+    """Name the account that chose a key."""
+    return request.headers["Account"]
+
+
+@outbox_sqlalchemy.idempotent(account_of, sessionmaker[Session](), repeated=count_again)
+def count_once(request: Request, session: Session) -> dict[str, int]:
+    """Count once, in a thread."""
+    return {request.method: int(session.in_transaction())}
+
+
+def view_again(request: HttpRequest) -> HttpResponse:
+    """Answer a repeated request."""
+    return HttpResponse(request.body)
+
+
+@outbox_django.idempotent(lambda request: request.path, repeated=view_again)
+def view_once(request: HttpRequest) -> HttpResponse:
+    """Do something once."""
+    return HttpResponse(request.body)
 
 
 HEADER: Header = Header("event", b"placed")

@@ -1,6 +1,7 @@
 """Claim checks: which payloads go to a store, what their records carry, and what comes back."""
 
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -10,7 +11,7 @@ from outbox_core import OutboxRecord, Stasher
 from outbox_core.claims import CLAIM_HEADER, ClaimMissing, ClaimStoreFailed, FolderStore, FsspecStore, claim_of
 from outbox_core.claims.claims import ClaimName, collect, written_before
 from outbox_core.claims.stores import store_of
-from outbox_core.errors import InvalidConfig, MissingExtra
+from outbox_core.errors import InvalidConfig, InvalidRecord, MissingExtra, TransactionRequired
 from outbox_core.schema import TEXT_LAYOUT
 from outbox_django import OutboxTable
 from outbox_queue import QueueConfig, QueueService
@@ -143,8 +144,23 @@ def test_options(tmp_path):
     assert Outbox(**options)._parameters(record)["kafka_value"] == b""
     queue = QueueService(QueueConfig(bootstrap_servers="nowhere:1", message_topic="jobs"), **options).queue("q")
     job = queue.record(b"x" * 5_000_000)
-    assert (job.value, [name for name, _ in job.headers]) == (b"", [CLAIM_HEADER])
-    assert store.get(job.headers[0].value.decode()) == b"x" * 5_000_000
+    assert (job.value, [name for name, _ in job.headers]) == ("", [CLAIM_HEADER])
+    assert store.get(job.headers[0].value) == b"x" * 5_000_000
+
+
+def test_nothing_goes_to_the_store_for_a_stash_that_is_refused(store):
+    """A connection that commits by itself is refused before the upload; a queue takes its payload back."""
+    autocommit, record = SimpleNamespace(autocommit=True, cursor=None), OutboxRecord("t", value=b"x" * 11)
+    with pytest.raises(TransactionRequired):
+        _stasher(store).stash(autocommit, record)
+    with pytest.raises(TransactionRequired):
+        _stasher(store).stash_many(autocommit, [record])
+    options = {"claim_store": store, "claim_check_above": 10}
+    queue = QueueService(QueueConfig(bootstrap_servers="nowhere:1", message_topic="jobs"), **options).queue("q")
+    for refused, error in ((autocommit, TransactionRequired), (object(), InvalidRecord)):
+        with pytest.raises(error):
+            queue.stash(refused, b"x" * 11)
+    assert list(store.names()) == []
 
 
 def test_stores_of_a_command(tmp_path):

@@ -254,7 +254,7 @@ def test_level_of_the_file_is_applied(played, tmp_path):
     [
         (["-f", "/nonexistent/reaper.yaml"], "/nonexistent/reaper.yaml: cannot be read: No such file or directory"),
         (["-f", "/"], "/: cannot be read: Is a directory"),
-        (["--table", "a b"], "outbox_table: 'a b' is not a table name"),
+        (["--table", "a b"], "--table: 'a b' is not a table name"),
         (["--dsn", "s3cr3t"], "--dsn: is not a list of `key=value` pairs"),
         (["--log-level", "loud"], "--log-level: is not a level"),
         (["-X", "acks=1"], "-X acks: must be `all`"),
@@ -339,7 +339,7 @@ def test_passwords_do_not_reach_the_log(played, capsys):
 
 
 def test_events_are_logged(played, caplog):
-    """Each leadership event and each meter read is a line."""
+    """A new leader ID and each meter read is a line; the election logs its events itself."""
     main(["harvest"])
     caplog.handler.setLevel(logging.INFO)
     logging.getLogger().addHandler(caplog.handler)
@@ -357,9 +357,62 @@ def test_events_are_logged(played, caplog):
     logging.getLogger().removeHandler(caplog.handler)
     lines = [record.getMessage() for record in caplog.records if record.name == "outbox_core.cli.harvest"]
     assert lines == list(dict.fromkeys(lines))
-    assert lines[0] == f"leading, leader ID {leader_id}, term 7"
-    assert lines[3] == "leadership lost: lease over"
-    assert lines[4] == "published 500 records, 100/s; 2000 in all, 200/s"
+    assert lines == [
+        f"leading on, new leader ID {leader_id}: records are marked again",
+        "published 500 records, 100/s; 2,000 in all, 200/s",
+    ]
+
+
+@pytest.mark.usefixtures("played")
+def test_end_tells_what_was_published(capsys):
+    """The last line has the numbers of the whole run, each with the right plural, and only those that there are."""
+    assert main(["harvest"]) == 0
+    assert capsys.readouterr().err.endswith(" ended: published 0 records in all\n")
+
+
+def test_end_tells_what_did_not_arrive(played, capsys, monkeypatch):
+    """The last line names dead letters, failed attempts and holds, also of a run that an error ended."""
+    totals = HarvestMetrics().totals()._replace(published=1, failed=3, dead_letters=1, holds=2_000)
+    monkeypatch.setattr(HarvestMetrics, "totals", lambda _: totals)
+    played.end_error = StoreUnavailable("gone")
+    assert main(["harvest"]) == 1
+    start, log, error = capsys.readouterr().err.splitlines()
+    assert start.endswith("table outbox, Kafka at localhost:9092, delivery at-least-once")
+    expected = (
+        "ended: published 1 record in all; 1 record to the dead-letter topic; 3 attempts failed; 2,000 holds left"
+    )
+    assert log.endswith(expected)
+    assert error == "outbox: error: gone"
+
+
+@pytest.mark.parametrize("command", ["harvest", "status", "doctor", "peek"])
+def test_each_mistake_is_a_line_by_its_name(command, capsys, monkeypatch, tmp_path):
+    """All mistakes are told at once, each in its own line by the name under which it was made, the table's, too."""
+    file = tmp_path / "outbox.yaml"
+    file.write_text("dataSource: x\nharvest:\n  delivry: at-least-once\n  retention: for ever\n")
+    monkeypatch.setenv("OUTBOX_METRICS_PORT", "70000")
+    assert main([command, "-f", str(file), "--table", "a.b.c"]) == 2
+    lines = set(capsys.readouterr().err.splitlines())
+    assert lines >= {
+        "outbox: error: dataSource: belongs under `harvest:`",
+        "outbox: error: harvest.delivry: unknown field; did you mean delivery?",
+        "outbox: error: harvest.retention: must be 'delete' or 'archive'",
+    }
+    if command != "peek":  # it asks the file alone
+        assert lines >= {
+            "outbox: error: OUTBOX_METRICS_PORT: must be 65535 or less",
+            "outbox: error: --table: 'a.b.c' is not a table name; write `table` or `schema.table`",
+        }
+
+
+def test_wrong_level_hides_no_other_mistake(capsys, tmp_path):
+    """A wrong log level is one mistake among the others."""
+    file = tmp_path / "outbox.yaml"
+    file.write_text("logging: {level: lout}\nharvest: {notify: perhaps}\n")
+    assert main(["harvest", "-f", str(file)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("outbox: error: logging.level: is not a level; ")
+    assert second == "outbox: error: harvest.notify: must be true or false"
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Settings: goharvest's file, durations, data sources, precedence, and hidden secrets."""
 
 import logging
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -149,12 +150,12 @@ def test_limits_that_contradict_each_other_are_refused():
         ("harvest: {limits: {heartbeatTimeout: 5 s}}", r"harvest\.limits\.heartbeatTimeout: is not a duration"),
         ("harvest: {limits: {heartbeatTimeout: 10ms}}", r"heartbeatTimeout: must be between 1s and 10m"),
         ("harvest: {limits: {markBackoff: 0s}}", r"markBackoff: must be between 1ms and 1h"),
-        ("harvest: {limits: {maxInFlightRecords: 0}}", r"harvest\.limits\.maxInFlightRecords: .*greater than or equal"),
+        ("harvest: {limits: {maxInFlightRecords: 0}}", r"harvest\.limits\.maxInFlightRecords: .*must be 1 or more"),
         (
             "harvest: {limits: {maxInFlightRecords: yes}}",
             r"harvest\.limits\.maxInFlightRecords: must be a whole number",
         ),
-        ("harvest: {metricsPort: 70000}", r"harvest\.metricsPort: .*less than or equal to 65535"),
+        ("harvest: {metricsPort: 70000}", r"harvest\.metricsPort: .*must be 65535 or less"),
         ("harvest: {dataSource: 'mysql://a@b/c'}", r"harvest\.dataSource: is the URL of another kind of database"),
         ("harvest: {dataSource: localhost}", r"harvest\.dataSource: is not a list of `key=value` pairs at its begin"),
         ("- harvest", "must be a mapping with `harvest:` and `logging:`"),
@@ -275,6 +276,24 @@ def test_data_source_means_to_libpq_what_was_meant(text, meant):
     """Every notation of a data source means to libpq what it says; empty values are empty."""
     read = psycopg.conninfo.conninfo_to_dict(normalise_data_source(text))
     assert {key: value for key, value in read.items() if value} == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("usr=shop", "has the unknown option `usr`; did you mean `user`?"),
+        ("postgresql://h/d?sslmod=require", "has the unknown option `sslmod`; did you mean `sslmode`?"),
+        (
+            f"password=two {SECRET}=x",
+            "has an unknown option behind `password`; put values with spaces in single quotes",
+        ),
+        (f"{SECRET}=x", "has an unknown option; write for example `host=localhost dbname=shop user=shop`"),
+    ],
+)
+def test_unknown_options_of_a_data_source(text, why):
+    """A mistyped option is named with the right one; what may be a part of a password is not shown."""
+    with pytest.raises(ValueError, match=re.escape(why)):
+        normalise_data_source(text)
 
 
 def test_normalised_data_source_stays_as_it_is():

@@ -227,12 +227,14 @@ def test_rival_for_another_outbox_is_named():
 
 
 def test_lease_over_fences_once():
-    """A leader is fenced at its deadline, exactly once, without any message."""
+    """A leader is fenced at its deadline, exactly once, without any message; the event has the term's number."""
     owner = leading()
+    term = owner.ownership.leadership.term
     assert owner.ownership.expire(4.999) is None
     event = owner.ownership.expire(5.0)
     assert isinstance(event, LeaderFenced)
     assert "5 s" in event.reason
+    assert event.term == term
     assert owner.ownership.leadership is None
     assert owner.ownership.expire(6.0) is None
 

@@ -35,3 +35,20 @@ def test_no_interval_at_all():
     clock.time += 0.5
     reading = meter.add(1)
     assert (reading.interval_count, reading.interval_rate) == (2, 4.0)
+
+
+def test_records_of_a_quiet_time_are_told():
+    """What came after the last reading is told when the interval is over, without another record; silence is not."""
+    clock = _Clock()
+    meter = Meter(5.0, clock)
+    assert meter.add(17) is None
+    clock.time += 5
+    assert meter.add(0).interval_count == 17
+    assert meter.add(50) is None
+    clock.time += 6
+    reading = meter.add(0)
+    assert (reading.interval_count, reading.total_count) == (50, 67)
+    clock.time += 500
+    assert meter.add(0) is None
+    clock.time += 5
+    assert meter.add(10).interval_seconds == 5.0

@@ -18,9 +18,10 @@ class Log:
     def __init__(self, *, kind=TIMESTAMP_LOG_APPEND_TIME, interval=5000.0, longest=10**9):
         self.markers = MarkerPartition(0, tick_interval=interval, longest_ms=longest)
         self.kind, self.now, self.records, self.read = kind, 1000.0, [], 0
+        self.set_by = 0.0  # how far the broker's clock is off
 
     def append(self, value):
-        self.records.append((len(self.records), (self.kind, int(self.now) + 10**12), b"key", value))
+        self.records.append((len(self.records), (self.kind, int(self.now + self.set_by) + 10**12), b"key", value))
 
     def start(self, number, after):
         self.append(wire.start_marker(0, number, after, b"q", b"p", attempt=1, enqueued_at_ms=1, max_attempts=3))
@@ -35,6 +36,15 @@ class Log:
         value, token = self.markers.send_tick(self.now, may_judge=may_judge)
         self.append(value)
         return token
+
+    def pass_by(self, milliseconds):
+        """Let time pass, with a tracker that sends and reads ticks when it wants to; return what expired."""
+        for _ in range(int(milliseconds / 100)):
+            self.now += 100
+            if self.markers.wants_tick(self.now):
+                self.tick()
+            self.read_all()
+        return self.take()
 
     def read_all(self, most=10**9):
         for record in self.records[self.read : self.read + most]:
@@ -197,6 +207,19 @@ def test_ticks_are_sent_while_messages_are_in_progress():
     log.read_all()
     assert not log.markers.wants_tick(log.now + 4999)
     assert log.markers.wants_tick(log.now + 5000)
+
+
+@pytest.mark.parametrize("idle", [3000, 3_600_000])
+@pytest.mark.parametrize("set_by", [-2900, -90_000, -7_200_000, 90_000])
+def test_a_clock_that_was_set_expires_nothing_that_was_started_since(idle, set_by):
+    """A message that is started after its broker's clock was set, and long after the last tick, has its whole time."""
+    log = Log()
+    assert log.pass_by(1000) == []
+    log.now += idle
+    log.set_by = set_by
+    log.start(1, 4000)
+    assert log.pass_by(3800) == []
+    assert log.pass_by(4000) == [1]
 
 
 def test_a_batch_has_limits():

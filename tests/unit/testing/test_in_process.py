@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 
 from outbox_core import OutboxRecord, Stasher
+from outbox_core.claims import ClaimMissing, FolderStore
 from outbox_core.consuming import Consumed, backoff, consume
 from outbox_core.errors import OutboxError
 from outbox_core.testing.kafka import InProcessKafka
@@ -37,6 +38,18 @@ def jobs(queue, in_memory_outbox):
 
 def _stash(*records):
     Stasher().stash_many(None, records)
+
+
+def test_claimed_payloads_come_back(kafka, tmp_path):
+    """`deliver` hands large payloads to handlers as `consume` does: from the store, or not without one."""
+    store, received = FolderStore(tmp_path), []
+    Stasher(claim_store=store, claim_check_above=3).stash_many(
+        None, [OutboxRecord("a", value=b"large"), OutboxRecord("a", value=b"abc"), OutboxRecord("a")]
+    )
+    with pytest.raises(ClaimMissing, match="pass the store"):
+        kafka.deliver({"a": received.append})
+    assert kafka.deliver({"a": lambda message: received.append(message.value())}, claim_store=store) == 3
+    assert received == [b"large", b"abc", None]
 
 
 class _Inbox:

@@ -1,0 +1,82 @@
+"""Values of records as JSON can have them, exactly as they are stored: text, or base64 of what is no text."""
+
+from __future__ import annotations
+
+import base64
+import json
+from datetime import datetime
+from typing import Any
+
+from outbox_core.doctor.pending import PendingRecord
+
+
+def value_as_json(content: bytes | None, size_bytes: int | None = None) -> dict[str, Any]:
+    """Return a value, of which `content` may be the beginning; `size_bytes` is the size of the whole."""
+    if content is None:
+        return {"kind": "tombstone", "text": None, "base64": None, "size_bytes": 0, "is_cut": False}
+    size = len(content) if size_bytes is None else size_bytes
+    is_cut = len(content) < size
+    text = _text(content, is_cut=is_cut)
+    kind = "binary" if text is None else "json" if not is_cut and _is_json(text) else "text"
+    encoded = base64.b64encode(content).decode() if text is None else None
+    return {"kind": kind, "text": text, "base64": encoded, "size_bytes": size, "is_cut": is_cut}
+
+
+def record_as_json(record: PendingRecord, *, header_bytes: int | None = None) -> dict[str, Any]:
+    """Return a pending record; of its headers' values at most so many bytes."""
+    hold = None
+    if record.hold_id is not None:
+        hold = {"id": str(record.hold_id), "what": record.hold_kind, "cause": record.hold_reason}
+    return {
+        "id": str(record.id),
+        "topic": record.topic,
+        "key": record.key,
+        "partition": record.partition,
+        "create_time": iso_time(record.create_time),
+        "age_seconds": None if record.age_seconds is None else round(record.age_seconds, 3),
+        "is_marked": record.is_marked,
+        "size_bytes": record.size_bytes,
+        "value": value_as_json(record.value, record.size_bytes),
+        "headers": headers_as_json(record.headers, header_bytes),
+        "hold": hold,
+    }
+
+
+def headers_as_json(headers: Any, most_bytes: int | None = None) -> list[list[Any]]:
+    """Return headers, pairs of name and value, in their order."""
+    return [
+        [name, value_as_json(None if value is None else value[:most_bytes], len(value or b""))]
+        for name, value in headers
+    ]
+
+
+def _text(content: bytes, *, is_cut: bool) -> str | None:
+    """Return bytes as text, None if they are none; a cut may have gone through the last character."""
+    for dropped in range(4 if is_cut else 1):
+        try:
+            text = content[: len(content) - dropped].decode()
+        except UnicodeDecodeError:
+            continue
+        return None if "\0" in text else text
+    return None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        # Numbers may be of any length: none is made of them. NaN and Infinity are no JSON.
+        json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def iso_time(text: str) -> str:
+    """Return a time as PostgreSQL writes it in ISO 8601; one that Python cannot express stays as it is."""
+    try:
+        return datetime.fromisoformat(text).isoformat()
+    except ValueError:  # infinity, or before the year 1
+        return text

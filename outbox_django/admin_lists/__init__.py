@@ -1,0 +1,1 @@
+"""Parts of the admin's lists: filters, and the summary above them."""

@@ -1,0 +1,169 @@
+"""Rules of queues, each broken on purpose: a simulation that does not notice proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from outbox_queue.consuming import start_writers
+from outbox_queue.consuming.acks import AckHandler
+from outbox_queue.consuming.group_member import GroupMember
+from outbox_queue.consuming.marker_writer import MarkerRecord
+from outbox_queue.consuming.start_writers import NotStarted, PlainStartWriter, SecondsLeft, TransactionalStartWriter
+from outbox_queue.protocol import transaction
+from outbox_queue.redelivery import partition as partitions
+from outbox_queue.redelivery.in_progress import InProgress
+from outbox_queue.redelivery.partition import MarkerPartition
+from outbox_queue.redelivery.redeliverer import Redeliverer
+from outbox_queue.redelivery.tracked_partition import TrackedPartition
+
+_original_attend = TrackedPartition.attend
+_original_write = PlainStartWriter.write
+_original_fill = Redeliverer._fill
+_original_redeliver = Redeliverer.redeliver
+Double = tuple[object, str, Any]
+
+
+def _attend_by_the_clock(self: TrackedPartition, now: float) -> bool:
+    """Judge what seems to be expired, whatever has not been read yet."""
+    markers = self.markers
+    if markers.looks_expired(now) and not markers.has_expired:
+        if not self._redeliverer.is_prepared and not self._prepare():
+            return False
+        time = markers.time(now) or 0.0
+        markers._judgement = partitions._Judgement(time, list(reversed(markers._in_progress.expired(time))))
+    return _original_attend(self, now)
+
+
+def _send_unprepared_tick(self: TrackedPartition, now: float) -> bool:
+    value, token = self.markers.send_tick(now, may_judge=True)
+    self._ctx.ticks.produce(
+        self._ctx.config.marker_topic,
+        value,
+        None,
+        self.markers.number,
+        on_delivery=lambda error, _: self.markers.tick_failed(token) if error is not None else None,
+    )
+    return True
+
+
+def _prepare_and_redeliver(self: Redeliverer, entries: Any) -> Any:
+    if not self.is_prepared:
+        self.prepare(transaction.never)
+    return _original_redeliver(self, entries)
+
+
+def _keep_alive_nothing(self: MarkerPartition, message_id: Any, *_: object) -> None:
+    del self, message_id
+
+
+def _commit_then_mark(
+    self: PlainStartWriter, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft
+) -> None:
+    try:
+        start_writers.commit(self._config, self._consumer, offsets)
+    except start_writers.KafkaException as error:
+        raise NotStarted(error.args[0].str(), error.args[0]) from None
+    _original_write(self, markers, offsets, seconds_left)
+
+
+def _mark_without_waiting(
+    self: PlainStartWriter, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft
+) -> None:
+    del seconds_left
+    for marker in markers:
+        self._produce(marker)
+    try:
+        start_writers.commit(self._config, self._consumer, offsets)
+    except start_writers.KafkaException as error:
+        raise NotStarted(error.args[0].str(), error.args[0]) from None
+
+
+def _mark_alone(
+    self: TransactionalStartWriter,
+    markers: Sequence[MarkerRecord],
+    offsets: Mapping[int, int],
+    seconds_left: SecondsLeft,
+) -> None:
+    """Commit the markers in a transaction, and the offsets before it."""
+    try:
+        start_writers.commit(self._config, self._consumer, offsets)
+    except start_writers.KafkaException as error:
+        raise NotStarted(error.args[0].str(), error.args[0]) from None
+    producer, failure = self._ready(seconds_left)
+
+    def fill() -> None:
+        for marker in markers:
+            producer.produce(self._config.marker_topic, marker.value, marker.key, marker.partition)
+
+    failure = failure or transaction.run(producer, fill, lambda: seconds_left() <= 0)
+    if failure is not None:
+        self.close()
+        raise NotStarted(failure.reason, failure.error)
+
+
+class _Only:
+    """A producer that takes the records of some topics alone."""
+
+    def __init__(self, producer: Any, takes: Callable[[str], bool]) -> None:
+        self._producer, self._takes = producer, takes
+
+    def produce(self, topic: str, *record: Any, **more: Any) -> None:
+        if self._takes(topic):
+            self._producer.produce(topic, *record, **more)
+
+
+def _fill_without_end(self: Redeliverer, producer: Any, batch: Any, *, stripped: bool) -> None:
+    topic = self._config.marker_topic
+    _original_fill(self, _Only(producer, lambda name: name != topic), batch, stripped=stripped)
+
+
+def _fill_in_two(self: Redeliverer, producer: Any, batch: Any, *, stripped: bool) -> None:
+    topic = self._config.marker_topic
+    _original_fill(self, _Only(producer, lambda name: name != topic), batch, stripped=stripped)
+    producer.commit()
+    producer.begin()
+    _original_fill(self, _Only(producer, lambda name: name == topic), batch, stripped=stripped)
+
+
+def _take_all(self: MarkerPartition, most: int, most_bytes: int) -> Any:
+    del most, most_bytes
+    taken = list(self._judgement.expired)
+    self._judgement.expired.clear()
+    return taken
+
+
+QUEUE_RULES: dict[str, tuple[Double, ...]] = {
+    "a tracker judges behind a tick that it has read": ((TrackedPartition, "attend", _attend_by_the_clock),),
+    "a tracker fences before its tick": (
+        (TrackedPartition, "send_tick", _send_unprepared_tick),
+        (Redeliverer, "redeliver", _prepare_and_redeliver),
+    ),
+    "a tracker commits the first unfinished offset": (
+        (MarkerPartition, "offset_to_commit", lambda self: self.position),
+    ),
+    "a tracker heeds keep-alives": ((MarkerPartition, "_keep_alive", _keep_alive_nothing),),
+    "a tracker heeds end markers": ((InProgress, "end", lambda *_: False),),
+    "what ended since the tick is left out": ((MarkerPartition, "take_expired", _take_all),),
+    "deadlines move when a clock was set back": ((InProgress, "allow_for_doubt", lambda _: None),),
+    "a redelivery ends the old copy": ((Redeliverer, "_fill", _fill_without_end),),
+    "a redelivery is one transaction": ((Redeliverer, "_fill", _fill_in_two),),
+    "markers come before offsets": (
+        (PlainStartWriter, "write", _commit_then_mark),
+        (TransactionalStartWriter, "write", _mark_alone),
+    ),
+    "offsets wait for the markers' acknowledgement": ((PlainStartWriter, "write", _mark_without_waiting),),
+    "what was not started is read again": ((GroupMember, "rewind", lambda *_: None),),
+    "a message in progress is kept alive": ((AckHandler, "_keep_alive", lambda *_: None),),
+}
+
+
+@contextmanager
+def queue_broken(name: str) -> Iterator[None]:
+    """Break a rule for as long as the context lasts; '' breaks none."""
+    with ExitStack() as patches:
+        for double in QUEUE_RULES[name] if name else ():
+            patches.enter_context(patch.object(*double))
+        yield

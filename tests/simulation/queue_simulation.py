@@ -1,0 +1,717 @@
+"""One run of queues: producers, real consumers and trackers, and faults, in a world that follows from a seed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+from greenlet import getcurrent
+
+from outbox_core.errors import OutboxError
+from outbox_core.kafka import clients as product_clients
+from outbox_core.kafka.transactions import Committed, TransactionalProducer
+from outbox_queue import Message, QueueConfig, QueueService, Reject
+from outbox_queue.consuming.worker import backoff
+from outbox_queue.errors import SendFailed
+from outbox_queue.protocol import markers as wire
+from outbox_queue.redelivery.in_progress import Unfinished
+from outbox_queue.redelivery.partition import MarkerPartition
+from outbox_queue.redelivery.tracker import RedeliveryTracker
+from tests.simulation import clients, queue_kafka
+from tests.simulation.network import Server
+from tests.simulation.queue_kafka import QueueCluster
+from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
+from tests.simulation.scheduling import Process, ProcessDied, current
+from tests.simulation.simulation import Outcome, Simulation
+from tests.simulation.simulation import Plan as HarvestersPlan
+from tests.simulation.threads import Event, patched
+
+MODE = "queue"
+FAULTS = ("break", "cut", "crash", "in a handler", "broker", "move", "suspend", "restart", "clock")
+CONDUCTS = ("slow", "fail", "hang", "reject", "nack", "extend", "interrupt")
+_QUEUES = ("emails", "bills")
+_TOPICS = {"messages": 4, "markers": 3, "dead": 2}
+_TIMEOUT_SECONDS = 4.0
+_PROCESSING_SECONDS = 9.0
+_MOST_ATTEMPTS = 4
+_MOST_IN_PROGRESS = 12
+_MOST_QUIET_SECONDS = 120.0
+_SETTLE_SECONDS = 30.0
+_OVERDUE_SECONDS = 15.0
+_EARLY_SECONDS = 0.01
+_CLOCK_TOLERANCE_SECONDS = 1.5  # clocks that differ by less than a second are just followed
+
+
+@dataclass
+class QueuePlan(HarvestersPlan):
+    """The parts of a run; a seed draws them, and shrinking takes some away."""
+
+    consumers: int = 2
+    trackers: int = 2
+    queues: int = 1
+    is_transactional: bool = False
+    marker_key: str = "message"
+    conducts: tuple[str, ...] = CONDUCTS
+
+    @classmethod
+    def of(cls, seed: int, mode: str = MODE) -> QueuePlan:
+        """Draw a plan: each seed switches a random subset of faults and conducts of handlers on."""
+        random = Random(seed * 104_729 + 31)
+        share = random.choice((0.2, 0.4, 0.7))
+        faults = tuple(fault for fault in FAULTS if random.random() < share)
+        return cls(
+            seed,
+            mode,
+            faults or ("crash",),
+            harvesters=0,
+            writers=random.choice((1, 2, 3)),
+            seconds=random.choice((20.0, 40.0, 80.0)),
+            late=random.choice((0.0, 0.4, 0.9)),
+            latency=random.choice((0.001, 0.001, 0.005, 0.03)),
+            pause=random.choice((0.3, 1.0)),
+            drift=random.choice((0.0, 0.0, 1e-4)),
+            consumers=random.choice((1, 2, 2, 3)),
+            trackers=random.choice((1, 2, 2, 3)),
+            queues=random.choice((1, 1, 2)),
+            is_transactional=random.random() < 0.5,
+            marker_key=random.choice(("message", "message", "queue")),
+            conducts=tuple(conduct for conduct in CONDUCTS if random.random() < 0.5),
+        )
+
+    def smaller(self) -> Iterator[QueuePlan]:
+        """Return plans that have one part less than this one."""
+        for fault in self.faults:
+            yield replace(self, faults=tuple(other for other in self.faults if other != fault))
+        for conduct in self.conducts:
+            yield replace(self, conducts=tuple(other for other in self.conducts if other != conduct))
+        for part in ("consumers", "trackers", "writers", "queues"):
+            if getattr(self, part) > 1:
+                yield replace(self, **{part: getattr(self, part) - 1})
+        if self.seconds > 10:
+            yield replace(self, seconds=self.seconds / 2)
+        if self.late:
+            yield replace(self, late=0.0)
+        if self.drift:
+            yield replace(self, drift=0.0)
+        most = min(self.most_faults, 64)
+        for fewer in (most // 2, most - 1):
+            if 0 <= fewer < self.most_faults:
+                yield replace(self, most_faults=fewer)
+
+
+_SENTINELS_IN_LOG = {
+    "consumer could not start messages": "messages are not started yet",
+    "starting took too long": "messages took longer than redelivery_timeout",
+    "waited for a handler for too long": "messages waited too long for a handler",
+    "handler hung": "is in progress for longer than max_processing_time",
+    "markers undelivered": "markers could not be delivered",
+    "redelivery failed": "redelivery: ",
+    "tracker's offsets not committed": "of the marker topic was not committed",
+    "handlers did not finish before the end": "handlers did not finish within drain_timeout",
+    "closed before its markers were delivered": "closed before its last markers were delivered",
+    "handler done too late": "done after the consumer was closed",
+}
+
+QUEUE_SENTINELS = (
+    "redelivered", "redelivered after a crash", "crash in a handler", "kept alive", "end marker late",
+    "given back unused", "started twice", "dead letter after the last attempt", "rejected", "delayed",
+    "rebalance with messages in progress", "tracker took over messages in progress", "marker partition moved",
+    "partitions assigned", "partitions revoked", "partitions lost", "member expired", "offsets in an open transaction",
+    "commit of offsets repeated", "copies of one message at once", "suspended", "late request", "produce repeated",
+    "delivery timed out", "producer fenced", "init aborts a transaction", "transaction timed out",
+    "EndTxn sent twice", "sent by an aborted transaction", "clock set", *_SENTINELS_IN_LOG,
+)  # fmt: skip
+"""States that a number of runs should reach; a report names those that were never reached."""
+
+
+class _Log(logging.Handler):
+    """Counts the product's log lines by their format, and adds them to the trace."""
+
+    def __init__(self, simulation: QueueSimulation) -> None:
+        super().__init__()
+        self._simulation = simulation
+
+    def emit(self, record: logging.LogRecord) -> None:
+        simulation = self._simulation
+        task = getattr(getcurrent(), "task", None)
+        if task is not None and task.process.is_dead:
+            return
+        text = record.getMessage()
+        for sentinel, part in _SENTINELS_IN_LOG.items():
+            simulation.seen[sentinel] += part in text
+        if text.startswith("caught up: ") and not text.startswith("caught up: 0 "):
+            simulation.seen["tracker took over messages in progress"] += 1
+        if simulation.scheduler.trace is not None:
+            name = "world" if task is None else task.process.name
+            simulation.scheduler.note(f"{name:12} {record.levelname.lower()}: {text[:300]}")
+
+
+class _Node:
+    """A place where a process of one kind runs, life after life."""
+
+    def __init__(self, simulation: QueueSimulation, name: str) -> None:
+        self.simulation = simulation
+        self.name = name
+        self.process: Process | None = None
+        self.stopping: Any = None
+        self._lives = 0
+
+    @property
+    def is_up(self) -> bool:
+        """True while its process lives, suspended or not."""
+        return self.process is not None and not self.process.is_dead
+
+    def start(self) -> None:
+        """Start a process."""
+        simulation, self._lives = self.simulation, self._lives + 1
+        drift = simulation.plan.drift * simulation.scheduler.random.uniform(-1, 1)
+        process: Any = Process(simulation.scheduler, f"{self.name}.{self._lives}", drift)
+        process.world = simulation
+        self.process, self.stopping = process, Event()
+        process.spawn(self._run, "main")
+
+    def crash(self) -> None:
+        """Kill the process; what it had sent may arrive all the same."""
+        process = self.process
+        if process is None or process.is_dead:
+            return
+        self.simulation.scheduler.note("%s crashes", process.name)
+        process.crash()
+        self.simulation.forget(process.name)
+        self.simulation.network.break_some(lambda connection: connection.process is process)
+
+    def stop(self) -> None:
+        """Ask the process to end in good order; another one begins then."""
+        if self.is_up:
+            self.stopping.set()
+
+    def _run(self) -> None:
+        process = self.process
+        while True:
+            try:
+                self.work()
+                break
+            except OutboxError as error:
+                self.simulation.scheduler.note("%s: %s: %s", self.name, type(error).__name__, error)
+            except Exception as error:
+                self.simulation.broken(f"{self.name} ended with {type(error).__name__}: {error}")
+                raise
+            Event().wait(0.5)
+        self.simulation.scheduler.after(0.3, lambda: self._replace(process))
+
+    def _replace(self, process: Process | None) -> None:
+        if self.process is process and self.simulation.has_begun:
+            self.crash()
+            self.start()
+
+    def work(self) -> None:
+        """Work until asked to stop."""
+        raise NotImplementedError
+
+
+class ConsumerNode(_Node):
+    """A process with workers of all queues."""
+
+    def work(self) -> None:
+        service = QueueService(self.simulation.settings())
+        done = [Event() for _ in self.simulation.queues]
+        for event, name in zip(done, self.simulation.queues, strict=True):
+            current().process.spawn(lambda event=event, name=name: self._serve(service, name, event), name)
+        for event in done:
+            event.wait()
+
+    def _serve(self, service: QueueService, name: str, event: Any) -> None:
+        while not self.stopping.is_set():
+            try:
+                service.queue(name).run(
+                    self.simulation.handle,
+                    concurrency=2,
+                    retry_delay=backoff(timedelta(seconds=0.5), timedelta(seconds=3)),
+                    drain_timeout=timedelta(seconds=3),
+                    stop=self.stopping,
+                    on_signals=False,
+                )
+            except OutboxError as error:
+                self.simulation.scheduler.note("%s: %s: %s", self.name, type(error).__name__, error)
+                Event().wait(0.5)
+            except Exception as error:
+                self.simulation.broken(f"{self.name} ended with {type(error).__name__}: {error}")
+                raise
+        event.set()
+
+
+class TrackerNode(_Node):
+    """A process with a tracker."""
+
+    tracker: RedeliveryTracker | None = None
+
+    def work(self) -> None:
+        self.tracker = tracker = QueueService(self.simulation.settings()).tracker()
+        tracker.start()
+        while not tracker.join(0.2):
+            if self.stopping.is_set():
+                tracker.stop()
+
+
+class SenderNode(_Node):
+    """An application that sends messages, and knows which of them are in Kafka."""
+
+    def __init__(self, simulation: QueueSimulation, number: int) -> None:
+        super().__init__(simulation, f"sender-{number}")
+        self._random = Random(simulation.plan.seed * 1000 + number)
+        self._is_transactional = self._random.random() < 0.3
+        self._count = 0
+
+    def work(self) -> None:
+        send = self._send_transactions if self._is_transactional else self._send
+        send(QueueService(self.simulation.settings()))
+
+    def _tokens(self) -> Iterator[list[str]]:
+        """Return the batches to send, until there are to be no more."""
+        while not self.stopping.is_set():
+            if self.simulation.is_writing:
+                number = self._random.choice((1, 1, 2, 3, 6))
+                self._count += number
+                yield [f"{self.name}:{self._count - place}" for place in range(number)]
+            Event().wait(self._random.expovariate(1 / self.simulation.plan.pause))
+
+    def _send(self, service: QueueService) -> None:
+        queues = [service.queue(name).producer() for name in self.simulation.queues]
+        for tokens in self._tokens():
+            producer = self._random.choice(queues)
+            try:
+                for token in tokens:
+                    delay = self._random.choice((0.5, 3.0)) if self._random.random() < 0.15 else 0.0
+                    self.simulation.seen["delayed"] += bool(delay)
+                    producer.send(token, delay=timedelta(seconds=delay) if delay else None)
+                producer.flush()
+            except SendFailed as error:
+                self.simulation.scheduler.note("%s: %s", self.name, error)
+            else:
+                self.simulation.sent.update(tokens)
+
+    def _send_transactions(self, service: QueueService) -> None:
+        """Send as a harvester does: records of a queue, in transactions that may be aborted."""
+        config = self.simulation.settings()
+        settings = {
+            "bootstrap.servers": config.bootstrap_servers,
+            "transactional.id": self.name,
+            "transaction.timeout.ms": 10_000,
+            "partitioner": "random",
+        }
+        producer = TransactionalProducer(settings, timeout_seconds=10.0)
+        if producer.init(self.stopping.is_set) is not None:
+            producer.discard()
+            return
+        for tokens in self._tokens():
+            if producer.begin() is not None:
+                break
+            for token in tokens:
+                record = service.queue(self._random.choice(self.simulation.queues)).record(token)
+                producer.produce(record.topic, record.value, record.key)
+            if self._random.random() < 0.1:
+                self.simulation.seen["sent by an aborted transaction"] += 1
+                self.simulation.never_sent.update(tokens)
+                outcome: object = producer.abort()
+            else:
+                outcome = producer.commit()
+            if isinstance(outcome, Committed):
+                self.simulation.sent.update(tokens)
+            elif not hasattr(outcome, "record_at_fault"):
+                break
+        producer.discard()
+
+
+class QueueSimulation(Simulation):
+    """A world with queues in it."""
+
+    plan: QueuePlan
+    cluster: QueueCluster
+
+    def __init__(self, plan: QueuePlan, *, trace: int = 0) -> None:
+        super().__init__(plan, trace=trace)
+        self.cluster = QueueCluster(self.scheduler)
+        self.cluster.seen = self.seen
+        self.oracle = Oracle(self.cluster)
+        self.queues = _QUEUES[: plan.queues]
+        self.sent: set[str] = set()
+        self.never_sent: set[str] = set()
+        self.has_begun = False
+        self.trackers = [TrackerNode(self, f"tracker-{number}") for number in range(plan.trackers)]
+        self.consumers = [ConsumerNode(self, f"consumer-{number}") for number in range(plan.consumers)]
+        senders = [SenderNode(self, number) for number in range(plan.writers)]
+        nodes: Any = [*self.trackers, *self.consumers, *senders]
+        self.nodes = nodes
+        self._handed: dict[Place, str] = {}  # copies that a handler got, and in which process
+        self._tries: set[tuple[str, int]] = set()
+        self._handling: Counter[str] = Counter()
+        self._at_work: Counter[str] = Counter()
+        self._kept_alive: set[Place] = set()  # copies whose handlers are at work, and not for too long
+        self._quiet_since = 0.0
+
+    def settings(self) -> QueueConfig:
+        """Return the settings of all processes: short times, so that much happens."""
+        return QueueConfig(
+            bootstrap_servers="simulated:9092",
+            dead_letter_topic="dead",
+            message_partitions=_TOPICS["messages"],
+            marker_partitions=_TOPICS["markers"],
+            marker_retention=timedelta(hours=2),
+            redelivery_timeout=timedelta(seconds=_TIMEOUT_SECONDS),
+            max_processing_time=timedelta(seconds=_PROCESSING_SECONDS),
+            max_delay=timedelta(seconds=20),
+            max_attempts=_MOST_ATTEMPTS,
+            max_in_progress=_MOST_IN_PROGRESS,
+            receive_buffer_capacity=10,
+            marker_key=self.plan.marker_key,
+            transactional=self.plan.is_transactional,
+            transaction_timeout=timedelta(seconds=5),
+            delivery_timeout=timedelta(seconds=8),
+            close_timeout=timedelta(seconds=3),
+        )
+
+    def run(self) -> None:
+        """Run everything with faults for the plan's time, mend everything, and wait until nothing waits."""
+        for topic, width in _TOPICS.items():
+            settings = {"retention.ms": "7200000", "message.timestamp.type": "CreateTime"}
+            if topic == "markers":
+                settings["message.timestamp.type"] = "LogAppendTime"
+            self.cluster.create(topic, width, settings)
+        self.has_begun = True
+        for node in self.nodes:
+            node.start()
+        self.scheduler.after(3.0, self._next_fault)
+        self._watch()
+        self._run_for(self.plan.seconds)
+        self._mend()
+        self._quiet_since = self.scheduler.now
+        self._run_for(5.0)
+        self.is_writing = False
+        self._run_for(_MOST_QUIET_SECONDS, until_done=True)
+        self._run_for(5.0)  # in which offsets are committed
+        self.has_begun = False
+        if not self.problem:
+            self._check_all()
+        for node in self.nodes:
+            node.crash()
+
+    @property
+    def _is_done(self) -> bool:
+        self.oracle.scan()
+        is_open = any(partition.open for topic in _TOPICS for partition in self.cluster.topics[topic])
+        return not self.oracle.waiting and not is_open
+
+    # -- handlers
+
+    def handle(self, message: Message) -> None:
+        """Handle a message as the plan wants: in time, slowly, badly or not at all."""
+        process = current().process
+        token = message.payload.decode()
+        self._check_handed(message, token)
+        if self._handling[token]:
+            self.seen["copies of one message at once"] += 1
+        self._handling[token] += 1
+        self._at_work[process.name] += 1
+        try:
+            self._die_now_and_then(process)
+            self._conduct(message)
+            self._die_now_and_then(process)
+        finally:
+            self._handling[token] -= 1
+            self._at_work[process.name] -= 1
+            self._kept_alive.discard(message._delivery.message.place)
+
+    def _die_now_and_then(self, process: Process) -> None:
+        if "in a handler" not in self.plan.faults or not self.is_faulty or self.scheduler.random.random() > 0.02:
+            return
+        if self.may_fault():
+            self.seen["crash in a handler"] += 1
+            node = next(node for node in self.nodes if node.process is process)
+            process.is_dead = True
+            self.scheduler.after(0.0, lambda: self._died(process, node))
+            raise ProcessDied
+
+    def _died(self, process: Process, node: Any) -> None:
+        process.is_dead = False
+        node.crash()
+        self.restart_later(node)
+
+    def gives_up(self, process: Process) -> None:
+        """Note that a member of a group gives up its partitions."""
+        self.seen["rebalance with messages in progress"] += self._at_work[process.name] > 0
+
+    def forget(self, process: str) -> None:
+        """Forget the handlers of a process that is dead."""
+        self._kept_alive = {place for place in self._kept_alive if self._handed[place] != process}
+
+    def _conduct(self, message: Message) -> None:
+        random = self.scheduler.random
+        wait = current().wait
+        conducts = self.plan.conducts if self.is_faulty else ()
+        conduct = random.choice(conducts) if conducts and random.random() < 0.3 else ""
+        if conduct == "slow":
+            self._kept_alive.add(message._delivery.message.place)
+            wait(_TIMEOUT_SECONDS * random.uniform(0.5, 1.8))
+        elif conduct == "fail":
+            raise ValueError("the handler fails")
+        elif conduct == "hang" and random.random() < 0.3:
+            wait(_PROCESSING_SECONDS * random.uniform(1.0, 1.8))
+        elif conduct == "reject":
+            raise Reject("the handler rejects it")
+        elif conduct == "nack":
+            message.nack(timedelta(seconds=random.choice((0.0, 0.2, 2.0))), "not now")
+        elif conduct == "extend":
+            message.extend(timedelta(seconds=random.choice((0.5, 6.0, 12.0))))
+            wait(random.uniform(0.0, 8.0))
+        elif conduct == "interrupt":
+            message.interrupt()
+        else:
+            wait(random.choice((0.0, 0.02, 0.3)) * random.random())
+
+    def _check_handed(self, message: Message, token: str) -> None:
+        received = message._delivery.message
+        place, process = received.place, current().process.name
+        self.oracle.scan()
+        self.scheduler.note("%s handles %s at %s, attempt %d", process, token, place, message.attempt)
+        if token in self.never_sent:
+            self.broken(f"{token} was handed out, and its transaction was aborted")
+        if place in self._handed:
+            self.broken(f"{token} at {place} was handed out twice: in {self._handed[place]} and in {process}")
+        self._handed[place] = process
+        ends = self.oracle.ends(place)
+        if any(mark.reason != REDELIVERED for mark in ends):
+            self.broken(f"{token} at {place} was handed out after its end marker")
+        if ends and self.plan.is_transactional and self._is_calm:
+            self.broken(f"{token} at {place} was handed out after it was redelivered")
+        if not 1 <= message.attempt <= _MOST_ATTEMPTS:
+            self.broken(f"{token} was handed out for attempt {message.attempt} of {_MOST_ATTEMPTS}")
+        if self.plan.is_transactional and (token, message.attempt) in self._tries:
+            self.broken(f"{token} was handed out twice for attempt {message.attempt}")
+        self._tries.add((token, message.attempt))
+
+    # -- trackers
+
+    def judged(self, markers: MarkerPartition, tick: int | None, batch: list[Unfinished]) -> None:
+        """Check what a tracker is about to redeliver: by all that it has read, or could have read without a tick."""
+        self.oracle.scan()
+        log = self.cluster.stamped("markers")[markers.number]
+        read_to = log.stable_end if tick is None else markers.position or 0
+        now = self.scheduler.now if tick is None else log.appended[tick]
+        for entry in batch:
+            process = self._handed.get(entry.message_id, "")
+            is_up = any(node.process is not None and node.process.name == process for node in self.nodes)
+            self.seen["redelivered after a crash"] += bool(process) and not is_up
+            deadline = self.oracle.deadline(entry.message_id, read_to)
+            if deadline is None:
+                self.broken(f"the message at {entry.message_id} was finished, and is redelivered")
+            elif deadline > now + self._tolerance(entry, markers, read_to):
+                self.broken(f"the message at {entry.message_id} is redelivered {deadline - now:.3f} s too early")
+            elif entry.message_id in self._kept_alive and self._is_calm:
+                self.broken(f"the message at {entry.message_id} is redelivered, and its handler is at work")
+
+    def _tolerance(self, entry: Unfinished, markers: MarkerPartition, read_to: int) -> float:
+        """Return how early a redelivery may be: in history, a clock that is set forward looks like time that passed."""
+        if not self.seen["clock set"]:
+            return _EARLY_SECONDS
+        last = max(mark.offset for mark in self.oracle.marks[entry.message_id] if mark.offset < read_to)
+        live_since = getattr(markers, "live_since", 0)
+        return _CLOCK_TOLERANCE_SECONDS if last > live_since else float("inf")
+
+    @property
+    def _is_calm(self) -> bool:
+        """True if nothing but processes fails, so that keep-alives arrive in time."""
+        return not set(self.plan.faults) & {"break", "cut", "broker", "move", "suspend", "clock"}
+
+    # -- faults
+
+    def _any_server(self, random: Random) -> Server:
+        return random.choice(self.cluster.brokers)
+
+    def _next_fault(self) -> None:
+        if not self.is_faulty:
+            return
+        random = self.scheduler.random
+        kinds = [fault for fault in self.plan.faults if fault != "in a handler"]
+        if kinds and self.may_fault():
+            getattr(self, f"_fault_{random.choice(kinds)}")(random)
+        self.scheduler.after(random.expovariate(1 / 1.5), self._next_fault)
+
+    def _fault_move(self, random: Random) -> None:
+        self.seen["marker partition moved"] += 1
+        super()._fault_move(random)
+
+    def _fault_clock(self, random: Random) -> None:
+        broker, error = random.randrange(3), random.choice((-3600.0, -5.0, 0.0, 0.0, 0.3, 5.0, 3600.0))
+        self.seen["clock set"] += 1
+        self.scheduler.note("the clock of broker-%d is set to %+g s", broker, error)
+        self.cluster.clock_errors[broker] = error
+
+    # -- promises
+
+    def _watch(self) -> None:
+        self.oracle.scan()
+        now = self.scheduler.now
+        for tracker in self.trackers:
+            if tracker.tracker is not None and tracker.tracker.in_progress > len(self.oracle.copies):
+                self.broken(f"{tracker.name} keeps {tracker.tracker.in_progress} messages")
+        if not self.is_faulty and now > self._quiet_since + _SETTLE_SECONDS:
+            for place in self.oracle.waiting:
+                deadline = self.oracle.deadline(place)
+                if deadline is not None and deadline + _OVERDUE_SECONDS < now:
+                    self.broken(f"the message at {place} expired {now - deadline:.1f} s ago, and does not come again")
+        self.scheduler.after(1.0, self._watch)
+
+    def _check_all(self) -> None:
+        self.seen["late request"] += self.network.delivered_late
+        oracle = self.oracle
+        oracle.scan()
+        self._count_marks()
+        waiting = oracle.waiting
+        if waiting:
+            self.broken(
+                f"{len(waiting)} messages still wait {_MOST_QUIET_SECONDS:g} s after the last fault: {waiting[:5]}"
+            )
+            return
+        finished = {oracle.copies[place].token for place in oracle.copies if self._is_acknowledged(place)}
+        finished |= {token for letters in oracle.dead.values() for token, _, _ in letters}
+        lost = self.sent - finished
+        if lost:
+            self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.sent)})")
+        self._check_copies()
+        self._check_offsets()
+
+    def _is_acknowledged(self, place: Place) -> bool:
+        return any(mark.reason != REDELIVERED for mark in self.oracle.ends(place))
+
+    def _count_marks(self) -> None:
+        oracle, seen = self.oracle, self.seen
+        for marks in oracle.marks.values():
+            ends = [mark for mark in marks if mark.kind == wire.END]
+            seen["redelivered"] += sum(mark.reason == REDELIVERED for mark in ends)
+            seen["kept alive"] += any(mark.kind == wire.KEEPALIVE and mark.deadline > mark.at for mark in marks)
+            seen["started twice"] += sum(mark.kind == wire.START for mark in marks) > 1
+            seen["end marker late"] += len(ends) > 1 and ends[0].reason == REDELIVERED
+        for place, copy in oracle.copies.items():
+            seen["given back unused"] += copy.is_of_tracker and copy.attempt == 1 and place != copy.origin
+        for letters in oracle.dead.values():
+            for _, attempts, reason in letters:
+                kind = "rejected" if reason == "the handler rejects it" else "dead letter after the last attempt"
+                seen[kind] += 1
+                if kind != "rejected" and attempts != _MOST_ATTEMPTS:
+                    self.broken(f"a message became a dead letter after {attempts} attempts: {reason}")
+
+    def _check_copies(self) -> None:
+        """Each redelivery has ended a copy, and has made one copy or dead letter: neither more nor less."""
+        oracle = self.oracle
+        ended = 0
+        for place, marks in oracle.marks.items():
+            is_started = False
+            for mark in sorted(marks, key=lambda mark: mark.offset):
+                if mark.kind == wire.START:
+                    is_started = True
+                elif mark.kind == wire.END and mark.reason == REDELIVERED:
+                    ended += 1
+                    if not is_started:
+                        self.broken(f"the message at {place} was redelivered twice")
+                    is_started = False
+        made = sum(copy.is_of_tracker for copy in oracle.copies.values()) + oracle.dead_by_tracker
+        if made != ended:
+            self.broken(f"{ended} copies were ended by trackers, which made {made} copies and dead letters")
+
+    def _check_offsets(self) -> None:
+        """A successor of any process begins at the end: nothing is read again for ever."""
+        committed = self.cluster.offsets.committed
+        for partition in self.cluster.stamped("messages"):
+            last = max((entry.offset for entry in partition.log if entry.state in ("plain", "committed")), default=-1)
+            for queue in self.queues:
+                offset = committed.get((f"kafka-mq-{queue}", ("messages", partition.number)), 0)
+                if offset <= last:
+                    self.broken(f"queue {queue} has committed {offset} of partition {partition.number}, behind {last}")
+        for number in range(_TOPICS["markers"]):
+            starts = [
+                mark.offset
+                for marks in self.oracle.marks.values()
+                for mark in marks
+                if mark.partition == number and mark.kind == wire.START
+            ]
+            offset = committed.get(("kafka-mq-redelivery", ("markers", number)), 0)
+            if offset <= max(starts, default=-1):
+                self.broken(f"trackers have committed {offset} of partition {number}, behind {max(starts)}")
+
+
+@contextmanager
+def _product_in(simulation: QueueSimulation) -> Iterator[None]:
+    """Put simulated clients, threads and clocks in the place of the real ones, and look at what trackers decide."""
+    read_tick, take_expired = MarkerPartition._read_tick, MarkerPartition.take_expired
+    judgements: dict[int, tuple[object, int]] = {}
+
+    def reading(self: MarkerPartition, token: bytes, timestamp: tuple[int, int], now: float) -> None:
+        is_judging = self.tick is not None and self.tick.token == token and self.tick.may_judge
+        was_caught_up, tick = self.is_caught_up, (self.position or 1) - 1
+        read_tick(self, token, timestamp, now)
+        if is_judging:
+            judgements[id(self)] = self._judgement, tick
+        if self.is_caught_up and not was_caught_up:
+            self.live_since = tick  # type: ignore[attr-defined]
+
+    def taking(self: MarkerPartition, most: int, most_bytes: int) -> list[Unfinished]:
+        batch = take_expired(self, most, most_bytes)
+        judgement, tick = judgements.get(id(self), (None, 0))
+        simulation.judged(self, tick if judgement is self._judgement else None, batch)
+        return batch
+
+    handler, doubles = _Log(simulation), {"Producer": queue_kafka.Producer, "Consumer": queue_kafka.Consumer}
+    doubles["AdminClient"] = clients.AdminClient
+    logs = [logging.getLogger(name) for name in ("outbox_core", "outbox_queue")]
+    before = [(log, log.level, log.propagate) for log in logs]
+    with ExitStack() as stack:
+        for name, double in doubles.items():
+            stack.enter_context(patch.object(product_clients, name, double))
+        stack.enter_context(patch.object(MarkerPartition, "_read_tick", reading))
+        stack.enter_context(patch.object(MarkerPartition, "take_expired", taking))
+        for log in logs:
+            log.addHandler(handler)
+            log.setLevel(logging.INFO)
+            log.propagate = False
+        try:
+            with patched(simulation.scheduler):
+                yield
+        finally:
+            for log, level, propagates in before:
+                log.removeHandler(handler)
+                log.setLevel(level)
+                log.propagate = propagates
+
+
+def run(plan: QueuePlan, *, trace: int = 0) -> Outcome:
+    """Run a plan."""
+    simulation = QueueSimulation(plan, trace=trace)
+    was_enabled = gc.isenabled()
+    gc.disable()  # it takes a quarter of the time of a run, which is short
+    try:
+        with _product_in(simulation):
+            simulation.run()
+    finally:
+        for node in simulation.nodes:
+            node.crash()
+        if was_enabled:
+            gc.enable()
+    scheduler = simulation.scheduler
+    return Outcome(
+        plan,
+        simulation.problem,
+        scheduler.now,
+        scheduler.steps,
+        len(simulation.sent),
+        simulation.faults,
+        simulation.seen,
+        list(scheduler.trace or ()),
+    )

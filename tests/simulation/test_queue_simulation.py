@@ -1,0 +1,74 @@
+"""The simulation of queues in `make test`: some seeds, and rules that it must find broken."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.simulation.__main__ import outcome_of, shrink
+from tests.simulation.queue_simulation import QueuePlan, run
+
+_LIMIT_SECONDS = 280
+
+
+def _simulate(*arguments):
+    """Run the command for queues, and return its result; the order of sets of texts is the same in each."""
+    command = [sys.executable, "-m", "tests.simulation", "--mode", "queue", *arguments]
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+
+
+def test_promises_of_queues_hold():
+    """In some virtual minutes of faults every message is finished or a dead letter, and none comes without need."""
+    done = _simulate("--hours", "0.02")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "redelivered after a crash" in done.stdout
+
+
+@pytest.mark.complete
+def test_promises_of_queues_hold_for_hours():
+    """The same for two virtual hours."""
+    done = _simulate("--hours", "2", "--first", "1000")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rule", "first"),
+    [
+        ("a tracker commits the first unfinished offset", 0),
+        ("a tracker heeds keep-alives", 0),
+        ("a tracker heeds end markers", 0),
+        ("deadlines move when a clock was set back", 1),
+        ("offsets wait for the markers' acknowledgement", 0),
+        ("a message in progress is kept alive", 0),
+    ],
+)
+def test_broken_rules_of_queues_are_found(rule, first):
+    """A run notices that a rule of queues is broken: from a seed on that is known to show it."""
+    assert any(outcome_of(QueuePlan.of(seed), rule).problem for seed in range(first, first + 100))
+
+
+@pytest.mark.complete
+def test_more_broken_rules_of_queues_are_found():
+    """The same for rules that take longer."""
+    for rule in ("a tracker judges behind a tick that it has read", "a redelivery is one transaction"):
+        assert any(outcome_of(QueuePlan.of(seed), rule).problem for seed in range(300)), rule
+
+
+def test_failing_plan_of_queues_is_shrunk():
+    """Shrinking leaves a smaller plan that still fails."""
+    plan = QueuePlan(1, "queue", ("restart",), writers=1, seconds=10.0, trackers=1, conducts=())
+    rule = "a tracker heeds end markers"
+    smaller = shrink(plan, rule)
+    assert outcome_of(smaller, rule).problem
+    assert (smaller.consumers, smaller.faults) == (1, ()), "messages that are finished suffice"
+
+
+def test_seed_of_queues_replays():
+    """The same plan takes the same steps, to the last line of its trace."""
+    plan = QueuePlan(7, "queue", ("crash", "move", "clock"), writers=1, seconds=10.0)
+    first, second = run(plan, trace=10_000), run(plan, trace=10_000)
+    assert first.trace == second.trace
+    assert (first.steps, first.records) == (second.steps, second.records)
+    assert first.records
