@@ -62,6 +62,7 @@ class Partition:
         self.late: set[int] = set()  # offsets of records whose sender had lost its connection
         self.producers: dict[int, _ProducerState] = {}
         self.open: dict[int, list[Entry]] = {}
+        self.unverified: dict[int, tuple[int, int]] = {}  # epoch, lowest sequence that came without a transaction
         self.on_progress: list[Callable[[], None]] = []
 
     @property
@@ -73,6 +74,16 @@ class Partition:
     def stable_end(self) -> int:
         """The last stable offset."""
         return min((entries[0].offset for entries in self.open.values() if entries), default=len(self.log))
+
+    def has_open(self, producer: int, epoch: int) -> bool:
+        """Tell whether a producer's transaction has a record here: then brokers do not ask its coordinator."""
+        return producer in self.open and self.producers[producer].epoch == epoch
+
+    def note_unverified(self, producer: int, epoch: int, first: int) -> None:
+        """Remember a sequence number; higher ones are refused until a record of a transaction, or a marker, comes."""
+        known_epoch, lowest = self.unverified.get(producer, (-1, -1))
+        if epoch > known_epoch or (epoch == known_epoch and first < lowest):
+            self.unverified[producer] = epoch, first
 
     def append(
         self, producer: int, epoch: int, first: int, records: list[Sent], now: float, *, is_transactional: bool
@@ -91,10 +102,10 @@ class Partition:
             for known_first, known_last, offset in state.batches:
                 if (known_first, known_last) == (first, last):
                     return None, offset
-            if first != state.next_sequence:
-                is_old = first < state.next_sequence
-                code = KafkaError.DUPLICATE_SEQUENCE_NUMBER if is_old else KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER
-                return code, -1
+            _, lowest = self.unverified.get(producer, (-1, first))
+            if first != state.next_sequence or first > lowest:
+                return KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, -1
+            self.unverified.pop(producer, None)
             state.next_sequence = last + 1
             state.batches.append((first, last, self.end))
         offset = self.end
@@ -117,6 +128,7 @@ class Partition:
             state.batches.clear()
         for entry in self.open.pop(producer, ()):
             entry.state = COMMITTED if is_committed else ABORTED
+        self.unverified.pop(producer, None)
         self.log.append(Entry(self.end, CONTROL, None, None, None, now, producer))
         self._progress()
 
@@ -168,6 +180,7 @@ class Cluster:
         self.brokers = [Server(f"broker-{number}") for number in range(brokers)]
         self.topics: dict[str, list[Partition]] = {}
         self.settings: dict[str, dict[str, str]] = {}
+        self.longest: dict[str, int] = {}  # bytes of a batch, for topics with a limit of their own
         self.transactions: dict[str, Transaction] = {}
         self.groups: dict[str, Group] = {}
         self.coordinator = {"group": 0, "transaction": 0}
@@ -190,6 +203,8 @@ class Cluster:
         self.topics[topic] = [
             Partition(topic, number, self.scheduler.random.choice(up)) for number in range(partitions)
         ]
+        if "max.message.bytes" in settings:
+            self.longest[topic] = int(settings["max.message.bytes"])
         self.settings[topic] = {"cleanup.policy": "delete", "max.message.bytes": "1048588", **settings}
         return True
 
@@ -246,17 +261,14 @@ class Cluster:
             respond((KafkaError.INVALID_RECORD, -1))
             return
         if transactional_id and self.verifies_partitions:
-            transaction = self.transactions.get(transactional_id)
-            if transaction is None or transaction.producer != producer or transaction.epoch != epoch:
-                respond((KafkaError.INVALID_PRODUCER_EPOCH, -1))
+            code = self._verify(partition, transactional_id, producer, epoch, first)
+            if code is not None:
+                respond((code, -1))
                 return
-            state = partition.producers.get(producer)
-            known = () if state is None or state.epoch != epoch else state.batches
-            is_repeat = any((first, first + len(records) - 1) == (one, two) for one, two, _ in known)
-            if not is_repeat and (transaction.state != "ongoing" or partition not in transaction.partitions):
-                self.reached("produce outside of a transaction")
-                respond((KafkaError.INVALID_TXN_STATE, -1))
-                return
+        longest = self.longest.get(place[0])
+        if longest is not None and sum(len(each.value or b"") for each in records) > longest:
+            respond((KafkaError.MSG_SIZE_TOO_LARGE, -1))
+            return
         end = partition.end
         answer = partition.append(
             producer, epoch, first, records, self.scheduler.now, is_transactional=bool(transactional_id)
@@ -264,6 +276,21 @@ class Cluster:
         if self.is_late():
             partition.late.update(range(end, partition.end))
         respond(answer)
+
+    def _verify(self, partition: Partition, transactional_id: str, producer: int, epoch: int, first: int) -> int | None:
+        """Ask the coordinator whether a partition is in the transaction, for its first record there."""
+        if partition.has_open(producer, epoch):
+            return None
+        partition.note_unverified(producer, epoch, first)
+        transaction = self.transactions.get(transactional_id)
+        if transaction is None or transaction.producer != producer or transaction.epoch != epoch:
+            return KafkaError.INVALID_PRODUCER_EPOCH
+        if transaction.state in ("committing", "aborting"):
+            return KafkaError.NOT_ENOUGH_REPLICAS  # CONCURRENT_TRANSACTIONS in the words for clients of protocol v1
+        if transaction.state != "ongoing" or partition not in transaction.partitions:
+            self.reached("produce outside of a transaction")
+            return KafkaError.INVALID_TXN_STATE
+        return None
 
     def _led_by(self, broker: int, place: tuple[str, int]) -> Partition | int:
         topic, number = place
@@ -274,8 +301,12 @@ class Cluster:
 
     # -- transactions
 
-    def init_producer(self, broker: int, transactional_id: str, timeout: float, respond: Respond) -> None:
-        """Fence the last user of a transactional.id; answer with (code, producer ID, epoch)."""
+    def init_producer(self, broker: int, who: tuple[str, int, int], timeout: float, respond: Respond) -> None:
+        """Fence the last user of a transactional.id; answer with (code, producer ID, epoch).
+
+        A producer that only wants a higher epoch says which one it has; it is refused if that is not the last one.
+        """
+        transactional_id, *known = who
         if self.coordinator["transaction"] != broker:
             respond((KafkaError.NOT_COORDINATOR, -1, -1))
             return
@@ -283,6 +314,9 @@ class Cluster:
         if transaction is None:
             self._next_producer += 1
             transaction = self.transactions[transactional_id] = Transaction(self._next_producer)
+        if known[0] >= 0 and known != [transaction.producer, transaction.epoch]:
+            respond((KafkaError.PRODUCER_FENCED, -1, -1))
+            return
         if transaction.state == "ongoing":
             self.reached("init aborts a transaction")
             self._abort(transaction)
@@ -305,6 +339,8 @@ class Cluster:
             respond(transaction)
         elif transaction.state in ("committing", "aborting"):
             respond(KafkaError.CONCURRENT_TRANSACTIONS)
+        elif any(number >= len(self.topics.get(topic, ())) for topic, number in places):
+            respond(KafkaError.UNKNOWN_TOPIC_OR_PART)
         else:
             if transaction.state != "ongoing":
                 transaction.state = "ongoing"

@@ -195,13 +195,15 @@ class ChosenNetwork(Network):
         self._names: dict[int, str] = {}
         self._offered: dict[int, Request] = {}  # faults of these have been offered
 
-    def connect(self, process: Process, server: Any) -> Connection:
-        return Connection(process, server)
+    def connect(self, process: Process, server: Any, client: str = "") -> Connection:
+        return Connection(process, server, client)
 
-    def send(self, connection: Connection, handler: Handler, on_answer: Callable[[object], None]) -> Request:
+    def send(
+        self, connection: Connection, handler: Handler, on_answer: Callable[[object], None], name: str = ""
+    ) -> Request:
         if connection.process.is_dead:
             raise ProcessDied
-        request = Request(handler, on_answer)
+        request = Request(handler, on_answer, name)
         if connection.is_broken:
             self.scheduler.soon(lambda: self._lose(connection, request))
         elif name_of(handler)[0]:

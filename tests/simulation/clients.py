@@ -26,7 +26,8 @@ _LOOK_SECONDS = 1.0
 _FETCH_SECONDS = 0.5
 _MOST_FETCHED = 200
 _CONSUMER_SOCKET_SECONDS = 10.0
-_REFUSALS = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.INVALID_RECORD)
+_PASSING = (KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.NOT_ENOUGH_REPLICAS)
+_REFUSED = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD)
 _FENCED = (KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
 Place = tuple[str, int]
 
@@ -90,20 +91,55 @@ class Client:
         self.is_closed = False
         self._connections: dict[int, Connection] = {}
         self._leaders: dict[Place, int] = {}
+        self._away: set[int] = set()
+        self._complaints: deque[KafkaError] = deque()
         self._socket_timeout = float(settings.get("socket.timeout.ms", 60_000)) / 1000
 
-    def send(self, broker: int, handler: Callable[[Respond], None], on_answer: Callable[[object], None]) -> None:
+    def send(
+        self, broker: int, handler: Callable[[Respond], None], on_answer: Callable[[object], None], name: str = ""
+    ) -> None:
         """Send a request; a silent connection is given up after the socket's time-out."""
         connection = self._connections.get(broker)
         if connection is None or connection.is_broken:
-            connection = self._connections[broker] = self.network.connect(self.process, self.cluster.brokers[broker])
-        request = self.network.send(connection, handler, lambda answer: None if self.is_closed else on_answer(answer))
+            client, server = str(self.settings.get("client.id", "")), self.cluster.brokers[broker]
+            connection = self._connections[broker] = self.network.connect(self.process, server, client)
+
+        def answered(answer: object) -> None:
+            if not self.is_closed:
+                self._note_answer(broker, is_lost=answer is LOST)
+                on_answer(answer)
+
+        request = self.network.send(connection, handler, answered, name)
 
         def give_up() -> None:
             if not request.is_over and not self.is_closed:
                 self.network.break_connection(connection)
 
         self.process.after(self._socket_timeout, give_up)
+
+    def _note_answer(self, broker: int, *, is_lost: bool) -> None:
+        if not is_lost:
+            self._away.discard(broker)
+        elif broker not in self._away:
+            self._away.add(broker)
+            self._complaints.append(KafkaError(KafkaError._TRANSPORT, f"broker {broker}"))
+            if len(self._away) == len(self.cluster.brokers):
+                self._complaints.append(KafkaError(KafkaError._ALL_BROKERS_DOWN))
+
+    def serve_complaints(self) -> None:
+        """Tell `error_cb` about brokers that cannot be reached."""
+        tell = self.settings.get("error_cb")
+        while self._complaints:
+            error = self._complaints.popleft()
+            if tell is not None:
+                tell(error)
+
+    def reaches(self, broker: int) -> bool:
+        """Tell whether a request can leave: on a connection that stands, or on a new one."""
+        connection, server = self._connections.get(broker), self.cluster.brokers[broker]
+        if connection is not None and not connection.is_broken:
+            return True
+        return server.is_up and (self.process, server) not in self.network.cut
 
     def any_broker(self) -> int:
         """Return some broker, one that is known to be up as a rule."""
@@ -133,7 +169,7 @@ class Client:
         event, found = Event(), []
         self.ask(question, timeout, lambda answer: (found.append(answer), event.set()))
         if not event.wait(timeout) or found[0] is LOST:
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no broker answers", retriable=True))
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no broker answers"))
         return found[0]
 
     def leader(self, place: Place) -> int:
@@ -184,6 +220,7 @@ class _Batch:
     producer: int
     epoch: int
     is_given_up: bool = False
+    is_on_way: bool = False  # otherwise it waits for its repeat
 
 
 @dataclass(slots=True, eq=False)
@@ -192,8 +229,10 @@ class _Lane:
     waiting: deque[_Outgoing] = field(default_factory=deque)
     under_way: _Batch | None = None
     next_sequence: int = 0
+    acknowledged: int = 0  # the sequence number behind the last acknowledged record
     is_registered: bool = False
     is_registering: bool = False
+    is_resting: bool = False  # after a refusal of its registration
     is_scheduled: bool = False
 
 
@@ -204,11 +243,13 @@ class Producer(Client):
         super().__init__(settings)
         self._id = str(settings.get("transactional.id", ""))
         self._is_idempotent = bool(self._id) or bool(settings.get("enable.idempotence", False))
-        timeout = settings.get("delivery.timeout.ms", settings.get("message.timeout.ms", 300_000))
+        longest = settings.get("transaction.timeout.ms", 60_000) if self._id else 300_000
+        timeout = settings.get("delivery.timeout.ms", settings.get("message.timeout.ms", longest))
         self._timeout = float(timeout) / 1000
         self._linger = float(settings.get("linger.ms", 5)) / 1000
         self._backoff = float(settings.get("retry.backoff.ms", 100)) / 1000
         self._retries = int(settings.get("retries", 1_000_000))
+        self._longest_message = int(settings.get("message.max.bytes", 1_000_000))
         self._longest_queue = int(settings.get("queue.buffering.max.messages", 100_000)) or 10**9
         self._most_in_batch = int(settings.get("batch.num.messages", _MOST_IN_BATCH))
         self._lanes: dict[Place, _Lane] = {}
@@ -222,8 +263,12 @@ class Producer(Client):
         # of transactions
         self._state = "new"  # ready, open, ending
         self._error: KafkaError | None = None  # abort is needed
+        self._has_failed = False  # some record of the transaction
         self._fatal: KafkaError | None = None
-        self._init: list[object] | None = None
+        self._must_tell_fatal = self._must_bump = self._is_bumping = False
+        self._call = ""  # that timed out, and goes on
+        self._init: list[object] = []
+        self._outcome: list[int | None] | None = None  # of EndTxn
         self._end_number = 0
 
     # -- records
@@ -243,14 +288,18 @@ class Producer(Client):
     ) -> None:
         """Queue a record."""
         if self._fatal is not None:
-            raise KafkaException(self._fatal)
-        if self._id and (self._state != "open" or self._error is not None):
+            raise KafkaException(KafkaError(KafkaError._FATAL, "the producer has failed"))
+        if self._id and (self._state != "open" or self._error is not None or self._call):
             raise KafkaException(KafkaError(KafkaError._STATE, "the transaction takes no record"))
+        key, value = _bytes(key), _bytes(value)
+        if len(key or b"") + len(value or b"") > self._longest_message:
+            raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE, "larger than message.max.bytes"))
         if len(self) >= self._longest_queue:
             self.cluster.reached("queue full")
             raise BufferError("Local: Queue full")
-        key, value = _bytes(key), _bytes(value)
         width = len(self.cluster.topics.get(topic, ())) or 1
+        if partition >= width:
+            raise KafkaException(KafkaError(KafkaError._UNKNOWN_PARTITION, "there is no such partition"))
         number = partition if partition >= 0 else zlib.crc32(key or b"") % width
         lane = self._lanes.setdefault((topic, number), _Lane((topic, number)))
         lane.waiting.append(_Outgoing(lane.place, key, value, headers, on_delivery, self.process.monotonic()))
@@ -292,6 +341,12 @@ class Producer(Client):
         if batch.is_given_up:
             return
         broker = self.leader(lane.place)
+        batch.is_on_way = self.reaches(broker)
+        if not batch.is_on_way:
+            self._note_answer(broker, is_lost=True)
+            self.refresh(lane.place)
+            self.process.after(self._backoff, lambda: self._send(lane, batch, attempt + 1))
+            return
         records = [Sent(each.key, each.value, each.headers) for each in batch.messages]
         sent = self._id, batch.producer, batch.epoch, batch.first, records
 
@@ -304,33 +359,60 @@ class Producer(Client):
             broker,
             handle,
             lambda answer: self._answered(lane, batch, attempt, answer),
+            "PRODUCE",
         )
 
     def _answered(self, lane: _Lane, batch: _Batch, attempt: int, answer: Any) -> None:
         if batch.is_given_up:
             return
+        batch.is_on_way = False
         code, offset = (KafkaError._TRANSPORT, -1) if answer is LOST else answer
-        if code in (KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION):
+        if code in _PASSING:
             self.refresh(lane.place)
-        if code is None or code == KafkaError.DUPLICATE_SEQUENCE_NUMBER:
-            lane.under_way = None
-            lane.next_sequence += len(batch.messages)
-            for place, message in enumerate(batch.messages):
-                self._report(message, None, offset + place if offset >= 0 else None)
-            self._after_batch(lane)
-        elif code in (KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION) and attempt < self._retries:
-            self.cluster.reached("produce repeated")
-            pause = self._backoff * self.scheduler.random.uniform(0.8, 1.2)
-            self.process.after(pause, lambda: self._send(lane, batch, attempt + 1))
+        if code is None:
+            self._acknowledge(lane, batch, offset)
+        elif self._fatal is not None:
+            self._give_up(lane, code)
+        elif code in _PASSING and attempt < self._retries:
+            self._repeat(lane, batch, attempt)
         elif self._id and code in _FENCED:
+            self._give_up(lane, code)
             self._fail(KafkaError(KafkaError._FENCED, "fenced", fatal=True))
-        elif not self._id and self._is_idempotent and code not in _REFUSALS:
+        elif code == KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER and self._id:
+            self._lose_sequence(lane, batch, code)
+        elif not self._id and self._is_idempotent and code not in _REFUSED:
             lane.waiting.extendleft(reversed(batch.messages))
             lane.under_way = None
             self._must_renew = True
             self._after_batch(lane)
         else:
             self._give_up(lane, code)
+
+    def _acknowledge(self, lane: _Lane, batch: _Batch, offset: int) -> None:
+        lane.under_way = None
+        lane.next_sequence += len(batch.messages)
+        lane.acknowledged = lane.next_sequence
+        for place, message in enumerate(batch.messages):
+            self._report(message, None, offset + place)
+        self._after_batch(lane)
+
+    def _repeat(self, lane: _Lane, batch: _Batch, attempt: int) -> None:
+        self.cluster.reached("produce repeated")
+        if self._error is not None:  # what waits is purged at once
+            self._purge_queued()
+            return
+        pause = self._backoff * self.scheduler.random.uniform(0.8, 1.2)
+        self.process.after(pause, lambda: self._send(lane, batch, attempt + 1))
+
+    def _lose_sequence(self, lane: _Lane, batch: _Batch, code: int) -> None:
+        """A gap behind a record that was refused ends with the epoch; without one, the broker knows more than we do."""
+        if batch.first == lane.acknowledged:
+            self._give_up(lane, code)
+            self._fail(KafkaError(code, "sequence numbers differ", fatal=True))
+        else:
+            self._must_bump = True
+            self._must_abort(code)
+            self._purge_queued()
 
     def _after_batch(self, lane: _Lane) -> None:
         if self._must_renew:
@@ -346,7 +428,10 @@ class Producer(Client):
             for message in batch.messages:
                 self._report(message, error, None)
             if self._id:
-                self._must_abort(KafkaError._TIMED_OUT if code == KafkaError._MSG_TIMED_OUT else code)
+                lane.next_sequence += len(batch.messages)
+                is_late = code == KafkaError._MSG_TIMED_OUT
+                self._must_bump = self._must_bump or is_late  # it may still arrive
+                self._must_abort(KafkaError._TIMED_OUT if is_late else code)
             elif self._is_idempotent:
                 self._must_renew = True  # its sequence numbers may be used up, or not
         if waiting:
@@ -356,6 +441,7 @@ class Producer(Client):
 
     def _report(self, message: _Outgoing, error: KafkaError | None, offset: int | None) -> None:
         self._unfinished -= 1
+        self._has_failed = self._has_failed or error is not None
         if message.on_delivery is not None:
             report = Message(message.place, offset, message.key, message.value, message.headers, error=error)
             self._reports.append((message.on_delivery, error, report))
@@ -364,13 +450,20 @@ class Producer(Client):
     def _look_for_old(self) -> None:
         oldest = self.process.monotonic() - self._timeout
         for lane in self._lanes.values():
-            if lane.under_way is not None and lane.under_way.messages[0].at <= oldest:
+            batch = lane.under_way
+            if batch is not None and batch.messages[0].at <= oldest:
                 self.cluster.reached("delivery timed out")
-                self._give_up(lane, KafkaError._MSG_TIMED_OUT)
+                if batch.is_on_way:
+                    self._give_up(lane, KafkaError._MSG_TIMED_OUT)
+                else:
+                    lane.waiting.extendleft(reversed(batch.messages))
+                    lane.under_way, batch.is_given_up = None, True
+                    self._must_renew = self._must_renew or not self._id
             while lane.waiting and lane.waiting[0].at <= oldest:
+                # Of one that waits, its transaction learns at the commit. Its sequence number is left out.
                 self._report(lane.waiting.popleft(), KafkaError(KafkaError._MSG_TIMED_OUT), None)
-                if self._id:
-                    self._must_abort(KafkaError._TIMED_OUT)
+                lane.next_sequence += bool(self._id)
+            self._pump(lane)
         self._looks = bool(self._unfinished) and not self.is_closed
         if self._looks:
             self.process.after(_LOOK_SECONDS, self._look_for_old)
@@ -386,7 +479,7 @@ class Producer(Client):
                 self._producer, self._epoch = answer
                 self._must_renew = False
                 for lane in self._lanes.values():
-                    lane.next_sequence = 0
+                    lane.next_sequence = lane.acknowledged = 0
             for lane in self._lanes.values():
                 self._pump(lane)
 
@@ -394,13 +487,21 @@ class Producer(Client):
 
     def poll(self, timeout: float = -1) -> int:
         """Serve delivery reports; wait for the first."""
-        if not self._reports:
+        if not self._reports and not self._must_tell_fatal:
             if timeout > 0:
                 self._news.clear()
                 self._news.wait(timeout)
             else:
                 spend(self.process)
+        self.serve_complaints()
+        self._tell_fatal()
         return self._serve()
+
+    def _tell_fatal(self) -> None:
+        """Raise the error that broke the producer, once, as the client does instead of calling `error_cb`."""
+        if self._must_tell_fatal:
+            self._must_tell_fatal = False
+            raise KafkaException(self._fatal)
 
     def _serve(self) -> int:
         served = 0
@@ -419,6 +520,7 @@ class Producer(Client):
             self._serve()
             left = end - self.process.monotonic()
             if not len(self) or left <= 0:
+                self._tell_fatal()
                 return len(self)
             self._news.clear()
             self._news.wait(left)
@@ -427,62 +529,91 @@ class Producer(Client):
         """Drop records."""
         del blocking
         for lane in self._lanes.values():
-            if in_queue:
-                while lane.waiting:
-                    self._report(lane.waiting.popleft(), KafkaError(KafkaError._PURGE_QUEUE), None)
-            if in_flight and lane.under_way is not None:
-                batch, lane.under_way = lane.under_way, None
+            batch = lane.under_way
+            if batch is not None and (in_flight if batch.is_on_way else in_queue):
+                lane.under_way = None
                 batch.is_given_up = True
                 self._must_renew = self._must_renew or not self._id
+                code = KafkaError._PURGE_INFLIGHT if batch.is_on_way else KafkaError._PURGE_QUEUE
                 for message in batch.messages:
-                    self._report(message, KafkaError(KafkaError._PURGE_INFLIGHT), None)
+                    self._report(message, KafkaError(code), None)
+            while in_queue and lane.waiting:
+                self._report(lane.waiting.popleft(), KafkaError(KafkaError._PURGE_QUEUE), None)
+
+    def _purge_queued(self) -> None:
+        """Drop what is not on its way; its sequence numbers go to later records."""
+        self.purge(in_flight=False)
 
     # -- transactions
 
     def _must_abort(self, code: int) -> None:
         if self._error is None and self._state == "open":
             self._error = KafkaError(code, "the transaction has failed", txn_requires_abort=True)
+            self._purge_queued()
             self._news.set()
 
     def _fail(self, error: KafkaError) -> None:
         if self._fatal is None:
             self.cluster.reached("producer fenced")
             self._fatal = error
-            for lane in self._lanes.values():
-                batch, lane.under_way = lane.under_way, None
-                for message in [*(batch.messages if batch else ()), *lane.waiting]:
-                    self._report(message, error, None)
-                if batch is not None:
-                    batch.is_given_up = True
-                lane.waiting.clear()
+            self._must_tell_fatal = True
+            self._purge_queued()
         self._news.set()
+
+    def _begin_call(self, name: str, state: str) -> None:
+        if self._fatal is not None:
+            raise KafkaException(self._fatal)
+        if self._call not in ("", name):
+            raise KafkaException(KafkaError(KafkaError._CONFLICT, f"{self._call} is under way", retriable=True))
+        if not self._call and self._state != state:
+            raise KafkaException(KafkaError(KafkaError._STATE, f"{name} in state {self._state}"))
+
+    def _wait_until(self, name: str, condition: Callable[[], bool], end: float) -> None:
+        """Wait for something of a call, which may be called again when it has timed out."""
+        self._call = name
+        while not condition() and self._fatal is None:
+            left = end - self.process.monotonic()
+            if left <= 0:
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, name, retriable=True))
+            self._news.clear()
+            self._news.wait(left)
+            self._serve()
+        self._call = ""
+        if self._fatal is not None:
+            raise KafkaException(self._fatal)
 
     def init_transactions(self, timeout: float) -> None:
         """Fence the last user of the transactional.id; a call that timed out goes on in the background."""
-        if self._init is None:
-            self._init = []
-            self._try_init()
-        end = self.process.monotonic() + timeout
-        while not self._init:
-            left = end - self.process.monotonic()
-            if left <= 0:
-                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "init_transactions", retriable=True))
-            self._news.clear()
-            self._news.wait(left)
+        self._begin_call("init_transactions", "new")
+        if not self._call:
+            self._try_init(-1, -1, self._init)
+        self._wait_until("init_transactions", lambda: bool(self._init), self.process.monotonic() + timeout)
+        self._state = "ready"
 
-    def _try_init(self) -> None:
-        broker = self._coordinator()
+    def _try_init(self, known_producer: int, known_epoch: int, done: list[object]) -> None:
+        broker, who = self._coordinator(), (self._id, known_producer, known_epoch)
         timeout = float(self.settings.get("transaction.timeout.ms", 60_000)) / 1000
 
         def answered(answer: Any) -> None:
             code, producer, epoch = (KafkaError._TRANSPORT, -1, -1) if answer is LOST else answer
             if code is None:
-                self._producer, self._epoch, self._state, self._init = producer, epoch, "ready", ["done"]
+                self._producer, self._epoch = producer, epoch
+                for lane in self._lanes.values():
+                    lane.next_sequence = lane.acknowledged = 0
+                done.append("done")
                 self._news.set()
+            elif code in _FENCED:
+                self._fail(KafkaError(KafkaError._FENCED, "fenced", fatal=True))
             else:
-                self.process.after(0.05 if code == KafkaError.CONCURRENT_TRANSACTIONS else 0.3, self._try_init)
+                pause = 0.05 if code == KafkaError.CONCURRENT_TRANSACTIONS else 0.3
+                self.process.after(pause, lambda: self._try_init(known_producer, known_epoch, done))
 
-        self.send(broker, lambda respond: self.cluster.init_producer(broker, self._id, timeout, respond), answered)
+        self.send(
+            broker,
+            lambda respond: self.cluster.init_producer(broker, who, timeout, respond),
+            answered,
+            "INIT_PRODUCER_ID",
+        )
 
     def _coordinator(self) -> int:
         return self.cluster.coordinator["transaction"]
@@ -493,19 +624,20 @@ class Producer(Client):
 
     def begin_transaction(self) -> None:
         """Open a transaction."""
-        if self._fatal is not None:
-            raise KafkaException(self._fatal)
-        if self._error is not None:
-            raise KafkaException(self._error)
-        if self._state != "ready":
-            raise KafkaException(KafkaError(KafkaError._STATE, f"begin_transaction in state {self._state}"))
-        self._state = "open"
+        if self._error is not None and not self._call:
+            raise KafkaException(self._fatal or self._error)
+        self._begin_call("begin_transaction", "ready")
+        self._state, self._has_failed = "open", False
 
     def _register(self, lane: _Lane) -> None:
-        if lane.is_registering:
+        if lane.is_registering or lane.is_resting:
             return
         lane.is_registering = True
         broker, who, number = self._coordinator(), self._who, self._end_number
+
+        def rested() -> None:
+            lane.is_resting = False
+            self._pump(lane)
 
         def answered(answer: Any) -> None:
             lane.is_registering = False
@@ -519,52 +651,61 @@ class Producer(Client):
             elif code in _FENCED:
                 self._fail(KafkaError(KafkaError._FENCED, "fenced", fatal=True))
             elif code in (KafkaError._TRANSPORT, KafkaError.NOT_COORDINATOR, KafkaError.CONCURRENT_TRANSACTIONS):
-                self._schedule(lane, 0.02 if code == KafkaError.CONCURRENT_TRANSACTIONS else self._backoff)
+                pause = 0.02 if code == KafkaError.CONCURRENT_TRANSACTIONS else self._backoff
+                lane.is_resting = True
+                self.process.after(pause, rested)
             else:
                 self._must_abort(code)
 
         places = [lane.place]
-        self.send(broker, lambda respond: self.cluster.add_partitions(broker, who, places, respond), answered)
+        self.send(
+            broker,
+            lambda respond: self.cluster.add_partitions(broker, who, places, respond),
+            answered,
+            "ADD_PARTITIONS_TO_TXN",
+        )
 
     def commit_transaction(self, timeout: float) -> None:
-        """Commit; raises if that failed, or is not known in time."""
-        if self._fatal is not None:
-            raise KafkaException(self._fatal)
-        if self._error is None and self._state == "open" and self.flush(timeout):
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "records are not acknowledged", retriable=True))
+        """Commit once all records are acknowledged; raises if that failed, or is not known in time."""
+        self._begin_call("commit_transaction", "open")
+        end = self.process.monotonic() + timeout
+        for lane in self._lanes.values():
+            self._pump(lane)
+        self._wait_until("commit_transaction", lambda: not len(self) or self._error is not None, end)
+        if self._has_failed:
+            self._must_abort(KafkaError._INCONSISTENT)
         if self._error is not None:
             raise KafkaException(self._error)
-        if self._state != "open":
-            raise KafkaException(KafkaError(KafkaError._STATE, "there is no transaction"))
-        self._end(True, timeout)
+        self._end("commit_transaction", end)
 
     def abort_transaction(self, timeout: float) -> None:
-        """Abort; drops what is not acknowledged, whose sequence numbers later records get."""
-        if self._fatal is not None:
-            raise KafkaException(self._fatal)
-        if self._state != "open":
-            raise KafkaException(KafkaError(KafkaError._STATE, "there is no transaction"))
-        self.purge()
-        self._end(False, timeout)
-
-    def _end(self, commit: bool, timeout: float) -> None:
+        """Abort; drops what is not on its way, whose sequence numbers later records get, and waits for the rest."""
+        self._begin_call("abort_transaction", "open")
         end = self.process.monotonic() + timeout
-        self._state = "ending"
-        is_needed = any(lane.is_registered or lane.is_registering for lane in self._lanes.values())
-        outcome: list[int | None] = []
-        if is_needed:
-            self._send_end(commit, outcome, 0)
-            while not outcome and self._fatal is None:
-                left = end - self.process.monotonic()
-                if left <= 0:
-                    raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "EndTxn", retriable=True))
-                self._news.clear()
-                self._news.wait(left)
-        if outcome and outcome[0] is not None:
-            code = outcome[0]
+        self._purge_queued()
+        self._wait_until("abort_transaction", lambda: not self._unfinished, end)
+        self._end("abort_transaction", end)
+
+    def _end(self, name: str, end: float) -> None:
+        if self._outcome is None:
+            self._state = "ending"
+            is_needed = any(lane.is_registered or lane.is_registering for lane in self._lanes.values())
+            self._outcome = [] if is_needed else [None]
+            if is_needed:
+                self._send_end(name == "commit_transaction", self._outcome, 0)
+        outcome = self._outcome
+        self._wait_until(name, lambda: bool(outcome), end)
+        code = outcome[0]
+        if code is not None:
             self._fail(KafkaError(KafkaError._FENCED if code in _FENCED else code, "EndTxn", fatal=True))
-        if self._fatal is not None:
             raise KafkaException(self._fatal)
+        if self._must_bump:
+            if not self._is_bumping:
+                self._is_bumping, self._init = True, []
+                self._try_init(self._producer, self._epoch, self._init)
+            self._wait_until(name, lambda: bool(self._init), end)
+        self._must_bump = self._is_bumping = False
+        self._outcome = None
         self._end_number += 1
         for lane in self._lanes.values():
             lane.is_registered = False
@@ -585,7 +726,12 @@ class Producer(Client):
                 outcome.append(code)
                 self._news.set()
 
-        self.send(broker, lambda respond: self.cluster.end_transaction(broker, who, commit, respond), answered)
+        self.send(
+            broker,
+            lambda respond: self.cluster.end_transaction(broker, who, commit, respond),
+            answered,
+            f"END_TXN {'commit' if commit else 'abort'}",
+        )
         if not attempt and self.network.late_ends and self.scheduler.random.random() < self.network.late_ends:
             self.network.break_connection(self._connections[broker])
 
@@ -698,6 +844,7 @@ class Consumer(Client):
 
     def poll(self, timeout: float = -1) -> Message | None:
         """Serve the group's callbacks, and return a message; wait for it."""
+        self.serve_complaints()
         if self._member is not None and self._member.tell():
             return None
         if not self._messages and timeout:
@@ -734,7 +881,7 @@ class Consumer(Client):
                 return 0, found[0]
             self.refresh(place)
             if self.process.monotonic() + 0.1 >= end:
-                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer", retriable=True))
+                raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer"))
             current().wait(0.1)
 
     def offsets_for_times(self, asked: list[TopicPartition], timeout: float) -> list[TopicPartition]:
@@ -903,7 +1050,7 @@ class AdminClient(Client):
 
         def done(answer: Any) -> None:
             if answer is LOST:
-                future.set_exception(KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer", retriable=True)))
+                future.set_exception(KafkaException(KafkaError(KafkaError._TIMED_OUT, "no answer")))
             elif isinstance(answer, KafkaError):
                 future.set_exception(KafkaException(answer))
             else:

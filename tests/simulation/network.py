@@ -25,6 +25,7 @@ class Request:
 
     handler: Handler
     on_answer: Callable[[object], None]
+    name: str = ""
     has_arrived: bool = False
     is_over: bool = False
 
@@ -35,6 +36,7 @@ class Connection:
 
     process: Process
     server: Server
+    client: str = ""
     is_broken: bool = False
     last_out: float = 0.0
     last_back: float = 0.0
@@ -61,21 +63,24 @@ class Network:
         self.late_ends = 0.0  # the share of EndTxn requests whose connection breaks before they arrive
         self.cut: dict[tuple[Process, Server], None] = {}  # links that pass nothing
         self.delivered_late = 0
+        self.on_arrival: Callable[[Connection, Request], bool] | None = None  # takes requests off: True for "taken"
         self.is_late = False  # while a request arrives whose connection had broken
         self._connections: list[Connection] = []
 
-    def connect(self, process: Process, server: Server) -> Connection:
+    def connect(self, process: Process, server: Server, client: str = "") -> Connection:
         """Open a connection."""
-        connection = Connection(process, server)
+        connection = Connection(process, server, client)
         self._connections = [other for other in self._connections if not other.is_broken]
         self._connections.append(connection)
         return connection
 
-    def send(self, connection: Connection, handler: Handler, on_answer: Callable[[object], None]) -> Request:
+    def send(
+        self, connection: Connection, handler: Handler, on_answer: Callable[[object], None], name: str = ""
+    ) -> Request:
         """Send a request; `on_answer` gets the answer or `LOST`, as a step of the client's process."""
         if connection.process.is_dead:
             raise ProcessDied
-        request = Request(handler, on_answer)
+        request = Request(handler, on_answer, name)
         connection.open_requests.append(request)
         if connection.is_broken or not connection.server.is_up:
             self._after(0.002, lambda: self._lose(connection, request))
@@ -93,6 +98,8 @@ class Network:
             self._lose(connection, request)
             return
         request.has_arrived = True
+        if self.on_arrival is not None and self.on_arrival(connection, request):
+            return
         request.handler(lambda answer: self._answer(connection, request, answer))
 
     def _answer(self, connection: Connection, request: Request, answer: object) -> None:
