@@ -26,6 +26,8 @@ offsets, so that call is timed likewise.
 sequence number to the partition's next record (`rd_kafka_toppar_purge_queues`, "ADVBASE"). If the first copy reaches
 the broker all the same, it takes one of the two for a repeat of the other: the aborted one is seen, or the next one is
 lost, and both are acknowledged. So an abort of records that are not all acknowledged replaces the producer, too.
+A record that timed out while it waited for its repeat is not outstanding any more, and without delivery reports only a
+commit would tell (`_INCONSISTENT`). So does an abort of a transaction that is as old as records may get.
 
 **A commit or abort that timed out is never called again**, though librdkafka allows it. If its own thread gets no CPU
 for the time of a call, the call's requests to that thread stay in a queue, and what they return names no request: it
@@ -60,6 +62,7 @@ _REFUSED_POLL_SECONDS = 0.01
 _PROBE_SECONDS = 0.1
 _NO_TRANSACTION_LASTS_MS = 2**31 - 1
 _OFFSETS_REPEAT_SECONDS = 0.5  # after which librdkafka repeats TxnOffsetCommit: rd_kafka_txn_handle_TxnOffsetCommit
+_DEFAULT_TRANSACTION_TIMEOUT_MS = 60_000  # librdkafka's, which is that of records, too, if they have none
 _LEAST_BACKOFF_MS = 500
 _BACKOFF_MAX_MS = 1000  # librdkafka's default of retry.backoff.max.ms
 _EARLIEST_REPEAT = 0.7  # of the backoff; librdkafka's jitter leaves 0.8 of it at least, the rest is our margin
@@ -153,6 +156,8 @@ class TransactionalProducer:
         self._batch_bytes: int | None = None
         self._give_up: GiveUp = never
         self._must_replace = False
+        self._record_timeout = _record_timeout(settings)
+        self._began_at = 0.0
         self._producer: Any = self._make()
 
     @property
@@ -219,6 +224,7 @@ class TransactionalProducer:
             if ended is not None:
                 return ended
         self._reports.clear()
+        self._began_at = monotonic()
         try:
             self._producer.begin_transaction()
         except KafkaException as error:
@@ -362,6 +368,8 @@ class TransactionalProducer:
 
     def _is_all_acknowledged(self) -> bool:
         """Tell whether all records of the open transaction are in Kafka, and no abort would purge one."""
+        if monotonic() - self._began_at >= self._record_timeout:
+            return False  # one may have timed out, unreported
         with suppress(KafkaException):  # a broken producer: the probe says so
             self._producer.poll(0)
         return not len(self._producer) and self._reports.error is None and not self._has_transaction_failed()
@@ -393,6 +401,14 @@ def _milliseconds(settings: Mapping[str, Any], name: str, default: int) -> int:
         return int(settings.get(name, default))
     except (TypeError, ValueError):
         raise InvalidConfig(f"Kafka settings: {name} is {settings[name]!r}, expected milliseconds") from None
+
+
+def _record_timeout(settings: Mapping[str, Any]) -> float:
+    """Return the age in seconds at which the client gives up a record."""
+    longest = _milliseconds(settings, "transaction.timeout.ms", _DEFAULT_TRANSACTION_TIMEOUT_MS)
+    names = ("delivery.timeout.ms", "message.timeout.ms")
+    timeouts = [_milliseconds(settings, name, longest) for name in names if name in settings]
+    return min([timeout for timeout in timeouts if timeout > 0] or [longest]) / 1000  # 0: never
 
 
 def _may_be_about_records(error: KafkaError) -> bool:

@@ -70,6 +70,9 @@ class _Client:
         time.sleep(0.001)
         raise KafkaException(_TIMED_OUT)
 
+    def abort_transaction(self, seconds):
+        assert seconds > 0
+
     def commit_transaction(self, seconds):
         self.commits.append(seconds)
         self.time += min(self.commit_takes, seconds)
@@ -113,6 +116,25 @@ def test_a_commit_that_timed_out_is_not_called_again(client):
     assert "outcome is unknown" in ended.reason
     assert client.commits == [5.0]
     assert producer.must_replace
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({}, 60.0),
+        ({"transaction.timeout.ms": 15_000}, 15.0),
+        ({"transaction.timeout.ms": 15_000, "delivery.timeout.ms": 10_000}, 10.0),
+        ({"transaction.timeout.ms": 15_000, "message.timeout.ms": "0"}, 15.0),
+    ],
+)
+def test_an_abort_after_the_time_of_a_record_replaces_the_producer(client, settings, seconds):
+    """A record may have timed out, unreported, whose first copy is still under way: none may follow it in its epoch."""
+    producer = TransactionalProducer({"transactional.id": "t", **settings}, timeout_seconds=5.0)
+    for age, replaces in ((seconds - 0.1, False), (seconds, True)):
+        producer.begin()
+        client.time += age
+        assert isinstance(producer.abort(), Aborted)
+        assert producer.must_replace is replaces
 
 
 def test_a_commit_that_is_refused_at_once_is_called_again(client):
