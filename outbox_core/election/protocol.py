@@ -252,7 +252,7 @@ class Ownership:
         self._become(State.CLAIMING)
 
     def _begin_with_new_log(self) -> LeaderFenced | None:
-        # Offsets begin again, as on a topic that was made anew: its claims are no lower than ours, whatever their number.
+        # Offsets begin again, as on a topic that was made anew: its claims are later than ours, whatever their numbers.
         fenced = self._unlead(State.CLAIMING, "the leader topic was made anew")
         self._end = 0
         self._claim_anew()
