@@ -30,7 +30,8 @@ Invariants, and where the code shows them:
 3. *A lease that ran out is never renewed*: `expire` runs before anything is observed, and forgets all sent heartbeats.
    So a fenced leader leads again only by a heartbeat sent after that, under a new leader ID.
 4. *A higher claim deposes us*: a claim's number is its offset, so every claim of our group after our own is higher.
-   All else (noise, foreign heartbeats, messages before our claim or of other groups) changes nothing.
+   All else (noise, foreign heartbeats, messages before our claim or of other groups) changes nothing. Where offsets
+   begin again (the topic was made anew), our claim has no number any more: claim anew.
 5. *A rival that lives is left alone*: a deposed owner claims again only after silence, and only when it has read all
    there is (`on_caught_up`), as after a long pause the rival's heartbeats may still wait to be read.
 6. *An unread claim cannot be missed*: a candidate (after a pause, say) that finds unread messages gone takes the first
