@@ -114,14 +114,14 @@ def test_topic_is_paused_and_resumed(console, world):
     dialog.get_by_label("Topic", exact=True).press("Tab")
     dialog.get_by_label("Do it all the same").check()
     expect(dialog.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
-    confirm(console, "Pause", "ledger migration", topic)
+    confirm(console, "Pause", "ledger migration", f"{topic} is paused")
     world.stash(topic, b"1", b"2", b"3")
     expect(tile(console, "held")).to_have_text("3")
     expect(tile(console, "deliverable")).to_have_text("0")
     group = console.get_by_role("article").filter(has_text=topic)
     expect(group).to_contain_text("ledger migration")
     group.get_by_role("button", name=re.compile("^Resume")).click()
-    confirm(console, "Resume", "migrated", topic)
+    confirm(console, "Resume", "migrated", f"{topic} goes on")
     expect(tile(console, "held")).to_have_text("0")
     assert len(read_topic(world.kafka.bootstrap, topic, count=3)) == 3
 
