@@ -8,12 +8,14 @@ from contextlib import contextmanager
 
 import pytest
 from confluent_kafka import Producer
+from psycopg.conninfo import make_conninfo
 
 import outbox_core.console.reading
 import outbox_core.console.server
 from outbox_core.console import Console, Permission, User
 from outbox_core.console.access import EVERYTHING
 from outbox_core.console.server import ConsoleServer
+from outbox_core.doctor.session import DatabaseSession
 from outbox_core.record import OutboxRecord
 from tests.integration.console.console_fixtures import Browser, asking, browser, console, scene, small_bounds
 
@@ -94,6 +96,25 @@ def test_a_search_leaves_out_no_record(scene, browser, monkeypatch):
         assert first["records"] == []
         second = browser.data("records", f"topic=refunds&after={first['next_after']}")
     assert [record["topic"] for record in second["records"]] == ["refunds"]
+
+
+def test_records_that_two_holds_keep_count_once(scene, browser):
+    """Held records of one key keep the same followers: the cause says how many records wait, not how many times."""
+    scene.fill("orders", 5, keys=1)
+    scene.fill("refunds", 2, keys=2)
+    for record in (2, 1, 6, 7):
+        scene.hold("add_record", record, reason="too large")
+    causes = {one["topic"]: (one["holds"], one["waiting"]) for one in browser.data("holds")["causes"]}
+    assert causes == {"orders": (2, 5), "refunds": (2, 2)}
+
+
+def test_sessions_notice_a_server_that_has_vanished(scene):
+    """Nobody waits two hours for a database whose machine is gone; what the data source says itself is kept."""
+    for own, told in (({}, "10000"), ({"tcp_user_timeout": "7000"}, "7000")):
+        source = make_conninfo(scene.database, **own)
+        with DatabaseSession(source, "outbox", application_name="test") as session:
+            parameters = session.connection.info.get_parameters()
+        assert (parameters["tcp_user_timeout"], parameters["keepalives_idle"]) == (told, "5")
 
 
 RESTASH = {"letter": {"partition": 0, "offset": "0"}, "record": {"topic": "orders", "value": None}}
