@@ -104,12 +104,23 @@ SELECT hold, count(*) FROM (
 ) AS kept GROUP BY hold
 """
 
+# A key's first held record keeps all that its later ones keep: only it counts, or records would count twice.
 _CAUSES = f"""
-WITH kept AS ({_BEHIND.strip()})
-SELECT held.kafka_topic, {kind_sql("held")}, {_PATTERN}, min({_CAUSE}), count(*),
+WITH kept AS ({_BEHIND.strip()}), named AS (
+    SELECT held.*, {kind_sql("held")} AS kind, {_PATTERN} AS pattern, {_CAUSE} AS cause FROM {{holds}} AS held
+    WHERE {{filter}}
+), placed AS (
+    SELECT named.*, row_number() OVER (
+        PARTITION BY kafka_topic, kind, pattern, kafka_key, CASE WHEN kafka_key IS NULL THEN record_id END
+        ORDER BY record_id, id
+    ) = 1 AS is_first
+    FROM named
+)
+SELECT held.kafka_topic, kind, pattern, min(cause), count(*),
        count(*) FILTER (WHERE held.dead_letter), min(held.create_time)::text, max(held.create_time)::text,
-       coalesce(sum(kept.count), 0)::bigint, (array_agg(held.record_id ORDER BY held.record_id))[1:{{examples}}]
-FROM {{holds}} AS held LEFT JOIN kept ON kept.hold = held.id WHERE {{filter}}
+       coalesce(sum(kept.count) FILTER (WHERE is_first), 0)::bigint,
+       (array_agg(held.record_id ORDER BY held.record_id))[1:{{examples}}]
+FROM placed AS held LEFT JOIN kept ON kept.hold = held.id
 GROUP BY 1, 2, 3 ORDER BY 5 DESC, 1, 2, 3 LIMIT %s
 """
 

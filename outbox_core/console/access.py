@@ -11,6 +11,7 @@ Nothing is kept in memory: any number of processes may serve one console.
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ CSRF_COOKIE: Final = "outbox_console_csrf"
 CSRF_HEADER: Final = "X-Outbox-Console"
 _TOKEN_BYTES = 24
 _TOKEN_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_")
+_ORIGIN = re.compile(r"https?://[a-z0-9.\[\]:_-]+")
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -117,6 +119,18 @@ def _why_foreign(request: Request, trusted_origins: Iterable[str]) -> str:
     if not _is_origin_of(origin, host):
         return f"the request comes from {origin[:200]}, and this console is at {host[:200]}"
     return ""
+
+
+def checked_origins(origins: Iterable[str]) -> frozenset[str]:
+    """Return trusted origins; InvalidConfig for what no browser sends as one, as `https://ops.example/`."""
+    if isinstance(origins, str):
+        raise InvalidConfig("trusted_origins: expected a list of origins, got a text")
+    for origin in origins:
+        if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
+            raise InvalidConfig(
+                f"trusted_origins: expected scheme, host and perhaps a port, https://ops.example, got {origin!r:.100}"
+            )
+    return frozenset(origins)
 
 
 def _is_origin_of(origin: str, host: str) -> bool:

@@ -17,12 +17,13 @@ from outbox_core.console.fields import Fields
 from outbox_core.console.messages import ApiError, Done, Response, bad_parameter, json_response
 from outbox_core.console.outboxes import ConsoleOutbox, unavailable
 from outbox_core.doctor.session import DatabaseSession, TableLocked
-from outbox_core.errors import InvalidConfig, InvalidRecord, OutboxError, StoreUnavailable
+from outbox_core.errors import InvalidConfig, InvalidRecord, KafkaUnavailable, OutboxError, StoreUnavailable
 from outbox_core.holds import Holds
 from outbox_core.printable import plural
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER
 from outbox_core.retention.dead_letters import AlreadyRestashed, DeadLetterRestash, LetterPlace
+from outbox_core.stasher import Connection
 
 _MOST_IDS = 10_000
 _LONGEST_REASON = 500
@@ -72,7 +73,7 @@ def act(outbox: ConsoleOutbox, user: User, action: str, body: Fields) -> Respons
     if is_dry:
         return json_response(document)
     outbox.changed()
-    return json_response(document, done=Done(outbox.name, action, outcome.text, order.reason))
+    return json_response(document, done=Done(outbox.name, action, outcome.text, order.reason, user.name))
 
 
 def permission_of(action: str) -> Permission | None:
@@ -82,6 +83,23 @@ def permission_of(action: str) -> Permission | None:
 
 
 _Run = Callable[[DatabaseSession], Outcome]
+
+
+def _at_most(session: DatabaseSession, most: int | None, change: Callable[[], int]) -> int:
+    """Make a change, and take it back if it is of more than `most`: than somebody has seen and agreed to."""
+    if most is None:
+        return change()
+    with session.connection.transaction():
+        count = change()
+        if count > most:
+            raise ApiError(
+                409,
+                "more_by_now",
+                f"this is about {count:,} by now, and was to be about {most:,} at most; nothing was changed",
+                where="body.at_most",
+                remedy="see what has come in between, then repeat it",
+            )
+    return count
 
 
 def _run(order: _Order, run: _Run) -> Outcome:
@@ -101,54 +119,63 @@ def _run(order: _Order, run: _Run) -> Outcome:
         remedy = told.remedy or "see what has happened, then repeat it: actions may be repeated"
         nothing = "" if not isinstance(error, TableLocked) else "; nothing was changed"
         raise ApiError(503, "unavailable", f"{told.reason}{nothing}", remedy=remedy) from None
+    except KafkaUnavailable as error:  # letters are read first
+        reason = f"{unavailable('kafka', error).reason}; nothing was changed"
+        raise ApiError(503, "unavailable", reason, remedy="repeat it when Kafka answers") from None
     except OutboxError as error:
         remedy = "see which tables and rights the actions of the console need, in docs/console.md"
         raise ApiError(409, "cannot", unavailable("database", error).reason, remedy=remedy) from None
 
 
 def _release(order: _Order, body: Fields) -> _Run:
-    which = _selection(body)
+    which, most = _selection(body), body.bigint("at_most")
 
     def run(session: DatabaseSession) -> Outcome:
         holds, connection = Holds(session.table, order.user.name), session.connection
         if order.is_dry:
             kind: Any = None if which.holds is not None or which.records is not None else "record"
             count = holds.count(connection, **which._asdict(), kind=kind)
-        elif which.holds is not None:
-            count = holds.release_holds(connection, which.holds, reason=order.reason)
-        elif which.records is not None:
-            count = holds.release(connection, records=which.records, reason=order.reason)
         else:
-            lane = {"topic": which.topic, "key": which.key, "cause": which.cause}
-            count = holds.release_records(connection, **lane, reason=order.reason)
+            count = _at_most(session, most, lambda: _released(order, holds, connection, which))
         return Outcome(count, f"{order.would}released {plural(count, 'hold')}")
 
     return run
 
 
+def _released(order: _Order, holds: Holds, connection: Connection, which: Selection) -> int:
+    if which.holds is not None:
+        return holds.release_holds(connection, which.holds, reason=order.reason)
+    if which.records is not None:
+        return holds.release(connection, records=which.records, reason=order.reason)
+    lane = {"topic": which.topic, "key": which.key, "cause": which.cause}
+    return holds.release_records(connection, **lane, reason=order.reason)
+
+
 def _skip(order: _Order, body: Fields) -> _Run:
-    which = _selection(body)
+    which, most = _selection(body), body.bigint("at_most")
 
     def run(session: DatabaseSession) -> Outcome:
         holds, connection = Holds(session.table, order.user.name), session.connection
         if order.is_dry:
             count = holds.count(connection, **which._asdict(), kind="record")
         else:
-            count = holds.skip(connection, **which._asdict(), reason=order.reason)
+            count = _at_most(session, most, lambda: holds.skip(connection, **which._asdict(), reason=order.reason))
         return Outcome(count, f"{order.would}deleted {plural(count, 'record')} for good")
 
     return run
 
 
 def _dead_letter(order: _Order, body: Fields) -> _Run:
-    which = _selection(body)
+    which, most = _selection(body), body.bigint("at_most")
 
     def run(session: DatabaseSession) -> Outcome:
         holds, connection = Holds(session.table, order.user.name), session.connection
         if order.is_dry:
             count = holds.count(connection, **which._asdict(), kind="record")
         else:
-            count = holds.dead_letter(connection, **which._asdict(), reason=order.reason)
+            count = _at_most(
+                session, most, lambda: holds.dead_letter(connection, **which._asdict(), reason=order.reason)
+            )
         return Outcome(count, f"{order.would}asked for {plural(count, 'record')} to go to the dead-letter topic")
 
     return run
@@ -280,6 +307,8 @@ def _selection(body: Fields) -> Selection:
     select.finish()
     if sum(one is not None for one in (holds, records, matching)) != 1:
         raise bad_parameter("body.select", "name exactly one of holds, records and matching")
+    if matching is not None:
+        matching.refuse_null()
     if matching is None:
         return Selection(holds, records)
     topic, key, cause = matching.text("topic"), matching.text("key"), matching.text("cause_pattern")

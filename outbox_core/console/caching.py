@@ -47,8 +47,8 @@ class Cached(Generic[T]):
         """Return the value, waiting for a fresh one at most so long; then an older one, or None if there is none."""
         with self._changed:
             if not self._is_fresh() and not self._is_running:
-                self._is_running = True
                 threading.Thread(target=self._refresh, name=self._name, daemon=True).start()
+                self._is_running = True  # not before: where no thread can be had, the next request tries again
             self._changed.wait_for(self._is_settled, timeout=wait_seconds)
             return self._reading
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from urllib.parse import quote
 
 from outbox_core import __version__
 from outbox_core.console import actions, reading
-from outbox_core.console.access import Permission, User, csrf_of, why_forged
+from outbox_core.console.access import Permission, User, checked_origins, csrf_of, why_forged
 from outbox_core.console.fields import Fields
 from outbox_core.console.files import read_page_file
 from outbox_core.console.messages import ApiError, Request, Response, json_response, not_found
 from outbox_core.console.outboxes import ConsoleOutbox, make_outboxes
+from outbox_core.printable import printable
 
 if TYPE_CHECKING:
     from outbox_core.config import HarvestConfig
@@ -72,7 +74,7 @@ class Console:
     ) -> None:
         self._outboxes = make_outboxes(outboxes, commands)
         self._login = login
-        self._trusted_origins = frozenset(trusted_origins)
+        self._trusted_origins = checked_origins(trusted_origins)
 
     def handle(self, request: Request) -> Response:
         """Answer a request; never raises. May take some seconds: call it on a thread that may wait."""
@@ -81,8 +83,11 @@ class Console:
         except ApiError as error:
             answer = error.response() if request.path.startswith("/api/") else error.page()
         except Exception:
-            _log.exception("the console failed at %s %s", request.method, request.path)
+            _log.exception("the console failed at %s %s", request.method, printable(request.path)[:200])
             answer = ApiError(500, "internal", "the console failed", remedy="see the log of its process").response()
+        if answer.done is not None:  # where there is no history, this is the only trace
+            told = (answer.done.outbox, answer.done.action, answer.done.text, answer.done.reason, answer.done.actor)
+            _log.info("console of %s: %s: %s (%s), by %s", *map(printable, told))
         body = b"" if request.method == "HEAD" else answer.body
         return Response(answer.status, answer.headers + _ALWAYS, body, answer.done)
 
@@ -96,7 +101,7 @@ class Console:
             self._user(request, Permission.VIEW)
         if not request.path:
             # Addresses in the page are relative to a folder. So is this one: a proxy may have another prefix.
-            return Response(308, (("Location", f"{request.base_path.rpartition('/')[2]}/"),), b"")
+            return Response(308, (("Location", f"{quote(request.base_path.rpartition('/')[2], safe='')}/"),), b"")
         return _page_file(request, path or "index.html")
 
     def _answer_api(self, request: Request, path: str) -> Response:
@@ -133,6 +138,7 @@ class Console:
         if needed is None:
             raise not_found(f"there is no action {action[:100]}; there are {', '.join(actions.NAMES)}")
         self._check_method(request, "POST")
+        self._user(request, Permission.VIEW)  # answers tell topics and numbers
         user = self._user(request, needed)
         outbox = self._outbox(name)
         return actions.act(outbox, user, action, Fields.of_body(request))
@@ -186,6 +192,7 @@ class Console:
         body.finish()
         logged_in = login.log_in(request, token, name.strip())
         if logged_in is None:
+            _log.warning("somebody tried to log in at the console with a wrong token")
             raise ApiError(401, "login_needed", "this is not the token of this console")
         user, cookie = logged_in
         return json_response({"user": _user_as_json(user)}, headers=(cookie,))

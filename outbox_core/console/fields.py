@@ -149,6 +149,12 @@ class Fields:
             raise bad_parameter(self.place(name), f"expected a JSON object, got {_shown(value)}")
         return Fields(value, self.place(name))
 
+    def refuse_null(self) -> None:
+        """Refuse members that are null: what a program does not know must not widen an action."""
+        for name, value in self._values.items():
+            if value is None:
+                raise bad_parameter(f"{self._where}.{name[:100]}", "is null; leave it out, if it may be anything")
+
     def finish(self) -> None:
         """Refuse values that nobody has asked for: a typing error must not widen an action."""
         for name in self._values:

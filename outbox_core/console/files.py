@@ -18,6 +18,7 @@ _TYPES = {
     ".ico": "image/x-icon",
     ".woff2": "font/woff2",
 }
+_LONGEST_PATH = 200
 
 
 class PageFile(NamedTuple):
@@ -35,7 +36,8 @@ def read_page_file(path: str) -> PageFile | None:
         return None
     suffix = f".{parts[-1].rpartition('.')[2].lower()}"
     found = files("outbox_core.console").joinpath("page", *parts)
-    if suffix not in _TYPES or not found.is_file():
+    # File systems refuse long names with an error of their own.
+    if suffix not in _TYPES or len(path) > _LONGEST_PATH or not found.is_file():
         return None
     content = found.read_bytes()
     return PageFile(content, _TYPES[suffix], f'"{hashlib.sha256(content).hexdigest()[:20]}"')

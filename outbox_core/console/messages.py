@@ -55,12 +55,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """An action that was carried out, for logs of the framework: on which outbox, what, on how many, and why."""
+    """An action that was carried out, for logs: on which outbox, what, on how many, why, and by whom."""
 
     outbox: str
     action: str
     text: str
     reason: str
+    actor: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -27,6 +28,7 @@ _FINDINGS_FRESH_SECONDS = 30.0
 _WAIT_SECONDS = 2.5
 _TOO_OLD = timedelta(seconds=20)
 _LONGEST_NAME = 100
+_LETTER_READERS = 2
 
 
 class Unavailable(NamedTuple):
@@ -56,6 +58,7 @@ class ConsoleOutbox:
         self._commands = commands or CommandLine(str(TableName.parse(config.outbox_table)))
         self.database = Cached(self._read_database, _DATABASE_FRESH_SECONDS, f"outbox-console-database-{name}")
         self.kafka = Cached(self._read_kafka, _KAFKA_FRESH_SECONDS, f"outbox-console-kafka-{name}")
+        self.letter_readers = threading.BoundedSemaphore(_LETTER_READERS)
         self.findings = Cached(self._examine, _FINDINGS_FRESH_SECONDS, f"outbox-console-doctor-{name}")
 
     @cached_property
@@ -66,7 +69,11 @@ class ConsoleOutbox:
     @property
     def identity(self) -> str:
         """`<database>.<schema>.<table>`, assumed from the settings as long as the database has not told it."""
-        reading = self.database.latest or self.database.get(_WAIT_SECONDS)
+        reading = self.database.latest
+        if reading is None or isinstance(
+            reading.value.backlog, Unknown
+        ):  # then it is an assumption, perhaps an old one
+            reading = self.database.get(_WAIT_SECONDS)
         return reading.value.outbox if reading else assumed_identity(self.config.data_source, self.config.outbox_table)
 
     @property

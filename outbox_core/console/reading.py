@@ -190,12 +190,15 @@ def records(outbox: ConsoleOutbox, query: Fields) -> Any:
         value_bytes=PREVIEW_BYTES,
     )
     query.finish()
+    is_filtered = any(one is not None for one in (chosen.topic, chosen.key, chosen.header))
+    is_search = chosen.record_id is None and is_filtered  # else a page that is not full is the last
 
     def ask(session: DatabaseSession) -> dict[str, Any]:
+        # Before the search: what the harvester deletes in between has it look further than this, and leave out none.
+        next_after = search_end(session, chosen.after) if is_search else None
         found = peek(session, chosen)
-        next_after = None
-        if chosen.record_id is None:
-            next_after = found[-1].id if len(found) == chosen.limit else search_end(session, chosen.after)
+        if chosen.record_id is None and len(found) == chosen.limit:
+            next_after = found[-1].id
         return {
             "records": [record_as_json(record, header_bytes=PREVIEW_BYTES) for record in found],
             "next_after": None if next_after is None else str(next_after),

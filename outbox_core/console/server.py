@@ -10,7 +10,9 @@ import logging
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -23,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _MOST_REQUESTS = 32
 _CLIENT_SECONDS = 15.0
+_REQUEST_SECONDS = 30.0
 _TICK_SECONDS = 0.2
 _TEXT = (("Content-Type", "text/plain; charset=utf-8"), ("Server", "kafka-outbox"))
 _OWN_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -49,6 +52,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
     def __init__(self, host: str, port: int) -> None:
         self._slots = threading.BoundedSemaphore(_MOST_REQUESTS)
+        self._begun: dict[Any, float] = {}  # by connection
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -64,14 +68,30 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         if not self._slots.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        self._begun[request] = time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except Exception:  # no thread can be had
+            self._end(request)
+            raise
+
+    def service_actions(self) -> None:
+        """End requests that do not come to their end: a byte now and then must not keep others out."""
+        for request, begun in self._begun.copy().items():
+            if time.monotonic() - begun > _REQUEST_SECONDS:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RD)  # an answer may go on
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and let another one in."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._slots.release()
+            self._end(request)
+
+    def _end(self, request: Any) -> None:
+        self._begun.pop(request, None)
+        self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what failed."""
@@ -145,6 +165,9 @@ class ConsoleServer:
             )
             start_response("421 Misdirected Request", [*_TEXT])
             return [text.encode()]
+        if environ.get("HTTP_TRANSFER_ENCODING"):
+            start_response("411 Length Required", [*_TEXT])
+            return [b"send the body with Content-Length"]
         answer = self._console.handle(request_of(environ, self._user))
         # Without this header the server would tell the version of Python.
         return send(answer, lambda status, headers: start_response(status, [*headers, _TEXT[1]]))

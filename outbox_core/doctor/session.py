@@ -14,7 +14,13 @@ import psycopg
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName, hold_beside, quote
-from outbox_core.stores.postgres.connection import location, milliseconds, one_line, pin_search_path
+from outbox_core.stores.postgres.connection import (
+    CONNECTION_DEFAULTS,
+    location,
+    milliseconds,
+    one_line,
+    pin_search_path,
+)
 
 CONNECT_SECONDS = 2.0
 LOCK_SECONDS = 1.5
@@ -79,12 +85,10 @@ class DatabaseSession:
         name = TableName.parse(table)
         place = location(data_source)
         try:
-            self.connection = psycopg.connect(
-                data_source,
-                autocommit=True,
-                connect_timeout=max(2, round(connect_seconds)),  # libpq takes less for two
-                application_name=application_name,
-            )
+            given: dict[str, Any] = psycopg.conninfo.conninfo_to_dict(data_source)
+            given["connect_timeout"] = max(2, round(connect_seconds))  # libpq takes less for two
+            given["application_name"] = application_name
+            self.connection = psycopg.connect(**{**CONNECTION_DEFAULTS, **given}, autocommit=True)
         except psycopg.ProgrammingError:
             # Without the driver's words: they quote the DSN, perhaps its password.
             raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None

@@ -172,12 +172,17 @@ class Member:
     def _write_through(self, value: bytes, give_up_at: float) -> tuple[KafkaError | None, int | None]:
         """Write a message and wait until Kafka has it; return the error, or its offset."""
         outcome: list[tuple[KafkaError | None, int | None]] = []
-        self._producer.produce(
-            self._place.topic,
-            value,
-            partition=self._place.partition,
-            on_delivery=lambda error, message: outcome.append((error, message.offset())),
-        )
+        try:
+            self._producer.produce(
+                self._place.topic,
+                value,
+                partition=self._place.partition,
+                on_delivery=lambda error, message: outcome.append((error, message.offset())),
+            )
+        except KafkaException as error:  # the topic was deleted, say
+            return error.args[0], None
+        except BufferError:
+            return None, None
         while not outcome and now() < give_up_at:
             self._producer.poll(_LONGEST_WAIT_SECONDS)
         self._forget_unsent()
@@ -192,6 +197,10 @@ class Member:
     def _signal(self, message: Message) -> Signal | None:
         """Return the signal of the next message, None for noise."""
         signal, offset = signal_in(message), message.offset() or 0
+        if self._position < 0:
+            self._predecessor.suspect(now())  # what lies before it is not read
+        elif offset < self._position:
+            self._joined_at = 0  # the topic was made anew: its offsets begin again
         self._position = offset + 1
         if offset >= self._joined_at:
             self._health.on_signal(signal)

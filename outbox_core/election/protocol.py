@@ -30,7 +30,8 @@ Invariants, and where the code shows them:
 3. *A lease that ran out is never renewed*: `expire` runs before anything is observed, and forgets all sent heartbeats.
    So a fenced leader leads again only by a heartbeat sent after that, under a new leader ID.
 4. *A higher claim deposes us*: a claim's number is its offset, so every claim of our group after our own is higher.
-   All else (noise, foreign heartbeats, messages before our claim or of other groups) changes nothing.
+   All else (noise, foreign heartbeats, messages before our claim or of other groups) changes nothing. Where offsets
+   begin again (the topic was made anew), our claim has no number any more: claim anew.
 5. *A rival that lives is left alone*: a deposed owner claims again only after silence, and only when it has read all
    there is (`on_caught_up`), as after a long pause the rival's heartbeats may still wait to be read.
 6. *An unread claim cannot be missed*: a candidate (after a pause, say) that finds unread messages gone takes the first
@@ -81,6 +82,7 @@ class Predecessor:
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout * _CLOCK_RATES
         self._heard_at = float("-inf")
+        self._suspected_at = float("-inf")
         self._claim = -1  # the highest of those whose heartbeats were heard
         self._resigned = -1  # no lease of this claim runs, nor of a lower one
         self._end = 0
@@ -88,7 +90,7 @@ class Predecessor:
     @property
     def gone_at(self) -> float:
         """The time at which its lease is over for certain."""
-        return self._heard_at + self._timeout
+        return max(self._heard_at, self._suspected_at) + self._timeout
 
     def observe(self, offset: int, signal: Signal | None, now: float) -> None:
         """Process a message of the group, in their order."""
@@ -109,9 +111,8 @@ class Predecessor:
             self._heard_at = float("-inf")
 
     def suspect(self, now: float) -> None:
-        """Note that a leader may have been alive at `now`: what it wrote by then cannot be read."""
-        self._heard_at = now
-        self._claim = 2**63
+        """Note that a leader may have been alive at `now`, whose messages and resignation cannot be read."""
+        self._suspected_at = now
 
 
 class Ownership:
@@ -167,6 +168,8 @@ class Ownership:
     def observe(self, offset: int, signal: Signal | None, now: float) -> LeaderAcquired | LeaderFenced | None:
         """Process a message of the partition; `signal` is None for noise."""
         fenced = self.expire(now)
+        if self.state in {State.CANDIDATE, State.LEADING} and offset < self._end:
+            fenced = self._begin_with_new_log() or fenced
         self._check_for_gap(offset, now)
         if signal is None or not self._claim.contest.includes(signal.contest):
             return fenced
@@ -250,7 +253,7 @@ class Ownership:
         self._become(State.CLAIMING)
 
     def _begin_with_new_log(self) -> LeaderFenced | None:
-        # An own heartbeat at an offset below its claim: the topic was made anew and counts from zero again.
+        # Offsets begin again, as on a topic that was made anew: its claims are later than ours, whatever their numbers.
         fenced = self._unlead(State.CLAIMING, "the leader topic was made anew")
         self._end = 0
         self._claim_anew()

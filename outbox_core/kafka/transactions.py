@@ -27,7 +27,8 @@ sequence number to the partition's next record (`rd_kafka_toppar_purge_queues`, 
 the broker all the same, it takes one of the two for a repeat of the other: the aborted one is seen, or the next one is
 lost, and both are acknowledged. So an abort of records that are not all acknowledged replaces the producer, too.
 A record that timed out while it waited for its repeat is not outstanding any more, and without delivery reports only a
-commit would tell (`_INCONSISTENT`). So does an abort of a transaction that is as old as records may get.
+commit would tell (`_INCONSISTENT`). So does an abort of a transaction that is as old as records may get. A record whose
+repeats have run out fails as silently, and at any age: so their number is not limited, whatever the settings say.
 
 **A commit or abort that timed out is never called again**, though librdkafka allows it. If its own thread gets no CPU
 for the time of a call, the call's requests to that thread stay in a queue, and what they return names no request: it
@@ -63,6 +64,7 @@ _PROBE_SECONDS = 0.1
 _NO_TRANSACTION_LASTS_MS = 2**31 - 1
 _OFFSETS_REPEAT_SECONDS = 0.5  # after which librdkafka repeats TxnOffsetCommit: rd_kafka_txn_handle_TxnOffsetCommit
 _DEFAULT_TRANSACTION_TIMEOUT_MS = 60_000  # librdkafka's, which is that of records, too, if they have none
+_REPEATS = ("retries", "message.send.max.retries")
 _LEAST_BACKOFF_MS = 500
 _BACKOFF_MAX_MS = 1000  # librdkafka's default of retry.backoff.max.ms
 _EARLIEST_REPEAT = 0.7  # of the backoff; librdkafka's jitter leaves 0.8 of it at least, the rest is our margin
@@ -149,7 +151,7 @@ class TransactionalProducer:
         self._earliest_repeat = _EARLIEST_REPEAT * backoff / 1000
         self._reports = _Reports()
         self._settings = {
-            **settings,
+            **{name: value for name, value in settings.items() if name not in _REPEATS},
             "retry.backoff.ms": backoff,
             "retry.backoff.max.ms": longest,
         }

@@ -5,6 +5,7 @@ The database is that of Django's settings; the console has sessions of its own t
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from django.conf import settings
 from django.contrib.admin.models import CHANGE, LogEntry
 from django.contrib.contenttypes.models import ContentType
 from django.core.exceptions import RequestDataTooBig
+from django.db import DatabaseError, router, transaction
 from django.http import HttpResponse
 from django.middleware.csrf import get_token
 from django.urls import reverse
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
     from outbox_core.console import Console, User
     from outbox_core.console.messages import Done, Request, Response
+
+_logger = logging.getLogger(__name__)
 
 _LONGEST_ENTRY = 1_000
 _LONGEST_NAME = 200
@@ -149,14 +153,21 @@ def _csrf_header() -> str:
 
 
 def _log(request: HttpRequest, done: Done) -> None:
-    """Write an action into Django's log of admin actions; the outbox's history has each of its records, too."""
-    LogEntry.objects.create(
-        user_id=str(request.user.pk),
-        content_type=ContentType.objects.get_for_model(Hold),
-        object_repr=f"{done.outbox}: {done.text}"[:_LONGEST_NAME],
-        action_flag=CHANGE,
-        change_message=f"Console: {done.action}: {done.text} ({done.reason})"[:_LONGEST_ENTRY],
-    )
+    """Write an action into Django's log of admin actions; the outbox's history has each of its records, too.
+
+    The action is done: that it cannot be written down there must not look as if it had failed.
+    """
+    try:
+        with transaction.atomic(router.db_for_write(LogEntry)):
+            LogEntry.objects.create(
+                user_id=str(request.user.pk),
+                content_type=ContentType.objects.get_for_model(Hold),
+                object_repr=f"{done.outbox}: {done.text}"[:_LONGEST_NAME],
+                action_flag=CHANGE,
+                change_message=f"Console: {done.action}: {done.text} ({done.reason})"[:_LONGEST_ENTRY],
+            )
+    except DatabaseError:
+        _logger.exception("an action of the console is done, and is missing in Django's log of admin actions")
 
 
 def _forged() -> HttpResponse:

@@ -125,7 +125,7 @@ def test_keyboard_alone_is_enough(open_recorded, recorded):
     matching = {"select": {"matching": {"topic": "orders", "cause_pattern": TOO_LARGE}}}
     assert recorded.posted == [
         ("release", matching | {"dry_run": True}),
-        ("release", matching | {"reason": "ticket 17"}),
+        ("release", matching | {"at_most": 3, "reason": "ticket 17"}),
     ]
 
 

@@ -114,13 +114,19 @@ async function submit(event, spec, state) {
   draw(spec, state);
   try {
     const reason = byId("reason").value.trim();
-    const answer = await act(spec.outbox, spec.action, { ...(await spec.body()), ...forced(state), reason });
+    const body = await spec.body();
+    // What has come since it was told is not done with the rest: nobody has seen it.
+    const bound = "select" in body ? { at_most: state.preview.count } : {};
+    const answer = await act(spec.outbox, spec.action, { ...body, ...bound, ...forced(state), reason });
     byId("dialog").close();
     announce(answer.text);
     spec.done?.(answer);
   } catch (error) {
     Object.assign(state, { problem: asProblem(error), preview: null, isBusy: false });
     draw(spec, state);
+    if (error.code !== "more_by_now") return;
+    announce(error.message);
+    tell(spec, state);
   }
 }
 

@@ -55,7 +55,7 @@ function flowTiles(latest, numbers) {
   const failed = latest?.failed_per_second ?? null;
   return [
     tile("rate", "Published", rate(latest?.published_per_second ?? null), latest ? "in the last interval" : silent),
-    tile("latency", "Latency p50 / p99", `${duration(latest?.latency_p50)} / ${duration(latest?.latency_p99)}`, latest ? "from commit to Kafka" : silent, "pair"),
+    tile("latency", "Latency p50 / p99", `${duration(latest?.latency_p50)} / ${duration(latest?.latency_p99)}`, latest ? "from create_time to Kafka" : silent, "pair"),
     tile("errors", "Failed attempts", rate(failed), failed === 0 ? "none fails" : latest ? "in the last interval" : silent, failed > 0 ? "warning" : ""),
   ];
 }

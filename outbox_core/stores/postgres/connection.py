@@ -54,7 +54,7 @@ SELECT set_config('synchronous_commit', 'on', false),
        pg_is_in_recovery()
 """
 
-_CONNECTION_DEFAULTS = {
+CONNECTION_DEFAULTS = {
     # Without these a database that vanishes behind a firewall is noticed after two hours.
     "connect_timeout": "10",
     "keepalives_idle": "5",
@@ -97,7 +97,7 @@ def connect_to_primary(
         given = psycopg.conninfo.conninfo_to_dict(data_source)
     except psycopg.ProgrammingError:
         raise InvalidConfig("data_source: is neither a libpq connection string nor a postgresql:// URL") from None
-    settings: dict[str, Any] = {"application_name": application_name, **_CONNECTION_DEFAULTS, **given}
+    settings: dict[str, Any] = {"application_name": application_name, **CONNECTION_DEFAULTS, **given}
     try:
         connection = psycopg.connect(**settings, autocommit=True)
     except psycopg.Error as error:

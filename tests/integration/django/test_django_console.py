@@ -6,7 +6,7 @@ import pytest
 from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
-from django.db import transaction
+from django.db import DatabaseError, transaction
 from django.test import Client
 
 import outbox_django as outbox
@@ -73,6 +73,19 @@ def test_viewers_see_and_operators_act():
     assert event["actor"].startswith("olga as ")
     assert act(operator, "pause", {**PAUSE, "dry_run": True})[0] == 200
     assert LogEntry.objects.count() == 1, "a dry run is no action"
+
+
+def test_an_action_that_django_cannot_log_is_done(monkeypatch, caplog):
+    """Without Django's log the action is done all the same, and the answer says so."""
+
+    def create(**_):
+        raise DatabaseError("the disk is full")
+
+    monkeypatch.setattr(LogEntry.objects, "create", create)
+    status, document = act(client_of(*OPERATOR), "pause", {**PAUSE, "force": True})
+    assert (status, document["count"]) == (200, 1)
+    assert Hold.objects.count() == 1
+    assert "missing in Django's log" in caplog.text
 
 
 def test_others_see_nothing():

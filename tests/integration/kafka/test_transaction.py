@@ -146,6 +146,21 @@ def test_a_produce_whose_answer_was_lost_is_not_taken_for_a_later_one(kafka, mak
     assert _values(kafka.bootstrap, topic) == [b"later"]
 
 
+@pytest.mark.parametrize("name", ["retries", "message.send.max.retries"])
+def test_a_record_is_repeated_whatever_the_limit_of_repeats(kafka, make, make_topic, topic_name, name):
+    """A record that has lost more connections than repeats are set is sent again: none is given up unreported."""
+    topic, owner = make_topic(1), topic_name("tx")
+    with kafka.frame_proxied(2) as frames:
+        producer = make(bootstrap=frames.bootstrap, name=owner, **{name: 1})
+        lost = [frames.hold(Match(Api.PRODUCE, transactional_id=owner)) for _ in range(2)]
+        producer.begin()
+        producer.produce(topic, b"1")
+        assert producer.all_arrive(10)
+        assert [trap.wait_until_held(0) for trap in lost] == [True, True]
+        assert isinstance(producer.commit(), Committed)
+    assert _values(kafka.bootstrap, topic) == [b"1"]
+
+
 def test_a_transaction_that_has_failed_is_known_at_once(make, make_topic):
     """A batch that the broker refuses is reported at once, not at the delivery timeout."""
     topic, other, producer = make_topic(1, config={"max.message.bytes": "10000"}), make_topic(4), make()

@@ -446,6 +446,41 @@ def test_what_cannot_be_read_is_waited_for():
     assert predecessor.gone_at >= 3.0 + TIMEOUT
 
 
+def test_a_suspicion_ends():
+    """Who once had to wait for what it could not read takes a later resignation at its word."""
+    predecessor = Predecessor(TIMEOUT)
+    predecessor.suspect(0.0)
+    predecessor.observe(100, Heartbeat(90, uuid4(), 1), 60.0)
+    assert predecessor.gone_at >= 60.0 + TIMEOUT
+    predecessor.observe(101, Resignation(90, uuid4()), 60.1)
+    assert predecessor.gone_at < 60.0
+
+
+@pytest.mark.parametrize("silence", [1.0, 2 * TIMEOUT])
+def test_a_rival_on_a_topic_that_was_made_anew(silence):
+    """An owner cut off while the topic was made anew does not lead beside a rival whose claim has a lower number."""
+    log = Log()
+    log.signals = [None] * 50
+    owner = Owner(log)
+    for _ in range(2):
+        owner.write(0.0)
+        owner.read_all(0.0)
+    assert owner.ownership.leadership.term == 50
+    anew = Log()
+    rival = Owner(anew, "rival")
+    for beat in range(60):
+        rival.write(silence + beat * INTERVAL)
+        rival.read_all(silence + beat * INTERVAL)
+    at = silence + 60 * INTERVAL
+    assert rival.ownership.leadership.is_valid(at)
+    owner.log, owner.position = anew, 0
+    owner.ownership.expire(at)
+    owner.write(at)
+    owner.read_all(at)
+    assert owner.ownership.leadership is None
+    assert owner.ownership.state is State.CLAIMING
+
+
 class Contention(RuleBasedStateMachine):
     """A machine with more owners at once than Kafka would allow, each reading one log at its own pace.
 

@@ -137,6 +137,16 @@ def test_an_abort_after_the_time_of_a_record_replaces_the_producer(client, setti
         assert producer.must_replace is replaces
 
 
+@pytest.mark.parametrize("name", ["retries", "message.send.max.retries"])
+def test_repeats_are_not_limited(monkeypatch, name):
+    """The client does not get a limit of repeats, after which it would give up a record unreported, at any age."""
+    made = []
+    monkeypatch.setattr(transaction, "make_producer", made.append)
+    TransactionalProducer({**_SETTINGS, name: 1}, timeout_seconds=1.0)
+    assert made[0]["transactional.id"] == "t"
+    assert name not in made[0]
+
+
 def test_a_commit_that_is_refused_at_once_is_called_again(client):
     """Without a connection to the coordinator the commit waits for one, until its time is over."""
     refusal = _Retriable(KafkaError._UNSUPPORTED_FEATURE, "not connected")

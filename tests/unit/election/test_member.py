@@ -1,0 +1,101 @@
+"""The member of the group without a broker: what it makes of messages, and of a client that refuses to write."""
+
+import time
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from outbox_core.election.config import NeliConfig
+from outbox_core.election.lease import now
+from outbox_core.election.member import Member
+from outbox_core.election.messages import Claim, Heartbeat, Resignation, encode
+from outbox_core.events import LeaderAcquired, LeaderRevoked
+from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition
+
+PLACE = TopicPartition("billing.neli", 0)
+NOWHERE = {"bootstrap.servers": "127.0.0.1:1"}
+SOME_TIME = 3600.0  # longer than any lease
+
+
+class _Group:
+    """The consumer, as far as an assignment needs it."""
+
+    def incremental_assign(self, partitions):
+        self.assigned = partitions
+
+
+class _Writer:
+    """A producer without a broker, which refuses to write once it has an error."""
+
+    error = None
+
+    def produce(self, *_, **__):
+        if self.error is not None:
+            raise self.error
+
+    def purge(self, **_):
+        pass
+
+    def poll(self, _seconds):
+        return 0
+
+
+@pytest.fixture
+def member():
+    """A member that has joined at offset 1000, and writes nowhere; `events` are those it has told."""
+    events = []
+    made = Member(NeliConfig(kafka=NOWHERE, group_id="billing"), 1, events.append, lambda _: None)
+    made._producer = _Writer()
+    made._joined_at = made._position = 1000
+    made.events = events
+    yield made
+    made.close()
+
+
+def message(offset, signal, *, age=0.0):
+    """Return the message of the leader topic that brings a signal."""
+    return SimpleNamespace(
+        offset=lambda: offset,
+        partition=lambda: 0,
+        error=lambda: None,
+        value=lambda: encode(signal),
+        timestamp=lambda: (1, int((time.time() - age) * 1000)),
+    )
+
+
+def make_leader(member):
+    """Have the member own the partition and lead."""
+    member._on_assign(_Group(), [PLACE])
+    member._read(message(1000, member._ownership._claim))
+    member._read(message(1001, member._ownership.next_signal(now())))
+    assert isinstance(member.events[-1], LeaderAcquired)
+
+
+@pytest.mark.parametrize("error", [KafkaException(KafkaError(KafkaError._UNKNOWN_TOPIC)), BufferError("queue full")])
+def test_a_resignation_that_the_client_refuses(member, error):
+    """A hand-over ends although the resignation cannot be written, as when the leader topic was deleted."""
+    make_leader(member)
+    member._producer.error = error
+    member._on_revoke(None, [PLACE])
+    assert isinstance(member.events[-1], LeaderRevoked)
+    assert member.leadership is None
+
+
+def test_signs_of_life_on_a_topic_that_was_made_anew(member, monkeypatch):
+    """On a topic that was made anew a standby hears leaders although their offsets are lower than where it joined."""
+    member._observe(message(1000, Claim(uuid4(), "first")))
+    start = now()
+    monkeypatch.setattr("outbox_core.election.group_health.now", lambda: start + SOME_TIME)
+    assert member.trouble is not None
+    member._observe(message(0, Claim(uuid4(), "second")))
+    member._observe(message(1, Heartbeat(0, uuid4(), 1, "second")))
+    assert member.trouble is None
+
+
+def test_messages_before_the_first_that_was_read_are_waited_for(member):
+    """A member that could not find its place waits for the leases of messages that it has not read."""
+    member._position = -1
+    begun = now()
+    member._observe(message(500, Resignation(400, uuid4())))
+    assert member._predecessor.gone_at >= begun + 5.0
