@@ -243,9 +243,7 @@ def _write_held(backlog: Backlog, write: _Lines) -> None:
     among = " of the oldest 10,000" if backlog.pending > 10_000 else ""
     write("ready", f"{plural(ready, 'record')}{among}{_oldest(backlog.oldest_deliverable_seconds)}")
     kept = f"{plural(backlog.held_at_head, 'record')}{among}{_oldest(backlog.oldest_held_seconds)}"
-    paused = f"; paused: {', '.join(held.topics)}" if held.topics else ""
-    holds = f"by holds of {plural(held.records, 'record')} and {plural(held.keys, 'key')}{paused}"
-    write("held", f"{kept}, {holds}")
+    write("held", f"{kept}, by holds of {held.in_words()}")
 
 
 _LEADERSHIPS = {

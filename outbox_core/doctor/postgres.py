@@ -113,6 +113,14 @@ class Held(NamedTuple):
     keys: int
     topics: list[str]
 
+    def in_words(self) -> str:
+        """Return `1 record, 2 keys, topic orders`, without what is not held."""
+        counts = ((self.records, "record"), (self.keys, "key"))
+        parts = [plural(number, noun) for number, noun in counts if number]
+        if self.topics:
+            parts.append(f"topic{'' if len(self.topics) == 1 else 's'} {', '.join(self.topics)}")
+        return ", ".join(parts)
+
 
 class Backlog(NamedTuple):
     """The records in the table, counted up to 100,000 and estimated beyond, and the age of the first."""
@@ -201,10 +209,9 @@ class PostgresChecks:
         if not any(held):
             yield fine("holds", f"{self._session.holds}, nothing is held")
             return
-        paused = f"; paused: {', '.join(held.topics)}" if held.topics else ""
         yield warning(
             "holds",
-            f"{plural(held.records, 'record')} and {plural(held.keys, 'key')} are held{paused}",
+            f"held: {held.in_words()}",
             f"{self._commands.hold('list')} shows why; release, skip or dead-letter them",
         )
 

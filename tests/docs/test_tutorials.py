@@ -51,7 +51,11 @@ def test_a_framework_works_as_printed(page: str, tmp_path: Path, private_stack, 
         pytest.skip(f"the page uses {' and '.join(missing)}")
     services = {"OUTBOX_POSTGRES_DSN": private_database, "OUTBOX_KAFKA_BOOTSTRAP": private_stack.kafka.bootstrap}
     # A second application on the page is for another purpose.
-    blocks = [block for block in blocks_of(ROOT / "docs" / page) if not block.text.startswith("# embedded.py")]
+    blocks = [
+        block
+        for block in blocks_of(ROOT / "docs" / page)
+        if not block.text.startswith("# embedded.py") and not (block.mark or "").startswith("not run")
+    ]
     _run_page(blocks, tmp_path, ports=("8000",), **services)
     with psycopg.connect(private_database) as connection:
         assert connection.execute("SELECT count(*) FROM outbox").fetchone() == (0,)

@@ -85,9 +85,13 @@ def new_hold(failure: Failure, grant_write: str, *, dead_letter: bool, limits: s
 
 
 def size_limits(of_topic: int | None, of_client: int) -> str:
-    """Return the two limits of a message in bytes, for an error; the topic's is None if it is not known."""
+    """Return the two limits of a message in bytes, for an error; the topic's is None if it is not known.
+
+    A limit is for the batch, with its header and the record's `outbox-id`: the very bytes of the row do not suffice.
+    """
     topic = "" if of_topic is None else f"={of_topic}"
-    return f"; the topic's max.message.bytes{topic} and this client's message.max.bytes={of_client} must allow it"
+    needed = "must allow it and 1 KiB more"
+    return f"; the topic's max.message.bytes{topic} and this client's message.max.bytes={of_client} {needed}"
 
 
 def too_large_for(record: StoredRecord) -> KafkaError:

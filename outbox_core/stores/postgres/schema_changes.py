@@ -69,7 +69,8 @@ def inspect_schema(connection: Connection, name: TableName) -> list[PartState]:
     missing = sorted(set(checks_of(layout)) - set(there)) if columns else []
     unvalidated = sorted(check for check in checks_of(layout) if there.get(check) is False)
     ((triggers,),) = _fetch(connection, _TRIGGER, [name.quoted, "%kafka_outbox_%"])
-    checks = f"lacks {', '.join(missing)}" if missing else "not validated" if unvalidated else "validated"
+    checks = "CHECK constraints, not validated" if unvalidated else "CHECK constraints, validated"
+    checks = f"lacks {', '.join(missing)}" if missing else checks
     return [
         PartState("outbox", "0001", bool(columns), f"table {name}, {layout} layout" if columns else f"no table {name}"),
         PartState("hold", "0003", has_holds, f"table {holds}" if has_holds else f"no table {holds}"),

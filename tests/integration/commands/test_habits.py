@@ -80,7 +80,10 @@ def test_apply_makes_what_is_missing(connection, run):
         "-     trigger for notify",
     ]
     assert "made      CHECK constraints" in run("schema", "--apply")[1]
-    assert run("schema", "--version")[1].splitlines()[1:3] == ["0003  table public.outbox_hold", "0004  not validated"]
+    assert run("schema", "--version")[1].splitlines()[1:3] == [
+        "0003  table public.outbox_hold",
+        "0004  CHECK constraints, not validated",
+    ]
     assert connection.execute("SELECT count(*) FROM outbox").fetchone() == (1,)
 
 
