@@ -11,7 +11,7 @@ from typing import Any
 
 from outbox_core.console import dead_letters as letters
 from outbox_core.console.fields import Fields, bigint
-from outbox_core.console.messages import Response, not_found
+from outbox_core.console.messages import ApiError, Response, not_found
 from outbox_core.console.outboxes import ConsoleOutbox, unavailable
 from outbox_core.console.timeline import leaderships
 from outbox_core.console.values import record_as_json
@@ -28,7 +28,7 @@ from outbox_core.retention.history import EventKind, History, HistoryEvent
 
 PREVIEW_BYTES = 400
 WHOLE_BYTES = 2**20
-_DOWNLOAD_BYTES = 64 * 2**20
+_DOWNLOAD_BYTES = 16 * 2**20  # as many as a dead letter may have; some readers at once must not fill the memory
 _LONGEST_HOURS = 168.0
 _POINTS = 500
 _MOST_EVENTS = 1000
@@ -221,7 +221,16 @@ def record_value(outbox: ConsoleOutbox, query: Fields, identity: str) -> Any:
     found: list[bytes] = []
 
     def ask(session: DatabaseSession) -> None:
-        found.append(_pending(session, identity, _DOWNLOAD_BYTES).value or b"")
+        pending = _pending(session, identity, _DOWNLOAD_BYTES)
+        value = pending.value or b""
+        if len(value) < pending.size_bytes:
+            raise ApiError(
+                413,
+                "too_large",
+                f"the value has {pending.size_bytes} bytes, and the console saves at most {_DOWNLOAD_BYTES}",
+                remedy="save it with psql",
+            )
+        found.append(value)
 
     answer = outbox.read(ask)
     if not found:

@@ -3,7 +3,7 @@
 import psycopg
 import pytest
 
-from outbox_core.console import Console, User
+from outbox_core.console import Console, User, reading
 from outbox_core.console.access import EVERYTHING
 from outbox_core.record import OutboxRecord
 from outbox_core.schema import EventKind
@@ -71,6 +71,17 @@ def test_values_are_shown_as_they_are(scene, browser):
     status, saved = browser.get("records/3/value")
     assert (status, saved) == (200, b"\xff\x00")
     assert browser.last_headers["content-disposition"] == 'attachment; filename="record-3.bin"'
+
+
+def test_a_value_is_saved_whole_or_not_at_all(scene, browser, monkeypatch):
+    """A value that is larger than what is saved is refused, with its size."""
+    scene.stash(OutboxRecord("orders", "k", b"12345678"))
+    monkeypatch.setattr(reading, "_DOWNLOAD_BYTES", 8)
+    assert browser.get("records/1/value") == (200, b"12345678")
+    monkeypatch.setattr(reading, "_DOWNLOAD_BYTES", 7)
+    status, refused = browser.get("records/1/value")
+    assert (status, refused["error"]["code"]) == (413, "too_large")
+    assert "the value has 8 bytes, and the console saves at most 7" in refused["error"]["message"]
 
 
 def test_long_values_are_cut_between_characters(scene, browser):
