@@ -54,7 +54,7 @@ def test_a_framework_works_as_printed(page: str, tmp_path: Path, private_stack, 
     blocks = [
         block
         for block in blocks_of(ROOT / "docs" / page)
-        if not block.text.startswith("# embedded.py") and not (block.mark or "").startswith("not run")
+        if not block.text.startswith("# embedded.py") and not block.mark.startswith("not run")
     ]
     _run_page(blocks, tmp_path, ports=("8000",), **services)
     with psycopg.connect(private_database) as connection:
