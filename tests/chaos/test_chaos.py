@@ -59,7 +59,8 @@ def test_requests_that_arrive_late(make_run, say, delivery, every_kind):
         report = chaos.run(seconds)
     say("\n".join([report.summary(), *report.late_table()]))
     _assert_clean(report)
-    assert len(report.late) >= seconds / 3, report.missed
+    # Each waits for a request of its kind, and some kinds are rare: a broker is asked for offsets at few moments.
+    assert len(report.late) >= seconds / 6, report.missed
     if delivery == "exactly-once" and every_kind:
         assert {arrival.request for arrival in report.late} >= {"END_TXN commit", "END_TXN abort"}
 
