@@ -127,8 +127,9 @@ class Member:
     def lose(self, reason: str) -> None:
         """Give leadership up without a hand-over."""
         ownership = self._ownership
-        fenced = ownership.end(reason) if ownership is not None else None
+        fenced = None
         if ownership is not None:
+            fenced = ownership.end(reason)
             ownership.resignation(now())  # for ourselves: others must wait, as they cannot be sure
         self._end_ownership()
         self._notify_of(fenced)
@@ -158,14 +159,12 @@ class Member:
         Raises LeaderTopicError if it is refused for good.
         """
         give_up_at = now() + _FIRST_WRITE_SECONDS
-        self._predecessor.suspect(now())
         while now() < give_up_at:
             error, offset = self._write_through(encode_look(self._config.name, self._config.contest), give_up_at)
             if error is not None and is_lasting(error):
                 raise LeaderTopicError(why_refused(error, self._config))
             if error is None and offset is not None:
                 self._joined_at, self._position = offset, max(0, offset - _LOOK_BACK)
-                self._predecessor = Predecessor(self._config.heartbeat_timeout.total_seconds())
                 return
             time.sleep(_LONGEST_WAIT_SECONDS)
 
