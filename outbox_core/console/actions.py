@@ -1,4 +1,4 @@
-"""What the console does to an outbox: the actions of `outbox hold`, by the same `Holds`, and restashes of dead letters.
+"""The actions of the console on an outbox: those of `outbox hold`, by the same `Holds`, and restashes of dead letters.
 
 Each has a reason, which the outbox's history keeps with the user's name. `dry_run` counts, and changes nothing.
 """
@@ -39,7 +39,7 @@ class Outcome:
 
 
 class _Order(NamedTuple):
-    """What a request asks for, apart from the action's own members."""
+    """The members of a request that all actions have."""
 
     outbox: ConsoleOutbox
     user: User
@@ -152,20 +152,14 @@ def _released(order: _Order, holds: Holds, connection: Connection, which: Select
 
 
 def _skip(order: _Order, body: Fields) -> _Run:
-    which, most = _selection(body), body.bigint("at_most")
-
-    def run(session: DatabaseSession) -> Outcome:
-        holds, connection = Holds(session.table, order.user.name), session.connection
-        if order.is_dry:
-            count = holds.count(connection, **which._asdict(), kind="record")
-        else:
-            count = _at_most(session, most, lambda: holds.skip(connection, **which._asdict(), reason=order.reason))
-        return Outcome(count, f"{order.would}deleted {plural(count, 'record')} for good")
-
-    return run
+    return _on_records(order, body, Holds.skip, "deleted {} for good")
 
 
 def _dead_letter(order: _Order, body: Fields) -> _Run:
+    return _on_records(order, body, Holds.dead_letter, "asked for {} to go to the dead-letter topic")
+
+
+def _on_records(order: _Order, body: Fields, change: Callable[..., int], text: str) -> _Run:
     which, most = _selection(body), body.bigint("at_most")
 
     def run(session: DatabaseSession) -> Outcome:
@@ -173,10 +167,8 @@ def _dead_letter(order: _Order, body: Fields) -> _Run:
         if order.is_dry:
             count = holds.count(connection, **which._asdict(), kind="record")
         else:
-            count = _at_most(
-                session, most, lambda: holds.dead_letter(connection, **which._asdict(), reason=order.reason)
-            )
-        return Outcome(count, f"{order.would}asked for {plural(count, 'record')} to go to the dead-letter topic")
+            count = _at_most(session, most, lambda: change(holds, connection, **which._asdict(), reason=order.reason))
+        return Outcome(count, order.would + text.format(plural(count, "record")))
 
     return run
 
