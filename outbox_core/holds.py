@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 HoldKind = Literal["record", "key", "topic"]
-"""What a hold holds."""
+"""The kinds of what a hold keeps back."""
 
 _DIGITS = re.compile("[0-9]+")
 _CAUSE = "coalesce(nullif(held.error, ''), held.reason)"
@@ -186,7 +186,7 @@ class Hold(NamedTuple):
 
     @property
     def kind(self) -> HoldKind:
-        """What it holds."""
+        """The kind of what it keeps back."""
         return "record" if self.record_id is not None else "topic" if self.key is None else "key"
 
     @property

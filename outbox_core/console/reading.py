@@ -1,4 +1,4 @@
-"""What the console shows of an outbox: each function answers one route, from its parameters.
+"""The sights of an outbox in the console: each function answers one route, from its parameters.
 
 None counts a whole table: searches walk the head by its primary key, and end after a bounded number of rows.
 """

@@ -56,7 +56,7 @@ class LetterPlace(NamedTuple):
 
 
 class Restashed(NamedTuple):
-    """When a dead letter was stashed anew, and by whom."""
+    """A restash of a dead letter: its time, and the person who did it."""
 
     at: datetime
     by: str

@@ -17,7 +17,7 @@ import outbox_core
 
 PAGE = Path(outbox_core.__file__).parent / "console" / "page"
 BASE = "http://console.test/ops/outbox/"
-"""Where it is mounted."""
+"""The path below which it is mounted."""
 NOW = datetime(2026, 11, 23, 14, 30, tzinfo=UTC)
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; connect-src 'self'"

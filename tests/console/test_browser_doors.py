@@ -74,7 +74,7 @@ def _pause(page, topic):
 
 
 def test_mounted_below_a_prefix(open_page, mounted, world):
-    """Who is not logged in sees nothing; a user acts under their own name; one who may only look sees no action."""
+    """A stranger sees nothing; a user acts under their own name; one who may only look sees no action."""
     topic = "orders"
     world.stash(topic, b"1")
     page = open_page(allowed=["403", "404"])

@@ -1,4 +1,4 @@
-"""What queues need of Kafka beyond the harvester: groups that share partitions, their offsets, and brokers' clocks.
+"""Kafka as queues need it beyond the harvester: groups that share partitions, their offsets, and brokers' clocks.
 
 A group rebalances as with librdkafka's default assignors: all members give up everything, then each gets a range. The
 partition of `__consumer_offsets` coordinates all groups; offsets in a transaction wait there for its end.

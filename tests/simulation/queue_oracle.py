@@ -1,4 +1,4 @@
-"""What the logs of the topics say about each message of a queue, whatever consumers and trackers believe."""
+"""The truth about each message of a queue by the topics' logs, whatever consumers and trackers believe."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ _NAMES = "ABCD"
 
 @dataclass(frozen=True)
 class Scope:
-    """How much may happen on one path."""
+    """The bounds of what may happen on one path."""
 
     records: int = 3
     batch: int = 2

@@ -45,7 +45,7 @@ def test_broken_rule_is_found():
 
 
 def test_orders_without_a_difference_are_one_state():
-    """What two harvesters ask different servers for commutes; what they ask one server for does not."""
+    """Questions of two harvesters to different servers commute; those to one server do not."""
     start = ["begins", "A: Init", "B: Init"]
     one = _states(_SMALL, *start, "A: AddPartitions", "B: AddPartitions")
     other = _states(_SMALL, *start, "B: AddPartitions", "A: AddPartitions")

@@ -66,7 +66,7 @@ def test_all_broken_rules_are_found(rule):
 
 @pytest.mark.complete
 def test_torn_transactions_are_read_back():
-    """Where a late EndTxn can end another transaction, batches are torn, and recovery loses none of their records."""
+    """A late EndTxn that can end another transaction tears batches, and recovery loses none of their records."""
     rule = "no transaction in an epoch with a late EndTxn"
     with broken(rule):
         outcomes = [run(plan_of(seed, "", rule)) for seed in range(20)]

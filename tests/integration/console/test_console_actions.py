@@ -1,4 +1,4 @@
-"""What the console does to an outbox: each action, with a reason and a trace, and nothing for those who may not."""
+"""The console's actions: each one, with a reason and a trace, and nothing for those who may not."""
 
 import json
 

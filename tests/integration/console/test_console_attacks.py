@@ -1,4 +1,4 @@
-"""What people, programs and their races must not do to the console."""
+"""Attacks on the console by people, programs and their races."""
 
 import logging
 import socket
@@ -78,7 +78,7 @@ def test_actions_are_logged(scene, browser, caplog):
 
 
 def test_a_search_leaves_out_no_record(scene, browser, monkeypatch):
-    """What the harvester deletes while a search is answered does not have the next page begin behind a match."""
+    """Deletes by the harvester while a search is answered do not have the next page begin behind a match."""
     scene.fill("orders", 6)
     scene.stash(OutboxRecord("refunds", None, b"v"))
     scene.fill("orders", 3)

@@ -97,7 +97,7 @@ def test_a_mounted_console(scene, through):
 
 @MOUNTED
 def test_a_mounted_console_knows_its_users(scene, through):
-    """Whoever authorize refuses gets nothing, a viewer may not act, and a forged POST is refused."""
+    """A user whom authorize refuses gets nothing, a viewer may not act, and a forged POST is refused."""
     scene.fill("orders", 2)
     browser = through(scene.config())
     pause = {"topic": "orders", "reason": "r"}

@@ -1,4 +1,4 @@
-"""What the console shows of an outbox, and how little it reads for that."""
+"""The sights of an outbox in the console, and how little is read for them."""
 
 import psycopg
 import pytest

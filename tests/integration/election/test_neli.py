@@ -157,7 +157,7 @@ def another_leader_writes(config, *, resigns):
 
 
 def test_lease_that_may_still_run_is_waited_for(contend):
-    """Who gets the partition leads only once the lease of whoever wrote to the topic before is over for certain."""
+    """The partition's new owner leads only once the lease of whoever wrote to the topic before is over for certain."""
     contender = contend(start=False, quick=True)
     ensure_leader_topic(contender._config.kafka, contender._config.topic)
     written = another_leader_writes(contender._config, resigns=False)

@@ -25,7 +25,7 @@ RECORD = outbox.OutboxRecord(topic="groups", key=1, value=b"v")
 
 
 class Group(BaseModel):
-    """What a client asks for; `status` is the answer that it gets, 500 an error of the handler."""
+    """The body of a request; `status` is the answer that it gets, 500 an error of the handler."""
 
     name: str = "a"
     status: int = 201

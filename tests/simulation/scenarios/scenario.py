@@ -1,4 +1,4 @@
-"""What scenarios are made of: their registry, a producer that keeps its reports, and readers.
+"""The parts of scenarios: their registry, a producer that keeps its reports, and readers.
 
 A scenario is a function of a `World`, and returns plain values: results of calls and delivery reports by the names of
 their errors, and the offsets and values that readers see. Beside it stands its outcome, once, for both worlds.

@@ -143,7 +143,7 @@ def record_that_was_never_sent_times_out(world: World) -> Any:
 
 @scenario((["_MSG_TIMED_OUT"], []))
 def record_times_out_with_its_transaction(world: World) -> Any:
-    """Where nothing else is set, a record's time is that of its transaction."""
+    """A record's time is that of its transaction where nothing else is set."""
     topic = world.topic()
     sender = transactional(world, topic, transaction_timeout_ms=2000).begin("a")
     world.refuse()

@@ -1,4 +1,4 @@
-"""What a console withstands: threads that cannot be had, names that no file system takes, origins that are none."""
+"""Troubles of a console: threads that cannot be had, names that no file system takes, origins that are none."""
 
 import threading
 
@@ -30,7 +30,7 @@ def refuse_threads(patch):
 
 
 def test_a_reading_without_a_thread_is_tried_again(monkeypatch):
-    """When no thread can be had the request fails, and a later one reads."""
+    """A request fails when no thread can be had, and a later one reads."""
     cached = Cached(lambda: 7, 1000.0, "test")
     with monkeypatch.context() as patch:
         refuse_threads(patch)
@@ -40,7 +40,7 @@ def test_a_reading_without_a_thread_is_tried_again(monkeypatch):
 
 
 def test_a_request_without_a_thread_keeps_no_place(monkeypatch):
-    """When no thread can be had the place of the request is free again."""
+    """The place of a request is free again when no thread can be had."""
     with ConsoleServer(object(), "127.0.0.1", 0, None) as server, monkeypatch.context() as patch:
         refuse_threads(patch)
         for _ in range(100):

@@ -112,7 +112,7 @@ def test_what_was_changed_is_read_anew():
 
 
 def test_a_defect_in_a_reading_keeps_the_last_value(caplog):
-    """What cannot be read is logged, and the value that was there stays."""
+    """A failed reading is logged, and the value that was there stays."""
     answers = iter([1, ZeroDivisionError()])
 
     def read():

@@ -447,7 +447,7 @@ def test_what_cannot_be_read_is_waited_for():
 
 
 def test_a_suspicion_ends():
-    """Who once had to wait for what it could not read takes a later resignation at its word."""
+    """A member that once had to wait for what it could not read takes a later resignation at its word."""
     predecessor = Predecessor(TIMEOUT)
     predecessor.suspect(0.0)
     predecessor.observe(100, Heartbeat(90, uuid4(), 1), 60.0)

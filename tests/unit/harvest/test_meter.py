@@ -38,7 +38,7 @@ def test_no_interval_at_all():
 
 
 def test_records_of_a_quiet_time_are_told():
-    """What came after the last reading is told when the interval is over, without another record; silence is not."""
+    """Records after the last reading are told when the interval is over, without another record; silence is not."""
     clock = _Clock()
     meter = Meter(5.0, clock)
     assert meter.add(17) is None
