@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import BaseCommand, CommandParser
 
 from outbox_core.cli.claims import DESCRIPTION, add_actions, run_claims
-from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_source_arguments, overrides_from, sentences
-from outbox_core.errors import OutboxError
+from outbox_core.cli.harvest import add_source_arguments, overrides_from
+from outbox_django.management.doors import add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
@@ -23,20 +23,15 @@ class Command(BaseCommand):
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the actions of `outbox claims`, behind which the options stand."""
         place = argparse.ArgumentParser(add_help=False)
-        place.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
+        add_database_argument(place)
         add_source_arguments(place)
         add_actions(parser, place)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """List or delete orphans."""
         del args
-        try:
+        with command_errors():
             from outbox_django.harvesting import harvest_config
 
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
             run_claims(config, self.stdout, argparse.Namespace(**options))
-        except OutboxError as error:
-            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
-        except ModuleNotFoundError as error:
-            message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
-            raise CommandError(message, returncode=EXIT_NOT_STARTED) from error

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import BaseCommand, CommandParser
 
 from outbox_core.cli.doctor import DOCTOR_DESCRIPTION, DOCTOR_EPILOG, add_doctor_arguments, run_doctor
-from outbox_core.cli.harvest import EXIT_NOT_STARTED, add_source_arguments, overrides_from, sentences
+from outbox_core.cli.harvest import add_source_arguments, overrides_from
 from outbox_core.doctor.findings import ManagePy
-from outbox_core.errors import OutboxError
+from outbox_django.management.doors import add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
@@ -23,23 +23,18 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add Django's alias of the database, and the options that say where to look."""
-        parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
+        add_database_argument(parser)
         add_source_arguments(parser)
         add_doctor_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Print the findings."""
         del args
-        try:
+        with command_errors():
             from outbox_django.harvesting import harvest_config
 
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
             chosen = ("--database", options["database"]) if options["database"] else ()
             exit_code = run_doctor(config, self.stdout, options, ManagePy(chosen))
-        except OutboxError as error:
-            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
-        except ModuleNotFoundError as error:
-            message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
-            raise CommandError(message, returncode=EXIT_NOT_STARTED) from error
         if exit_code:
             sys.exit(exit_code)

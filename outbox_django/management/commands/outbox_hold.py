@@ -16,6 +16,7 @@ from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from outbox_core.schema import TableName
 from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
+from outbox_django.management.doors import add_place_arguments
 from outbox_django.settings import outbox_settings
 
 _FLAGS_OF_DJANGO = ("--traceback", "--no-color", "--force-color", "--skip-checks")
@@ -32,9 +33,9 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the outbox's alias and the actions of `outbox hold`, before and behind which options may stand."""
-        _add_place(parser)
+        add_place_arguments(parser)
         behind = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
-        _add_place(behind)
+        add_place_arguments(behind)
         django = behind.add_argument_group("options of Django")
         django.add_argument("-v", "--verbosity", type=int, choices=range(4), help=argparse.SUPPRESS)
         django.add_argument("--settings", help=argparse.SUPPRESS)  # read before this parser is made
@@ -57,8 +58,3 @@ class Command(BaseCommand):
             sys.exit(EXIT_NOT_CONFIRMED)
         except (OutboxError, Error) as error:
             raise CommandError(" ".join(shown(error).split()), returncode=EXIT_NOT_STARTED) from None
-
-
-def _add_place(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
-    parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['TABLE']")

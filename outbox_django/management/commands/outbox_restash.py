@@ -15,6 +15,7 @@ from outbox_core.errors import OutboxError
 from outbox_core.retention.archive import Archive
 from outbox_core.schema import TableName
 from outbox_django.databases import pinned_search_path, postgres_connection
+from outbox_django.management.doors import add_place_arguments
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
@@ -27,8 +28,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the outbox's alias and the options that say what to stash anew."""
-        parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
-        parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['TABLE']")
+        add_place_arguments(parser)
         add_arguments(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:

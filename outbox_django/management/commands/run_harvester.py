@@ -6,17 +6,11 @@ import logging
 import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import BaseCommand, CommandParser
 
-from outbox_core.cli.harvest import (
-    EXIT_NOT_STARTED,
-    add_harvest_arguments,
-    overrides_from,
-    run,
-    sentences,
-)
+from outbox_core.cli.harvest import add_harvest_arguments, overrides_from, run
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
-from outbox_core.errors import OutboxError
+from outbox_django.management.doors import add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
@@ -35,24 +29,19 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add Django's alias of the database, and the options of `outbox harvest`."""
-        parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
+        add_database_argument(parser)
         add_harvest_arguments(parser)
         add_log_format_argument(parser)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Harvest. Exit codes as of `outbox harvest`: 2 if it could not start, 1 if an error ended it."""
         del args
-        try:
+        with command_errors():
             from outbox_django.harvesting import harvest_config
 
             if not logging.getLogger("outbox_core").hasHandlers():
                 configure_logging(_LEVELS[min(options["verbosity"], 2)], options["log_format"] or "text")
             config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
-        except OutboxError as error:
-            raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
-        except ModuleNotFoundError as error:
-            message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
-            raise CommandError(message, returncode=EXIT_NOT_STARTED) from error
         exit_code = run(config, drain=options["drain"], tell=lambda text: self.stderr.write(f"CommandError: {text}"))
         if exit_code:
             sys.exit(exit_code)

@@ -1,0 +1,35 @@
+"""Options and errors that the commands share which are doors onto those of the core."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django.core.management.base import CommandError
+
+from outbox_core.cli.harvest import EXIT_NOT_STARTED, sentences
+from outbox_core.errors import OutboxError
+
+
+def add_database_argument(parser: argparse.ArgumentParser) -> None:
+    """Add Django's alias of the outbox's database."""
+    parser.add_argument("--database", metavar="ALIAS", help="alias in DATABASES; default: where stash writes")
+
+
+def add_place_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the alias, and the outbox table."""
+    add_database_argument(parser)
+    parser.add_argument("--table", metavar="NAME", help="`table` or `schema.table`; default: OUTBOX['TABLE']")
+
+
+@contextmanager
+def command_errors() -> Iterator[None]:
+    """Turn the core's errors into CommandError, a line for each mistake; so for a package that is not installed."""
+    try:
+        yield
+    except OutboxError as error:
+        raise CommandError("\n".join(sentences(error)), returncode=EXIT_NOT_STARTED) from None
+    except ModuleNotFoundError as error:
+        message = f"needs {error.name}, which is not installed; pip install 'kafka-outbox[harvester]'"
+        raise CommandError(message, returncode=EXIT_NOT_STARTED) from error
