@@ -8,9 +8,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import count
 from statistics import median
 
@@ -46,34 +44,12 @@ def _plan_of(seed: int, mode: str, rule: str) -> Plan:
 def shrink(plan: Plan, rule: str = "") -> Plan:
     """Return a smaller plan that breaks a promise, too: fewer faults, harvesters, writers, and less time."""
     while True:
-        for smaller in _smaller(plan):
+        for smaller in plan.smaller():
             if shows(rule, outcome_of(smaller, rule).problem):
                 plan = smaller
                 break
         else:
             return plan
-
-
-def _smaller(plan: Plan) -> Iterator[Plan]:
-    if isinstance(plan, QueuePlan):
-        yield from plan.smaller()
-        return
-    for fault in plan.faults:
-        yield replace(plan, faults=tuple(other for other in plan.faults if other != fault))
-    if plan.harvesters > 1:
-        yield replace(plan, harvesters=plan.harvesters - 1)
-    if plan.writers > 1:
-        yield replace(plan, writers=1)
-    if plan.seconds > 10:
-        yield replace(plan, seconds=plan.seconds / 2)
-    if plan.late:
-        yield replace(plan, late=0.0)
-    if plan.drift:
-        yield replace(plan, drift=0.0)
-    most = min(plan.most_faults, 64)
-    for fewer in (most // 2, most - 1):
-        if 0 <= fewer < plan.most_faults:
-            yield replace(plan, most_faults=fewer)
 
 
 def _outcomes(arguments: tuple[int, int, str, str]) -> list[Outcome]:

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -60,6 +60,8 @@ class QueuePlan(HarvestersPlan):
     is_transactional: bool = False
     marker_key: str = "message"
     conducts: tuple[str, ...] = CONDUCTS
+    KINDS = ("faults", "conducts")
+    NUMBERS = ("consumers", "trackers", "writers", "queues")
 
     @classmethod
     def of(cls, seed: int, mode: str = MODE) -> QueuePlan:
@@ -85,26 +87,6 @@ class QueuePlan(HarvestersPlan):
             marker_key=random.choice(("message", "message", "queue")),
             conducts=tuple(conduct for conduct in CONDUCTS if random.random() < 0.5),
         )
-
-    def smaller(self) -> Iterator[QueuePlan]:
-        """Return plans that have one part less than this one."""
-        for fault in self.faults:
-            yield replace(self, faults=tuple(other for other in self.faults if other != fault))
-        for conduct in self.conducts:
-            yield replace(self, conducts=tuple(other for other in self.conducts if other != conduct))
-        for part in ("consumers", "trackers", "writers", "queues"):
-            if getattr(self, part) > 1:
-                yield replace(self, **{part: getattr(self, part) - 1})
-        if self.seconds > 10:
-            yield replace(self, seconds=self.seconds / 2)
-        if self.late:
-            yield replace(self, late=0.0)
-        if self.drift:
-            yield replace(self, drift=0.0)
-        most = min(self.most_faults, 64)
-        for fewer in (most // 2, most - 1):
-            if 0 <= fewer < self.most_faults:
-                yield replace(self, most_faults=fewer)
 
 
 _SENTINELS_IN_LOG = {

@@ -7,11 +7,11 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from random import Random
-from typing import Any
+from typing import Any, ClassVar, Self
 from unittest.mock import patch
 
 from outbox_core.config import HarvestConfig, Limits
@@ -81,6 +81,8 @@ class Plan:
     most_faults: int = 1_000_000
     slow: float = 0.003  # the share of messages that the network delays by up to 0.2 s
     foreign: bool = False  # at first the tracking topic holds the manifest of another outbox
+    KINDS: ClassVar[tuple[str, ...]] = ("faults",)  # of what shrinking takes one away
+    NUMBERS: ClassVar[tuple[str, ...]] = ("harvesters", "writers")  # which it makes smaller
 
     @classmethod
     def of(cls, seed: int, mode: str = "") -> Plan:
@@ -104,6 +106,25 @@ class Plan:
             late_ends=random.choice((0.0, 0.0, 0.1)),
             poison=random.choice((0.0, 0.0, 0.005)),
         )
+
+    def smaller(self) -> Iterator[Self]:
+        """Return plans that have one part less than this one."""
+        for kind in self.KINDS:
+            for one in getattr(self, kind):
+                yield replace(self, **{kind: tuple(other for other in getattr(self, kind) if other != one)})
+        for number in self.NUMBERS:
+            if getattr(self, number) > 1:
+                yield replace(self, **{number: getattr(self, number) - 1})
+        if self.seconds > 10:
+            yield replace(self, seconds=self.seconds / 2)
+        if self.late:
+            yield replace(self, late=0.0)
+        if self.drift:
+            yield replace(self, drift=0.0)
+        most = min(self.most_faults, 64)
+        for fewer in (most // 2, most - 1):
+            if 0 <= fewer < self.most_faults:
+                yield replace(self, most_faults=fewer)
 
 
 @dataclass
