@@ -30,7 +30,7 @@ from tests.simulation.network import Server
 from tests.simulation.queue_kafka import QueueCluster
 from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
 from tests.simulation.scheduling import Process, ProcessDied, current
-from tests.simulation.simulation import Outcome, Simulation
+from tests.simulation.simulation import Outcome, ProcessPlace, Simulation
 from tests.simulation.simulation import Plan as HarvestersPlan
 from tests.simulation.threads import Event, patched
 
@@ -136,46 +136,28 @@ class _Log(logging.Handler):
             simulation.scheduler.note(f"{name:12} {record.levelname.lower()}: {text[:300]}")
 
 
-class _Node:
+class _Node(ProcessPlace):
     """A place where a process of one kind runs, life after life."""
 
     def __init__(self, simulation: QueueSimulation, name: str) -> None:
-        self.simulation = simulation
-        self.name = name
-        self.process: Process | None = None
+        super().__init__(simulation, name)
         self.stopping: Any = None
-        self._lives = 0
-
-    @property
-    def is_up(self) -> bool:
-        """True while its process lives, suspended or not."""
-        return self.process is not None and not self.process.is_dead
 
     def start(self) -> None:
-        """Start a process."""
-        simulation, self._lives = self.simulation, self._lives + 1
-        drift = simulation.plan.drift * simulation.scheduler.random.uniform(-1, 1)
-        process: Any = Process(simulation.scheduler, f"{self.name}.{self._lives}", drift)
-        process.world = simulation
-        self.process, self.stopping = process, Event()
-        process.spawn(self._run, "main")
+        self.stopping = Event()
+        super().start()
 
     def crash(self) -> None:
-        """Kill the process; what it had sent may arrive all the same."""
-        process = self.process
-        if process is None or process.is_dead:
-            return
-        self.simulation.scheduler.note("%s crashes", process.name)
-        process.crash()
-        self.simulation.forget(process.name)
-        self.simulation.network.break_some(lambda connection: connection.process is process)
+        super().crash()
+        if self.process is not None:
+            self.simulation.forget(self.process.name)
 
     def stop(self) -> None:
         """Ask the process to end in good order; another one begins then."""
         if self.is_up:
             self.stopping.set()
 
-    def _run(self) -> None:
+    def _main(self) -> None:
         process = self.process
         while True:
             try:

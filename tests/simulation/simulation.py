@@ -181,20 +181,14 @@ SENTINELS = (
 """States that a number of runs should reach; a report names those that were never reached."""
 
 
-class Node:
-    """A place where a harvester runs, process after process."""
+class ProcessPlace:
+    """A place where something runs, process after process."""
 
-    def __init__(self, simulation: Simulation, number: int) -> None:
-        self.simulation = simulation
-        self.name = f"harvester-{number}"
+    def __init__(self, simulation: Simulation, name: str) -> None:
+        self.simulation: Any = simulation
+        self.name = name
         self.process: Process | None = None
-        self.harvester: Harvester | None = None
         self._lives = 0
-
-    @cached_property
-    def leader_topic(self) -> str:
-        """Name of the topic of its election."""
-        return self.simulation.config(self.name).leader_names(OUTBOX).topic
 
     @property
     def is_up(self) -> bool:
@@ -207,7 +201,7 @@ class Node:
         drift = simulation.plan.drift * simulation.scheduler.random.uniform(-1, 1)
         process: Any = Process(simulation.scheduler, f"{self.name}.{self._lives}", drift)
         process.world = simulation
-        self.process, self.harvester = process, None
+        self.process = process
         process.spawn(self._main, "main")
 
     def crash(self) -> None:
@@ -215,12 +209,34 @@ class Node:
         process = self.process
         if process is None or process.is_dead:
             return
-        if self.lease_left > 0:
-            self.simulation.seen["crash while leading"] += 1
         self.simulation.scheduler.note("%s crashes", process.name)
         process.crash()
-        self.harvester = None
         self.simulation.network.break_some(lambda connection: connection.process is process)
+
+    def _main(self) -> None:
+        raise NotImplementedError
+
+
+class Node(ProcessPlace):
+    """A place where a harvester runs, process after process."""
+
+    def __init__(self, simulation: Simulation, number: int) -> None:
+        super().__init__(simulation, f"harvester-{number}")
+        self.harvester: Harvester | None = None
+
+    @cached_property
+    def leader_topic(self) -> str:
+        """Name of the topic of its election."""
+        return str(self.simulation.config(self.name).leader_names(OUTBOX).topic)
+
+    def start(self) -> None:
+        self.harvester = None
+        super().start()
+
+    def crash(self) -> None:
+        self.simulation.seen["crash while leading"] += self.lease_left > 0
+        super().crash()
+        self.harvester = None
 
     def _main(self) -> None:
         while True:
