@@ -34,7 +34,6 @@ from tests.simulation.scheduling import Process, Scheduler, current
 from tests.simulation.threads import Event
 
 OUTBOX = "shop.public.outbox"
-_LONGEST_TURN_SECONDS = 0.1  # from the harvest thread's plan to the statement on the store's thread
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +134,7 @@ class Store:
         self._process: Process = current().process
         self._connection: Connection | None = None
         self._known: tuple[int, HoldSet] | None = None
-        self._asked_at = 0.0
+        self._planned_at = 0.0
         self.holds = self.sequence = self.marks = self
 
     # -- statements
@@ -198,7 +197,7 @@ class Store:
             if lane_of(record) in keys or row_id(record) in rows:
                 continue
             if identity <= lowest:
-                was_freed = not row.was_taken and row.freed_at < self._asked_at - _LONGEST_TURN_SECONDS
+                was_freed = not row.was_taken and row.freed_at < self._planned_at
                 if row.version == 0 or (row.leader is None and was_freed and not self._process.has_slept):
                     database.on_hidden(record)
                 continue
@@ -217,7 +216,7 @@ class Store:
             times.append((self._scheduler.now, self._process.name))
 
     def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
-        self._asked_at = self._scheduler.now
+        self._planned_at = current().works_since
         seen: list[tuple[Row, int]] = []
 
         def select() -> None:
@@ -237,7 +236,7 @@ class Store:
         return batch
 
     def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
-        self._asked_at = self._scheduler.now
+        self._planned_at = current().works_since
         found: list[StoredRecord] = []
         self._statement(lambda: found.extend(row.record for row in self._select(query, lambda _: True)), lambda: None)
         return found

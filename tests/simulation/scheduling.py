@@ -105,6 +105,7 @@ class Task:
         self.name = name
         self.has_ended = False
         self.thread: Any = None
+        self.works_since = 0.0
         self.waiters: deque[Task] = deque()
         self._target = target
         self._wait_number = 0

@@ -171,21 +171,22 @@ class Thread:
 
 
 class SimpleQueue:
-    """`queue.SimpleQueue`."""
+    """`queue.SimpleQueue`; a task knows when the item that it works on was put."""
 
     def __init__(self) -> None:
-        self._items: deque[Any] = deque()
+        self._items: deque[tuple[float, Any]] = deque()
         self._event = Event()
 
     def put(self, item: object) -> None:
-        self._items.append(item)
+        self._items.append((current().process.scheduler.now, item))
         self._event.set()
 
     def get(self) -> Any:
         while not self._items:
             self._event.clear()
             self._event.wait()
-        return self._items.popleft()
+        current().works_since, item = self._items.popleft()
+        return item
 
 
 class Future:
