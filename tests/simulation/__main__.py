@@ -7,9 +7,10 @@ import gc
 import os
 import sys
 import time
-from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter, deque
+from collections.abc import Iterator
 from itertools import count
+from multiprocessing import Pool
 from statistics import median
 
 from tests.simulation.broken_queue_rules import QUEUE_RULES, queue_broken
@@ -21,7 +22,10 @@ from tests.simulation.simulation import MODES, SENTINELS, Outcome, Plan, run
 
 _TRACED = 400
 _SECONDS_PER_HOUR = 3600
-_CHUNK = 2
+_CHUNK = 4
+_CHUNKS_OF_A_PROCESS = 10  # then another one takes its place: a seed leaves 10 MB of garbage
+_MOST_SECONDS = 3600  # of a chunk: a process that was killed never answers
+_QUIET = 16  # one seed in so many is a long run with rare faults
 _MOST_SEEDS = 600  # for a broken rule: about two minutes on two processors
 _APART = 10_000  # between the ranges of seeds of one rule
 _ALL = "all"
@@ -38,7 +42,16 @@ def outcome_of(plan: Plan, rule: str = "", *, trace: int = 0) -> Outcome:
 
 def _plan_of(seed: int, mode: str, rule: str) -> Plan:
     """Draw a plan."""
-    return QueuePlan.of(seed) if mode == QUEUE or rule in QUEUE_RULES else plan_of(seed, mode, rule)
+    if mode == QUEUE or rule in QUEUE_RULES:
+        return QueuePlan.of(seed)
+    plan = plan_of(seed, mode, rule)
+    return plan if rule or seed % _QUIET else plan.quiet()
+
+
+def _keep_garbage() -> None:
+    """Collect no garbage in this process, which takes half of its time otherwise."""
+    gc.freeze()
+    gc.disable()
 
 
 def shrink(plan: Plan, rule: str = "") -> Plan:
@@ -73,22 +86,31 @@ def one(seed: int, mode: str, rule: str) -> int:
     return 0
 
 
+def _results(mode: str, rule: str, first: int) -> Iterator[Outcome]:
+    """Run seeds on all processors, for as long as somebody asks for outcomes; return them in the order of seeds."""
+    chunks = ((start, _CHUNK, mode, rule) for start in count(first, _CHUNK))
+    processes = os.cpu_count() or 1
+    with Pool(processes, _keep_garbage, maxtasksperchild=_CHUNKS_OF_A_PROCESS) as pool:
+        running = deque(pool.apply_async(_outcomes, (next(chunks),)) for _ in range(8 * processes))
+        while True:
+            yield from running.popleft().get(_MOST_SECONDS)
+            running.append(pool.apply_async(_outcomes, (next(chunks),)))
+
+
 def many(hours: float, mode: str, rule: str, first: int) -> int:
     """Run seeds until so many virtual hours have passed; print what was found."""
     began, seconds, seeds = time.monotonic(), 0.0, 0
     seen: Counter[str] = Counter()
-    found: list[Outcome] = []
-    with ProcessPoolExecutor(os.cpu_count(), initializer=gc.freeze) as pool:
-        chunks = ((start, _CHUNK, mode, rule) for start in count(first, _CHUNK))
-        while seconds < hours * _SECONDS_PER_HOUR and not (rule and found):
-            batch = [next(chunks) for _ in range(os.cpu_count() or 1)]
-            for outcome in (each for outcomes in pool.map(_outcomes, batch) for each in outcomes):
-                seeds += 1
-                seconds += outcome.virtual_seconds
-                seen += outcome.seen
-                if shows(rule, outcome.problem):
-                    found.append(outcome)
-                    print(f"SEED={outcome.plan.seed} MODE={outcome.plan.mode}: {outcome.problem}", flush=True)
+    found = False
+    for outcome in _results(mode, rule, first):
+        seeds += 1
+        seconds += outcome.virtual_seconds
+        seen += outcome.seen
+        if shows(rule, outcome.problem):
+            found = True
+            print(f"SEED={outcome.plan.seed} MODE={outcome.plan.mode}: {outcome.problem}", flush=True)
+        if seconds >= hours * _SECONDS_PER_HOUR or (rule and found):
+            break
     took = time.monotonic() - began
     passed = seconds / _SECONDS_PER_HOUR
     print(f"{seeds} seeds, {passed:.2f} virtual hours in {took:.0f} s: {seconds / took:.0f} times real time")
@@ -105,6 +127,8 @@ def _seeds_until_found(arguments: tuple[str, int]) -> tuple[int, float, str]:
         problem = outcome_of(_plan_of(first + number - 1, "", rule), rule).problem
         if shows(rule, problem):
             return number, time.process_time() - began, problem
+        if not number % _CHUNK:
+            gc.collect()
     return _MOST_SEEDS, time.process_time() - began, ""
 
 
@@ -113,9 +137,9 @@ def medians(rule: str, ranges: int) -> int:
     names = [*RULES, *QUEUE_RULES] if rule == _ALL else [rule]
     was_missed = False
     print("| Broken rule | Median of seeds | Most | Median of CPU seconds | What it shows |\n|---|---|---|---|---|")
-    with ProcessPoolExecutor(os.cpu_count(), initializer=gc.freeze) as pool:
+    with Pool(os.cpu_count(), _keep_garbage) as pool:
         for name in names:
-            found = list(pool.map(_seeds_until_found, [(name, place * _APART) for place in range(ranges)]))
+            found = list(pool.map(_seeds_until_found, [(name, place * _APART) for place in range(ranges)], 1))
             seeds, seconds = [each[0] for each in found], median(each[1] for each in found)
             missed = sum(not problem for _, _, problem in found)
             was_missed = was_missed or bool(missed)

@@ -81,6 +81,7 @@ class Plan:
     most_faults: int = 1_000_000
     slow: float = 0.003  # the share of messages that the network delays by up to 0.2 s
     foreign: bool = False  # at first the tracking topic holds the manifest of another outbox
+    fault_pause: float = 1.5  # between two faults, on average
     KINDS: ClassVar[tuple[str, ...]] = ("faults",)  # of what shrinking takes one away
     NUMBERS: ClassVar[tuple[str, ...]] = ("harvesters", "writers")  # which it makes smaller
 
@@ -105,6 +106,17 @@ class Plan:
             drift=random.choice((0.0, 0.0, 1e-4)),
             late_ends=random.choice((0.0, 0.0, 0.1)),
             poison=random.choice((0.0, 0.0, 0.005)),
+        )
+
+    def quiet(self) -> Plan:
+        """Return a plan of the same kinds of faults that is long: few transactions, and rare faults."""
+        random = Random(self.seed)
+        return replace(
+            self,
+            seconds=random.choice((1200.0, 2400.0, 3600.0)),
+            harvesters=min(self.harvesters, 2),
+            pause=random.choice((3.0, 10.0)),
+            fault_pause=random.choice((5.0, 20.0, 60.0)),
         )
 
     def smaller(self) -> Iterator[Self]:
@@ -559,7 +571,7 @@ class Simulation:
         if kinds and self.may_fault():
             kind = random.choice(kinds)
             getattr(self, f"_fault_{kind}")(random)
-        self.scheduler.after(random.expovariate(1 / 1.5), self._next_fault)
+        self.scheduler.after(random.expovariate(1 / self.plan.fault_pause), self._next_fault)
 
     def _any_server(self, random: Random) -> Server:
         return random.choice([*self.cluster.brokers, self.database.server])
@@ -781,7 +793,7 @@ class Simulation:
 
 @contextmanager
 def _garbage_is_kept() -> Iterator[None]:
-    """Collect no garbage in a run, which takes a quarter of its time otherwise, and is short."""
+    """Collect no garbage in a run, which takes half of its time otherwise, and is short."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
