@@ -46,7 +46,7 @@ def _plan_of(seed: int, mode: str, rule: str) -> Plan:
     if mode == QUEUE or rule in QUEUE_RULES:
         return QueuePlan.of(seed)
     plan = plan_of(seed, mode, rule)
-    return plan if rule or seed % _QUIET else plan.quiet()
+    return plan.quiet() if not rule and seed % _QUIET == _QUIET - 1 else plan
 
 
 def _keep_garbage() -> None:
