@@ -11,7 +11,7 @@ from uuid import UUID
 
 import psycopg
 
-from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
 from outbox_core.stores.interface import (
     NO_HOLDS,
@@ -158,6 +158,8 @@ class PostgresStore:
 
     def _delete(self, statement: str, parameters: dict[str, Any]) -> int:
         """Delete published rows, or move them into the archive; return how many."""
+        ids, times = len(parameters["ids"]), len(parameters["create_times"])
+        must(ids == times, "a purge must name a create time for each id; it names %d for %d", times, ids)
         archiving = self.table.archived(sql.DELETE_INTO_ARCHIVE, delete=self.table.format(statement))
         if archiving:
             return self.table.execute("{archiving}", parameters, archiving=archiving)
