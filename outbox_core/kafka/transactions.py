@@ -121,27 +121,22 @@ class _Reports:
         self.refusal: KafkaError | None = None
         self.offset = -1
         self.is_torn = False
-        self._awaited: set[object] = set()  # records of the protocol itself
+        self.awaited: list[str] = []  # records of the protocol itself; a late report finds its own transaction's list
 
     @property
     def are_good(self) -> bool:
         """True if all records of the protocol itself were acknowledged, and no error is known."""
-        return not self._awaited and self.refusal is None and not self.is_torn
-
-    def await_own(self) -> object:
-        """Await the report of a record of the protocol itself; return what it is known by."""
-        record = object()
-        self._awaited.add(record)
-        return record
+        return not self.awaited and self.refusal is None and not self.is_torn
 
     def note(self, error: KafkaError) -> None:
         self.is_torn = self.is_torn or is_torn(error)
         if self.error is None and not is_collateral(error):
             self.error = error
 
-    def note_own(self, record: object, error: KafkaError | None, message: Message) -> None:
+    def note_own(self, awaited: list[str], error: KafkaError | None, message: Message) -> None:
         """Note the report of a record of the protocol itself, such as a manifest."""
-        self._awaited.discard(record)
+        if awaited:
+            awaited.pop()
         if error is None:
             offset = message.offset()
             self.offset = -1 if offset is None else offset  # DUPLICATE_SEQUENCE_NUMBER tells none
@@ -292,7 +287,9 @@ class TransactionalProducer:
     def send_manifest(self, topic: str, value: bytes, partition: int = 0, *, key: str | None = None) -> Ended | None:
         """Add a record of the protocol itself: a refusal ends the transaction in `Ended`."""
         try:
-            note = partial(self._reports.note_own, self._reports.await_own())
+            awaited = self._reports.awaited
+            note = partial(self._reports.note_own, awaited)
+            awaited.append(topic)
             self.produce(topic, value, key or self._transactional_id, partition, on_delivery=note)
         except KafkaException as error:
             cause: KafkaError = error.args[0]

@@ -9,6 +9,7 @@ from uuid import uuid4
 
 import pytest
 
+from outbox_core.cli.harvest import _wait_for_end
 from outbox_core.config import HarvestConfig
 from outbox_core.election.messages import Claim, Heartbeat
 from outbox_core.election.protocol import Ownership, Predecessor, State
@@ -77,6 +78,17 @@ def test_it_stays_on_without_asserts():
     ended = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "InvariantBroken: still here" in ended.stderr
+
+
+def test_the_command_tells_where_it_was(caplog):
+    """`outbox harvest` ends with exit code 1, and logs the traceback, as a report needs it."""
+    told = []
+    totals = SimpleNamespace(published=1, dead_letters=0, failed=0, holds=0)
+    metrics = SimpleNamespace(totals=lambda: totals)
+    harvester = SimpleNamespace(join=lambda: must(told, "it must hold"), metrics=metrics)
+    assert _wait_for_end(harvester, told.append) == 1
+    assert told == ["it must hold"]
+    assert any(line.exc_info for line in caplog.records)
 
 
 # -- at least once
