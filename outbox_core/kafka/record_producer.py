@@ -39,6 +39,7 @@ class RecordProducer(TransactionalProducer):
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
         self._topics = topics or RowTopics()
+        self.sent: list[StoredRecord] = []  # by the last `send`
 
     def send(
         self, records: Iterable[StoredRecord], give_up: GiveUp, failures: list[Failure] | None = None
@@ -49,6 +50,7 @@ class RecordProducer(TransactionalProducer):
         the queue is full, said so; `Ended` if the producer is broken.
         """
         sent = Sent([], [])
+        self.sent = sent.records
         stopped: set[LaneKey] = set()
         taken, produce = sent.records.append, self._produce
         for record in records:

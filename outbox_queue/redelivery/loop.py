@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from outbox_core.errors import must
 from outbox_core.kafka.clients import (
     Consumer,
     KafkaError,
@@ -101,6 +102,10 @@ class TrackerLoop:
         self._commit_if_due(now)
         self._report_if_due(now)
 
+    def forget(self) -> None:
+        """Let go of all partitions without a commit: what is known of them is not to be trusted."""
+        self._forget(self._partitions.copy())
+
     def end(self) -> None:
         """Leave the group; partitions are committed as they are revoked. It is of no use afterwards."""
         try:
@@ -161,6 +166,8 @@ class TrackerLoop:
         for number, tracked in partitions.items():
             offset = tracked.markers.offset_to_commit()
             if offset is not None and offset != tracked.committed:
+                last = tracked.committed
+                must(last is None or offset > last, "the committed offset must rise; %d follows %s", offset, last)
                 offsets.append(TopicPartition(self._ctx.config.marker_topic, number, offset))
                 tracked.committed = offset
         if not offsets:

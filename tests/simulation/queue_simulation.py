@@ -126,6 +126,7 @@ class _Log(logging.Handler):
         task = getattr(getcurrent(), "task", None)
         if task is not None and task.process.is_dead:
             return
+        simulation.note_invariant(record)
         text = record.getMessage()
         for sentinel, part in _SENTINELS_IN_LOG.items():
             simulation.seen[sentinel] += part in text

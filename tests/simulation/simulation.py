@@ -14,6 +14,8 @@ from random import Random
 from typing import Any, ClassVar, Self
 from unittest.mock import patch
 
+from greenlet import getcurrent
+
 from outbox_core.config import HarvestConfig, Limits
 from outbox_core.election.lease import Leadership
 from outbox_core.election.messages import Claim, Heartbeat, decode
@@ -156,12 +158,14 @@ class Outcome:
 class _Log(logging.Handler):
     """Counts the product's log lines by their format, and adds them to the trace."""
 
-    def __init__(self, scheduler: Scheduler, seen: Counter[str]) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__()
-        self._scheduler = scheduler
-        self._seen = seen
+        self._simulation = simulation
+        self._scheduler = simulation.scheduler
+        self._seen = simulation.seen
 
     def emit(self, record: logging.LogRecord) -> None:
+        self._simulation.note_invariant(record)
         text = str(record.msg)
         for sentinel, part in _SENTINELS_IN_LOG.items():
             if part in text:
@@ -448,6 +452,12 @@ class Simulation:
             self._problems += 1
             self.problem = f"{self.problem}; {problem}" if self.problem else problem
             self.scheduler.note("BROKEN: %s", problem)
+
+    def note_invariant(self, record: logging.LogRecord) -> None:
+        """Note that the product has found an invariant broken: a broken promise, whichever thread the error ends."""
+        task = getattr(getcurrent(), "task", None)
+        if record.levelno >= logging.CRITICAL and (task is None or not task.process.is_dead):
+            self.broken(f"{'the world' if task is None else task.process.name}: {record.getMessage()}")
 
     def run(self) -> None:
         """Run writers and faults for the plan's time, mend everything, and wait until nothing waits."""
@@ -810,7 +820,7 @@ def _product_in(simulation: Simulation) -> Iterator[None]:
     scope: Any = product_clients
     scope.Producer, scope.Consumer, scope.AdminClient = clients.Producer, clients.Consumer, clients.AdminClient
     log = logging.getLogger("outbox_core")
-    handler, level, propagates = _Log(simulation.scheduler, simulation.seen), log.level, log.propagate
+    handler, level, propagates = _Log(simulation), log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

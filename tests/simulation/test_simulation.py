@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from outbox_core.errors import must
+from outbox_core.harvest.at_least_once.publisher import Publisher
 from tests.simulation.__main__ import shrink
 from tests.simulation.broken_rules import RARE, RULES, broken, plan_of, shows
 from tests.simulation.scheduling import Process, Scheduler
@@ -35,6 +37,12 @@ def test_promises_hold(mode):
     done = _simulate("--hours", "0.02", "--mode", mode)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "leader acquired" in done.stdout
+
+
+def test_a_broken_invariant_is_a_broken_promise(monkeypatch):
+    """A run notices that the product has found an invariant broken, although the harvester is started again."""
+    monkeypatch.setattr(Publisher, "_check_counts", lambda _: must(condition=False, message="it must hold"))
+    assert "an invariant is broken, and this stops: it must hold" in run(Plan.of(1, "at-least-once")).problem
 
 
 @pytest.mark.complete

@@ -208,6 +208,7 @@ class Producer:
             else:
                 sent.records.append(record)
         self._records = list(sent.records)
+        self.sent = sent.records
         return sent
 
     must_replace = False
