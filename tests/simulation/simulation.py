@@ -17,6 +17,7 @@ from unittest.mock import patch
 from greenlet import getcurrent
 
 from outbox_core.config import HarvestConfig, Limits
+from outbox_core.election import member
 from outbox_core.election.lease import Leadership
 from outbox_core.election.messages import Claim, Heartbeat, decode
 from outbox_core.errors import OutboxError
@@ -825,9 +826,16 @@ def _product_in(simulation: Simulation) -> Iterator[None]:
     log.setLevel(logging.INFO)
     log.propagate = False
     # A loop that looks every millisecond for reports that take many of them is half of the steps of a run.
-    tick = _TICK_SECONDS + simulation.plan.latency / 2
+    plan = simulation.plan
+    tick = _TICK_SECONDS + plan.latency / 2
+    # So is, in a long run, a member that looks twenty times a second whether it shall stop.
+    look = member._LONGEST_WAIT_SECONDS * (5 if plan.fault_pause > Plan.fault_pause else 1)
     try:
-        with patched(simulation.scheduler), patch.object(loop, "_TICK_SECONDS", tick):
+        with (
+            patched(simulation.scheduler),
+            patch.object(loop, "_TICK_SECONDS", tick),
+            patch.object(member, "_LONGEST_WAIT_SECONDS", look),
+        ):
             yield
     finally:
         log.removeHandler(handler)
