@@ -720,9 +720,11 @@ class Simulation:
         process.resume()
 
     def _fault_reassign(self, random: Random) -> None:
-        del random
         self.scheduler.note("the group gives its partition to another member")
         self.cluster.reassign()
+        for process in sorted(self._leading, key=lambda each: each.name):
+            if random.random() < 0.5:
+                self._cut(process, self._any_server(random))
 
     def _fault_database(self, random: Random) -> None:
         server = self.database.server
