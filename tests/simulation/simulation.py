@@ -44,6 +44,7 @@ FAULTS = (
 )  # fmt: skip
 _TOPICS = {"orders": 2, "bills": 1}
 _QUIET_SECONDS = 30.0
+_DISTANCES_OF_A_RECORD = 10  # between two records of a key
 _MOST_QUIET_SECONDS = 300.0  # however many records are refused
 _LEASE_SECONDS = 5.0
 _TICK_SECONDS = 0.003
@@ -550,11 +551,15 @@ class Simulation:
         """Run until nothing waits, or something has waited for too long since the last fault.
 
         A late request is a fault when it arrives, and a refused record when it was found and an operator deletes it.
+        Records of a key are published one after the other, each with some round trips to the database.
         """
+        lanes = Counter(record.key for record in (row.record for row in self.database.rows.values()) if record.key)
+        distance = self.plan.latency * self.plan.database_distance
+        quiet = _QUIET_SECONDS + max(lanes.values(), default=0) * distance * _DISTANCES_OF_A_RECORD
 
         def stop() -> bool:
             last_fault_at = max(self._last_fault_at, self.network.delivered_late_at)
-            return bool(self.problem) or self._is_done or self.scheduler.now > last_fault_at + _QUIET_SECONDS
+            return bool(self.problem) or self._is_done or self.scheduler.now > last_fault_at + quiet
 
         if not self.problem:
             self.scheduler.run(self.scheduler.now + _MOST_QUIET_SECONDS, stop)
@@ -792,7 +797,7 @@ class Simulation:
         self.seen["late request"] += self.network.delivered_late
         left = sorted(str(row.record.value, "utf-8") for row in self.database.rows.values())
         if left:
-            self.broken(f"{len(left)} rows still wait {_QUIET_SECONDS:g} s after the last fault: {left[:5]}")
+            self.broken(f"{len(left)} rows still wait {_QUIET_SECONDS:g} s or more after the last fault: {left[:5]}")
         counts: Counter[str] = Counter()
         for topic in _TOPICS:
             for partition in self.cluster.topics[topic]:
