@@ -570,35 +570,36 @@ class Simulation:
 
     def check_leases(self) -> None:
         """Note a broken promise unless at most one harvester has a valid lease."""
-        leading = [node for node in self.nodes if node.lease_left > 0]
-        self._note_lost_leases({node.process for node in leading if node.process is not None})
-        heard = next(iter(self.cluster.groups.values())).heard_at if leading else {}
-        for node in leading:
-            if node.lease_left > _LEASE_SECONDS + 0.001:
-                self.broken(f"the lease of {node.name} lasts for {node.lease_left:g} s more")
-            self._check_claims(node)
-            renewed_at = self.scheduler.now + node.lease_left - _LEASE_SECONDS
+        leases = {node: left for node in self.nodes if (left := node.lease_left) > 0}
+        self._note_lost_leases({node.process for node in leases if node.process is not None})
+        heard = next(iter(self.cluster.groups.values())).heard_at if leases else {}
+        for node, left in leases.items():
+            if left > _LEASE_SECONDS + 0.001:
+                self.broken(f"the lease of {node.name} lasts for {left:g} s more")
+            renewed_at = self.scheduler.now + left - _LEASE_SECONDS
+            self._check_claims(node, renewed_at)
             if node.process is not None and renewed_at > heard.get(node.process.name, 0.0) + _SESSION_SECONDS:
                 self.seen["cut off from the group alone"] += 1
-        if len(leading) > 1:
-            self.broken(f"two lead at once: {', '.join(node.name for node in leading)}")
+        if len(leases) > 1:
+            self.broken(f"two lead at once: {', '.join(node.name for node in leases)}")
 
     def _note_lost_leases(self, leading: set[Process]) -> None:
         lost, self._leading = self._leading - leading, leading
         for process in lost & self.database.reading:
             self.seen["lease lost with a scan under way"] += not process.is_dead
 
-    def _check_claims(self, node: Node) -> None:
+    def _check_claims(self, node: Node, renewed_at: float) -> None:
         """Note a broken promise unless a lease counts from the sending of a heartbeat, before any higher claim.
 
         A heartbeat that was sent after a claim stands behind it, so its sender has read the claim before it.
         """
-        renewed_at = self.scheduler.now + node.lease_left - _LEASE_SECONDS
         term, election = node.lease_term, self._election_of(node)
         if renewed_at > election.heartbeat_at.get(term, 0.0) + _SLACK_SECONDS:
             self.broken(f"the lease of {node.name} counts from {renewed_at:.3f}, when it had sent no heartbeat")
-        for offset, time in election.claims:
-            if offset > term and time < renewed_at - _SLACK_SECONDS:
+        for offset, time in reversed(election.claims):
+            if offset <= term:
+                break
+            if time < renewed_at - _SLACK_SECONDS:
                 self.broken(f"{node.name} leads on against the claim {offset}, which is higher than its own, {term}")
 
     def _election_of(self, node: Node) -> _Election:
