@@ -118,6 +118,11 @@ class Plan:
             database_distance=random.choice((1.0, 1.0, 1.0, 10.0)) if latency < 0.01 else 1.0,
         )
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if faults are rare."""
+        return self.fault_pause > Plan.fault_pause
+
     def quiet(self) -> Plan:
         """Return a plan of the same kinds of faults that is long: few transactions, and rare faults."""
         random = Random(self.seed)
@@ -455,7 +460,10 @@ class Simulation:
     def config(self, name: str) -> HarvestConfig:
         """Return a harvester's configuration: small batches, so that much happens in a short time."""
         return HarvestConfig(
-            base_kafka_config={"bootstrap.servers": "simulated:9092"},
+            base_kafka_config={
+                "bootstrap.servers": "simulated:9092",
+                "heartbeat.interval.ms": 500 if self.plan.is_quiet else 200,  # the longest, and the default
+            },
             data_source="postgresql://simulated/shop",
             name=name,
             delivery=self.plan.mode,
@@ -565,8 +573,8 @@ class Simulation:
             self.scheduler.run(self.scheduler.now + _MOST_QUIET_SECONDS, stop)
 
     def _watch(self) -> None:
-        self.check_leases()
-        self.scheduler.after(0.05, self._watch)
+        self.check_leases()  # and at each change of leadership
+        self.scheduler.after(0.25 if self.plan.is_quiet else 0.05, self._watch)
 
     def check_leases(self) -> None:
         """Note a broken promise unless at most one harvester has a valid lease."""
@@ -887,7 +895,7 @@ def _product_in(simulation: Simulation) -> Iterator[None]:
     plan = simulation.plan
     tick = _TICK_SECONDS + plan.latency / 2
     # So is, in a long run, a member that looks twenty times a second whether it shall stop.
-    look = member._LONGEST_WAIT_SECONDS * (5 if plan.fault_pause > Plan.fault_pause else 1)
+    look = member._LONGEST_WAIT_SECONDS * (5 if plan.is_quiet else 1)
     try:
         with (
             patched(simulation.scheduler),
