@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from random import Random
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,23 +20,27 @@ from outbox_core.errors import OutboxError
 from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.transactions import Committed, TransactionalProducer
 from outbox_queue import Message, QueueConfig, QueueService, Reject
+from outbox_queue.consuming import reader
 from outbox_queue.consuming.worker import backoff
 from outbox_queue.errors import SendFailed
 from outbox_queue.protocol import markers as wire
+from outbox_queue.redelivery import in_progress, tracked_partition
 from outbox_queue.redelivery.in_progress import Unfinished
 from outbox_queue.redelivery.partition import MarkerPartition
 from outbox_queue.redelivery.tracker import RedeliveryTracker
 from tests.simulation import clients, queue_kafka
+from tests.simulation.disturbances import Disturbances
 from tests.simulation.network import Server
+from tests.simulation.queue_bounds import CONCURRENCY, Books, bounded
 from tests.simulation.queue_kafka import QueueCluster
 from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
 from tests.simulation.scheduling import Process, ProcessDied, current
-from tests.simulation.simulation import Outcome, ProcessPlace, Simulation
+from tests.simulation.simulation import Outcome, ProcessPlace, Simulation, _cut_seconds
 from tests.simulation.simulation import Plan as HarvestersPlan
 from tests.simulation.threads import Event, patched
 
 MODE = "queue"
-FAULTS = ("break", "cut", "crash", "in a handler", "broker", "move", "suspend", "restart", "clock")
+FAULTS = ("break", "cut", "crash", "in a handler", "at a call", "broker", "move", "suspend", "restart", "clock")
 CONDUCTS = ("slow", "fail", "hang", "reject", "nack", "extend", "interrupt")
 _QUEUES = ("emails", "bills")
 _TOPICS = {"messages": 4, "markers": 3, "dead": 2}
@@ -45,7 +50,11 @@ _MOST_ATTEMPTS = 4
 _MOST_IN_PROGRESS = 12
 _MOST_QUIET_SECONDS = 120.0
 _SETTLE_SECONDS = 30.0
+_MOST_WAITS_FOR_OFFSETS = 4
 _OVERDUE_SECONDS = 15.0
+_LONGEST_SUSPEND_SECONDS = 18.0
+_LONGEST_BROKER_CRASH_SECONDS = 7.0
+_HELD_UP_SECONDS = 1.0  # for which a keep-alive may be held up: it is due half of a timeout before
 _EARLY_SECONDS = 0.01
 _CLOCK_TOLERANCE_SECONDS = 1.5  # clocks that differ by less than a second are just followed
 
@@ -88,6 +97,12 @@ class QueuePlan(HarvestersPlan):
             conducts=tuple(conduct for conduct in CONDUCTS if random.random() < 0.5),
         )
 
+
+SITUATION: Mapping[str, Any] = MappingProxyType({})
+"""What differs in the plans of all runs: the situation in which a rule counts that is broken on purpose."""
+
+_SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONCE", 20), (in_progress, "_SLACK", 8))
+"""Batches and limits of the product that are small here, so that much happens between two of them."""
 
 _SENTINELS_IN_LOG = {
     "consumer could not start messages": "messages are not started yet",
@@ -169,7 +184,8 @@ class _Node(ProcessPlace):
                 self.simulation.broken(f"{self.name} ended with {type(error).__name__}: {error}")
                 raise
             Event().wait(0.5)
-        self.simulation.scheduler.after(0.3, lambda: self._replace(process))
+        pause = self.simulation.scheduler.random.choice((0.3, 6.0))  # in which handlers may be at work
+        self.simulation.scheduler.after(pause, lambda: self._replace(process))
 
     def _replace(self, process: Process | None) -> None:
         if self.process is process and self.simulation.has_begun:
@@ -197,7 +213,7 @@ class ConsumerNode(_Node):
             try:
                 service.queue(name).run(
                     self.simulation.handle,
-                    concurrency=2,
+                    concurrency=CONCURRENCY,
                     retry_delay=backoff(timedelta(seconds=0.5), timedelta(seconds=3)),
                     drain_timeout=timedelta(seconds=3),
                     stop=self.stopping,
@@ -216,6 +232,10 @@ class TrackerNode(_Node):
     """A process with a tracker."""
 
     tracker: RedeliveryTracker | None = None
+
+    def start(self) -> None:
+        self.tracker = None
+        super().start()
 
     def work(self) -> None:
         self.tracker = tracker = QueueService(self.simulation.settings()).tracker()
@@ -320,6 +340,8 @@ class QueueSimulation(Simulation):
         self._at_work: Counter[str] = Counter()
         self._kept_alive: set[Place] = set()  # copies whose handlers are at work, and not for too long
         self._quiet_since = 0.0
+        self._disturbances = Disturbances()
+        self.books = Books(self.settings(), self.oracle, len(self.queues))
 
     def settings(self) -> QueueConfig:
         """Return the settings of all processes: short times, so that much happens."""
@@ -361,6 +383,9 @@ class QueueSimulation(Simulation):
         self.is_writing = False
         self._run_for(_MOST_QUIET_SECONDS, until_done=True)
         self._run_for(5.0)  # in which offsets are committed
+        for _ in range(_MOST_WAITS_FOR_OFFSETS):  # a group may have to wait for one that died while it joined
+            if not self.problem and any(self._offsets_behind()):
+                self._run_for(5.0)
         self.has_begun = False
         if not self.problem:
             self._check_all()
@@ -398,10 +423,30 @@ class QueueSimulation(Simulation):
             return
         if self.may_fault():
             self.seen["crash in a handler"] += 1
-            node = next(node for node in self.nodes if node.process is process)
-            process.is_dead = True
-            self.scheduler.after(0.0, lambda: self._died(process, node))
-            raise ProcessDied
+            self._die(process)
+
+    def _die(self, process: Process) -> None:
+        """Crash the process that runs."""
+        node = next(node for node in self.nodes if node.process is process)
+        process.is_dead = True
+        self.scheduler.after(0.0, lambda: self._died(process, node))
+        raise ProcessDied
+
+    def at_call(self, what: str) -> None:
+        """Do something now and then to a process that is about to make a call of its client."""
+        random, process, plan = self.scheduler.random, current().process, self.plan
+        if "at a call" not in plan.faults or not self.is_faulty or random.random() > plan.step_share:
+            return
+        if not self.may_fault():
+            return
+        self.seen["fault at a call"] += 1
+        kind = random.choice(plan.step_faults)
+        self.scheduler.note("%s: %s at %s", process.name, kind, what)
+        if kind == "crash":
+            self._die(process)
+        getattr(self, f"_{kind}")(process)
+        if kind == "suspend":
+            current().wait(0.0)
 
     def _died(self, process: Process, node: Any) -> None:
         process.is_dead = False
@@ -421,8 +466,9 @@ class QueueSimulation(Simulation):
         wait = current().wait
         conducts = self.plan.conducts if self.is_faulty else ()
         conduct = random.choice(conducts) if conducts and random.random() < 0.3 else ""
-        if conduct == "slow":
+        if conduct in ("", "slow"):
             self._kept_alive.add(message._delivery.message.place)
+        if conduct == "slow":
             wait(_TIMEOUT_SECONDS * random.uniform(0.5, 1.8))
         elif conduct == "fail":
             raise ValueError("the handler fails")
@@ -453,13 +499,26 @@ class QueueSimulation(Simulation):
         ends = self.oracle.ends(place)
         if any(mark.reason != REDELIVERED for mark in ends):
             self.broken(f"{token} at {place} was handed out after its end marker")
-        if ends and self.plan.is_transactional and self._is_calm:
-            self.broken(f"{token} at {place} was handed out after it was redelivered")
+        if ends:
+            self._check_still_ours(place, token)
         if not 1 <= message.attempt <= _MOST_ATTEMPTS:
             self.broken(f"{token} was handed out for attempt {message.attempt} of {_MOST_ATTEMPTS}")
         if self.plan.is_transactional and (token, message.attempt) in self._tries:
             self.broken(f"{token} was handed out twice for attempt {message.attempt}")
         self._tries.add((token, message.attempt))
+
+    def _check_still_ours(self, place: Place, token: str) -> None:
+        """A consumer hands out no copy whose redelivery it had to expect, unless it was held up.
+
+        Without transactions another consumer may have started the same copy.
+        """
+        marks = self.oracle.marks[place]
+        starts = [mark.at for mark in marks if mark.kind == wire.START]
+        first_end = min(mark.offset for mark in marks if mark.kind == wire.END)
+        last = max(mark.at for mark in marks if mark.kind != wire.END and mark.offset < first_end)
+        is_excused = self._is_held_up(place, last if len(starts) == 1 else min(starts))
+        if not is_excused and (len(starts) == 1 or self.plan.is_transactional):
+            self.broken(f"{token} at {place} was handed out after it was redelivered")
 
     # -- trackers
 
@@ -474,12 +533,27 @@ class QueueSimulation(Simulation):
             is_up = any(node.process is not None and node.process.name == process for node in self.nodes)
             self.seen["redelivered after a crash"] += bool(process) and not is_up
             deadline = self.oracle.deadline(entry.message_id, read_to)
+            tolerance = self._tolerance(entry, markers, read_to)
             if deadline is None:
                 self.broken(f"the message at {entry.message_id} was finished, and is redelivered")
-            elif deadline > now + self._tolerance(entry, markers, read_to):
+            elif deadline > now + tolerance:
                 self.broken(f"the message at {entry.message_id} is redelivered {deadline - now:.3f} s too early")
-            elif entry.message_id in self._kept_alive and self._is_calm:
-                self.broken(f"the message at {entry.message_id} is redelivered, and its handler is at work")
+            elif deadline <= now + _EARLY_SECONDS and tolerance < float("inf"):
+                self._check_not_at_work(entry.message_id)
+
+    def _check_not_at_work(self, place: Place) -> None:
+        """A message whose handler is at work is kept alive, unless that is held up."""
+        if place not in self._kept_alive:
+            return
+        if self._is_held_up(place, max(mark.at for mark in self.oracle.marks[place] if mark.kind != wire.END)):
+            self.seen["redelivered while at work"] += 1
+        else:
+            self.broken(f"the message at {place} is redelivered, and its handler is at work")
+
+    def _is_held_up(self, place: Place, since: float) -> bool:
+        """Tell whether keep-alives of a copy that was handed out may have come too late since a moment."""
+        held_up = self._disturbances.seconds(self._handed[place], since, self.scheduler.now)
+        return held_up > _HELD_UP_SECONDS
 
     def _tolerance(self, entry: Unfinished, markers: MarkerPartition, read_to: int) -> float:
         """Return how early a redelivery may be: in history, a clock that is set forward looks like time that passed."""
@@ -488,11 +562,6 @@ class QueueSimulation(Simulation):
         last = max(mark.offset for mark in self.oracle.marks[entry.message_id] if mark.offset < read_to)
         live_since = getattr(markers, "live_since", 0)
         return _CLOCK_TOLERANCE_SECONDS if last > live_since else float("inf")
-
-    @property
-    def _is_calm(self) -> bool:
-        """True if nothing but processes fails, so that keep-alives arrive in time."""
-        return not set(self.plan.faults) & {"break", "cut", "broker", "move", "suspend", "clock"}
 
     # -- faults
 
@@ -503,14 +572,36 @@ class QueueSimulation(Simulation):
         if not self.is_faulty:
             return
         random = self.scheduler.random
-        kinds = [fault for fault in self.plan.faults if fault != "in a handler"]
+        kinds = [fault for fault in self.plan.faults if fault not in ("in a handler", "at a call")]
         if kinds and self.may_fault():
             getattr(self, f"_fault_{random.choice(kinds)}")(random)
         self.scheduler.after(random.expovariate(1 / 1.5), self._next_fault)
 
+    def _fault_break(self, random: Random) -> None:
+        self._disturbances.add(self.scheduler.now)
+        super()._fault_break(random)
+
+    def _fault_broker(self, random: Random) -> None:
+        self._disturbances.add(self.scheduler.now, _LONGEST_BROKER_CRASH_SECONDS)
+        super()._fault_broker(random)
+
     def _fault_move(self, random: Random) -> None:
         self.seen["marker partition moved"] += 1
+        self._disturbances.add(self.scheduler.now)
         super()._fault_move(random)
+
+    def _cut(self, process: Process, server: Server | None = None, seconds: float | None = None) -> None:
+        seconds = _cut_seconds(self.scheduler.random) if seconds is None else seconds
+        self._disturbances.add(self.scheduler.now, seconds, process.name)
+        super()._cut(process, server, seconds)
+
+    def _break(self, process: Process) -> None:
+        self._disturbances.add(self.scheduler.now, process=process.name)
+        super()._break(process)
+
+    def _suspend(self, process: Process) -> None:
+        self._disturbances.add(self.scheduler.now, _LONGEST_SUSPEND_SECONDS, process.name)
+        super()._suspend(process)
 
     def _fault_clock(self, random: Random) -> None:
         broker, error = random.randrange(3), random.choice((-3600.0, -5.0, 0.0, 0.0, 0.3, 5.0, 3600.0))
@@ -523,15 +614,21 @@ class QueueSimulation(Simulation):
     def _watch(self) -> None:
         self.oracle.scan()
         now = self.scheduler.now
-        for tracker in self.trackers:
-            if tracker.tracker is not None and tracker.tracker.in_progress > len(self.oracle.copies):
-                self.broken(f"{tracker.name} keeps {tracker.tracker.in_progress} messages")
+        for what in self.books.excess(self._live_trackers()):
+            self.broken(what)
         if not self.is_faulty and now > self._quiet_since + _SETTLE_SECONDS:
             for place in self.oracle.waiting:
                 deadline = self.oracle.deadline(place)
                 if deadline is not None and deadline + _OVERDUE_SECONDS < now:
                     self.broken(f"the message at {place} expired {now - deadline:.1f} s ago, and does not come again")
         self.scheduler.after(1.0, self._watch)
+
+    def _live_trackers(self) -> list[tuple[Process, RedeliveryTracker]]:
+        return [
+            (node.process, node.tracker)
+            for node in self.trackers
+            if node.is_up and node.process is not None and node.tracker is not None
+        ]
 
     def _check_all(self) -> None:
         self.seen["late request"] += self.network.delivered_late
@@ -550,7 +647,14 @@ class QueueSimulation(Simulation):
         if lost:
             self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.sent)})")
         self._check_copies()
-        self._check_offsets()
+        for behind in self._offsets_behind():
+            self.broken(behind)
+        for node in self.trackers:
+            if node.is_up and node.process is not None and node.tracker is not None:
+                for what in self.books.left_by_tracker(node.process, node.tracker, node.process.boottime() * 1000):
+                    self.broken(what)
+        for what in self.books.left_by_consumers():
+            self.broken(what)
 
     def _is_acknowledged(self, place: Place) -> bool:
         return any(mark.reason != REDELIVERED for mark in self.oracle.ends(place))
@@ -590,15 +694,15 @@ class QueueSimulation(Simulation):
         if made != ended:
             self.broken(f"{ended} copies were ended by trackers, which made {made} copies and dead letters")
 
-    def _check_offsets(self) -> None:
-        """A successor of any process begins at the end: nothing is read again for ever."""
+    def _offsets_behind(self) -> Iterator[str]:
+        """Return where a successor of a process would not begin at the end: there records are read again for ever."""
         committed = self.cluster.offsets.committed
         for partition in self.cluster.stamped("messages"):
             last = max((entry.offset for entry in partition.log if entry.state in ("plain", "committed")), default=-1)
             for queue in self.queues:
                 offset = committed.get((f"kafka-mq-{queue}", ("messages", partition.number)), 0)
                 if offset <= last:
-                    self.broken(f"queue {queue} has committed {offset} of partition {partition.number}, behind {last}")
+                    yield f"queue {queue} has committed {offset} of partition {partition.number}, behind {last}"
         for number in range(_TOPICS["markers"]):
             starts = [
                 mark.offset
@@ -608,7 +712,7 @@ class QueueSimulation(Simulation):
             ]
             offset = committed.get(("kafka-mq-redelivery", ("markers", number)), 0)
             if offset <= max(starts, default=-1):
-                self.broken(f"trackers have committed {offset} of partition {number}, behind {max(starts)}")
+                yield f"trackers have committed {offset} of partition {number}, behind {max(starts)}"
 
 
 @contextmanager
@@ -639,8 +743,11 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
     with ExitStack() as stack:
         for name, double in doubles.items():
             stack.enter_context(patch.object(product_clients, name, double))
+        for small in _SMALL:
+            stack.enter_context(patch.object(*small))
         stack.enter_context(patch.object(MarkerPartition, "_read_tick", reading))
         stack.enter_context(patch.object(MarkerPartition, "take_expired", taking))
+        stack.enter_context(bounded(simulation.books, simulation.broken))
         for log in logs:
             log.addHandler(handler)
             log.setLevel(logging.INFO)
@@ -657,6 +764,7 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
 
 def run(plan: QueuePlan, *, trace: int = 0) -> Outcome:
     """Run a plan."""
+    plan = replace(plan, **SITUATION)
     simulation = QueueSimulation(plan, trace=trace)
     was_enabled = gc.isenabled()
     gc.disable()  # it takes a quarter of the time of a run, which is short
