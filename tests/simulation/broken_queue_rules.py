@@ -169,6 +169,8 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     },
     # A consumer goes on, and finishes messages that have just expired.
     "what ended since the tick is left out": {"faults": ("suspend",)},
+    # An idle partition gets another leader, whose clock is behind.
+    "deadlines move when a clock was set back": {"faults": ("clock", "move"), "pause": 1.0, "queues": 1},
     # Transactions are given up that start messages, and others follow.
     "what was not started is read again": {"faults": ("cut",), "consumers": 1, "is_transactional": True},
 }  # fmt: skip

@@ -58,10 +58,24 @@ class OffsetsPartition(Partition):
         super().__init__(OFFSETS, 0, 0)
         self.committed: dict[tuple[str, Place], int] = {}
         self.pending: dict[int, list[tuple[str, Mapping[Place, int]]]] = {}  # by producer
+        self._gone_back: dict[tuple[str, Place], list[range]] = {}
 
     def commit(self, group: str, offsets: Mapping[Place, int]) -> None:
-        """Note a group's offsets."""
-        self.committed.update({(group, place): offset for place, offset in offsets.items()})
+        """Note a group's offsets; a request that comes late takes them back."""
+        for place, offset in offsets.items():
+            before = self.committed.get((group, place), 0)
+            if offset < before:
+                self._gone_back.setdefault((group, place), []).append(range(offset, before))
+            self.committed[group, place] = offset
+
+    @property
+    def times_gone_back(self) -> int:
+        """How often a group's offset was lower than before."""
+        return sum(map(len, self._gone_back.values()))
+
+    def went_back_over(self, group: str, place: Place, offset: int) -> bool:
+        """Tell whether a record that a group had committed may have been read again."""
+        return any(offset in gone_back for gone_back in self._gone_back.get((group, place), ()))
 
     def is_unstable(self, group: str, place: Place) -> bool:
         """Tell whether an open transaction has an offset of this partition."""

@@ -29,9 +29,10 @@ from outbox_queue.redelivery.in_progress import Unfinished
 from outbox_queue.redelivery.partition import MarkerPartition
 from outbox_queue.redelivery.tracker import RedeliveryTracker
 from tests.simulation import clients, queue_kafka
+from tests.simulation.brokers import COMMITTED, PLAIN
 from tests.simulation.disturbances import Disturbances
 from tests.simulation.network import Server
-from tests.simulation.queue_bounds import CONCURRENCY, Books, bounded
+from tests.simulation.queue_bounds import CONCURRENCY, Books, bounded, partitions_of
 from tests.simulation.queue_kafka import QueueCluster
 from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
 from tests.simulation.scheduling import Process, ProcessDied, current
@@ -69,6 +70,8 @@ class QueuePlan(HarvestersPlan):
     is_transactional: bool = False
     marker_key: str = "message"
     conducts: tuple[str, ...] = CONDUCTS
+    transaction_seconds: float = 5.0
+    hangs: float = 0.3  # the share of handlers that hang, of those that may
     KINDS = ("faults", "conducts")
     NUMBERS = ("consumers", "trackers", "writers", "queues")
 
@@ -95,6 +98,9 @@ class QueuePlan(HarvestersPlan):
             is_transactional=random.random() < 0.5,
             marker_key=random.choice(("message", "message", "queue")),
             conducts=tuple(conduct for conduct in CONDUCTS if random.random() < 0.5),
+            hangs=random.choice((0.3, 0.3, 1.0)),
+            step_share=random.choice((0.02, 0.1)),
+            transaction_seconds=random.choice((5.0, 12.0)),
         )
 
 
@@ -107,7 +113,7 @@ _SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONC
 _SENTINELS_IN_LOG = {
     "consumer could not start messages": "messages are not started yet",
     "starting took too long": "messages took longer than redelivery_timeout",
-    "waited for a handler for too long": "messages waited too long for a handler",
+    "waited for a handler for too long": "that waited too long for a handler",
     "handler hung": "is in progress for longer than max_processing_time",
     "markers undelivered": "markers could not be delivered",
     "redelivery failed": "redelivery: ",
@@ -122,9 +128,14 @@ QUEUE_SENTINELS = (
     "given back unused", "started twice", "dead letter after the last attempt", "rejected", "delayed",
     "rebalance with messages in progress", "tracker took over messages in progress", "marker partition moved",
     "partitions assigned", "partitions revoked", "partitions lost", "member expired", "offsets in an open transaction",
+    "committed offset went back",
     "commit of offsets repeated", "copies of one message at once", "suspended", "late request", "produce repeated",
     "delivery timed out", "producer fenced", "init aborts a transaction", "transaction timed out",
-    "EndTxn sent twice", "sent by an aborted transaction", "clock set", *_SENTINELS_IN_LOG,
+    "EndTxn sent twice", "sent by an aborted transaction", "clock set forward", "clock set back", "fault at a call",
+    "transactional start given up", "started again after its redelivery", "redelivered while at work, held up",
+    "keep-alive late", "marker partition with two trackers", "tracker ends with markers unread",
+    "expired messages left for another turn", "finished since the tick", "kept alive since the tick",
+    *_SENTINELS_IN_LOG,
 )  # fmt: skip
 """States that a number of runs should reach; a report names those that were never reached."""
 
@@ -144,6 +155,10 @@ class _Log(logging.Handler):
         text = record.getMessage()
         for sentinel, part in _SENTINELS_IN_LOG.items():
             simulation.seen[sentinel] += part in text
+        if simulation.plan.is_transactional:
+            simulation.seen["transactional start given up"] += (
+                _SENTINELS_IN_LOG["consumer could not start messages"] in text
+            )
         if text.startswith("caught up: ") and not text.startswith("caught up: 0 "):
             simulation.seen["tracker took over messages in progress"] += 1
         if simulation.scheduler.trace is not None:
@@ -165,6 +180,7 @@ class _Node(ProcessPlace):
     def crash(self) -> None:
         super().crash()
         if self.process is not None:
+            self.simulation.gives_up(self.process)
             self.simulation.forget(self.process.name)
 
     def stop(self) -> None:
@@ -236,6 +252,16 @@ class TrackerNode(_Node):
     def start(self) -> None:
         self.tracker = None
         super().start()
+
+    @property
+    def marker_partitions(self) -> list[MarkerPartition]:
+        """The partitions that it tracks."""
+        return [] if self.tracker is None else partitions_of(self.tracker)
+
+    @property
+    def marker_numbers(self) -> set[int]:
+        """The numbers of these."""
+        return {each.number for each in self.marker_partitions}
 
     def work(self) -> None:
         self.tracker = tracker = QueueService(self.simulation.settings()).tracker()
@@ -338,7 +364,7 @@ class QueueSimulation(Simulation):
         self._tries: set[tuple[str, int]] = set()
         self._handling: Counter[str] = Counter()
         self._at_work: Counter[str] = Counter()
-        self._kept_alive: set[Place] = set()  # copies whose handlers are at work, and not for too long
+        self._kept_alive: dict[Place, Message] = {}  # copies whose handlers are at work, and not for too long
         self._quiet_since = 0.0
         self._disturbances = Disturbances()
         self.books = Books(self.settings(), self.oracle, len(self.queues))
@@ -359,7 +385,7 @@ class QueueSimulation(Simulation):
             receive_buffer_capacity=10,
             marker_key=self.plan.marker_key,
             transactional=self.plan.is_transactional,
-            transaction_timeout=timedelta(seconds=5),
+            transaction_timeout=timedelta(seconds=self.plan.transaction_seconds),
             delivery_timeout=timedelta(seconds=8),
             close_timeout=timedelta(seconds=3),
         )
@@ -416,7 +442,7 @@ class QueueSimulation(Simulation):
         finally:
             self._handling[token] -= 1
             self._at_work[process.name] -= 1
-            self._kept_alive.discard(message._delivery.message.place)
+            self._kept_alive.pop(message._delivery.message.place, None)
 
     def _die_now_and_then(self, process: Process) -> None:
         if "in a handler" not in self.plan.faults or not self.is_faulty or self.scheduler.random.random() > 0.02:
@@ -456,10 +482,16 @@ class QueueSimulation(Simulation):
     def gives_up(self, process: Process) -> None:
         """Note that a member of a group gives up its partitions."""
         self.seen["rebalance with messages in progress"] += self._at_work[process.name] > 0
+        for node in self.trackers:
+            if node.process is process and not process.is_dead:
+                ends = [log.stable_end for log in self.cluster.stamped("markers")]
+                positions = [(each.number, each.position or 0) for each in node.marker_partitions]
+                self.seen["tracker ends with markers unread"] += any(at < ends[number] for number, at in positions)
 
     def forget(self, process: str) -> None:
         """Forget the handlers of a process that is dead."""
-        self._kept_alive = {place for place in self._kept_alive if self._handed[place] != process}
+        kept = self._kept_alive.items()
+        self._kept_alive = {place: message for place, message in kept if self._handed[place] != process}
 
     def _conduct(self, message: Message) -> None:
         random = self.scheduler.random
@@ -467,12 +499,12 @@ class QueueSimulation(Simulation):
         conducts = self.plan.conducts if self.is_faulty else ()
         conduct = random.choice(conducts) if conducts and random.random() < 0.3 else ""
         if conduct in ("", "slow"):
-            self._kept_alive.add(message._delivery.message.place)
+            self._kept_alive[message._delivery.message.place] = message
         if conduct == "slow":
             wait(_TIMEOUT_SECONDS * random.uniform(0.5, 1.8))
         elif conduct == "fail":
             raise ValueError("the handler fails")
-        elif conduct == "hang" and random.random() < 0.3:
+        elif conduct == "hang" and random.random() < self.plan.hangs:
             wait(_PROCESSING_SECONDS * random.uniform(1.0, 1.8))
         elif conduct == "reject":
             raise Reject("the handler rejects it")
@@ -493,11 +525,14 @@ class QueueSimulation(Simulation):
         self.scheduler.note("%s handles %s at %s, attempt %d", process, token, place, message.attempt)
         if token in self.never_sent:
             self.broken(f"{token} was handed out, and its transaction was aborted")
-        if place in self._handed:
+        is_read_again = not self.plan.is_transactional and self.cluster.offsets.went_back_over(
+            f"kafka-mq-{received.queue}", ("messages", place[0]), place[1]
+        )
+        if place in self._handed and not is_read_again:
             self.broken(f"{token} at {place} was handed out twice: in {self._handed[place]} and in {process}")
         self._handed[place] = process
         ends = self.oracle.ends(place)
-        if any(mark.reason != REDELIVERED for mark in ends):
+        if any(mark.reason != REDELIVERED for mark in ends) and not is_read_again:
             self.broken(f"{token} at {place} was handed out after its end marker")
         if ends:
             self._check_still_ours(place, token)
@@ -528,6 +563,9 @@ class QueueSimulation(Simulation):
         log = self.cluster.stamped("markers")[markers.number]
         read_to = log.stable_end if tick is None else markers.position or 0
         now = self.scheduler.now if tick is None else log.appended[tick]
+        self.seen["expired messages left for another turn"] += bool(batch) and markers.has_expired
+        owners = [node for node in self.trackers if node.is_up and markers.number in node.marker_numbers]
+        self.seen["marker partition with two trackers"] += len(owners) > 1
         for entry in batch:
             process = self._handed.get(entry.message_id, "")
             is_up = any(node.process is not None and node.process.name == process for node in self.nodes)
@@ -542,11 +580,11 @@ class QueueSimulation(Simulation):
                 self._check_not_at_work(entry.message_id)
 
     def _check_not_at_work(self, place: Place) -> None:
-        """A message whose handler is at work is kept alive, unless that is held up."""
-        if place not in self._kept_alive:
+        """A message whose handler is at work is kept alive, unless its consumer is closed, or that is held up."""
+        if place not in self._kept_alive or self._kept_alive[place]._acks.is_closed:
             return
         if self._is_held_up(place, max(mark.at for mark in self.oracle.marks[place] if mark.kind != wire.END)):
-            self.seen["redelivered while at work"] += 1
+            self.seen["redelivered while at work, held up"] += 1
         else:
             self.broken(f"the message at {place} is redelivered, and its handler is at work")
 
@@ -595,6 +633,18 @@ class QueueSimulation(Simulation):
         self._disturbances.add(self.scheduler.now, seconds, process.name)
         super()._cut(process, server, seconds)
 
+    def _fault_restart(self, random: Random) -> None:
+        busy = [node for node in self.nodes if node.is_up and self._at_work[node.process.name]]
+        node = random.choice(busy) if busy and random.random() < 0.5 else self._up_node(random)
+        if node is None or node.process is None:
+            return
+        self.scheduler.note("%s is asked to stop", node.name)
+        if random.random() < 0.5:
+            seconds = _cut_seconds(random)
+            for server in random.choice((self.cluster.brokers, [self._any_server(random)])):
+                self._cut(node.process, server, seconds)
+        self.scheduler.after(0.1 * random.random(), node.stop)
+
     def _break(self, process: Process) -> None:
         self._disturbances.add(self.scheduler.now, process=process.name)
         super()._break(process)
@@ -606,6 +656,9 @@ class QueueSimulation(Simulation):
     def _fault_clock(self, random: Random) -> None:
         broker, error = random.randrange(3), random.choice((-3600.0, -5.0, 0.0, 0.0, 0.3, 5.0, 3600.0))
         self.seen["clock set"] += 1
+        before = self.cluster.clock_errors.get(broker, 0.0)
+        self.seen["clock set forward"] += error > before
+        self.seen["clock set back"] += error < before
         self.scheduler.note("the clock of broker-%d is set to %+g s", broker, error)
         self.cluster.clock_errors[broker] = error
 
@@ -632,6 +685,7 @@ class QueueSimulation(Simulation):
 
     def _check_all(self) -> None:
         self.seen["late request"] += self.network.delivered_late
+        self.seen["committed offset went back"] += self.cluster.offsets.times_gone_back
         oracle = self.oracle
         oracle.scan()
         self._count_marks()
@@ -667,6 +721,10 @@ class QueueSimulation(Simulation):
             seen["kept alive"] += any(mark.kind == wire.KEEPALIVE and mark.deadline > mark.at for mark in marks)
             seen["started twice"] += sum(mark.kind == wire.START for mark in marks) > 1
             seen["end marker late"] += len(ends) > 1 and ends[0].reason == REDELIVERED
+            kinds = [mark.kind for mark in marks]
+            after_end = kinds[kinds.index(wire.END) :] if ends else []
+            seen["keep-alive late"] += wire.KEEPALIVE in after_end
+            seen["started again after its redelivery"] += wire.START in after_end
         for place, copy in oracle.copies.items():
             seen["given back unused"] += copy.is_of_tracker and copy.attempt == 1 and place != copy.origin
         for letters in oracle.dead.values():
@@ -696,23 +754,24 @@ class QueueSimulation(Simulation):
 
     def _offsets_behind(self) -> Iterator[str]:
         """Return where a successor of a process would not begin at the end: there records are read again for ever."""
-        committed = self.cluster.offsets.committed
         for partition in self.cluster.stamped("messages"):
-            last = max((entry.offset for entry in partition.log if entry.state in ("plain", "committed")), default=-1)
+            last = max((entry.offset for entry in partition.log if entry.state in (PLAIN, COMMITTED)), default=-1)
             for queue in self.queues:
-                offset = committed.get((f"kafka-mq-{queue}", ("messages", partition.number)), 0)
-                if offset <= last:
-                    yield f"queue {queue} has committed {offset} of partition {partition.number}, behind {last}"
-        for number in range(_TOPICS["markers"]):
-            starts = [
-                mark.offset
-                for marks in self.oracle.marks.values()
-                for mark in marks
-                if mark.partition == number and mark.kind == wire.START
-            ]
-            offset = committed.get(("kafka-mq-redelivery", ("markers", number)), 0)
-            if offset <= max(starts, default=-1):
-                yield f"trackers have committed {offset} of partition {number}, behind {max(starts)}"
+                yield from self._behind(f"kafka-mq-{queue}", ("messages", partition.number), last)
+        starts = [
+            (mark.partition, mark.offset)
+            for marks in self.oracle.marks.values()
+            for mark in marks
+            if mark.kind == wire.START
+        ]
+        for number, last in dict(sorted(starts)).items():
+            yield from self._behind("kafka-mq-redelivery", ("markers", number), last)
+
+    def _behind(self, group: str, place: tuple[str, int], last: int) -> Iterator[str]:
+        offsets = self.cluster.offsets
+        offset = offsets.committed.get((group, place), 0)
+        if offset <= last and not offsets.went_back_over(group, place, last):
+            yield f"{group} has committed {offset} of {place[0]}[{place[1]}], behind {last}"
 
 
 @contextmanager
@@ -731,7 +790,12 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
             self.live_since = tick  # type: ignore[attr-defined]
 
     def taking(self: MarkerPartition, most: int, most_bytes: int) -> list[Unfinished]:
+        expired, (judged_at, _) = list(self._judgement.expired), self._judgement
         batch = take_expired(self, most, most_bytes)
+        for entry in expired[len(self._judgement.expired) :]:
+            has_ended = self._in_progress.get(entry.message_id) is not entry
+            simulation.seen["finished since the tick"] += has_ended
+            simulation.seen["kept alive since the tick"] += not has_ended and entry.deadline > judged_at
         judgement, tick = judgements.get(id(self), (None, 0))
         simulation.judged(self, tick if judgement is self._judgement else None, batch)
         return batch

@@ -27,7 +27,7 @@ from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.identity import Failpoint
 from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
-from tests.simulation import clients
+from tests.simulation import bounds, clients
 from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry
 from tests.simulation.network import Network, Server
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store
@@ -502,6 +502,7 @@ class Simulation:
 
     def _watch(self) -> None:
         self.check_leases()
+        bounds.check(self)
         self.scheduler.after(0.05, self._watch)
 
     def check_leases(self) -> None:
