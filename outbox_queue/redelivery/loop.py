@@ -232,6 +232,7 @@ class TrackerLoop:
         self.is_caught_up = self._is_member and catching_up == 0
         if now < self._report_at:
             return
+        began = now_ms()  # what the turn did before may have taken seconds
         # Messages that could not be redelivered may have been finished by their consumer meanwhile.
         if not any(one.has_expired or one.looks_expired(now) for one in markers):
             self._ctx.redelivery.recovered()
@@ -239,7 +240,7 @@ class TrackerLoop:
         loads = _sum(markers, now)
         self._ctx.metrics.tracking(loads, partitions=len(markers), catching_up=catching_up, unreadable=unreadable)
         reported_at = now_ms()
-        self._report_at = reported_at + max(_REPORT_MS, (reported_at - now) * _REPORT_SHARE)
+        self._report_at = reported_at + max(_REPORT_MS, (reported_at - began) * _REPORT_SHARE)
 
 
 def _sum(partitions: list[MarkerPartition], now: float) -> dict[str, QueueLoad]:

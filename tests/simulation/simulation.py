@@ -30,7 +30,7 @@ from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.identity import Failpoint
 from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
-from tests.simulation import clients
+from tests.simulation import bounds, clients
 from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry
 from tests.simulation.network import LONGEST_DELAY_SECONDS, Network, Server
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
@@ -574,6 +574,7 @@ class Simulation:
 
     def _watch(self) -> None:
         self.check_leases()  # and at each change of leadership
+        bounds.check(self)
         self.scheduler.after(0.25 if self.plan.is_quiet else 0.05, self._watch)
 
     def check_leases(self) -> None:
