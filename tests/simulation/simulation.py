@@ -813,29 +813,34 @@ class Simulation:
             for partition in self.cluster.topics[topic]:
                 if partition.stable_end < partition.end:
                     self.broken(f"a transaction is open on {topic}[{partition.number}]")
-                last: dict[bytes, int] = {}
-                for entry in partition.log:
-                    if entry.state not in (PLAIN, COMMITTED) or entry.value is None:
-                        continue
-                    token = entry.value.decode()
+                published = [each for each in partition.log if each.state in (PLAIN, COMMITTED) and each.value]
+                self._check_order(published)
+                for entry in published:
+                    token = (entry.value or b"").decode()
                     counts[token] += 1
                     self._check_holds(entry, token)
-                    if entry.key is not None:
-                        self._check_order(last, entry.key, token, is_overdue=entry.is_overdue)
         self._check_counts(counts, set(left))
 
-    def _check_order(self, last: dict[bytes, int], key: bytes, token: str, *, is_overdue: bool) -> None:
-        """Note a broken promise if a record comes after a later one of its key.
+    def _check_order(self, published: list[Entry]) -> None:
+        """Note a broken promise, once for a partition, if a record comes after a later one of its key.
 
         At least once, one that arrives after its delivery timeout is excused: its lease may have ended.
         """
-        number, before = int(token.partition(":")[2]), last.get(key, 0)
-        if is_overdue and self.plan.mode == "at-least-once":
-            self.seen["late record of a replaced producer"] += number < before
-            return
-        last[key] = number
-        if number < before:
-            self.broken(f"{token} comes after {before} of its key")
+        last: dict[bytes, int] = {}
+        misplaced = []
+        for entry in published:
+            token = (entry.value or b"").decode()
+            if entry.key is None:
+                continue
+            number, before = int(token.partition(":")[2]), last.get(entry.key, 0)
+            if entry.is_overdue and self.plan.mode == "at-least-once":
+                self.seen["late record of a replaced producer"] += number < before
+                continue
+            last[entry.key] = number
+            if number < before:
+                misplaced.append(f"{token} comes after {before} of its key")
+        if misplaced:
+            self.broken(", ".join(misplaced[:3]))
 
     def _check_holds(self, entry: Entry, token: str) -> None:
         """Note a broken promise if a process sent a record that it had read when it must have known of a hold."""
