@@ -44,6 +44,7 @@ _QUIET_SECONDS = 30.0
 _MOST_QUIET_SECONDS = 300.0  # however many records are refused
 _LEASE_SECONDS = 5.0
 _TICK_SECONDS = 0.003
+_LOOK_SECONDS = 0.002
 _MOST_PROBLEMS = 4
 _WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
 _SLOWEST_ANSWER = 10.0  # in multiples of the latency
@@ -674,8 +675,20 @@ class Simulation:
 
     def _fault_suspend(self, random: Random) -> None:
         node = self._up_node(random)
-        if node is not None and node.process is not None:
+        if node is None or node.process is None:
+            return
+        if random.random() < 0.5:
             self._suspend(node.process)
+        else:
+            self._suspend_sending(node, self.scheduler.now + 1.0)
+
+    def _suspend_sending(self, node: Node, give_up_at: float) -> None:
+        """Suspend a harvester as soon as it has records in flight."""
+        harvester, process = node.harvester, node.process
+        if harvester is not None and process is not None and harvester.in_flight_records:
+            self._suspend(process)
+        elif self.is_faulty and self.scheduler.now < give_up_at:
+            self.scheduler.after(_LOOK_SECONDS, lambda: self._suspend_sending(node, give_up_at))
 
     def _suspend(self, process: Process) -> None:
         random = self.scheduler.random
@@ -701,7 +714,7 @@ class Simulation:
         self.cluster.reassign()
         for process in sorted(self._leading, key=lambda each: each.name):
             if random.random() < 0.5:
-                self._cut(process, self._any_server(random))
+                self._cut(process, random.choice((self.database.server, self._any_server(random))))
 
     def _fault_database(self, random: Random) -> None:
         server = self.database.server
