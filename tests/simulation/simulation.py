@@ -111,7 +111,7 @@ class Plan:
             late_ends=random.choice((0.0, 0.0, 0.1)),
             poison=random.choice((0.0, 0.0, 0.005)),
             late_changes=random.choice((0.0, 0.0, 0.01)),
-            database_distance=random.choice((1.0, 1.0, 1.0, 10.0)) if latency < 0.01 else 1.0,
+            database_distance=random.choice((1.0, 1.0, 10.0)) if latency < 0.005 else 1.0,
         )
 
     def smaller(self) -> Iterator[Self]:
@@ -636,6 +636,8 @@ class Simulation:
         breaks = random.random() < 0.7
 
         def mend() -> None:
+            if (process, server) not in self.network.cut:
+                return
             self.scheduler.note("%s reaches %s again", process.name, server.name)
             if breaks:
                 self.network.break_some(lambda each: each.process is process and each.server is server)
@@ -714,7 +716,8 @@ class Simulation:
         self.cluster.reassign()
         for process in sorted(self._leading, key=lambda each: each.name):
             if random.random() < 0.5:
-                self._cut(process, random.choice((self.database.server, self._any_server(random))))
+                server = random.choice((self.database.server, self._any_server(random)))
+                self._cut(process, server, random.choice((2.0, 9.0)) * (0.5 + random.random()))
 
     def _fault_database(self, random: Random) -> None:
         server = self.database.server
