@@ -952,10 +952,11 @@ class _Member:
             if what == "lost":
                 self._consumer.unassign()
             self._callbacks[what](self._consumer, self._places)
-            if what == "revoke" and self._hands_over:
+            if what == "revoke":
                 self._consumer.unassign()
-                self._hands_over = False
-                self._join()
+                if self._hands_over:  # else it has joined under a new name meanwhile
+                    self._hands_over = False
+                    self._join()
         return told
 
     def leave(self) -> None:
