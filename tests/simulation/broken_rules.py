@@ -212,7 +212,12 @@ RULES = {
     "holds are read earlier than the rows": _both(Store, "_select", common.select_by_present_holds),
     "a lease ends": _both(Ownership, "expire", common.never_expires),
     "a lease counts from the sending": _both(Ownership, "_lead", common.lead_from_now),
-    "a higher claim ends a lease": _both(Ownership, "_observe_claim", common.obey_no_claim, plan={"faults": ("cut",)}),
+    "a higher claim ends a lease": _both(
+        Ownership,
+        "_observe_claim",
+        common.obey_no_claim,
+        plan={"faults": ("cut",), "harvesters": 2, "writers": 1, "pause": 1.0, "drift": 1e-4, **_NEAR},
+    ),
     "a session is longer than a lease": _both(
         NeliConfig,
         "_shortest_session",
