@@ -150,7 +150,9 @@ RULES = {
         Double(TransactionalIdentity, "begin", exactly_once.begin_unchecked),
         _LEADS_ON,
     ),
-    "a fence ends the term, not the leadership": _exactly(ExactlyOnce, "run", exactly_once.end_the_leadership),
+    "a fence ends the term, not the leadership": _exactly(
+        ExactlyOnce, "run", exactly_once.end_the_leadership, shows="rows still wait", plan={"faults": ("at a step",)}
+    ),
     "no transaction in an epoch with a late EndTxn": _exactly(*_STAYS_IN_EPOCH, shows="repeated", plan=_LATE_END),
     "no transaction in an epoch with a late Produce": _exactly(
         TransactionalProducer, "abort", exactly_once.abort_in_its_epoch
