@@ -1,4 +1,4 @@
-"""A shard's writer and Kafka's errors, without services: an outage is endured, a bad record is named."""
+"""A shard's task and Kafka's errors, without services: an outage is endured, a bad record is named."""
 
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -6,14 +6,16 @@ from contextlib import nullcontext
 import pytest
 from confluent_kafka import KafkaError
 
-from outbox_core.errors import InvalidRecord, KafkaUnavailable
+from outbox_core.config import HarvestConfig
 from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.record_producer import Sent
 from outbox_core.kafka.tracking import Ledger
-from outbox_core.kafka.transactions import Aborted, Committed
+from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_core.stores.interface import StoredRecord
-from outbox_spark.relay import shard_writer
-from outbox_spark.relay.shard_writer import ShardWriter
+from outbox_spark.relay import shard_task
+from outbox_spark.relay.plan import BatchPlan
+from outbox_spark.relay.shard_store import ShardRange
+from outbox_spark.relay.shard_task import ShardTask
 
 _ROWS = [StoredRecord(number, "orders", "k", b"v", None, None, -1, 1000 + number) for number in (7, 8, 9)]
 
@@ -27,9 +29,43 @@ class _Transactions:
         self.producer = {}
         self.fitted = []
 
+    def of_shard(self, _):
+        return self
+
     def fitting(self, max_batch_bytes):
         self.fitted.append(max_batch_bytes)
         return self
+
+
+class _Rows:
+    """The rows of a shard, until they are purged.
+
+    Attributes:
+        purged: the ids of those that are.
+    """
+
+    settled, reached, is_exhausted = 0, 0, True
+
+    def __init__(self, *_):
+        self.purged = []
+
+    def next(self):
+        return [row for row in _ROWS if row.id not in self.purged]
+
+    def purge(self, rows):
+        self.purged += [row.id for row in rows]
+
+    def delete_published(self, *_):
+        pass
+
+    def join(self):
+        pass
+
+    def begin_again(self, *, trusts=True):
+        assert trusts
+
+    def close(self):
+        pass
 
 
 class _Limits:
@@ -94,17 +130,20 @@ def _aborted(code):
 
 @pytest.fixture
 def write(monkeypatch):
-    """Return a function that writes three records by a producer whose commits have these outcomes."""
-    monkeypatch.setattr(shard_writer, "highest_claim", lambda *_: 0)
-    monkeypatch.setattr(shard_writer, "ledger_after_fence", lambda *_, **__: Ledger())
-    monkeypatch.setattr(shard_writer, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(shard_writer, "TopicLimits", _Limits)
+    """Return a function that publishes three records by a producer whose commits have these outcomes."""
+    monkeypatch.setattr(shard_task, "highest_claim", lambda *_: 0)
+    monkeypatch.setattr(shard_task, "ledger_after_fence", lambda *_, **__: Ledger())
+    monkeypatch.setattr(shard_task, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(shard_task, "TopicLimits", _Limits)
+    monkeypatch.setattr(shard_task, "ShardRows", _Rows)
 
-    def run(*outcomes, reports=(), patience=30.0):
+    def run(*outcomes, reports=(), seconds=30.0):
         producer = _Producer(list(outcomes), reports)
-        monkeypatch.setattr(shard_writer, "fenced", lambda *_: nullcontext(producer))
-        writer = ShardWriter(run.transactions, "leader", 1, patience=patience)
-        return writer.write(_ROWS).sent, producer
+        monkeypatch.setattr(shard_task, "fenced", lambda *_: nullcontext(producer))
+        monkeypatch.setattr(shard_task.TransactionalIdentity, "of", lambda *_: run.transactions)
+        harvest = HarvestConfig(data_source="dbname=x", base_kafka_config={"bootstrap.servers": "h:1"})
+        plan = BatchPlan(harvest=harvest, outbox="d.s.t", term=1, ranges=(ShardRange(0, 1),), seconds=seconds)
+        return ShardTask(plan, 0).run(), producer
 
     run.transactions = _Transactions()
 
@@ -114,42 +153,51 @@ def write(monkeypatch):
 @pytest.mark.parametrize("code", [KafkaError._MSG_TIMED_OUT, KafkaError._INCONSISTENT, KafkaError.NOT_ENOUGH_REPLICAS])
 def test_an_outage_is_borne(write, code):
     """A transaction that failed for an outage is tried again, now with delivery reports."""
-    sent, producer = write(_aborted(code), Committed())
-    assert sent == 3
+    outcome, producer = write(_aborted(code), Committed())
+    assert (outcome.published, outcome.error) == (3, "")
     assert producer.with_reports == [False, True]
 
 
 def test_a_long_outage_is_no_bad_record(write):
-    """After its patience the writer reports that Kafka is away: the relay tries again."""
-    with pytest.raises(KafkaUnavailable, match="timed out"):
-        write(_aborted(KafkaError._MSG_TIMED_OUT), patience=0.0)
+    """When its time is over the task reports that Kafka is away: the relay tries again."""
+    outcome, _ = write(_aborted(KafkaError._MSG_TIMED_OUT), seconds=0.0)
+    assert (outcome.published, outcome.error) == (0, "KafkaUnavailable")
+    assert "timed out" in outcome.message
+
+
+def test_an_attempt_that_is_fenced_ends(write):
+    """An attempt that another one has fenced does not fence that one in its turn."""
+    outcome, producer = write(Ended("fenced", error=KafkaError(KafkaError._FENCED)))
+    assert (outcome.published, outcome.error) == (0, "")
+    assert producer.with_reports == [False]
 
 
 def test_a_bad_record_is_named(write):
     """A code about a record ends the task at once; an ambiguous one ends it when delivery reports name the record."""
-    with pytest.raises(InvalidRecord, match="one of records 7 to 9 for topic 'orders'"):
-        write(_aborted(KafkaError.MSG_SIZE_TOO_LARGE))
+    outcome, _ = write(_aborted(KafkaError.MSG_SIZE_TOO_LARGE))
+    assert outcome.error == "InvalidRecord"
+    assert outcome.message.startswith("one of records 7 to 9 for topic 'orders'")
     inconsistent = [_aborted(KafkaError._INCONSISTENT) for _ in range(2)]
     reports = [Failure(_ROWS[1], KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))]
-    with pytest.raises(InvalidRecord, match="record 8 for topic 'orders'"):
-        write(*inconsistent, reports=reports)
+    outcome, _ = write(*inconsistent, reports=reports)
+    assert outcome.message.startswith("record 8 for topic 'orders'")
 
 
 def test_batches_are_as_large_as_the_topic_takes(write, monkeypatch):
-    """A small topic limit becomes the producer's; one above the client's own changes nothing."""
+    """A small topic limit becomes the producer's, once it is known; one above the client's own changes nothing."""
     write(Committed())
     monkeypatch.setattr(_Limits, "limit", 65_536)
     write(Committed())
-    assert write.transactions.fitted == [None, 65_536]
+    assert write.transactions.fitted == [None, None, 65_536]
 
 
 def test_a_limit_that_is_not_known_is_found(write, monkeypatch):
     """Refused batches are halved; a record is only to blame when the smallest batch was refused."""
     monkeypatch.setattr(_Limits, "limit", None)
     too_large = _aborted(KafkaError.MSG_SIZE_TOO_LARGE)
-    sent, _ = write(too_large, too_large, Committed())
-    assert sent == 3
+    outcome, _ = write(too_large, too_large, Committed())
+    assert outcome.published == 3
     assert write.transactions.fitted == [None, 500_000, 250_000]
-    with pytest.raises(InvalidRecord, match="one of records 7 to 9"):
-        write(*[too_large] * 7)
+    outcome, _ = write(*[too_large] * 7)
+    assert outcome.message.startswith("one of records 7 to 9")
     assert write.transactions.fitted[-1] == 16_384
