@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 MOST_ROWS = 50_000  # of a transaction: its manifest is one record, and brokers take 1 MB by default
 SLICE_SECONDS = 10.0
+_PATIENCE_SECONDS = 90.0
 _FROM_HEAD_SECONDS = 60.0
 _IDLE_SECONDS = 5.0
 
@@ -47,6 +48,7 @@ class BatchPlan:
         holds: what is left out.
         rows: maximum number of records in a transaction.
         seconds: time after which a shard begins no other transaction.
+        patience: time for which it endures outages.
         transform: row -> record to publish, or None for none.
     """
 
@@ -58,6 +60,7 @@ class BatchPlan:
     holds: HoldSet = field(default=NO_HOLDS, repr=False)
     rows: int = MOST_ROWS
     seconds: float = SLICE_SECONDS
+    patience: float = _PATIENCE_SECONDS
     transform: Transform | None = None
 
 

@@ -70,7 +70,7 @@ class ShardTask:
         self._plan = plan
         self._identity = TransactionalIdentity.of(plan.harvest, plan.outbox).of_shard(number)
         self._failpoint = failpoint
-        self._ends_at = time.monotonic() + plan.seconds
+        self._began_at = time.monotonic()
         self._rows = ShardRows(plan, plan.ranges[number])
         self._limits = TopicLimits(self._identity.kafka)
         largest, is_compressed = batch_settings(self._identity.producer)
@@ -82,7 +82,7 @@ class ShardTask:
 
     def run(self) -> ShardOutcome:
         """Publish until the time is over or no row is left; return what was done, and the error that ended it."""
-        began, failure = time.monotonic(), None
+        failure = None
         with closing(self._limits), closing(self._rows):
             try:
                 self._retry()
@@ -96,13 +96,13 @@ class ShardTask:
                 self._rows.settled,
                 self._rows.reached,
                 self._rows.is_exhausted,
-                time.monotonic() - began,
+                time.monotonic() - self._began_at,
                 type(failure).__name__ if failure is not None else "",
                 str(failure) if failure is not None else "",
             )
 
     def _retry(self) -> None:
-        """Try until the time is over; outages and producers that are of no more use end a try, and not the task."""
+        """Try for as long as patience lasts; outages, and producers that are of no more use, end a try alone."""
         while True:
             try:
                 return self._try()
@@ -110,7 +110,7 @@ class ShardTask:
                 raise
             except (KafkaUnavailable, StoreUnavailable) as error:
                 self._rows.begin_again(trusts=isinstance(error, KafkaUnavailable))
-                if self._is_over():
+                if self._is_late():
                     raise
                 _log.warning("trying again: %s", error)
                 time.sleep(_PAUSE_SECONDS)
@@ -118,10 +118,10 @@ class ShardTask:
                 self._rows.begin_again()
 
     def _is_over(self) -> bool:
-        return time.monotonic() >= self._ends_at
+        return time.monotonic() - self._began_at >= self._plan.seconds
 
     def _is_late(self) -> bool:
-        return time.monotonic() >= self._ends_at + self._identity.timeout
+        return time.monotonic() - self._began_at >= self._plan.patience
 
     def _try(self) -> None:
         self._fitted = self._batches.limit

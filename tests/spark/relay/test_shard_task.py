@@ -137,12 +137,12 @@ def write(monkeypatch):
     monkeypatch.setattr(shard_task, "TopicLimits", _Limits)
     monkeypatch.setattr(shard_task, "ShardRows", _Rows)
 
-    def run(*outcomes, reports=(), seconds=30.0):
+    def run(*outcomes, reports=(), patience=30.0):
         producer = _Producer(list(outcomes), reports)
         monkeypatch.setattr(shard_task, "fenced", lambda *_: nullcontext(producer))
         monkeypatch.setattr(shard_task.TransactionalIdentity, "of", lambda *_: run.transactions)
         harvest = HarvestConfig(data_source="dbname=x", base_kafka_config={"bootstrap.servers": "h:1"})
-        plan = BatchPlan(harvest=harvest, outbox="d.s.t", term=1, ranges=(ShardRange(0, 1),), seconds=seconds)
+        plan = BatchPlan(harvest=harvest, outbox="d.s.t", term=1, ranges=(ShardRange(0, 1),), patience=patience)
         return ShardTask(plan, 0).run(), producer
 
     run.transactions = _Transactions()
@@ -159,8 +159,8 @@ def test_an_outage_is_borne(write, code):
 
 
 def test_a_long_outage_is_no_bad_record(write):
-    """When its time is over the task reports that Kafka is away: the relay tries again."""
-    outcome, _ = write(_aborted(KafkaError._MSG_TIMED_OUT), seconds=0.0)
+    """After its patience the task reports that Kafka is away: the relay tries again."""
+    outcome, _ = write(_aborted(KafkaError._MSG_TIMED_OUT), patience=0.0)
     assert (outcome.published, outcome.error) == (0, "KafkaUnavailable")
     assert "timed out" in outcome.message
 
