@@ -67,6 +67,9 @@ class Place(NamedTuple):
     started: str
 
 
+_NOWHERE = Place("pg_catalog.pg_class", "0", "0", "")
+
+
 class Sight(NamedTuple):
     """The last id drawn, the open writers after that, and the place; without one `unusable` has the reason."""
 
@@ -126,7 +129,7 @@ class ShardStore(PostgresStore):
         """
         if wanted.after >= _HIGHEST_ID:
             return []
-        place = wanted.place or Place("", "0", "0", "")
+        place = wanted.place or _NOWHERE
         parameters = {
             **self._parameters(query._replace(after=NO_FLOOR)),
             **place._asdict(),

@@ -82,7 +82,7 @@ class ShardTask:
 
     def run(self) -> ShardOutcome:
         """Publish until the time is over or no row is left; return what was done, and the error that ended it."""
-        failure = None
+        failure: OutboxError | None = None
         with closing(self._limits), closing(self._rows):
             try:
                 self._retry()

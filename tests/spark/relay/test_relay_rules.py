@@ -22,7 +22,7 @@ from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import add_checks_sql, drop_checks_sql
 from outbox_core.stores.interface import RowQuery
-from outbox_core.stores.relay_marks import RelayMark
+from outbox_core.stores.relay_marks import FIRST, LAST
 from outbox_spark.relay import fencing
 from outbox_spark.relay.plan import BatchPlan, Planner
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
@@ -184,7 +184,7 @@ def test_rows_that_are_no_messages_are_held(scene, make_topic):
     scene.execute(
         "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys, leader_id) VALUES ('t', 'x', '{a}', NULL),"
         " ('t', 'x', '{a}', %s)",
-        [RelayMark(scene.claim(), 1).leader_id],
+        [FIRST],
     )
     scene.fill(topic, 20, keys=3)
     scene.execute(add_checks_sql(scene.table))
@@ -205,8 +205,8 @@ def test_marks_of_an_earlier_release_count_for_nothing(scene, make_topic):
     """What a relay of an earlier release has marked is published like other rows, by a relay and by a harvester."""
     topic = make_topic()
     scene.fill(topic, 20, keys=3)
-    scene.execute("UPDATE outbox SET leader_id = %s WHERE id <= 5", [RelayMark(2**48 - 1, 7).leader_id])
-    scene.execute("UPDATE outbox SET leader_id = %s WHERE id = 9", [RelayMark(0, 1).leader_id])
+    scene.execute("UPDATE outbox SET leader_id = %s WHERE id <= 5", [LAST])
+    scene.execute("UPDATE outbox SET leader_id = %s WHERE id = 9", [FIRST])
     assert scene.store.marks.count().number == 0
     with pytest.raises(Killed):
         scene.relay(rows=5, kill_at=(2, "sent"))
