@@ -9,7 +9,7 @@ does the same for each transactional.id there ever was:
 3. delete the listed rows, by (id, create_time), and those of a torn transaction that are in Kafka.
 
 Kafka has acknowledged the claim that won the election before step 1. A shard's task looks for a higher claim after it
-has fenced its own transactional.id (`shard_writer.py`), up to a message that it writes then itself. So a task of a
+has fenced its own transactional.id (`shard_task.py`), up to a message that it writes then itself. So a task of a
 deposed relay either fenced before our step 1, and is fenced by it, or sees our claim.
 """
 
