@@ -11,7 +11,7 @@ from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.record_producer import Sent
 from outbox_core.kafka.tracking import Ledger
 from outbox_core.kafka.transactions import Aborted, Committed, Ended
-from outbox_core.stores.interface import StoredRecord
+from outbox_core.stores.interface import OversizedValue, StoredRecord
 from outbox_spark.relay import shard_task
 from outbox_spark.relay.plan import BatchPlan
 from outbox_spark.relay.shard_store import ShardRange
@@ -46,11 +46,20 @@ class _Rows:
 
     settled, reached, is_exhausted = 0, 0, True
 
+    made = None
+
     def __init__(self, *_):
-        self.purged = []
+        self.purged, self.held = [], {}
+        type(self).made = self
 
     def next(self):
-        return [row for row in _ROWS if row.id not in self.purged]
+        return [row for row in _ROWS if row.id not in (*self.purged, *self.held)]
+
+    def may_hold(self):
+        return True
+
+    def hold(self, refused):
+        self.held.update({record.id: error for record, error in refused})
 
     def purge(self, rows):
         self.purged += [row.id for row in rows]
@@ -103,10 +112,14 @@ class _Producer:
         self.with_reports.append(failures is not None)
         if failures is not None:
             failures += self._reports
-        return Sent(list(records), [])
+        refused = [row for row in records if row.id in self.refuses]
+        error = KafkaError(KafkaError._INVALID_ARG, "no message")
+        sent = [row for row in records if row.id not in self.refuses]
+        return Sent(sent, [Failure(row, error, alone=True) for row in refused])
 
     failure = None
     must_replace = False
+    refuses = ()
 
     def send_manifest(self, *_, key=None):
         pass
@@ -181,6 +194,26 @@ def test_a_bad_record_is_named(write):
     reports = [Failure(_ROWS[1], KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))]
     outcome, _ = write(*inconsistent, reports=reports)
     assert outcome.message.startswith("record 8 for topic 'orders'")
+
+
+def test_what_no_client_takes_is_held(write, monkeypatch):
+    """A record that the client refuses is held once the others are committed, and only then."""
+    monkeypatch.setattr(_Producer, "refuses", (8,))
+    outcome, _ = write(_aborted(KafkaError._MSG_TIMED_OUT), Committed())
+    assert (outcome.published, outcome.error) == (2, "")
+    assert _Rows.made.purged == [7, 9]
+    assert _Rows.made.held == {8: "no message"}
+
+
+def test_a_record_too_large_to_be_read_keeps_back_its_key_alone(write, monkeypatch):
+    """Later records of the key of an oversized one wait with it, in their order; others go on."""
+    rows = [_ROWS[0], _ROWS[1]._replace(value=OversizedValue(99, 10)), _ROWS[2], _ROWS[2]._replace(id=10, key="other")]
+    monkeypatch.setattr(f"{__name__}._ROWS", rows)
+    monkeypatch.setattr(_Rows, "next", lambda self: [] if self.held else rows)
+    outcome, _ = write(Committed())
+    assert (outcome.published, outcome.error) == (2, "")
+    assert _Rows.made.purged == [7, 10]
+    assert list(_Rows.made.held) == [8]
 
 
 def test_batches_are_as_large_as_the_topic_takes(write, monkeypatch):
