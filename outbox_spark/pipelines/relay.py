@@ -22,10 +22,19 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership
 from outbox_core.election.lease import now
-from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, StoreUnavailable
+from outbox_core.errors import (
+    InvalidConfig,
+    InvalidRecord,
+    MarkedRowsFound,
+    OutboxError,
+    OutboxTableError,
+    StoreUnavailable,
+    TrackingTopicError,
+)
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.topics import ensure_tracking_topic
+from outbox_core.kafka.tracking import ForeignLedger
 from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import publish, refuse_functions
 from outbox_spark.relay.leadership import Contender
@@ -52,9 +61,9 @@ _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _SETTLE_SECONDS = 60.0
 _CLEAN_UP_SECONDS = 30.0
-# These pass; everything else of ours is not mended by another try.
-_OUTAGES = (StoreUnavailable, KafkaUnavailable)
-_PASSING = ("StoreUnavailable", "KafkaUnavailable", "Deposed", "RowsHeld", "RowsRemain")
+# Another try does not mend these.
+_PERMANENT = (InvalidConfig, InvalidRecord, MarkedRowsFound, OutboxTableError, TrackingTopicError, ForeignLedger)
+_PERMANENT_NAMES = {error.__name__ for error in _PERMANENT}
 
 OnProgress = Callable[[dict[str, Any]], None]
 
@@ -176,7 +185,9 @@ class _Relay:
             try:
                 planner = planner or self._begin(leads, once=once)
                 ranges = planner.next()
-            except _OUTAGES as error:
+            except _PERMANENT:
+                raise
+            except OutboxError as error:
                 self._wait_after(str(error))
                 continue
             if ranges:
@@ -213,7 +224,7 @@ class _Relay:
         self._report(outcomes, time.monotonic() - began)
         failures = [outcome for outcome in outcomes if outcome.error]
         for failure in failures:
-            if failure.error not in _PASSING:
+            if failure.error in _PERMANENT_NAMES:
                 raise RelayFailed(failure.message)
         if failures and leads():
             self._wait_after(failures[0].message)

@@ -25,7 +25,7 @@ from contextlib import closing
 
 from outbox_core.config.kafka_settings import batch_settings
 from outbox_core.election.observer import highest_claim
-from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError, StoreUnavailable
+from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError, RowsRemain, StoreUnavailable
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.clients import KafkaConfig, KafkaError
 from outbox_core.kafka.errors import ErrorKind, explained, kind_of
@@ -106,7 +106,7 @@ class ShardTask:
         while True:
             try:
                 return self._try()
-            except Fenced:
+            except (Fenced, RowsRemain):  # the driver tells of the latter
                 raise
             except (KafkaUnavailable, StoreUnavailable) as error:
                 self._rows.begin_again(trusts=isinstance(error, KafkaUnavailable))
