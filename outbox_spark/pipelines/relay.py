@@ -221,6 +221,9 @@ class _Relay:
             return
         for outcome in outcomes:
             planner.finished(outcome)
+        settled = sum(outcome.settled for outcome in outcomes)
+        if settled:
+            _log.info("deleted %d rows that an earlier attempt of a task had published", settled)
         self._report(outcomes, time.monotonic() - began)
         failures = [outcome for outcome in outcomes if outcome.error]
         for failure in failures:

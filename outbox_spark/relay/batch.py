@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-_OUTCOME = (
-    "number int, published long, settled long, reached string, is_exhausted boolean, seconds double, "
-    "error string, message string"
-)
+_OUTCOME = "number int, published long, settled long, reached string, seconds double, error string, message string"
 _TAG = "outbox-relay-batch"
 _POLL_SECONDS = 0.05
 
@@ -53,7 +50,7 @@ def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Itera
     """Publish the shards of these numbers, on a worker."""
     import pyarrow as pa
 
-    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.bool_(), pa.float64(), pa.string(), pa.string()]
+    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.float64(), pa.string(), pa.string()]
     schema = pa.schema([(name.split()[0], kind) for name, kind in zip(_OUTCOME.split(", "), kinds, strict=True)])
     for batch in batches:
         outcomes = [ShardTask(plan, number).run() for number in batch.column(0).to_pylist()]

@@ -73,7 +73,6 @@ class ShardOutcome:
         published: records committed.
         settled: rows that had been published before, and were deleted.
         reached: no row of the shard up to this id is left, but for those that the plan's holds keep back.
-        is_exhausted: the last scan found no row.
         seconds: the task's own time.
         error: the name of the error that ended it, '' for none.
         message: its text.
@@ -83,7 +82,6 @@ class ShardOutcome:
     published: int = 0
     settled: int = 0
     reached: int = NO_FLOOR.id
-    is_exhausted: bool = False
     seconds: float = 0.0
     error: str = ""
     message: str = ""
@@ -132,12 +130,13 @@ class Planner:
         """Return what each shard reads in the next batch; nothing if no row is there. Raises StoreUnavailable."""
         self._see_holds()
         self._see_sequence()
-        found = self._first_above(min(self._positions))
+        lowest = min(self._positions)
+        found = self._first_above(lowest)
         self._is_idle = found is None
         if found is None:
             return ()
         settled = self._settled.id if self._up_to is None else min(self._settled.id, self._up_to)
-        is_settled = found <= settled
+        is_settled = lowest < found <= settled  # one below is found if the database does not recognise the place
         if not is_settled:  # none is left up to there
             self._positions = [max(position, settled) for position in self._positions]
         place = self._settled.place

@@ -29,18 +29,17 @@ class ShardRows:
 
     Attributes:
         settled: number of rows that were published before, and are deleted.
-        is_exhausted: the last scan found no row.
     """
 
     def __init__(self, plan: BatchPlan, wanted: ShardRange) -> None:
         self.settled = 0
-        self.is_exhausted = False
         self._plan = plan
         self._range = wanted
         self._holds = plan.holds
         self._holds_more = False  # than the plan does
         self._store = ShardStore.of(plan.harvest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outbox-shard")
+        self._is_exhausted = False  # the last scan found no row
         self._after = wanted.after  # the purge of all rows up to there is committed, in a settled range
         self._scan: Future[Sequence[StoredRecord]] | None = None  # ahead
         self._purge: tuple[Future[int], int] | None = None  # under way, and its last row
@@ -50,7 +49,7 @@ class ShardRows:
         """The id up to which no row of the shard is left that the plan does not hold."""
         if self._holds_more or not self._range.is_settled:
             return self._range.after
-        return self._range.up_to if self.is_exhausted and self._range.up_to is not None else self._after
+        return self._range.up_to if self._is_exhausted and self._range.up_to is not None else self._after
 
     def next(self) -> Sequence[StoredRecord]:
         """Return the next rows, none if there are no more. Raises StoreUnavailable, or what became of the purge."""
@@ -60,7 +59,7 @@ class ShardRows:
         else:
             self.join()  # or its rows would come again
             rows = self._scan_from(self._range.after).result()
-        self.is_exhausted = not rows
+        self._is_exhausted = not rows
         return rows
 
     @property

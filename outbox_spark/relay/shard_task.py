@@ -95,7 +95,6 @@ class ShardTask:
                 self._published,
                 self._rows.settled,
                 self._rows.reached,
-                self._rows.is_exhausted,
                 time.monotonic() - self._began_at,
                 type(failure).__name__ if failure is not None else "",
                 str(failure) if failure is not None else "",

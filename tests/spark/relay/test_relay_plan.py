@@ -65,7 +65,7 @@ class World:
             happens()
             if not rows:
                 reached = wanted.up_to if wanted.is_settled else wanted.after
-                return ShardOutcome(wanted.number, reached=reached, is_exhausted=True)
+                return ShardOutcome(wanted.number, reached=reached)
             for row in rows:
                 key, commit = self.rows.pop(row.id)
                 self.published.append((key, row.id, commit))
