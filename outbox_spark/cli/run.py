@@ -144,7 +144,7 @@ def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace,
     settings = file.settings
     given = {"shards": settings.shards, "batch_records": settings.batch_records}
     wanted = {name: value for name, value in given.items() if value is not None}
-    config = RelayConfig(harvest=file.harvest, checkpoint=settings.checkpoint, **wanted)  # type: ignore[arg-type]
+    config = RelayConfig(harvest=file.harvest, **wanted)  # type: ignore[arg-type]
     run_relay(spark, config, once=options.once, on_progress=_say_progress, stopping=stop)
     return 0
 

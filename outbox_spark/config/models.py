@@ -313,7 +313,6 @@ class AuditSettings(Settings):
 class RelaySettings(Settings):
     """Outbox table -> topics, by `shards` tasks at once; the section `harvest` names the outbox."""
 
-    checkpoint: Path
     shards: Annotated[int, Field(ge=1, le=1000, strict=True)] | None = None
     batch_records: Annotated[int, Field(ge=1, strict=True)] | None = Field(
         default=None, validation_alias="batchRecords"
