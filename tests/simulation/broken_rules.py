@@ -86,6 +86,7 @@ _NEAR = {"latency": 0.001, "database_distance": 1.0}
 _LOST_PURGES = {
     "faults": ("at a step", "crash"), "step_share": 0.05, "late_changes": 0.3, "late": 0.0, "pause": 0.3, **_NEAR,
 }  # fmt: skip
+_TRUNCATED = {"faults": ("truncate",), "pause": 0.1, **_NEAR}
 
 
 def _exactly(name: str | object, attribute: str, double: Any, *more: Double, **options: Any) -> Rule:
@@ -132,9 +133,9 @@ RULES = {
         exactly_once.scan_excluding_nothing,
         Double(Term, "_collect_scan", exactly_once.collect_and_exclude),
     ),
-    "scans leave out rows, not ids": _exactly(Store, "_select", exactly_once.exclude_by_id),
+    "scans leave out rows, not ids": _exactly(Store, "_select", exactly_once.exclude_by_id, plan=_TRUNCATED),
     "an abort throws away what was scanned": _exactly(Term, "_discard", exactly_once.keep_the_scan),
-    "a delete matches the create time": _both(Store, "_delete", exactly_once.delete_by_id),
+    "a delete matches the create time": _both(Store, "_delete", exactly_once.delete_by_id, plan=_TRUNCATED),
     "a manifest names its outbox": _exactly(
         TransactionalIdentity,
         "_checked",
