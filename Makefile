@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requirements-docs.txt names
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6
+.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
 .PHONY: test-chaos test-queues chaos simulate explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console
@@ -103,6 +103,9 @@ test-django6:  ## Run the tests of Django on Django 6, with the newest Python on
 
 python6:  # prints the Python of test-django6; nothing if there is none
 	@echo $(PYTHON6)
+
+costs-accept: $(STAMP)  ## Write what a record costs now (statements, WAL, calls) into tests/costs/baseline.toml
+	OUTBOX_TEST_ACCEPT_COSTS=1 $(BIN)/pytest tests/costs/test_costs.py
 
 test-chaos: $(STAMP)  ## Run the chaos tests alone, with every kind of fault at least once: some minutes
 	$(BIN)/pytest tests/chaos
