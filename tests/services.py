@@ -242,9 +242,9 @@ def own_stack(pytestconfig):
         yield make
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own_postgres(pytestconfig):
-    """Yield a Postgres server of this test's own, which runs and may be given other settings."""
+    """Yield a Postgres server of this module's own, which runs and may be given other settings."""
     stack = DevStack(small=True, report=_reporter(pytestconfig))
     with _recorded(pytestconfig, stack.directory):
         stack.start_postgres()

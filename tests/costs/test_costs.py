@@ -22,7 +22,13 @@ from tests.harvesting import GENEROUS_SECONDS, Scene
 _WAVE = 500
 _SHORT, _LONG = 1, 5  # drains, in waves
 _RECORDS = (_LONG - _SHORT) * _WAVE
-_LIMITS = {"mark_query_records": _WAVE, "max_in_flight_records": _WAVE}
+_LIMITS = {
+    "mark_query_records": _WAVE,
+    "max_in_flight_records": _WAVE,
+    # So long that nothing is repeated where a broker gets next to no CPU: what is done twice is counted twice.
+    "heartbeat_timeout": "60s",
+    "transaction_timeout": "60s",
+}
 _LEAST_OF_CALLS = 0.2  # of a function for a record; what has fewer is of waves, or of turns that wait for something
 _ACCEPT = "OUTBOX_TEST_ACCEPT_COSTS"
 
@@ -91,7 +97,7 @@ def _drained(database, bootstrap, topic, monkeypatch, delivery, *, waves):
         )
         connection.execute(f"VACUUM ANALYZE {table}")
         server, calls = ServerCounters(connection, table), CallCounter()
-        settings = scene.config(delivery=delivery).producer_settings()
+        settings = scene.config(limits=_LIMITS, delivery=delivery).producer_settings()
         own = {"producer_factory": lambda: _PatientProducer(settings)} if delivery == "at-least-once" else {}
         with calls.counting(), counted_statements(monkeypatch, f'"{table}"') as statements:
             scene.drain(limits=_LIMITS, config={"delivery": delivery}, **own)
