@@ -18,7 +18,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
 .PHONY: test-chaos test-queues chaos simulate explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -169,6 +169,9 @@ bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
 
 bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
 	$(BIN)/python -m benchmarks.held_snapshot
+
+bench-pressure: $(STAMP)  ## Measure MINUTES=30 each of a held snapshot, readers, overload and a burst at 2,000 records/s; draws charts
+	$(BIN)/python -m benchmarks.pressure --minutes $(or $(MINUTES),30) $(OPTIONS)
 
 bench-small-topic: $(STAMP)  ## Measure exactly once into a topic of 64 KiB a batch beside one of 1 MiB
 	$(BIN)/python -m benchmarks.small_topic
