@@ -159,10 +159,7 @@ class DeltaLog:
         wanted = table.version() + 1
         properties = deltalake.CommitProperties(max_commit_retries=0, app_transactions=list(transactions))
         with _translated(self._uri):
-            try:
-                table.create_write_transaction(list(actions), mode, schema, [self._date], commit_properties=properties)
-            except errors.CommitFailedError as error:
-                raise CommitConflict(str(error)) from None
+            table.create_write_transaction(list(actions), mode, schema, [self._date], commit_properties=properties)
             # Not a later version: its positions are not those that we know.
             table.load_as_version(wanted)
 
@@ -209,9 +206,11 @@ class DeltaLog:
 
 @contextmanager
 def _translated(uri: str) -> Iterator[None]:
-    """Raise StoreUnavailable in place of errors of the storage."""
+    """Raise CommitConflict for a lost race, and StoreUnavailable in place of errors of the storage."""
     try:
         yield
+    except errors.CommitFailedError as error:
+        raise CommitConflict(str(error)) from None
     except (errors.DeltaError, OSError) as error:
         raise StoreUnavailable(f"the Delta table {uri}: {str(error).strip() or type(error).__name__}") from None
 

@@ -66,7 +66,7 @@ class IcebergLog:
     @property
     def location(self) -> str:
         """Return the table's folder, as its catalog tells it; its name if there is no table."""
-        return self._name if self._table is None else for_spark(self._table.location())
+        return self._name if self._table is None else for_spark(for_library(self._table.location()))
 
     def load(self) -> None:
         """Read the table's present state. Raises StoreUnavailable, OutboxTableError."""
@@ -131,7 +131,7 @@ class IcebergLog:
                 for file in files:
                     update.append_data_file(file)
                 for file in self._files() if gone else ():
-                    if file.file_path in gone:
+                    if for_library(file.file_path) in gone:
                         update.delete_data_file(file)
             self._hold(transaction.commit_transaction())
         self.positions = positions
@@ -220,4 +220,4 @@ def _described(file: IcebergFile) -> DataFile:
     if isinstance(day, int):
         day = date(1970, 1, 1) + timedelta(days=day)
     size, rows = file.file_size_in_bytes, file.record_count
-    return DataFile(for_spark(file.file_path), size, rows, None if day is None else day.isoformat())
+    return DataFile(for_spark(for_library(file.file_path)), size, rows, None if day is None else day.isoformat())

@@ -97,11 +97,14 @@ class Table:
     def recover(self) -> None:
         """Create the table, or read its state and give it the wanted columns. For the next writer."""
         self._log.load()
-        if not self._log.exists:
-            self._log.create(self._arrow())
-        elif wider := self._log.evolve(self._arrow()):
-            _log.info("rewriting %s: %s becomes wider", self.url, ", ".join(wider))
-            self._log.rewrite(self._write(self.read()), self._arrow())
+        try:
+            if not self._log.exists:
+                self._log.create(self._arrow())
+            elif wider := self._log.evolve(self._arrow()):
+                _log.info("rewriting %s: %s becomes wider", self.url, ", ".join(wider))
+                self._log.rewrite(self._write(self.read()), self._arrow())
+        except CommitConflict as conflict:
+            raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
         self._load()
         if self.is_of_earlier_version:
             ledger.move(self._spark, self._earlier, self, str(self._layout))  # type: ignore[arg-type]  # it is one
@@ -146,7 +149,11 @@ class Table:
 
     def maintain(self) -> tuple[int, int]:
         """Merge small files, delete those that no version of the last `keep_versions` has; return both numbers."""
-        return self.compact(2), self._log.expire(datetime.now(UTC) - self._layout.keep_versions)
+        merged = self.compact(2)
+        try:
+            return merged, self._log.expire(datetime.now(UTC) - self._layout.keep_versions)
+        except CommitConflict as conflict:
+            raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
 
     def _commit(
         self, added: Collection[str], removed: Collection[str] = (), positions: Positions | None = None
@@ -212,7 +219,9 @@ class Table:
         # Neither format knows Spark's older form of timestamps.
         named.sparkSession.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
         folder = Folder(self._spark, self.url)
-        named.write.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
+        # A mark of success would stay for ever: it belongs to no version, and its name keeps it from being deleted.
+        writer = named.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
+        writer.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
         return [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
 
 

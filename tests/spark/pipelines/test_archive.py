@@ -71,7 +71,7 @@ def test_archives_each_record_once(spark, settings, place, kafka_bootstrap):
         assert counts["records"] == 20
     assert _archived(spark, settings) == list(range(60))
     table = archive.open_archive(spark, settings.place)
-    assert table.compact(2) < 3
+    assert len(table._log.files()) < 6  # each batch wrote two
     found = {(row.partition, row.offset): row for row in table.read().collect()}
     elsewhere = {(row["partition"], row["offset"]): row for row in by_polars(place).to_dicts()}
     for message in read_topic(kafka_bootstrap, topic):

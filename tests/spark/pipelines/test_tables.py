@@ -95,7 +95,7 @@ def test_a_lost_answer_to_a_commit(spark, opened, place, monkeypatch):
 
 
 @each_format
-@pytest.mark.parametrize("batches", [5, pytest.param(1000, marks=_COMPLETE)])
+@pytest.mark.parametrize("batches", [5, pytest.param(1000, marks=[_COMPLETE, pytest.mark.timeout(3600)])])
 def test_small_batches_are_merged(spark, opened, place, batches):
     """Many small batches become one file for each day; the old files go, and those of dead writers."""
     table = opened(small_files=10_000)
