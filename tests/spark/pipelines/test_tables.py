@@ -117,7 +117,7 @@ def test_small_batches_are_merged(spark, opened, place, batches):
 def test_columns_are_added_and_widened(spark, opened, place):
     """New columns are NULL in old rows, wider types hold old values, and a type that holds less is refused."""
     opened().append(_rows(spark, 0, 2), _reach(2))
-    wider = _SCHEMA.replace("n INT", "n BIGINT, note STRING")
+    wider = _SCHEMA.replace("n INT", "n BIGINT, note STRING", 1)
     table = opened(wider)
     assert table.positions == _reach(2)
     table.append(_rows(spark, 2, 4, "id + 10000000000 AS n").selectExpr("*", "'new' AS note"), _reach(4))
@@ -128,7 +128,7 @@ def test_columns_are_added_and_widened(spark, opened, place):
     assert _numbers(place) == found
     assert by_polars(place).sort("n")["note"].to_list() == [None, None, "new", "new"]
     with pytest.raises(OutboxTableError, match="n"):
-        opened(wider.replace("n BIGINT", "n STRING"))
+        opened(wider.replace("n BIGINT", "n STRING", 1))
 
 
 @each_format
