@@ -89,7 +89,7 @@ test-all: $(STAMP)  ## Run all tests, the long ones too: about an hour
 test-lowest: $(STAMP)  ## Run the quick tests against the lowest versions of dependencies that pyproject.toml allows
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-lowest
 	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
-		--editable '.[harvester,sqlalchemy,django,django-tasks,completion,queue,spark]'
+		--editable '.[harvester,sqlalchemy,django,django-tasks,completion,queue,spark,delta,iceberg]'
 	$(BIN)/uv pip install --quiet --python .venv-lowest --group dev
 	.venv-lowest/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
 
