@@ -253,6 +253,7 @@ class Producer(Client):
         self._longest_message = int(settings.get("message.max.bytes", 1_000_000))
         self._longest_queue = int(settings.get("queue.buffering.max.messages", 100_000)) or 10**9
         self._most_in_batch = int(settings.get("batch.num.messages", _MOST_IN_BATCH))
+        self._reports_only_errors = bool(settings.get("delivery.report.only.error", False))
         self._lanes: dict[Place, _Lane] = {}
         self._reports: deque[tuple[Callable[..., Any], KafkaError | None, Message]] = deque()
         self._news = Event()
@@ -448,7 +449,7 @@ class Producer(Client):
     def _report(self, message: _Outgoing, error: KafkaError | None, offset: int | None) -> None:
         self._unfinished -= 1
         self._has_failed = self._has_failed or error is not None
-        if message.on_delivery is not None:
+        if message.on_delivery is not None and (error is not None or not self._reports_only_errors):
             report = Message(message.place, offset, message.key, message.value, message.headers, error=error)
             self._reports.append((message.on_delivery, error, report))
         self._news.set()

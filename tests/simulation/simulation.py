@@ -218,6 +218,8 @@ SENTINELS = (
 class ProcessPlace:
     """A place where something runs, process after process."""
 
+    harvester: Harvester | None = None
+
     def __init__(self, simulation: Simulation, name: str) -> None:
         self.simulation: Any = simulation
         self.name = name

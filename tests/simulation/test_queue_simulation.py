@@ -98,7 +98,7 @@ _write_marker, _fetch, _start_reader = MarkerWriter.write, GroupMember.fetch, Qu
     [
         (InProgress, "end", lambda *_: False, "has ended, and is kept"),
         (InProgress, "_rebuild", _rebuild_nothing, "deadlines are kept"),
-        (PrefetchBuffer, "_free", lambda _: 100, "waiting messages"),
+        (PrefetchBuffer, "_free", lambda _: 100, "must be in progress"),
         (PrefetchBuffer, "_remove", _keep, "received messages"),
         (GroupMember, "fetch", _fetch_all, "fetched records"),
         (MarkerWriter, "write", _write_too_much, "markers on their way"),
