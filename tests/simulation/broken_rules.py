@@ -135,7 +135,7 @@ RULES = {
     ),
     "scans leave out rows, not ids": _exactly(Store, "_select", exactly_once.exclude_by_id, plan=_TRUNCATED),
     "an abort throws away what was scanned": _exactly(Term, "_discard", exactly_once.keep_the_scan),
-    "a delete matches the create time": _both(Store, "_delete", exactly_once.delete_by_id, plan=_TRUNCATED),
+    "a delete matches the create time": _both(Store, "_delete", exactly_once.delete_by_id),
     "a manifest names its outbox": _exactly(
         TransactionalIdentity,
         "_checked",
