@@ -66,6 +66,16 @@ _LATE_END = {
     "faults": ("move",), "late_ends": 0.3, "poison": 0.02, "late": 0.9, "longest_late": 2.0,
     "latency": 0.03, "pause": 0.3, "writers": 3, "seconds": 40.0, "database_distance": 1.0,
 }  # fmt: skip
+# A refused record aborts a transaction while another one's Produce is held. That comes within the next transaction.
+_LATE_PRODUCE = {
+    "faults": ("break",), "late_produces": 0.2, "late": 1.0, "longest_late": 0.2, "latency": 0.02, "pause": 0.2,
+    "writers": 5, "poison": 0.03, "seconds": 40.0, "harvesters": 1, "late_ends": 0.0, "database_distance": 1.0,
+}  # fmt: skip
+# One that was suspended and does not know that another one has led replaces its producer, which fences the other one.
+_FENCED_UNNOTICED = {
+    "faults": ("suspend",), "late_ends": 0.5, "harvesters": 2, "latency": 0.005, "pause": 0.1, "seconds": 80.0,
+    "late": 0.4, "late_changes": 0.0, "poison": 0.0, "database_distance": 1.0,
+}  # fmt: skip
 # Each term begins with an abort, of its barrier. A copy of that must come when all records are acknowledged, and no
 # manifest is on its way: that is for long only if the batch before takes long to be purged.
 _LATE_ABORT = {
@@ -156,10 +166,10 @@ RULES = {
     ),
     "no transaction in an epoch with a late EndTxn": _exactly(*_STAYS_IN_EPOCH, shows="repeated", plan=_LATE_END),
     "no transaction in an epoch with a late Produce": _exactly(
-        TransactionalProducer, "abort", exactly_once.abort_in_its_epoch
+        TransactionalProducer, "abort", exactly_once.abort_in_its_epoch, shows="lost", plan=_LATE_PRODUCE
     ),
     "a replaced producer reads the ledger again": _exactly(
-        TransactionalIdentity, "begin", exactly_once.begin_unchecked, _LEADS_ON
+        TransactionalIdentity, "begin", exactly_once.begin_unchecked, _LEADS_ON, plan=_FENCED_UNNOTICED
     ),
     "a transaction begins with its opening": _exactly(
         Term, "_send_opening", exactly_once.write_no_opening, _STAYS_IN_EPOCH, shows="lost", plan=_LATE_ABORT

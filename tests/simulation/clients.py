@@ -273,6 +273,11 @@ class Producer(Client):
         self._outcome: list[int | None] | None = None  # of EndTxn
         self._end_number = 0
 
+    def _break_some(self, share: float, broker: int, attempt: int) -> None:
+        """Break the connection of a share of the requests that are sent for the first time."""
+        if not attempt and share and self.scheduler.random.random() < share:
+            self.network.break_connection(self._connections[broker])
+
     # -- records
 
     def __len__(self) -> int:
@@ -368,6 +373,7 @@ class Producer(Client):
             lambda answer: self._answered(lane, batch, attempt, answer),
             "PRODUCE",
         )
+        self._break_some(self.network.late_produces, broker, attempt)
 
     def _answered(self, lane: _Lane, batch: _Batch, attempt: int, answer: Any) -> None:
         if batch.is_given_up:
@@ -741,8 +747,7 @@ class Producer(Client):
             answered,
             f"END_TXN {'commit' if commit else 'abort'}",
         )
-        if not attempt and self.network.late_ends and self.scheduler.random.random() < self.network.late_ends:
-            self.network.break_connection(self._connections[broker])
+        self._break_some(self.network.late_ends, broker, attempt)
 
 
 class Consumer(Client):
