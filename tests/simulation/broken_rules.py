@@ -6,10 +6,12 @@ first one is broken, too, and the second one's rule says which other problem it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -332,3 +334,16 @@ def broken(name: str) -> Iterator[None]:
         for place, attribute, double in RULES[name].doubles if name else ():
             patches.enter_context(patch.object(place, attribute, double))
         yield
+
+
+def rule_named(*names: str) -> Callable[[str], str]:
+    """Return what reads the name of a rule from a command line, and says which names are similar if there is none."""
+
+    def read(name: str) -> str:
+        if name in ("", *names):
+            return name
+        near = [each for each in names if name.lower() in each.lower()] or get_close_matches(name, names, 3, 0.4)
+        these = ", ".join(map(repr, near)) or "the names are in broken_rules.py and broken_queue_rules.py"
+        raise ArgumentTypeError(f"there is no rule {name!r}; {'meant may be ' if near else ''}{these}")
+
+    return read

@@ -53,6 +53,7 @@ _MOST_PROBLEMS = 4
 _WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
 _SLOWEST_ANSWER = 10.0  # in multiples of the latency
 _SLACK_SECONDS = 0.01  # of clocks that drift
+_STOP_SECONDS = 60.0  # in which a harvester ends that is asked to, whatever is cut off or suspended meanwhile
 _NEIGHBOUR = 1  # an ID that no other producer has
 _SESSION_SECONDS = 6.0  # of the group, after which it has another owner
 
@@ -309,7 +310,8 @@ class Node(ProcessPlace):
     def _stop(self, harvester: Harvester, process: Process) -> None:
         harvester.stop()
         with suppress(OutboxError):
-            harvester.join(60.0)
+            if not harvester.join(_STOP_SECONDS):
+                self.simulation.broken(f"{process.name} has not ended {_STOP_SECONDS:g} s after it was asked to stop")
         self.simulation.scheduler.after(0.3, lambda: self._replace(process))
 
     def _replace(self, process: Process) -> None:
