@@ -116,14 +116,17 @@ class DeltaLog:
         table = self._open()
         files = self._described(added)
         # Merged rows are no new ones: to readers of the table's changes they have not changed.
-        added_files = [self._add(file, is_new=not removed) for file in files]
+        is_change = positions != self.positions
+        added_files = [self._add(file, is_new=is_change) for file in files]
         self._name_topics(positions)
         transactions = [
             deltalake.Transaction(f"{topic}/{number}", of.get(str(number), _UNKNOWN))
             for topic, of in changed_topics(positions, self.positions).items()
             for number in range(max(map(int, of), default=-1) + 1)
         ]
-        self._transact([*added_files, *self._removals(removed)], "append", table.schema(), transactions)
+        self._transact(
+            [*added_files, *self._removals(removed, is_change=is_change)], "append", table.schema(), transactions
+        )
         self.positions = positions
         return files
 
@@ -193,12 +196,12 @@ class DeltaLog:
         days = {self._date: file.day}
         return AddAction(self._relative(file.url), file.size, days, _now(), is_new, statistics)
 
-    def _removals(self, urls: Collection[str]) -> Iterator[RemoveAction]:
+    def _removals(self, urls: Collection[str], *, is_change: bool) -> Iterator[RemoveAction]:
         from deltalake.transaction import RemoveAction
 
         for file in self.files() if urls else ():
             if file.url in urls:
-                yield RemoveAction(self._relative(file.url), False, _now(), file.size, {self._date: file.day})
+                yield RemoveAction(self._relative(file.url), is_change, _now(), file.size, {self._date: file.day})
 
     def _relative(self, url: str) -> str:
         return url.removeprefix(f"{self._url}/")

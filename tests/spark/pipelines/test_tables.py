@@ -7,7 +7,7 @@ from pathlib import Path
 import pyiceberg.catalog
 import pytest
 
-from outbox_core.errors import InvalidConfig, OutboxTableError
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_spark.config import AuditSettings, IcebergTable
 from outbox_spark.pipelines import archive, audit
 from outbox_spark.tables import Layout, open_table
@@ -111,6 +111,27 @@ def test_small_batches_are_merged(spark, opened, place, batches):
     assert _numbers(place) == list(range(2 * batches))
     days = {str(row["date"]): row["count"] for row in table.read().groupBy("date").count().collect()}
     assert days == {"2026-09-21": batches, "2026-09-22": batches}
+
+
+@_COMPLETE
+@each_format
+def test_rows_are_replaced_while_others_merge(spark, opened, place):
+    """Rows take the place of files in one commit; of files that another process has merged, in the next attempt."""
+    table, other = opened(), opened()
+    for first in (0, 4):
+        table.append(_rows(spark, first, first + 4), _reach(first + 4))
+    files, rows = table.with_keys(spark.range(1, 2).selectExpr("cast(id AS INT) AS n"))
+    assert len(files) == 1
+    assert sum(file.rows for file in files) == rows.count() == 2
+    other.recover()
+    assert other.compact(2) == 4
+    with pytest.raises(StoreUnavailable, match="another process"):
+        table.replace(files, rows.where("n != 1"), _reach(9))
+    table.recover()
+    files, rows = table.with_keys(spark.range(1, 2).selectExpr("cast(id AS INT) AS n"))
+    assert table.replace(files, rows.where("n != 1"), _reach(9)) == 3
+    assert _numbers(place) == [0, *range(2, 8)]
+    assert opened().positions == _reach(9)
 
 
 @each_format
