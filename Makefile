@@ -18,7 +18,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
 .PHONY: test-chaos test-queues chaos simulate explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
+.PHONY: bench-queue bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -155,6 +155,9 @@ bench-tracker: $(STAMP)  ## Measure how soon a tracker is ready, with 10 million
 bench-pipelines: $(STAMP)  ## Measure archive, project and audit on Spark beside a bare consumer
 	$(BIN)/python -m benchmarks.spark_pipelines
 
+bench-tables: $(STAMP)  ## Measure the archive into Delta and Iceberg beside the same rows in plain Parquet
+	$(BIN)/python -m benchmarks.spark_tables
+
 bench-relay: $(STAMP)  ## Measure the Spark sources and the relay beside raw reads of the same source
 	$(BIN)/python -m benchmarks.spark_relay
 
@@ -189,7 +192,7 @@ bench-console: $(STAMP)  ## Measure the answers of the console with 10 million p
 	$(BIN)/python -m benchmarks.console
 
 bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
-bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention bench-console
+bench-all: bench-queue bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-retention bench-console
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) $(DOCS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
