@@ -79,7 +79,7 @@ def _cancel_jobs_on(stop: threading.Event, spark: SparkSession, pipeline: str) -
     def cancel() -> None:
         while not over.wait(_POLL_SECONDS):
             if stop.is_set():
-                spark.sparkContext.cancelAllJobs()
+                spark.interruptAll()
 
     watcher = threading.Thread(target=cancel, name="outbox-spark-cancel", daemon=True)
     watcher.start()

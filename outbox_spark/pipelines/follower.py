@@ -198,7 +198,7 @@ class Follower:
             .load()
             .writeStream.foreachBatch(self._batch)
             .queryName(settings.name)
-            .option("checkpointLocation", settings.checkpoint)
+            .option("checkpointLocation", self._checkpoint.url)
             .trigger(**trigger)
             .start()
         )

@@ -16,6 +16,7 @@ from outbox_spark.pipelines.follower import BatchReport, Follower, Target
 from outbox_spark.pipelines.project_postgres import PostgresTarget
 from outbox_spark.pipelines.typed_rows import columns_of, parse
 from outbox_spark.runtime import utc
+from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table
 from outbox_spark.topics.positions import Positions
 
@@ -81,7 +82,6 @@ def targets(spark: SparkSession, settings: ProjectSettings) -> list[TableTarget]
 def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
     columns = ", ".join(f"`{name}` {kind.simpleString()}" for name, kind in columns_of(spark, settings).items())
     table = _open(spark, target.place, target, _ROW_SCHEMA.format(columns=columns), "_time")
-    tasks = spark.sparkContext.defaultParallelism
     # Repeats are looked for in whole days of the table.
     back = timedelta(days=target.deduplicate_within // timedelta(days=1) + 1)
 
@@ -97,7 +97,9 @@ def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarge
             if first_day is not None:
                 seen = table.read(since=(first_day - back).isoformat()).select("_outbox_id", "_row")
                 fresh = fresh.join(seen, ["_outbox_id", "_row"], "left_anti").select(rows.columns)
-            ordered = fresh.coalesce(tasks).sortWithinPartitions("_date", "_topic", "_partition", "_offset")
+            ordered = fresh.coalesce(tasks_at_once(spark)).sortWithinPartitions(
+                "_date", "_topic", "_partition", "_offset"
+            )
             written = table.append(ordered, positions)
         finally:
             rows.unpersist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from outbox_core.config import HarvestConfig
 from outbox_core.errors import InvalidConfig
 from outbox_spark.relay.plan import BatchPlan, ShardOutcome
 from outbox_spark.relay.shard_task import ShardTask
+from outbox_spark.runtime.secrets import filled_harvest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,6 +53,7 @@ def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Itera
 
     kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.float64(), pa.string(), pa.string()]
     schema = pa.schema([(name.split()[0], kind) for name, kind in zip(_OUTCOME.split(", "), kinds, strict=True)])
+    plan = replace(plan, harvest=filled_harvest(plan.harvest))
     for batch in batches:
         outcomes = [ShardTask(plan, number).run() for number in batch.column(0).to_pylist()]
         # As text: what is below every id is no 64-bit number.
