@@ -131,8 +131,8 @@ screenshots: $(STAMP)  ## Take the pictures of the console in docs/images anew
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo
 
-demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exactly once through two kills, to the cent
-	$(BIN)/python -m example_project.demo_pipeline
+demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark (CLUSTER=1: two workers), database: exactly once through two kills
+	$(BIN)/python -m example_project.demo_pipeline $(if $(CLUSTER),--cluster)
 
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput

@@ -131,6 +131,11 @@ class SparkCluster(_Services):
         options = ("--host", LOCALHOST, "--webui-port", "0", "-c", str(cores), "-m", "1g", "-d", str(folder), self.url)
         self._start(name, "spark-class", "org.apache.spark.deploy.worker.Worker", *options)
 
+    @property
+    def workers(self) -> list[str]:
+        """Return the names of the running workers, the oldest first."""
+        return [name for name in self._services if name != "master"]
+
     def state(self) -> dict[str, Any]:
         """Return what the master says of itself; nothing if it does not answer."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

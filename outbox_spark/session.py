@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_pyspark",
-    "is_connect",
     "register",
     "start_session",
-    "tasks_at_once",
 ]
 
 _CONNECT = "sc://"

@@ -13,6 +13,7 @@ from outbox_core.errors import InvalidConfig
 from outbox_spark.relay.plan import BatchPlan, ShardOutcome
 from outbox_spark.relay.shard_task import ShardTask
 from outbox_spark.runtime.secrets import filled_harvest
+from outbox_spark.session import is_connect
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -31,6 +32,8 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
 
     def run() -> list[Any]:
         spark.addTag(_TAG)  # of this thread
+        if not is_connect(spark):
+            spark.sparkContext.setJobDescription(f"relay {plan.outbox}: {len(plan.ranges)} shards, term {plan.term}")
         shards = spark.range(0, len(plan.ranges), 1, len(plan.ranges))
         return shards.mapInArrow(partial(_publish_shards, plan), _OUTCOME).collect()
 
