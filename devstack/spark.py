@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -96,15 +96,18 @@ class _Services:
 
 
 class SparkCluster(_Services):
-    """A standalone master and its workers, of 1 GB each.
+    """A standalone master and its workers.
 
     Args:
         directory: for logs, and a folder for each process, in which workers run their applications.
         java_home: of a Java for Spark.
+        cores: of each worker.
+        gigabytes: of memory of each worker, for its executors.
     """
 
-    def __init__(self, directory: Path, java_home: Path) -> None:
+    def __init__(self, directory: Path, java_home: Path, *, cores: int = 1, gigabytes: int = 1) -> None:
         super().__init__(directory, java_home)
+        self._size = ("-c", str(cores), "-m", f"{gigabytes}g")
         self._port, self._page_port = free_ports(2)
 
     @property
@@ -112,24 +115,35 @@ class SparkCluster(_Services):
         """Return the master's URL."""
         return f"spark://{LOCALHOST}:{self._port}"
 
-    def start(self, workers: int = 2, *, cores: int = 1) -> Self:
-        """Start master and workers of so many cores, and wait until all are registered. Raises DevstackError."""
+    def start(self, workers: int = 2) -> Self:
+        """Start master and workers, and wait until all are registered. Raises DevstackError."""
         ports = (f"--port={self._port}", f"--webui-port={self._page_port}")
         options = [part for option in ports for part in option.split("=")]
         self._start("master", "spark-class", "org.apache.spark.deploy.master.Master", "--host", LOCALHOST, *options)
         self._must_run("master", wait_until(lambda: self.state().get("status") == "ALIVE", _SECONDS_TO_START))
         for number in range(workers):
-            self.start_worker(f"worker-{number}", cores=cores)
+            self.start_worker(f"worker-{number}")
         is_complete = wait_until(lambda: self.state().get("aliveworkers") == workers, _SECONDS_TO_START)
         for number in range(workers):
             self._must_run(f"worker-{number}", is_complete)
         return self
 
-    def start_worker(self, name: str, *, cores: int = 1) -> None:
+    def start_worker(self, name: str) -> None:
         """Start a worker, which registers itself; below `<directory>/<name>/work` is a folder for each application."""
         folder = self.directory / name / "work"
-        options = ("--host", LOCALHOST, "--webui-port", "0", "-c", str(cores), "-m", "1g", "-d", str(folder), self.url)
+        options = ("--host", LOCALHOST, "--webui-port", "0", *self._size, "-d", str(folder), self.url)
         self._start(name, "spark-class", "org.apache.spark.deploy.worker.Worker", *options)
+
+    def executors(self) -> list[int]:
+        """Return the pids of all executors."""
+        parents = {self._services[name].pid for name in self.workers}
+        return [pid for pid, parent in _processes() if parent in parents]
+
+    def pythons(self) -> list[int]:
+        """Return the pids of the executors' Python processes."""
+        executors, processes = set(self.executors()), list(_processes())
+        daemons = {pid for pid, parent in processes if parent in executors}
+        return [*daemons, *(pid for pid, parent in processes if parent in daemons)]
 
     @property
     def workers(self) -> list[str]:
@@ -145,6 +159,13 @@ class SparkCluster(_Services):
         except (OSError, ValueError):
             return {}
         return found
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """Yield the pids of all processes with those of their parents."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError, IndexError):  # it has ended
+            yield int(status.parent.name), int(status.read_text().rpartition(")")[2].split()[1])
 
 
 class ConnectServer(_Services):

@@ -6,7 +6,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -16,7 +15,7 @@ from devstack.spark import ConnectServer, SparkCluster, python_of_workers
 from outbox_core.record import OutboxRecord
 from outbox_spark.runtime.java import find_java
 from tests.docs.blocks import BLOCKS
-from tests.harvesting import Scene, identity_of, wait_until
+from tests.harvesting import Scene, identity_of
 from tests.spark.relay.outcome import assert_each_once_in_order
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(2400)]
@@ -31,7 +30,6 @@ COMMANDS = [
 SECRETS = {"kafka": "secret-of-kafka-7f3a", "postgres": "secret-of-postgres-91bc"}
 _SECONDS = 1200
 _RECORDS = 300
-_FILLS = 5
 
 
 class Folder:
@@ -45,22 +43,6 @@ class Folder:
         defaults = {"eventLog.enabled": "true", "eventLog.dir": f"file://{path}/events", "driver.memory": "512m"}
         (path / "spark-defaults.conf").write_text("".join(f"spark.{name} {defaults[name]}\n" for name in defaults))
         self.outputs = []
-
-    @contextmanager
-    def running(self, name):
-        """Let a pipeline run until the end of the block; yield its log."""
-        log = self.path / f"{name}.log"
-        command = [sys.executable, "-m", "outbox_spark", name, "-f", "pipelines.yaml"]
-        with log.open("w") as out:
-            process = subprocess.Popen(command, cwd=self.path, env=self.environ, stdout=out, stderr=out)
-        try:
-            yield log
-            assert process.poll() is None, log.read_text()[-3000:]
-            process.terminate()
-            assert process.wait(_SECONDS) == 0, log.read_text()[-3000:]
-        finally:
-            process.kill()
-            process.wait()
 
     def run(self, command):
         program, *arguments = shlex.split(command)
@@ -105,8 +87,8 @@ def test_a_relay_on_another_machine(scene, make_topic, tmp_path):
     topic = make_topic()
     scene.fill(topic, 200, keys=9)
     (tmp_path / "cluster").mkdir()
-    with SparkCluster(tmp_path / "cluster", find_java().home_for_spark()) as cluster:
-        cluster.start(workers=1, cores=2)
+    with SparkCluster(tmp_path / "cluster", find_java().home_for_spark(), cores=2) as cluster:
+        cluster.start(workers=1)
         ran = Folder(tmp_path, relay_file(scene, cluster.url)).run("outbox-spark relay -f pipelines.yaml --once")
     assert ran.returncode == 0, ran.stderr
     assert_each_once_in_order(scene, topic, 200)
@@ -166,41 +148,6 @@ def test_the_page_literally(page, standalone, scene):
     assert any(page.topic in text for text in texts), "the logs of Spark are not where they are looked for"
     for secret in SECRETS.values():
         assert not any(secret in text for text in texts)
-
-
-@pytest.mark.complete
-def test_workers_that_die(standalone, scene, make_topic, tmp_path):
-    """While both workers are killed, one after the other, a relay and an archive lose, repeat and reorder nothing."""
-    topic = make_topic(2)
-    file = json.loads(relay_file(scene, standalone.url, **{"spark.cores.max": "1", "spark.speculation": "true"})) | {
-        "kafka": {"bootstrap.servers": scene.bootstrap},
-        "archive": {
-            "name": "a",
-            "topics": topic,
-            "checkpoint": f"{tmp_path}/checkpoint",
-            "path": f"{tmp_path}/archive",
-            "trigger": "1s",
-        },
-        "audit": {"expected": {"archive": f"{tmp_path}/archive"}, "found": {"topics": [topic]}},
-    }
-    folder = Folder(tmp_path, json.dumps(file))
-    with folder.running("relay"), folder.running("archive") as archived:
-        for number in range(_FILLS):
-            scene.fill(topic, _RECORDS, keys=9)
-            wait_until(lambda: scene.count() < _RECORDS, "a transaction", _SECONDS)
-            if number in (1, 3):
-                wait_until(lambda: "records in" in archived.read_text(), "a batch of the archive", _SECONDS)
-                standalone.kill(standalone.workers[0])
-                standalone.start_worker(f"worker-{number + 10}")
-            wait_until(lambda: scene.count() == 0, "an empty outbox", _SECONDS)
-    assert folder.run("outbox-spark archive -f pipelines.yaml --once").returncode == 0
-    audited = folder.run("outbox-spark audit -f pipelines.yaml")
-    assert f"clean: {_FILLS * _RECORDS} expected" in audited.stderr, audited.stderr
-    messages = scene.read(topic)
-    assert sorted(map(identity_of, messages)) == list(range(1, _FILLS * _RECORDS + 1))
-    for of_key in {message.key for message in messages}:
-        ids = [identity_of(message) for message in messages if message.key == of_key]
-        assert ids == sorted(ids)
 
 
 @pytest.mark.complete
