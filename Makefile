@@ -16,7 +16,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
-.PHONY: test-chaos test-queues chaos simulate explore screenshots demo demo-pipeline clean
+.PHONY: test-chaos test-queues chaos simulate spark-faults explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
 .PHONY: bench-queue bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
 
@@ -122,6 +122,9 @@ simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)") $(if $(MEDIAN),--median $(MEDIAN))
 
+spark-faults: $(STAMP)  ## FAULTS=60 on a Spark cluster while RECORDS=1000000 pass relay, archive, projection and replay (SEED=n)
+	$(BIN)/python -m tests.spark.faults.run --faults $(or $(FAULTS),60) --records $(or $(RECORDS),1000000) $(if $(SEED),--seed $(SEED))
+
 explore: $(STAMP)  ## Orders of a small world, one by one: DEVIATIONS=2 unusual choices on a path (all: any), OPTIONS="--records 1"; RULE= breaks one
 	$(BIN)/python -m tests.simulation.exhaustive --deviations $(or $(DEVIATIONS),2) $(OPTIONS) $(if $(RULE),--rule "$(RULE)")
 
@@ -131,8 +134,8 @@ screenshots: $(STAMP)  ## Take the pictures of the console in docs/images anew
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo
 
-demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exactly once through two kills, to the cent
-	$(BIN)/python -m example_project.demo_pipeline
+demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark (CLUSTER=1: two workers), database: exactly once through two kills
+	$(BIN)/python -m example_project.demo_pipeline $(if $(CLUSTER),--cluster)
 
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput

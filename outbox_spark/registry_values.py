@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError, StoreUnavailable
+from outbox_spark.runtime.secrets import filled
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient
@@ -112,7 +113,7 @@ def make_reader(kind: str, properties: tuple[tuple[str, Any], ...]) -> Reader:
     try:
         from confluent_kafka.schema_registry import SchemaRegistryClient
 
-        client = SchemaRegistryClient(dict(properties))
+        client = SchemaRegistryClient(filled(dict(properties)))
         return functools.partial(_read, kind.upper(), _Avro(client) if kind == "avro" else _Protobuf(client))
     except ImportError as error:
         wanted = f"pip install 'confluent-kafka[{kind},schemaregistry]'"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from outbox_spark.config import IcebergTable, LakehouseTarget, ProjectSettings
 from outbox_spark.pipelines.typed_rows import columns_of, is_replay, number_in, outbox_in, parse, project
 from outbox_spark.runtime import utc
+from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table
 from outbox_spark.topics.positions import Positions
 
@@ -52,12 +53,11 @@ def targets(spark: SparkSession, settings: ProjectSettings) -> list[TableTarget]
 def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
     columns = ", ".join(f"`{name}` {kind.simpleString()}" for name, kind in columns_of(spark, settings).items())
     table = _open(spark, target.place, target, _ROW_SCHEMA.format(columns=columns), "_time")
-    tasks = spark.sparkContext.defaultParallelism
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
         if settings.keep == "latest":
             return _merge(table, _records(records, settings), positions)
-        return _add(table, project(records, settings), positions, target.deduplicate_within, tasks)
+        return _add(table, project(records, settings), positions, target.deduplicate_within, tasks_at_once(spark))
 
     return TableTarget("the table", table, write)
 

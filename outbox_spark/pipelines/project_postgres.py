@@ -15,6 +15,7 @@ from outbox_spark.pipelines.typed_rows import is_replay, parse
 from outbox_spark.postgres.projection import POSITIONS_TABLE, Misfit, ProjectedRecord, Projection, Totals
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.runtime import utc
+from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class PostgresTarget:
         self._dsn = target.dsn
         self._types = types
         self._projection = _projection(settings, target, types)
-        self._tasks = max(2, spark.sparkContext.defaultParallelism)
+        self._spark = spark
 
     @property
     def name(self) -> str:
@@ -78,7 +79,7 @@ class PostgresTarget:
             _for_copy(
                 parse(records, self._settings, keyed=self._settings.keep == "latest"), self._settings, self._types
             )
-            .repartition(self._tasks, "topic", "partition")
+            .repartition(tasks_at_once(self._spark), "topic", "partition")
             .sortWithinPartitions("topic", "partition", "offset")
         )
         task = _WriteTask(self._dsn, self._projection, positions)

@@ -24,7 +24,7 @@ from outbox_spark.config import LakehouseTable
 from outbox_spark.runtime import utc
 from outbox_spark.tables import ledger
 from outbox_spark.tables.folder import Folder
-from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, TableTaken, for_library
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, TableTaken, Written, for_library
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Table:
             raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
 
     def _commit(
-        self, added: Collection[str], removed: Collection[str] = (), positions: Positions | None = None
+        self, added: Written, removed: Collection[str] = (), positions: Positions | None = None
     ) -> list[DataFile]:
         """Commit files, and positions if there are new ones; return the added files."""
         before, gone = self.positions, set(removed)
@@ -196,9 +196,9 @@ class Table:
             except CommitConflict as conflict:
                 reason = conflict
             present = {file.url: file for file in self._load()}
-            is_ours = present.keys() >= set(added) and not present.keys() & gone
+            is_ours = present.keys() >= set(added.urls) and not present.keys() & gone
             if is_ours and positions in (None, self.positions):
-                return [present[url] for url in added]  # the answer to our own commit was lost
+                return [present[url] for url in added.urls]  # the answer to our own commit was lost
             if positions is not None and self.positions != before:
                 raise TableTaken(f"{self.url} was changed by another process: run one driver for each table")
             if not present.keys() >= gone:
@@ -244,20 +244,24 @@ class Table:
         rows = reader.parquet(*sorted(file.url for file in files))
         return rows.withColumn(self._layout.date, F.expr(utc.day(self._layout.time)))
 
-    def _write(self, rows: DataFrame) -> list[str]:
-        """Write files of one day each, in a folder of their own; return their URLs."""
+    def _write(self, rows: DataFrame) -> Written:
+        """Write files of one day each, in a folder of their own."""
+        from pyspark.sql import Observation
         from pyspark.sql import functions as F  # noqa: N812
 
         place = f"data/{uuid.uuid4().hex}"
         kinds = {column.name: column.dataType for column in self._schema()}
         named = rows.select(*(F.col(name).cast(kind).alias(name) for name, kind in kinds.items()))
+        written = Observation()
+        named = named.observe(written, F.count(F.lit(1)).alias("rows"))
         # Neither format knows Spark's older form of timestamps.
         named.sparkSession.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
         folder = Folder(self._spark, self.url)
         # A mark of success would stay for ever: it belongs to no version, and its name keeps it from being deleted.
         writer = named.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
         writer.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
-        return [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
+        urls = [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
+        return Written(urls, written.get["rows"])
 
 
 @dataclass(frozen=True)

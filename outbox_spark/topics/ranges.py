@@ -24,6 +24,7 @@ from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition, make_consumer
 from outbox_core.kafka.errors import CONSUMER_RECOVERS, why_unreadable
 from outbox_core.kafka.reader import PartitionReader
+from outbox_spark.runtime.secrets import filled
 
 Position = dict[str, dict[str, int]]
 """Topic -> partition, as text -> offset. JSON has no numbers as keys."""
@@ -213,7 +214,7 @@ def _make_consumer(kafka: Mapping[str, Any]) -> Consumer:
             "isolation.level": "read_committed",
             "fetch.wait.max.ms": 50,
             "queued.max.messages.kbytes": 32_768,
-            **{name: value for name, value in kafka.items() if name != "group.instance.id"},
+            **{name: value for name, value in filled(kafka).items() if name != "group.instance.id"},
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "enable.partition.eof": True,

@@ -163,9 +163,8 @@ class _Session:
 
     def __init__(self):
         self.cancelled, self.stopped = threading.Event(), False
-        self.sparkContext = self
 
-    def cancelAllJobs(self):  # noqa: N802  Spark's name
+    def interruptAll(self):  # noqa: N802  Spark's name
         self.cancelled.set()
 
     def stop(self):

@@ -11,6 +11,7 @@ from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_spark.config import AuditSettings, IcebergTable
 from outbox_spark.pipelines import archive, audit
 from outbox_spark.tables import Layout, open_table
+from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, TableTaken
 from tests.docs.blocks import BLOCKS
 from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
@@ -75,6 +76,20 @@ def test_of_two_writers_one_commits(spark, opened, place):
     first.recover()
     assert first.positions == _reach(8)
     assert _numbers(place) == list(range(8))
+
+
+@each_format
+def test_files_on_the_disk_of_another_machine(spark, opened, place, monkeypatch):
+    """Rows that executors wrote where the driver does not see them stop the writer; the position stays."""
+    table = opened()
+    table.append(_rows(spark, 0, 2), _reach(2))
+    files = Folder.files
+    monkeypatch.setattr(Folder, "files", lambda folder, path: files(folder, path)[1:])
+    with pytest.raises(OutboxTableError, match="wrote 2 rows, and the driver finds 1 of them"):
+        table.append(_rows(spark, 2, 4), _reach(4))
+    monkeypatch.undo()
+    assert opened().positions == _reach(2)
+    assert _numbers(place) == [0, 1]
 
 
 @pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=_COMPLETE)])
