@@ -64,7 +64,7 @@ def decoded(kind: str, registry: Mapping[str, Any], schema: StructType) -> Calla
     def decode(values: pa.Array, topics: pa.Array, headers: pa.Array) -> pa.Array:
         return typed(make_reader(kind, properties), columns, values, topics, headers)
 
-    made: Callable[..., Column] = arrow_udf(decode, result)
+    made: Callable[..., Column] = arrow_udf(decode, result)  # type: ignore[call-overload]  # by the hints of `decode`
     return made
 
 
