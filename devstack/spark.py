@@ -54,7 +54,7 @@ class _Services:
             "SPARK_LOCAL_DIRS": str(home / "local"),
             "SPARK_LOCAL_IP": LOCALHOST,
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": _SMALL,
+            "JAVA_TOOL_OPTIONS": _SMALL,  # of executors, too, which live for seconds
             **(environ or {}),
         }
         command = [Path(pyspark.__file__).parent / "bin" / program, *arguments]
