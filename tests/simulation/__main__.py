@@ -14,7 +14,7 @@ from multiprocessing import Pool
 from statistics import median
 
 from tests.simulation.broken_queue_rules import QUEUE_RULES, queue_broken
-from tests.simulation.broken_rules import RULES, broken, plan_of, shows
+from tests.simulation.broken_rules import RULES, broken, plan_of, rule_named, shows
 from tests.simulation.queue_simulation import MODE as QUEUE
 from tests.simulation.queue_simulation import QUEUE_SENTINELS, QueuePlan
 from tests.simulation.queue_simulation import run as run_queues
@@ -73,7 +73,7 @@ def _outcomes(arguments: tuple[int, int, str, str]) -> list[Outcome]:
 
 def one(seed: int, mode: str, rule: str) -> int:
     """Run a seed in each mode or the given one, shrink it if it fails, and print the trace."""
-    for each in [mode] if mode else (*MODES, QUEUE):
+    for each in [mode] if mode else MODES if rule else (*MODES, QUEUE):
         plan = _plan_of(seed, each, rule)
         outcome = outcome_of(plan, rule, trace=_TRACED)
         if shows(rule, outcome.problem):
@@ -156,6 +156,14 @@ def medians(rule: str, ranges: int) -> int:
     return 1 if was_missed else 0
 
 
+def _mode_of(rule: str, mode: str, parser: argparse.ArgumentParser) -> str:
+    """Return the mode in which a rule counts, '' for several; end the command if another one was asked for."""
+    counts_in = QUEUE if rule in QUEUE_RULES else RULES[rule].mode if rule in RULES else ""
+    if rule and mode and (mode != counts_in if counts_in else mode not in MODES):
+        parser.error(f"the rule {rule!r} counts in {counts_in or ' and '.join(MODES)}, not in {mode}")
+    return counts_in or mode
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
@@ -164,7 +172,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this seed alone, with a trace")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
     parser.add_argument(
-        "--rule", choices=("", _ALL, *RULES, *QUEUE_RULES), default="", help="a rule of the product to break"
+        "--rule",
+        type=rule_named(_ALL, *RULES, *QUEUE_RULES),
+        default="",
+        help="a rule of the product to break, as named in broken_rules.py and broken_queue_rules.py; or 'all'",
     )
     parser.add_argument(
         "--median", type=int, help="in so many ranges of seeds, count those that it takes to find the rule broken"
@@ -172,9 +183,9 @@ def main() -> int:
     given = parser.parse_args()
     if given.median is not None or given.rule == _ALL:
         return medians(given.rule or _ALL, given.median or 1)
+    mode = _mode_of(given.rule, given.mode, parser)
     if given.seed is not None:
-        return one(given.seed, QUEUE if given.rule in QUEUE_RULES else given.mode, given.rule)
-    mode = QUEUE if given.rule in QUEUE_RULES else given.mode
+        return one(given.seed, mode, given.rule)
     return many(given.hours, mode, given.rule, given.first)
 
 

@@ -31,7 +31,7 @@ from outbox_core.kafka.identity import Failpoint
 from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
 from tests.simulation import bounds, clients
-from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry
+from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry, Sent
 from tests.simulation.network import LONGEST_DELAY_SECONDS, Network, Server
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
@@ -53,6 +53,8 @@ _MOST_PROBLEMS = 4
 _WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
 _SLOWEST_ANSWER = 10.0  # in multiples of the latency
 _SLACK_SECONDS = 0.01  # of clocks that drift
+_STOP_SECONDS = 60.0  # in which a harvester ends that is asked to, whatever is cut off or suspended meanwhile
+_NEIGHBOUR = 1  # an ID that no other producer has
 _SESSION_SECONDS = 6.0  # of the group, after which it has another owner
 
 
@@ -91,6 +93,8 @@ class Plan:
     most_faults: int = 1_000_000
     slow: float = 0.003  # the share of messages that the network delays by up to 0.2 s
     foreign: bool = False  # at first the tracking topic holds the manifest of another outbox
+    neighbour: bool = False  # another producer has transactions on the tracking topic, too, which it aborts
+    changes_to: str = ""  # the delivery of all harvesters after half of the time
     fault_pause: float = 1.5  # between two faults, on average
     KINDS: ClassVar[tuple[str, ...]] = ("faults",)  # of what shrinking takes one away
     NUMBERS: ClassVar[tuple[str, ...]] = ("harvesters", "writers")  # which it makes smaller
@@ -306,7 +310,8 @@ class Node(ProcessPlace):
     def _stop(self, harvester: Harvester, process: Process) -> None:
         harvester.stop()
         with suppress(OutboxError):
-            harvester.join(60.0)
+            if not harvester.join(_STOP_SECONDS):
+                self.simulation.broken(f"{process.name} has not ended {_STOP_SECONDS:g} s after it was asked to stop")
         self.simulation.scheduler.after(0.3, lambda: self._replace(process))
 
     def _replace(self, process: Process) -> None:
@@ -430,6 +435,7 @@ class Simulation:
 
     def __init__(self, plan: Plan, *, trace: int = 0) -> None:
         self.plan = plan
+        self.mode = plan.mode
         self.scheduler = Scheduler(plan.seed)
         self.seen: Counter[str] = Counter()
         if trace:
@@ -471,7 +477,7 @@ class Simulation:
             },
             data_source="postgresql://simulated/shop",
             name=name,
-            delivery=self.plan.mode,
+            delivery=self.mode,
             limits=Limits(
                 mark_query_records=20,
                 max_in_flight_records=60,
@@ -500,6 +506,10 @@ class Simulation:
             self.cluster.create(topic, width, {})
         if self.plan.foreign:
             self._write_foreign_manifest()
+        if self.plan.neighbour:
+            self.scheduler.after(3.0, self._begin_beside)
+        if self.plan.changes_to:
+            self.scheduler.after(self.plan.seconds / 2, self._change_delivery)
         for node in self.nodes:
             node.start()
         for writer in self._writers:
@@ -526,6 +536,28 @@ class Simulation:
         entry = Entry(0, COMMITTED, names.transactional_id.encode(), value, None, 0.0, -1)
         self.cluster.topics[names.topic][0].log.append(entry)
         self.scheduler.after(10.0, lambda: setattr(entry, "state", ABORTED))
+
+    def _begin_beside(self) -> None:
+        """Open another producer's transaction on the tracking topic, for a while."""
+        topic = self.cluster.topics.get(self.config(self.nodes[0].name).tracking_names(OUTBOX).topic)
+        if topic is not None and self.is_faulty:
+            now, partition = self.scheduler.now, topic[0]
+            epoch, record = int(now), Sent(b"neighbour", b"", None)
+            partition.append(_NEIGHBOUR, epoch, 0, [record], now, is_transactional=True)
+            self.scheduler.after(
+                self.scheduler.random.uniform(4.0, 8.0),  # longer than it takes until another one leads
+                lambda: partition.end_transaction(_NEIGHBOUR, epoch, self.scheduler.now, is_committed=False),
+            )
+        if self.is_faulty:
+            self.scheduler.after(9.0, self._begin_beside)
+
+    def _change_delivery(self) -> None:
+        """Kill all harvesters, and start them with the other delivery."""
+        self.scheduler.note("the delivery changes to %s", self.plan.changes_to)
+        self.mode = self.plan.changes_to
+        for node in self.nodes:
+            node.crash()
+            node.start()
 
     def _skip_held(self) -> None:
         """Have an operator delete records that Kafka has refused, and their holds."""
@@ -853,7 +885,7 @@ class Simulation:
             if entry.key is None:
                 continue
             number, before = int(token.partition(":")[2]), last.get(entry.key, 0)
-            if entry.is_overdue and self.plan.mode == "at-least-once":
+            if entry.is_overdue and self.mode == "at-least-once":
                 self.seen["late record of a replaced producer"] += number < before
                 continue
             last[entry.key] = number
@@ -890,7 +922,7 @@ class Simulation:
             self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.committed)})")
         repeated = sorted(token for token, count in counts.items() if count > 1)
         self.seen["repeated"] += len(repeated)
-        if repeated and self.plan.mode == "exactly-once":
+        if repeated and self.mode == "exactly-once":
             self.broken(f"repeated: {repeated[:5]} ({len(repeated)})")
 
 
