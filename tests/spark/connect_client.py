@@ -17,7 +17,7 @@ def main(url, servers, topic, dsn):
     stream = spark.readStream.format("outbox_kafka").options(**options).load().select("partition", "offset")
     query = stream.writeStream.format("memory").queryName("streamed").trigger(availableNow=True).start()
     query.awaitTermination()
-    stashed = spark.read.format("outbox").option("dsn", dsn).option("table", "stashed").load()
+    stashed = spark.read.format("outbox").option("dsn", dsn).load()
     counts = {"read": rows.count(), "streamed": spark.table("streamed").count(), "stashed": stashed.count()}
     sys.stdout.write(json.dumps(counts))
     spark.stop()
