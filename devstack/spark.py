@@ -57,10 +57,10 @@ class _Services:
             "JAVA_TOOL_OPTIONS": _SMALL,  # of executors, too, which live for seconds
             **(environ or {}),
         }
-        command = [Path(pyspark.__file__).parent / "bin" / program, *arguments]
+        command = [str(Path(pyspark.__file__).parent / "bin" / program), *arguments]
         service = ServiceProcess(home / "pid", str(home / "properties"))
         self._services[name] = service.spawn(
-            [*command, "--properties-file", home / "properties"], log=self.log(name), env=environment
+            [*command, "--properties-file", str(home / "properties")], log=self.log(name), env=environment
         )
 
     def log(self, name: str) -> Path:
