@@ -193,12 +193,13 @@ class ConnectServer(_Services):
             "spark.connect.grpc.binding.address": LOCALHOST,
             "spark.connect.grpc.binding.port": str(self._port),
             "spark.driver.host": LOCALHOST,
-            "spark.driver.memory": "768m",
             "spark.ui.enabled": "false",
         }
         options = [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
         main = ("--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "--master", self._master)
-        self._start("connect", "spark-submit", *main, *options, environ=self._environ)
+        # Spark takes this server for a daemon, whatever its driver's memory is set to.
+        environ = {"SPARK_DAEMON_MEMORY": "1g", **self._environ}
+        self._start("connect", "spark-submit", *main, *options, environ=environ)
         listens = wait_until(
             lambda: "Spark Connect server started" in self.log("connect").read_text(), _SECONDS_TO_START
         )

@@ -100,7 +100,7 @@ def page(standalone, scene, make_topic, tmp_path):
     topic = make_topic(2)
     make_topic(2, name=f"{topic}.repaired")
     (text,) = (block.text for block in BLOCKS if block.page == PAGE and block.language == "yaml")
-    dsn = psycopg.conninfo.make_conninfo(scene.database)
+    dsn = psycopg.conninfo.make_conninfo(**psycopg.conninfo.conninfo_to_dict(scene.database))
     replaced = {
         "kafka.internal:9092": scene.bootstrap,
         "spark://spark-master:7077": standalone.url,
