@@ -54,13 +54,13 @@ class _Services:
             "SPARK_LOCAL_DIRS": str(home / "local"),
             "SPARK_LOCAL_IP": LOCALHOST,
             "SPARK_DAEMON_MEMORY": "256m",
-            "SPARK_DAEMON_JAVA_OPTS": _SMALL,
+            "JAVA_TOOL_OPTIONS": _SMALL,  # of executors, too, which live for seconds
             **(environ or {}),
         }
-        command = [Path(pyspark.__file__).parent / "bin" / program, *arguments]
+        command = [str(Path(pyspark.__file__).parent / "bin" / program), *arguments]
         service = ServiceProcess(home / "pid", str(home / "properties"))
         self._services[name] = service.spawn(
-            [*command, "--properties-file", home / "properties"], log=self.log(name), env=environment
+            [*command, "--properties-file", str(home / "properties")], log=self.log(name), env=environment
         )
 
     def log(self, name: str) -> Path:
@@ -193,12 +193,13 @@ class ConnectServer(_Services):
             "spark.connect.grpc.binding.address": LOCALHOST,
             "spark.connect.grpc.binding.port": str(self._port),
             "spark.driver.host": LOCALHOST,
-            "spark.driver.memory": "768m",
             "spark.ui.enabled": "false",
         }
         options = [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
         main = ("--class", "org.apache.spark.sql.connect.service.SparkConnectServer", "--master", self._master)
-        self._start("connect", "spark-submit", *main, *options, environ=self._environ)
+        # Spark takes this server for a daemon, whatever its driver's memory is set to.
+        environ = {"SPARK_DAEMON_MEMORY": "1g", **self._environ}
+        self._start("connect", "spark-submit", *main, *options, environ=environ)
         listens = wait_until(
             lambda: "Spark Connect server started" in self.log("connect").read_text(), _SECONDS_TO_START
         )

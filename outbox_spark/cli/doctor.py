@@ -324,7 +324,11 @@ def _in_task(find: Callable[..., str], arguments: Sequence[Any], batches: Iterat
 
 def versions() -> str:
     """Return the versions of Python and of this package, having imported the modules of tasks."""
-    for module in ("outbox_spark.topics.ranges", "outbox_spark.relay.shard_task", "outbox_spark.postgres.upsert"):
+    for module in (
+        "outbox_spark.topics.ranges",
+        "outbox_spark.relay.shard_task",
+        "outbox_spark.postgres.projection_store",
+    ):
         importlib.import_module(module)
     return f"Python {_version()}, kafka-outbox {__version__}"
 

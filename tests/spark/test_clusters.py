@@ -100,7 +100,7 @@ def page(standalone, scene, make_topic, tmp_path):
     topic = make_topic(2)
     make_topic(2, name=f"{topic}.repaired")
     (text,) = (block.text for block in BLOCKS if block.page == PAGE and block.language == "yaml")
-    dsn = psycopg.conninfo.make_conninfo(scene.database)
+    dsn = psycopg.conninfo.make_conninfo(**psycopg.conninfo.conninfo_to_dict(scene.database))
     replaced = {
         "kafka.internal:9092": scene.bootstrap,
         "spark://spark-master:7077": standalone.url,
@@ -192,14 +192,14 @@ def test_spark_connect(connect, scene, make_topic, tmp_path):
     refused = folder.run("outbox-spark archive -f pipelines.yaml --once")
     assert refused.returncode == 2
     assert "clients of Spark Connect do not reach Spark's file systems" in refused.stderr
+    scene.fill(topic, 10)
     script = Path(__file__).with_name("connect_client.py")
     ran = subprocess.run(
         [sys.executable, script, connect.url, scene.bootstrap, topic, scene.database],
         capture_output=True, text=True, timeout=_SECONDS, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout) == {"read": 100, "streamed": 100, "written": 100}
-    assert scene.execute("SELECT count(*) FROM copied") == [(100,)]
+    assert json.loads(ran.stdout) == {"read": 100, "streamed": 100, "stashed": 10}
 
 
 def _identity_of(scene):

@@ -8,7 +8,7 @@ import pytest
 
 from outbox_spark.cli import pack
 
-_IMPORTS = "import outbox_spark.topics.ranges, outbox_spark.relay.shard_task, outbox_spark.postgres.upsert, pyarrow"
+_IMPORTS = "import outbox_spark.topics.ranges, outbox_spark.relay.shard_task, outbox_spark.pipelines.replay, pyarrow"
 
 
 def test_what_is_packed():
