@@ -109,12 +109,11 @@ def tasks_at_once(spark: SparkSession) -> int:
 
 
 def register(spark: SparkSession) -> None:
-    """Register the formats `outbox`, `outbox_kafka` and `outbox_postgres` with a session."""
-    from outbox_spark.postgres.sink import PostgresSink
+    """Register the formats `outbox` and `outbox_kafka` with a session."""
     from outbox_spark.relay.source import OutboxSource
     from outbox_spark.topics.source import KafkaSource
 
-    for source in (OutboxSource, KafkaSource, PostgresSink):
+    for source in (OutboxSource, KafkaSource):
         spark.dataSource.register(source)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from outbox_core.errors import InvalidConfig
@@ -49,10 +49,8 @@ class Options:
         """Return an option's text, or None if it is missing or empty."""
         return self._given.get(name.lower(), "").strip() or None
 
-    def names(self, name: str, default: Iterable[str] | None = None) -> tuple[str, ...]:
-        """Return a list separated by commas. Raises InvalidConfig if it is missing and there is no default."""
-        if default is not None and self.optional(name) is None:
-            return tuple(default)
+    def names(self, name: str) -> tuple[str, ...]:
+        """Return a list separated by commas. Raises InvalidConfig if it is missing."""
         found = tuple(part.strip() for part in self.text(name).split(",") if part.strip())
         if not found:
             raise self.error(name, "names nothing")
@@ -77,13 +75,6 @@ class Options:
         if value not in _TRUE | _FALSE:
             raise self.error(name, f"must be true or false, is {value!r}")
         return value in _TRUE
-
-    def choice(self, name: str, choices: Collection[str], default: str) -> str:
-        """Return one of several words. Raises InvalidConfig for any other."""
-        value = (self.optional(name) or default).lower()
-        if value not in choices:
-            raise self.error(name, f"must be one of {', '.join(sorted(choices))}, is {value!r}")
-        return value
 
     def kafka(self) -> dict[str, Any]:
         """Return librdkafka's settings. Raises InvalidConfig if `bootstrap.servers` is missing."""
