@@ -19,6 +19,7 @@ from outbox_core.errors import MissingExtra
 _OURS = ("outbox_core", "outbox_spark")
 _DRIVER_ONLY = {"pyspark", "pandas"}
 _NOT_NEEDED = {"__pycache__", "include", "tests"}
+_OF_REGISTRIES = {"avro", "protobuf", "schemaregistry"}  # extras of confluent-kafka
 _REQUIREMENT = re.compile(r"([\w.-]+)\s*(?:\[([^\]]*)\])?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)")
 
@@ -50,8 +51,9 @@ def _files() -> Iterator[tuple[Path, str]]:
 
 
 def _distributions() -> Iterator[importlib.metadata.Distribution]:
-    """Yield the distributions that the extra `spark` needs in a worker, each once."""
+    """Yield the distributions that a worker needs, each once; for values of a schema registry those that are here."""
     waiting, seen = list(_requirements("kafka-outbox", {"spark"})), set(_DRIVER_ONLY)
+    waiting += [(name, extras, False) for name, extras, _ in _requirements("confluent-kafka", _OF_REGISTRIES)]
     while waiting:
         name, extras, is_certain = waiting.pop()
         if name in seen:
@@ -74,4 +76,4 @@ def _requirements(name: str, extras: set[str]) -> Iterator[tuple[str, set[str], 
         found = _REQUIREMENT.match(requirement)
         if found is not None and (not of_extras or of_extras & extras):
             wanted = {extra.strip() for extra in (found[2] or "").split(",") if extra.strip()}
-            yield found[1].lower(), wanted, not _EXTRA.sub("", marker).strip(" '\"")
+            yield re.sub("[-_.]+", "-", found[1]).lower(), wanted, not _EXTRA.sub("", marker).strip(" '\"")

@@ -8,7 +8,9 @@ import pytest
 
 from outbox_spark.cli import pack
 
-_IMPORTS = "import outbox_spark.topics.ranges, outbox_spark.relay.shard_task, outbox_spark.pipelines.replay, pyarrow"
+_IMPORTS = (
+    "import outbox_spark.topics.ranges, outbox_spark.relay.shard_task, outbox_spark.pipelines.replay, pyarrow, fastavro"
+)
 
 
 def test_what_is_packed():
@@ -16,6 +18,7 @@ def test_what_is_packed():
     names = [name for _, name in pack._files()]
     tops = {name.partition("/")[0] for name in names}
     assert {"outbox_core", "outbox_spark", "pyarrow", "confluent_kafka", "psycopg", "psycopg_binary", "yaml"} <= tops
+    assert {"fastavro", "authlib", "google"} <= tops  # values of a schema registry
     assert any(name.startswith("confluent_kafka.libs/librdkafka") for name in names) or sys.platform != "linux"
     assert tops.isdisjoint({"pyspark", "pandas", "deltalake", "pyiceberg", "pytest", "__pycache__"})
     assert len(names) == len(set(names))
