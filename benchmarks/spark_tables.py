@@ -99,7 +99,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--records", type=int, default=600_000)
-    parser.add_argument("--batch", type=int, default=50_000, help="records of one batch and commit")
+    parser.add_argument("--batch", type=int, default=100_000, help="records of one batch and commit")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     console = Console(width=120)
