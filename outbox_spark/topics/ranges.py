@@ -57,7 +57,7 @@ class OffsetRange:
         return f"{self.topic}[{self.partition}]"
 
 
-def parse_offsets(option: str, text: str) -> Position | Literal["earliest", "latest"]:
+def parse_offsets(text: str) -> Position | Literal["earliest", "latest"]:
     """Read `earliest`, `latest`, or `{"topic": {"0": 17, "1": -2}}` with -2 for earliest. Raises InvalidConfig."""
     word = text.strip().lower()
     if word == "earliest":
@@ -73,7 +73,7 @@ def parse_offsets(option: str, text: str) -> Position | Literal["earliest", "lat
         position = {}
     if not position or any(offset < EARLIEST for offsets in position.values() for offset in offsets.values()):
         raise InvalidConfig(
-            f'option {option} must be earliest, latest, or JSON like {{"topic": {{"0": 17, "1": -2}}}} '
+            f'must be earliest, latest, or JSON like {{"topic": {{"0": 17, "1": -2}}}} '
             f"(-2 for earliest, -1 for latest), is {text!r}"
         )
     return position

@@ -97,8 +97,7 @@ def test_repr_of_every_record_of_settings():
         except AttributeError:  # a repr of its own, which reads attributes of the values
             continue
         assert CANARY not in shown, record
-    of_spark = {"KafkaSourceOptions"} if "outbox_spark" in _PACKAGES else set()
-    assert {"TransactionalIdentity", "OutboxSettings", "NeliConfig"} | of_spark <= set(held)
+    assert {"TransactionalIdentity", "OutboxSettings", "NeliConfig"} <= set(held)
 
 
 def test_repr_of_settings_in_use():
