@@ -41,6 +41,7 @@ from outbox_spark.relay.leadership import Contender
 from outbox_spark.relay.plan import MOST_ROWS, BatchPlan, Planner, ShardOutcome, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
+from outbox_spark.runtime.secrets import filled_harvest
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -135,13 +136,14 @@ class _Relay:
         self._config = config
         self._on_progress = on_progress
         self._stopping = stopping
-        self._store = ShardStore.of(config.harvest)
+        self._harvest = filled_harvest(config.harvest)
+        self._store = ShardStore.of(self._harvest)
         self._pause = _FIRST_PAUSE_SECONDS
         self._batches = 0
         self._plan = BatchPlan(harvest=config.harvest, rows=config.batch_records, transform=transform)
 
     def run(self, *, once: bool) -> None:
-        harvest = self._config.harvest
+        harvest = self._harvest
         self._identity = TransactionalIdentity.of(harvest, self._store.check())
         check_connection(harvest.base_kafka_config)
         server_id = self._store.server_id()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,8 @@ from outbox_core.config import HarvestConfig
 from outbox_core.errors import InvalidConfig
 from outbox_spark.relay.plan import BatchPlan, ShardOutcome
 from outbox_spark.relay.shard_task import ShardTask
+from outbox_spark.runtime.secrets import filled_harvest
+from outbox_spark.session import is_connect
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,6 +32,8 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
 
     def run() -> list[Any]:
         spark.addTag(_TAG)  # of this thread
+        if not is_connect(spark):
+            spark.sparkContext.setJobDescription(f"relay {plan.outbox}: {len(plan.ranges)} shards, term {plan.term}")
         shards = spark.range(0, len(plan.ranges), 1, len(plan.ranges))
         return shards.mapInArrow(partial(_publish_shards, plan), _OUTCOME).collect()
 
@@ -52,6 +56,7 @@ def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Itera
 
     kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.float64(), pa.string(), pa.string()]
     schema = pa.schema([(name.split()[0], kind) for name, kind in zip(_OUTCOME.split(", "), kinds, strict=True)])
+    plan = replace(plan, harvest=filled_harvest(plan.harvest))
     for batch in batches:
         outcomes = [ShardTask(plan, number).run() for number in batch.column(0).to_pylist()]
         # As text: what is below every id is no 64-bit number.
