@@ -33,7 +33,6 @@ from outbox_core.errors import (
 )
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.identity import TransactionalIdentity
-from outbox_core.kafka.topics import ensure_tracking_topic
 from outbox_core.kafka.tracking import ForeignLedger
 from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import publish, refuse_functions
@@ -145,7 +144,8 @@ class _Relay:
         self._identity = TransactionalIdentity.of(harvest, self._store.check())
         check_connection(harvest.base_kafka_config)
         server_id = self._store.server_id()
-        self._plan = replace(self._plan, outbox=self._identity.outbox, server_id=server_id)
+        found = self._store.found_in(harvest)
+        self._plan = replace(self._plan, harvest=found, outbox=self._identity.outbox, server_id=server_id)
         contender = Contender(harvest, self._identity.outbox, server_id)
         contender.start()
         try:
@@ -200,7 +200,7 @@ class _Relay:
 
     def _begin(self, leads: Callable[[], bool], *, once: bool) -> Planner:
         """Settle what the last term left behind. Raises KafkaUnavailable, StoreUnavailable, MarkedRowsFound."""
-        ensure_tracking_topic(self._identity.kafka, self._identity.relay_topic, width=self._config.shards)
+        fencing.ensure_shards(self._identity, self._config.shards)
         give_up_at = now() + _SETTLE_SECONDS
         fencing.fence_and_purge(self._identity, self._store, lambda: now() > give_up_at or not leads())
         fencing.refuse_marked_rows(self._identity, self._store)

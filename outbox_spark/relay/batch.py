@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-_OUTCOME = "number int, published long, settled long, reached string, seconds double, error string, message string"
+_OUTCOME = (
+    "number int, published long, settled long, reached string, rows int, seconds double, error string, message string"
+)
 _TAG = "outbox-relay-batch"
 _POLL_SECONDS = 0.05
 
@@ -37,9 +39,9 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
         job = thread.submit(run)
         is_ended = False
         while not job.done():
-            if not is_ended and not go_on():
+            if is_ended or not go_on():
                 is_ended = True
-                spark.interruptTag(_TAG)
+                spark.interruptTag(_TAG)  # more than once: the job may not have begun
             wait([job], _POLL_SECONDS)
         if is_ended:
             return None
@@ -50,7 +52,7 @@ def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Itera
     """Publish the shards of these numbers, on a worker."""
     import pyarrow as pa
 
-    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.float64(), pa.string(), pa.string()]
+    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.int32(), pa.float64(), pa.string(), pa.string()]
     schema = pa.schema([(name.split()[0], kind) for name, kind in zip(_OUTCOME.split(", "), kinds, strict=True)])
     for batch in batches:
         outcomes = [ShardTask(plan, number).run() for number in batch.column(0).to_pylist()]

@@ -71,12 +71,16 @@ _NOWHERE = Place("pg_catalog.pg_class", "0", "0", "")
 
 
 class Sight(NamedTuple):
-    """The last id drawn, the open writers after that, and the place; without one `unusable` has the reason."""
+    """The last id drawn, the open writers after that, and the place; without one `unusable` has the reason.
+
+    `connection` is the driver's: one that was lost may mean that the server crashed, which sets sequences back.
+    """
 
     last_id: int
     writers: frozenset[str]
     place: Place | None
     unusable: str = ""
+    connection: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class ShardRange:
     up_to: int | None = None
     is_settled: bool = False
     place: Place | None = None
+    rows: int | None = None  # of a transaction at first; None: as many as the plan allows
 
 
 class ShardStore(PostgresStore):
@@ -109,6 +114,10 @@ class ShardStore(PostgresStore):
             archive_days=config.archive_days if config.retention == "archive" else None,
         )
 
+    def found_in(self, config: HarvestConfig) -> HarvestConfig:
+        """Return settings with the table's schema: in a session of a worker another path may lead to another table."""
+        return config.model_copy(update={"outbox_table": self.table.found_outbox.quoted})
+
     def sight(self) -> Sight:
         """Read the last id drawn; then, by a later statement, the open writers."""
         snapshot = self.sequence.snapshot()
@@ -119,7 +128,7 @@ class ShardStore(PostgresStore):
             return Sight(NO_FLOOR.id, frozenset(), None, "table or sequence have no file of their own")
         started = str(self.table.query(_STARTED)[0][0])
         place = Place(files["sequence"], files["table_file"], files["sequence_file"], started)
-        return Sight(snapshot.last_id, snapshot.writers, place)
+        return Sight(snapshot.last_id, snapshot.writers, place, connection=self.table.connected())
 
     def scan_shard(self, query: RowQuery, wanted: ShardRange) -> Sequence[StoredRecord]:
         """Return the earliest rows of a shard, by ascending id, unchanged; `query.after` does not count.

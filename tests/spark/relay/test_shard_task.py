@@ -28,9 +28,13 @@ class _Transactions:
     def __init__(self):
         self.producer = {}
         self.fitted = []
+        self.begun = []
 
     def of_shard(self, _):
         return self
+
+    def begin(self, _, known, __):
+        self.begun.append(known)
 
     def fitting(self, max_batch_bytes):
         self.fitted.append(max_batch_bytes)
@@ -44,18 +48,26 @@ class _Rows:
         purged: the ids of those that are.
     """
 
-    settled, reached, is_exhausted = 0, 0, True
+    settled, reached, most = 0, 0, 20
 
     made = None
 
     def __init__(self, *_):
-        self.purged, self.held = [], {}
+        self.purged, self.held, self.adapted = [], {}, []
+        self.asked = 0
         type(self).made = self
+
+    def look_around(self):
+        pass
+
+    def adapt(self, count, share):
+        self.adapted.append((count, share))
 
     def next(self):
         return [row for row in _ROWS if row.id not in (*self.purged, *self.held)]
 
     def may_hold(self):
+        self.asked += 1
         return True
 
     def hold(self, refused):
@@ -144,18 +156,19 @@ def _aborted(code):
 @pytest.fixture
 def write(monkeypatch):
     """Return a function that publishes three records by a producer whose commits have these outcomes."""
-    monkeypatch.setattr(shard_task, "highest_claim", lambda *_: 0)
+    monkeypatch.setattr(shard_task, "highest_claim", lambda *_: 1)
     monkeypatch.setattr(shard_task, "ledger_after_fence", lambda *_, **__: Ledger())
     monkeypatch.setattr(shard_task, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(shard_task, "TopicLimits", _Limits)
     monkeypatch.setattr(shard_task, "ShardRows", _Rows)
 
-    def run(*outcomes, reports=(), patience=30.0):
+    def run(*outcomes, reports=(), patience=30.0, transform=None):
         producer = _Producer(list(outcomes), reports)
         monkeypatch.setattr(shard_task, "fenced", lambda *_: nullcontext(producer))
         monkeypatch.setattr(shard_task.TransactionalIdentity, "of", lambda *_: run.transactions)
         harvest = HarvestConfig(data_source="dbname=x", base_kafka_config={"bootstrap.servers": "h:1"})
-        plan = BatchPlan(harvest=harvest, outbox="d.s.t", term=1, ranges=(ShardRange(0, 1),), patience=patience)
+        ranges = (ShardRange(0, 1),)
+        plan = BatchPlan(harvest=harvest, outbox="d.s.t", term=1, ranges=ranges, patience=patience, transform=transform)
         return ShardTask(plan, 0).run(), producer
 
     run.transactions = _Transactions()
@@ -179,9 +192,10 @@ def test_a_long_outage_is_no_bad_record(write):
 
 
 def test_an_attempt_that_is_fenced_ends(write):
-    """An attempt that another one has fenced does not fence that one in its turn."""
+    """An attempt that another one has fenced does not fence that one in its turn, and says what may have happened."""
     outcome, producer = write(Ended("fenced", error=KafkaError(KafkaError._FENCED)))
-    assert (outcome.published, outcome.error) == (0, "")
+    assert (outcome.published, outcome.error) == (0, "Fenced")
+    assert "or as a transaction was open for longer than its time-out" in outcome.message
     assert producer.with_reports == [False]
 
 
@@ -234,3 +248,82 @@ def test_a_limit_that_is_not_known_is_found(write, monkeypatch):
     outcome, _ = write(*[too_large] * 7)
     assert outcome.message.startswith("one of records 7 to 9")
     assert write.transactions.fitted[-1] == 16_384
+
+
+class _ReadOn(_Rows):
+    """Rows of a settled range: each is read once, unless the task begins again."""
+
+    passed = 0
+
+    def next(self):
+        rows, self.passed = _ROWS[self.passed :], len(_ROWS)
+        return rows
+
+    def begin_again(self, **_):
+        self.passed = len(self.purged)
+
+
+class _Unsent(_Producer):
+    """A producer whose first transaction fails before its first record."""
+
+    def send(self, records, give_up, failures=None):
+        sent = super().send(records, give_up, failures)
+        return Sent([], []) if len(self.with_reports) == 1 else sent
+
+
+def test_what_was_not_sent_is_read_again(write, monkeypatch):
+    """Rows of a transaction that failed before its first record are neither purged nor passed over."""
+    monkeypatch.setattr(shard_task, "ShardRows", _ReadOn)
+    monkeypatch.setattr(f"{__name__}._Producer", _Unsent)
+    outcome, producer = write(Committed())
+    assert (outcome.published, len(producer.with_reports)) == (3, 2)
+    assert _ReadOn.made.purged == [7, 8, 9]
+
+
+def test_it_is_asked_once_whether_many_records_may_be_held(write, monkeypatch):
+    """A thousand bad records in an open transaction do not cost a thousand questions."""
+    monkeypatch.setattr(_Producer, "refuses", (7, 8, 9))
+    outcome, _ = write()
+    assert (outcome.published, _Rows.made.asked) == (0, 1)
+    assert list(_Rows.made.held) == [7, 8, 9]
+
+
+def test_slow_reads_and_slow_ends_do_not_stop_a_task(write, monkeypatch):
+    """Rows that took long to read go into a new transaction, if nobody has published since; they are not read again."""
+    ledger = Ledger(offset=5)
+    monkeypatch.setattr(shard_task, "ledger_after_fence", lambda *_, **__: ledger)
+    monkeypatch.setattr(_Transactions, "timeout", 1e-9)
+    monkeypatch.setattr(_Producer, "must_replace", True)
+    reads = []
+    read = _Rows.next
+    monkeypatch.setattr(_Rows, "next", lambda self: reads.append(1) or read(self))
+    outcome, _ = write(Committed())
+    assert (outcome.published, outcome.error, len(reads)) == (3, "", 2)
+    assert write.transactions.begun == [ledger]
+
+
+def test_transactions_get_smaller_until_they_arrive_in_time(write):
+    """A transaction that failed for no clear reason is followed by one of half as many rows."""
+    outcome, _ = write(_aborted(KafkaError._MSG_TIMED_OUT), Committed())
+    assert outcome.published == 3
+    (tried, committed) = _Rows.made.adapted
+    assert tried == (3, 1.0)
+    assert committed[0] == 3
+    assert committed[1] < 0.3
+
+
+@pytest.mark.parametrize("claim", [0, 2])
+def test_a_task_needs_the_claim_that_it_was_planned_under(write, monkeypatch, claim):
+    """A higher claim is another leader's; if ours is not there, the topic was deleted, and one may be hidden."""
+    monkeypatch.setattr(shard_task, "highest_claim", lambda *_: claim)
+    outcome, producer = write()
+    assert (outcome.published, outcome.error) == (0, "Deposed")
+    assert producer.with_reports == []
+
+
+def test_a_transform_keeps_what_tells_rows_apart(write):
+    """A transform that changes an id would have its row published again, so it ends the task, with the id."""
+    outcome, _ = write(transform=lambda row: row._replace(id=row.id + 100))
+    assert (outcome.published, outcome.error) == (0, "InvalidRecord")
+    assert outcome.message.startswith("record 7: a transform must keep id and create_time")
+    assert _Rows.made.purged == []

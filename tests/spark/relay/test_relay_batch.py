@@ -1,0 +1,42 @@
+"""A batch as a job, without Spark: it is ended whenever that is asked for."""
+
+import threading
+
+from outbox_core.config import HarvestConfig
+from outbox_spark.relay.batch import publish
+from outbox_spark.relay.plan import BatchPlan
+
+
+class _Spark:
+    """A session whose job begins when it was told for the first time to end it."""
+
+    def __init__(self):
+        self.interrupts = 0
+        self._ended = threading.Event()
+
+    def addTag(self, tag):  # noqa: N802  Spark\'s name
+        self.tag = tag
+
+    def range(self, *_):
+        return self
+
+    def mapInArrow(self, *_):  # noqa: N802  Spark\'s name
+        return self
+
+    def collect(self):
+        assert self._ended.wait(60), "nobody ended the job"
+        return []
+
+    def interruptTag(self, tag):  # noqa: N802  Spark\'s name
+        assert tag == self.tag
+        self.interrupts += 1
+        if self.interrupts > 1:
+            self._ended.set()
+
+
+def test_a_job_that_begins_late_is_ended_too():
+    """A job that had not begun when it was to be ended does not run on for the whole batch."""
+    spark = _Spark()
+    plan = BatchPlan(harvest=HarvestConfig(data_source="dbname=x"))
+    assert publish(spark, plan, lambda: False) is None
+    assert spark.interrupts > 1
