@@ -35,7 +35,7 @@ from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.tracking import ForeignLedger
 from outbox_spark.relay import fencing
-from outbox_spark.relay.batch import publish, refuse_functions
+from outbox_spark.relay.batch import has_ended, publish, refuse_functions
 from outbox_spark.relay.leadership import Contender
 from outbox_spark.relay.plan import MOST_ROWS, BatchPlan, Planner, ShardOutcome, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
@@ -60,6 +60,7 @@ _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _SETTLE_SECONDS = 60.0
 _CLEAN_UP_SECONDS = 30.0
+_ROTATE_SECONDS = 3600.0
 # Another try does not mend these.
 _PERMANENT = (InvalidConfig, InvalidRecord, MarkedRowsFound, OutboxTableError, TrackingTopicError, ForeignLedger)
 _PERMANENT_NAMES = {error.__name__ for error in _PERMANENT}
@@ -137,6 +138,7 @@ class _Relay:
         self._store = ShardStore.of(config.harvest)
         self._pause = _FIRST_PAUSE_SECONDS
         self._batches = 0
+        self._rotate_at = float("-inf")
         self._plan = BatchPlan(harvest=config.harvest, rows=config.batch_records, transform=transform)
 
     def run(self, *, once: bool) -> None:
@@ -184,6 +186,7 @@ class _Relay:
         while leads():
             try:
                 planner = planner or self._begin(leads, once=once)
+                self._rotate_archive()
                 ranges = planner.next()
             except _PERMANENT:
                 raise
@@ -215,6 +218,8 @@ class _Relay:
             outcomes = publish(self._spark, plan, leads)
         except Exception as error:
             _log.debug("%s", error)
+            if has_ended(self._spark):  # nobody else can lead while we do
+                raise RelayFailed(f"Spark has ended, start the relay again: {reason_of(error)}") from None
             self._wait_after(reason_of(error))
             return
         if outcomes is None:
@@ -250,6 +255,16 @@ class _Relay:
                 }
             )
         self._batches += 1
+
+    def _rotate_archive(self) -> None:
+        """Make and drop partitions of the archive, if there is one: among relays alone nobody else does."""
+        if time.monotonic() < self._rotate_at:
+            return
+        self._rotate_at = time.monotonic() + _ROTATE_SECONDS
+        try:
+            self._store.rotate_archive()
+        except OutboxError as error:
+            _log.warning("the archive's partitions are made and dropped in an hour: %s", error)
 
     def _wait_after(self, failure: str) -> None:
         _log.warning("the relay goes on in %.0f s: %s", self._pause, failure.strip()[:500])

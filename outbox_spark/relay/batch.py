@@ -48,6 +48,16 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
         return [ShardOutcome(**{**row.asDict(), "reached": int(row.reached)}) for row in job.result()]
 
 
+def has_ended(spark: SparkSession) -> bool:
+    """Tell whether the session can run no more jobs: its JVM, its server or its context is gone."""
+    try:
+        _ = spark.version  # asks the JVM
+        context = getattr(spark, "_sc", None)  # none with Spark Connect
+        return context is not None and bool(context._jsc.sc().isStopped())  # noqa: SLF001
+    except Exception:
+        return True
+
+
 def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Publish the shards of these numbers, on a worker."""
     import pyarrow as pa

@@ -30,6 +30,7 @@ MOST_ROWS = 50_000  # of a transaction: its manifest is one record, and brokers 
 SLICE_SECONDS = 10.0
 _PATIENCE_SECONDS = 90.0
 _FROM_HEAD_SECONDS = 60.0
+_FROM_HEAD_REST = 30  # times as long as it took: there may be millions of held rows
 _IDLE_SECONDS = 5.0
 
 Transform = Callable[[StoredRecord], StoredRecord | None]
@@ -138,12 +139,13 @@ class Planner:
         lowest = min(self._positions)
         found = self._first_above(lowest)
         self._is_idle = found is None
+        settled = self._settled.id if self._up_to is None else min(self._settled.id, self._up_to)
+        # One below is found if the database does not recognise the place.
+        is_settled = found is not None and lowest < found <= settled
+        if not is_settled:  # none is left up to there, but for held ones, which need not be walked through again
+            self._positions = [max(position, settled) for position in self._positions]
         if found is None:
             return ()
-        settled = self._settled.id if self._up_to is None else min(self._settled.id, self._up_to)
-        is_settled = lowest < found <= settled  # one below is found if the database does not recognise the place
-        if not is_settled:  # none is left up to there
-            self._positions = [max(position, settled) for position in self._positions]
         place = self._settled.place
         return tuple(
             ShardRange(number, self._shards, position, settled if is_settled else self._up_to, is_settled, place, rows)
@@ -171,13 +173,13 @@ class Planner:
         if not self._settled.see(sight):
             self._begin_at_head()
         elif time.monotonic() - self._from_head_at >= (_IDLE_SECONDS if self._is_idle else _FROM_HEAD_SECONDS):
-            lowest = min(self._positions)
+            lowest, began = min(self._positions), time.monotonic()
             found = self._first_above(NO_FLOOR.id)
             if found is not None and found <= lowest:
                 self._turn_off(
                     f"record {found} appeared below {lowest}, when no open transaction could have had its id"
                 )
-            self._from_head_at = time.monotonic()
+            self._from_head_at = time.monotonic() + _FROM_HEAD_REST * (time.monotonic() - began)
 
     def _turn_off(self, reason: str) -> None:
         self._off = reason

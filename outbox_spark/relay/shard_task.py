@@ -9,8 +9,11 @@ shard's transactional.id reads that manifest and deletes its rows before it read
 
 The task reads the leader topic once after each fence, up to a message that it writes there itself, for a claim higher
 than its own (`outbox_core.election.observer`); a later leader fences it. So a producer that has to be replaced (R13 of
-docs/explanation-exactly-once.md) is not: the task begins again with the fence. An attempt that is fenced ends, as
-another attempt of the same task has come after it.
+docs/explanation-exactly-once.md) is not: the task begins again with the fence. Only before its first transaction it
+may keep rows that took long to read (`_open_anew`). An attempt that is fenced ends, as another attempt of the same task
+has come after it.
+
+Rules are those of docs/spark-relay.md.
 
 In a settled range (`plan.py`) the next rows are read while a transaction is under way. Scans and purges come from one
 thread with one connection, in their order.
@@ -22,6 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import NoReturn
 
 from outbox_core.config.kafka_settings import batch_settings
 from outbox_core.election.observer import highest_claim
@@ -131,14 +135,18 @@ class ShardTask:
             began, is_open = time.monotonic(), True
             ledger = self._settle(producer)
             rows = self._rows.next()
-            if time.monotonic() - began > self._identity.timeout / 3:
+            if rows and time.monotonic() - began > self._identity.timeout / 3:
                 self._open_anew(producer, ledger)
             while rows:
                 self._failpoint("scanned")
                 if not is_open:
                     self._begin(producer)
                 is_open = False
-                self._publish(producer, rows)
+                try:
+                    self._publish(producer, rows)
+                except KafkaUnavailable:
+                    self._rows.adapt(len(rows), 1.0)  # they, or their manifest, may be too much at once
+                    raise
                 if self._is_over():
                     break
                 rows = self._rows.next()
@@ -147,6 +155,7 @@ class ShardTask:
             self._rows.join()
 
     def _check_claim(self) -> None:
+        """Raise Deposed unless the claim of our plan is the highest one, now that we have fenced (rule 6)."""
         plan, term = self._plan, self._plan.term
         leader = plan.harvest.leader_names(plan.outbox)
         claim = highest_claim(self._identity.kafka, leader, term)
@@ -156,7 +165,7 @@ class ShardTask:
             raise Deposed(f"{leader.topic} does not show our claim, {term}: it was deleted or emptied meanwhile")
 
     def _settle(self, producer: RecordProducer) -> Ledger:
-        """Delete what was published and not purged; return what was read, and leave the reading's transaction open."""
+        """Delete what was published and not purged (rule 3); return what was read, and leave that transaction open."""
         identity = self._identity
         ledger = ledger_after_fence(identity, producer, self._is_late, stays_open=True)
         if ledger.opening is None:
@@ -176,6 +185,7 @@ class ShardTask:
         self._check_claim()
 
     def _begin(self, producer: RecordProducer) -> None:
+        """Open the next transaction, unless that takes another producer (rule 5)."""
         if producer.must_replace:
             raise _Replaced
         unless_ended(producer.begin())
@@ -196,7 +206,9 @@ class ShardTask:
                 unless_ended(producer.abort())
                 raise _refusal([record], error, self._identity.kafka)
         if sent:
-            self._commit(producer, sent)
+            misdirected = self._commit(producer, sent)
+            if misdirected:
+                self._hold(rows, misdirected)
             self._rows.adapt(len(rows), (time.monotonic() - began) / self._identity.timeout)
         else:
             cause = producer.failure
@@ -207,9 +219,13 @@ class ShardTask:
         self._rows.purge([row for row in fitting if row.id not in unsent] if unsent else fitting)
         self._failpoint("purged")
         if refused:
-            by_id, kafka = {row.id: row for row in rows}, self._identity.kafka
-            self._rows.hold([(by_id[record.id], explained(error, kafka)) for record, error in refused])
-            raise _Replaced  # and read on without them and their keys
+            self._hold(rows, refused)
+
+    def _hold(self, rows: Sequence[StoredRecord], refused: Sequence[_Refused]) -> NoReturn:
+        """Hold records with their keys, and read on without them."""
+        by_id, kafka = {row.id: row for row in rows}, self._identity.kafka
+        self._rows.hold([(by_id[record.id], explained(error, kafka)) for record, error in refused])
+        raise _Replaced
 
     def _send(
         self, producer: RecordProducer, records: Sequence[StoredRecord]
@@ -229,8 +245,10 @@ class ShardTask:
         self._failpoint("sent")
         return sent.records, [(failure.record, failure.error) for failure in sent.refused]
 
-    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
-        # The manifest is written once every record is in Kafka, and the last transaction's rows are out of the table.
+    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> list[_Refused]:
+        """Commit; or abort, and return the records to hold for it, or raise its error."""
+        # The manifest is written once every record is in Kafka, and the last transaction's rows are out of the table:
+        # rule 4.
         if producer.all_arrive(self._identity.timeout, self._is_late):
             self._rows.join()
             self._send_manifest(producer, records)
@@ -238,9 +256,15 @@ class ShardTask:
         else:
             outcome = unless_ended(producer.abort(producer.failure))
         if isinstance(outcome, Aborted):
+            misdirected = [
+                (failure.record, failure.error) for failure in self._failures or () if _is_misdirected(failure)
+            ]
+            if misdirected and self._rows.may_hold():
+                return misdirected
             raise self._reason_of(outcome, records)
         self._published += len(records)
         self._failpoint("committed")
+        return []
 
     @property
     def _id(self) -> str:
@@ -278,11 +302,16 @@ class ShardTask:
             return _refusal([failure.record for failure in refused], refused[0].error, self._identity.kafka)
         if outcome.error is None:
             return KafkaUnavailable("the transaction was aborted")
-        if kind_of(outcome.error) in _REFUSALS:
+        is_named_next = outcome.error.code() == KafkaError._UNKNOWN_PARTITION and not self._wants_reports  # noqa: SLF001
+        if kind_of(outcome.error) in _REFUSALS and not is_named_next:
             return _refusal(missing, outcome.error, self._identity.kafka)
         self._wants_reports = True  # the next try tells which record failed
-        self._rows.adapt(len(missing), 1.0)  # or there were more than arrive in time
         return KafkaUnavailable(outcome.error.str())
+
+
+def _is_misdirected(failure: Failure) -> bool:
+    """Tell whether a record names a partition that its topic does not have: this alone is never a batch's fault."""
+    return failure.error.code() == KafkaError._UNKNOWN_PARTITION and failure.record.partition >= 0  # noqa: SLF001
 
 
 def _transformed(rows: Sequence[StoredRecord], transform: Transform) -> Sequence[StoredRecord]:

@@ -3,7 +3,7 @@
 import threading
 
 from outbox_core.config import HarvestConfig
-from outbox_spark.relay.batch import publish
+from outbox_spark.relay.batch import has_ended, publish
 from outbox_spark.relay.plan import BatchPlan
 
 
@@ -40,3 +40,30 @@ def test_a_job_that_begins_late_is_ended_too():
     plan = BatchPlan(harvest=HarvestConfig(data_source="dbname=x"))
     assert publish(spark, plan, lambda: False) is None
     assert spark.interrupts > 1
+
+
+class _Context:
+    def __init__(self, *, is_stopped):
+        self._is_stopped = is_stopped
+        self._jsc = self
+
+    def sc(self):
+        return self
+
+    def isStopped(self):  # noqa: N802  Spark's name
+        return self._is_stopped
+
+
+class _Session:
+    def __init__(self, context=None):
+        self.version = "4"
+        if context is not None:
+            self._sc = context
+
+
+def test_a_session_that_has_ended_is_recognised():
+    """A context that was stopped, and a JVM that does not answer, run no more jobs; Connect has no context."""
+    assert has_ended(object())
+    assert has_ended(_Session(_Context(is_stopped=True)))
+    assert not has_ended(_Session(_Context(is_stopped=False)))
+    assert not has_ended(_Session())

@@ -1,5 +1,8 @@
 """What changes under a shard's task: holds, tables, servers, torn transactions; and rows that mean no good."""
 
+import threading
+from contextlib import closing
+
 import psycopg
 import pytest
 
@@ -9,7 +12,9 @@ from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.tracking import opening_key
 from outbox_core.kafka.transactions import Committed, never
 from outbox_core.record import OutboxRecord
+from outbox_core.retention.archive import archive_statements
 from outbox_core.stores.interface import NO_FLOOR
+from outbox_spark.pipelines.relay import RelayConfig, _Relay
 from outbox_spark.relay.plan import Planner
 from outbox_spark.relay.shard_store import ShardStore
 from tests.harvesting import identity_of
@@ -151,6 +156,19 @@ def test_workers_of_another_server_publish_nothing(scene, make_topic, monkeypatc
     assert {outcome.error for outcome in outcomes} == {"OutboxTableError"}
     assert "the system identifier another" in outcomes[0].message
     assert scene.read(topic) == []
+
+
+def test_a_relay_makes_partitions_of_the_archive(scene):
+    """Where only relays run, the archive gets the partitions of the next days all the same."""
+    for statement in archive_statements(scene.table):
+        scene.execute(statement)
+    parts = "SELECT inhrelid::regclass::text AS name FROM pg_inherits WHERE inhparent = 'outbox_archive'::regclass"
+    last = max(part.name for part in scene.execute(f"{parts} AND inhrelid::regclass::text ~ '[0-9]{{8}}$'"))
+    scene.execute(f"DROP TABLE {last}")
+    relay = _Relay(None, RelayConfig(harvest=scene.config(retention="archive")), None, threading.Event(), None)
+    with closing(relay._store):
+        relay._rotate_archive()
+    assert last in {part.name for part in scene.execute(parts)}
 
 
 def test_a_lost_connection_takes_positions_away(scene, make_topic):

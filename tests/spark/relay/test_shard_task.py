@@ -140,7 +140,10 @@ class _Producer:
         return True
 
     def commit(self):
-        return self._outcomes.pop(0)
+        outcome = self._outcomes.pop(0) if self._outcomes else Committed()
+        if isinstance(outcome, Committed):
+            self._reports = []
+        return outcome
 
     def abort(self, *_):
         pass
@@ -208,6 +211,17 @@ def test_a_bad_record_is_named(write):
     reports = [Failure(_ROWS[1], KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))]
     outcome, _ = write(*inconsistent, reports=reports)
     assert outcome.message.startswith("record 8 for topic 'orders'")
+
+
+def test_a_record_for_a_partition_that_is_missing_is_held(write, monkeypatch):
+    """Delivery reports name such a record for certain: it is held, the others go on."""
+    missing = KafkaError._UNKNOWN_PARTITION
+    row = _ROWS[1]._replace(partition=99)
+    monkeypatch.setattr(f"{__name__}._ROWS", [_ROWS[0], row, _ROWS[2]])
+    outcome, producer = write(_aborted(missing), _aborted(missing), reports=[Failure(row, KafkaError(missing))])
+    assert producer.with_reports[:2] == [False, True]
+    assert list(_Rows.made.held) == [8]
+    assert outcome.error == ""
 
 
 def test_what_no_client_takes_is_held(write, monkeypatch):
