@@ -45,7 +45,7 @@ def ensure_shards(identity: TransactionalIdentity, shards: int) -> None:
 
 
 def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_up: GiveUp) -> int:
-    """Fence every publisher of this outbox, and delete the rows that it published; return their number."""
+    """Fence every publisher of this outbox, and delete the rows that it published (rule 7); return their number."""
     shards = identity.relay_shards()
     server, count = store.server_id(), 0
     if topic_exists(identity.kafka, identity.tracking_topic):
@@ -108,7 +108,7 @@ def refuse_marked_rows(identity: TransactionalIdentity, store: PostgresStore) ->
 
 @contextmanager
 def fenced(identity: TransactionalIdentity, give_up: GiveUp) -> Iterator[RecordProducer]:
-    """Yield a producer of this transactional.id that has fenced the last one. Raises KafkaUnavailable."""
+    """Yield a producer of this transactional.id that has fenced the last one (rule 2). Raises KafkaUnavailable."""
     producer = identity.new_producer()
     try:
         unless_ended(producer.init(give_up), f"transactional.id {identity.transactional_id}")

@@ -101,7 +101,7 @@ class SettledIds:
         self._writers: frozenset[str] = frozenset()
 
     def see(self, sight: Sight) -> bool:
-        """Take in a sight; tell whether earlier positions still hold."""
+        """Take in a sight; tell whether earlier positions still hold (rule 8)."""
         is_same_place = sight.place == self.place and sight.connection is self._connection
         holds = sight.place is not None and is_same_place and sight.last_id >= self.id
         if not holds:

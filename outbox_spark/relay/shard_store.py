@@ -21,13 +21,14 @@ from outbox_core.stores.postgres.connection import one_line
 from outbox_core.stores.postgres.conversion import stored_records
 from outbox_core.stores.postgres.store import PostgresStore, scan_parts
 
-# The sign is cut off: a remainder of a negative number is negative.
+# Rule 1 of docs/spark-relay.md: a key is in one shard, and each row is in one. The sign is cut off: a remainder of a
+# negative number is negative.
 _IN_SHARD = """
 (CASE WHEN kafka_key IS NULL THEN id::bigint ELSE hashtextextended(kafka_key::text, 0) END
  & 9223372036854775807) %% %(shards)s::bigint = %(shard)s::bigint
 """
 
-# What was proven holds for one incarnation of table and sequence, on one run of one server.
+# Rule 8: what was proven holds for one incarnation of table and sequence, on one run of one server.
 _SAME_PLACE = """
 pg_relation_filenode(to_regclass(%(name)s::text)) = %(table_file)s::oid
 AND pg_relation_filenode(to_regclass(%(sequence)s::text)) = %(sequence_file)s::oid
