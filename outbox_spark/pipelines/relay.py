@@ -58,7 +58,6 @@ _IDLE_SECONDS = 0.2
 _EMPTY_CHECK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
-_SETTLE_SECONDS = 60.0
 _CLEAN_UP_SECONDS = 30.0
 _ROTATE_SECONDS = 3600.0
 # Another try does not mend these.
@@ -183,9 +182,12 @@ class _Relay:
             return contender.leads(lease) and not self._stopping.is_set()
 
         planner: Planner | None = None
+        is_settled = False
         while leads():
             try:
-                planner = planner or self._begin(leads, once=once)
+                if not is_settled:
+                    self._settle(leads)
+                planner, is_settled = planner or self._begin(once=once), True
                 self._rotate_archive()
                 ranges = planner.next()
             except _PERMANENT:
@@ -194,24 +196,27 @@ class _Relay:
                 self._wait_after(str(error))
                 continue
             if ranges:
-                self._publish(planner, ranges, lease.term, leads)
+                # After a failure the topic of the manifests may be gone, or a torn transaction take long to read back.
+                is_settled = self._publish(planner, ranges, lease.term, leads)
             elif once:
                 return True
             else:
                 self._stopping.wait(_IDLE_SECONDS)
         return False
 
-    def _begin(self, leads: Callable[[], bool], *, once: bool) -> Planner:
-        """Settle what the last term left behind. Raises KafkaUnavailable, StoreUnavailable, MarkedRowsFound."""
+    def _settle(self, leads: Callable[[], bool]) -> None:
+        """Settle what was left behind. Raises KafkaUnavailable, StoreUnavailable."""
         fencing.ensure_shards(self._identity, self._config.shards)
-        give_up_at = now() + _SETTLE_SECONDS
-        fencing.fence_and_purge(self._identity, self._store, lambda: now() > give_up_at or not leads())
+        fencing.fence_and_purge(self._identity, self._store, lambda: not leads())
+
+    def _begin(self, *, once: bool) -> Planner:
+        """Return the positions of a new term. Raises StoreUnavailable, MarkedRowsFound."""
         fencing.refuse_marked_rows(self._identity, self._store)
         up_to = self._store.highest_id() if once else None
         return Planner(self._store, self._config.shards, up_to=up_to)
 
-    def _publish(self, planner: Planner, ranges: tuple[ShardRange, ...], term: int, leads: Callable[[], bool]) -> None:
-        """Publish a batch. Raises RelayFailed if another try would not mend what went wrong."""
+    def _publish(self, planner: Planner, ranges: tuple[ShardRange, ...], term: int, leads: Callable[[], bool]) -> bool:
+        """Publish a batch; tell whether that went well. Raises RelayFailed if another try would not mend it."""
         plan = replace(self._plan, term=term, ranges=ranges, holds=planner.holds)
         began = time.monotonic()
         try:
@@ -221,9 +226,9 @@ class _Relay:
             if has_ended(self._spark):  # nobody else can lead while we do
                 raise RelayFailed(f"Spark has ended, start the relay again: {reason_of(error)}") from None
             self._wait_after(reason_of(error))
-            return
+            return False
         if outcomes is None:
-            return
+            return False
         for outcome in outcomes:
             planner.finished(outcome)
         settled = sum(outcome.settled for outcome in outcomes)
@@ -236,6 +241,7 @@ class _Relay:
                 raise RelayFailed(failure.message)
         if failures and leads():
             self._wait_after(failures[0].message)
+        return not failures
 
     def _report(self, outcomes: Sequence[ShardOutcome], seconds: float) -> None:
         published = sum(outcome.published for outcome in outcomes)
@@ -273,7 +279,7 @@ class _Relay:
 
     def _clean_up(self, holds: Callable[[], bool]) -> bool:
         """Leave no open transaction and no published row to a successor; tell whether that succeeded."""
-        give_up_at = now() + _CLEAN_UP_SECONDS
+        give_up_at = now() + _CLEAN_UP_SECONDS + self._config.shards
         try:
             fencing.fence_and_purge(self._identity, self._store, lambda: now() > give_up_at or not holds())
         except OutboxError as error:

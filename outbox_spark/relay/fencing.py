@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from outbox_core.election.lease import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
@@ -35,6 +36,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_AT_ONCE = 8
+_SECONDS_EACH = 60.0
 _FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)  # noqa: SLF001
 
 
@@ -52,7 +54,7 @@ def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_
         # A harvester that is deposed without knowing must see a trace of us.
         count += _settle_and_leave_trace(identity, store, server, give_up)
     with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(shards))), thread_name_prefix="outbox-fence") as threads:
-        ledgers = list(threads.map(lambda shard: _fence(shard, give_up), shards))
+        ledgers = list(threads.map(lambda shard: _fence(shard, _soon(give_up)), shards))
     for shard, ledger in zip(shards, ledgers, strict=True):
         # Of another server's rows, or of a torn transaction, no later term must read again.
         if shard.is_of_other_server(ledger, server) or ledger.opening is not None:
@@ -64,6 +66,12 @@ def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_
     return count
 
 
+def _soon(give_up: GiveUp) -> GiveUp:
+    """Limit the time for one transactional.id: there may be a thousand."""
+    late_at = now() + _SECONDS_EACH
+    return lambda: give_up() or now() > late_at
+
+
 def _fence(identity: TransactionalIdentity, give_up: GiveUp) -> Ledger:
     with fenced(identity, give_up) as producer:
         return ledger_after_fence(identity, producer, give_up)
@@ -71,11 +79,12 @@ def _fence(identity: TransactionalIdentity, give_up: GiveUp) -> Ledger:
 
 def _settle_and_leave_trace(identity: TransactionalIdentity, store: PostgresStore, server: str, give_up: GiveUp) -> int:
     """Fence, delete the published rows, and write a manifest of no rows; return how many were deleted."""
-    with fenced(identity, give_up) as producer:
-        ledger = ledger_after_fence(identity, producer, give_up)
+    with fenced(identity, _soon(give_up)) as producer:
+        ledger = ledger_after_fence(identity, producer, _soon(give_up))
         identity.is_of_other_server(ledger, server)  # raises
-        count = delete_published(identity, ledger, store, give_up)
-        unless_ended(identity.adopt(producer, server, ledger, give_up), f"tracking topic {identity.tracking_topic}")
+        count = delete_published(identity, ledger, store, give_up)  # topics may take long to read
+        left = identity.adopt(producer, server, ledger, _soon(give_up))
+        unless_ended(left, f"tracking topic {identity.tracking_topic}")
     return count
 
 

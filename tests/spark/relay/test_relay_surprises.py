@@ -2,6 +2,8 @@
 
 import threading
 from contextlib import closing
+from dataclasses import replace
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -15,7 +17,7 @@ from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import archive_statements
 from outbox_core.stores.interface import NO_FLOOR
 from outbox_spark.pipelines.relay import RelayConfig, _Relay
-from outbox_spark.relay.plan import Planner
+from outbox_spark.relay.plan import Planner, ShardOutcome
 from outbox_spark.relay.shard_store import ShardStore
 from tests.harvesting import identity_of
 from tests.spark.relay.outcome import assert_each_once_in_order
@@ -169,6 +171,29 @@ def test_a_relay_makes_partitions_of_the_archive(scene):
     with closing(relay._store):
         relay._rotate_archive()
     assert last in {part.name for part in scene.execute(parts)}
+
+
+def test_all_is_settled_again_after_a_failure(scene, make_topic, monkeypatch):
+    """A batch that failed is followed by what a new term begins with: what stopped a task may need the driver."""
+    topic, rows_left = make_topic(), []
+    scene.fill(topic, 5, keys=2)
+    relay = _Relay(None, RelayConfig(harvest=scene.settings), None, threading.Event(), None)
+    relay._identity, relay._pause = scene.transactions, 0.0
+    relay._plan = replace(relay._plan, outbox=scene.identity, server_id=scene.store.server_id())
+
+    def publish(_, plan, __):
+        rows_left.append(scene.count())
+        if len(rows_left) > 1:
+            return scene.run(plan)
+        tear(scene, 0, [1, 2])
+        return [ShardOutcome(wanted.number, error="KafkaUnavailable", message="away") for wanted in plan.ranges]
+
+    monkeypatch.setattr("outbox_spark.pipelines.relay.publish", publish)
+    lease, contender = SimpleNamespace(term=scene.claim()), SimpleNamespace(leads=lambda _: True)
+    with closing(relay._store):
+        assert relay._lead(lease, contender, once=True)
+    assert rows_left[:2] == [5, 3]
+    assert_each_once_in_order(scene, topic, 5)
 
 
 def test_a_lost_connection_takes_positions_away(scene, make_topic):
