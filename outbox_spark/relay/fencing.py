@@ -53,8 +53,7 @@ def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_
     if topic_exists(identity.kafka, identity.tracking_topic):
         # A harvester that is deposed without knowing must see a trace of us.
         count += _settle_and_leave_trace(identity, store, server, give_up)
-    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(shards))), thread_name_prefix="outbox-fence") as threads:
-        ledgers = list(threads.map(lambda shard: _fence(shard, _soon(give_up)), shards))
+    ledgers = _fence_all(shards, give_up)
     for shard, ledger in zip(shards, ledgers, strict=True):
         # Of another server's rows, or of a torn transaction, no later term must read again.
         if shard.is_of_other_server(ledger, server) or ledger.opening is not None:
@@ -64,6 +63,24 @@ def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_
     if count:
         _log.info("purged %d rows that the last term had published", count)
     return count
+
+
+def _fence_all(shards: list[TransactionalIdentity], give_up: GiveUp) -> list[Ledger]:
+    """Fence some at a time; the first failure ends all, and is raised."""
+    failures: list[BaseException] = []
+
+    def fence(shard: TransactionalIdentity) -> Ledger:
+        try:
+            return _fence(shard, _soon(lambda: bool(failures) or give_up()))
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(shards))), thread_name_prefix="outbox-fence") as threads:
+        fenced_shards = [threads.submit(fence, shard) for shard in shards]
+    if failures:
+        raise failures[0]
+    return [shard.result() for shard in fenced_shards]
 
 
 def _soon(give_up: GiveUp) -> GiveUp:
