@@ -2,7 +2,13 @@
 
 import threading
 
+import pytest
+
+from devstack.processes import wait_until
 from outbox_core.config import HarvestConfig
+from outbox_core.errors import KafkaUnavailable
+from outbox_core.kafka.tracking import ForeignLedger
+from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import has_ended, publish
 from outbox_spark.relay.plan import BatchPlan
 
@@ -40,6 +46,20 @@ def test_a_job_that_begins_late_is_ended_too():
     plan = BatchPlan(harvest=HarvestConfig(data_source="dbname=x"))
     assert publish(spark, plan, lambda: False) is None
     assert spark.interrupts > 1
+
+
+def test_the_first_shard_that_cannot_be_fenced_is_told(monkeypatch):
+    """One failure ends the attempts to fence all others, and theirs do not hide it."""
+
+    def fence(shard, give_up):
+        if shard == 1:
+            raise ForeignLedger("of another outbox")
+        wait_until(give_up, "told to give up", 60)
+        raise KafkaUnavailable("given up")
+
+    monkeypatch.setattr(fencing, "_fence", fence)
+    with pytest.raises(ForeignLedger, match="of another outbox"):
+        fencing._fence_all([0, 1, 2], lambda: False)
 
 
 class _Context:
