@@ -223,7 +223,7 @@ class _Relay:
             outcomes = publish(self._spark, plan, leads)
         except Exception as error:
             _log.debug("%s", error)
-            if has_ended(self._spark):  # nobody else can lead while we do
+            if leads() and has_ended(self._spark):  # nobody else can lead while we do
                 raise RelayFailed(f"Spark has ended, start the relay again: {reason_of(error)}") from None
             self._wait_after(reason_of(error))
             return False

@@ -214,7 +214,8 @@ class ShardTask:
             cause = producer.failure
             unless_ended(producer.abort(cause))
             if records and not refused:  # what was read ahead comes after them
-                raise KafkaUnavailable(f"the transaction failed before its first record: {cause and cause.str()}")
+                why = "" if cause is None else f": {cause.str()}"
+                raise KafkaUnavailable(f"the transaction failed before its first record{why}")
         unsent = {record.id for record in records} - {record.id for record in sent}
         self._rows.purge([row for row in fitting if row.id not in unsent] if unsent else fitting)
         self._failpoint("purged")

@@ -1,16 +1,19 @@
 """A batch as a job, without Spark: it is ended whenever that is asked for."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
-from devstack.processes import wait_until
 from outbox_core.config import HarvestConfig
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.tracking import ForeignLedger
+from outbox_core.stores.interface import NO_HOLDS
+from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, _Relay
 from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import has_ended, publish
 from outbox_spark.relay.plan import BatchPlan
+from tests.harvesting import wait_until
 
 
 class _Spark:
@@ -54,7 +57,7 @@ def test_the_first_shard_that_cannot_be_fenced_is_told(monkeypatch):
     def fence(shard, give_up):
         if shard == 1:
             raise ForeignLedger("of another outbox")
-        wait_until(give_up, "told to give up", 60)
+        wait_until(give_up, "told to give up")
         raise KafkaUnavailable("given up")
 
     monkeypatch.setattr(fencing, "_fence", fence)
@@ -87,3 +90,18 @@ def test_a_session_that_has_ended_is_recognised():
     assert has_ended(_Session(_Context(is_stopped=True)))
     assert not has_ended(_Session(_Context(is_stopped=False)))
     assert not has_ended(_Session())
+
+
+def test_a_relay_ends_with_its_session_unless_it_is_being_stopped(monkeypatch):
+    """A signal to all processes of a group stops Spark, too: the relay then hands over in good order."""
+
+    def fail(*_):
+        raise RuntimeError("no answer")
+
+    monkeypatch.setattr("outbox_spark.pipelines.relay.publish", fail)
+    config = RelayConfig(harvest=HarvestConfig(data_source="dbname=x"))
+    relay, planner = _Relay(None, config, None, threading.Event(), None), SimpleNamespace(holds=NO_HOLDS)
+    relay._pause = 0.0
+    with pytest.raises(RelayFailed, match="Spark has ended, start the relay again: no answer"):
+        relay._publish(planner, (), 1, lambda: True)
+    assert not relay._publish(planner, (), 1, lambda: False)
