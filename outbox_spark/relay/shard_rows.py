@@ -22,7 +22,7 @@ from outbox_spark.relay.shard_store import ShardRange, ShardStore
 
 T = TypeVar("T")
 
-_TOO_LONG = 1 / 3
+_QUICK = 1 / 4  # records may take two thirds
 MOST_BYTES = 64 * 2**20  # no row is added to a transaction of that much: a task has two of them in memory
 
 
@@ -75,11 +75,13 @@ class ShardRows:
         query = RowQuery(self.most, MOST_BYTES, holds=self._holds)
         return self._thread.submit(lambda: self._store.scan_shard(query, wanted))
 
-    def adapt(self, count: int, share: float) -> None:
-        """Read fewer or more rows at once, after `count` of them took this share of a transaction's time-out."""
-        if share > _TOO_LONG:
-            self.most = max(1, count // 2)
-        elif share < _TOO_LONG / 4:
+    def failed(self, count: int) -> None:
+        """Read fewer rows at once, after a transaction of `count` failed: its records may not have come in time."""
+        self.most = max(1, count // 2)
+
+    def succeeded(self, share: float) -> None:
+        """Read more rows at once, if a transaction took so small a share of its time-out that twice as many fit."""
+        if share < _QUICK:
             self.most = min(2 * self.most, self._plan.rows)
 
     def purge(self, rows: Sequence[StoredRecord]) -> None:

@@ -145,7 +145,7 @@ class ShardTask:
                 try:
                     self._publish(producer, rows)
                 except KafkaUnavailable:
-                    self._rows.adapt(len(rows), 1.0)  # they, or their manifest, may be too much at once
+                    self._rows.failed(len(rows))  # they, or their manifest, may be too much at once
                     raise
                 if self._is_over():
                     break
@@ -209,7 +209,7 @@ class ShardTask:
             misdirected = self._commit(producer, sent)
             if misdirected:
                 self._hold(rows, misdirected)
-            self._rows.adapt(len(rows), (time.monotonic() - began) / self._identity.timeout)
+            self._rows.succeeded((time.monotonic() - began) / self._identity.timeout)
         else:
             cause = producer.failure
             unless_ended(producer.abort(cause))

@@ -14,6 +14,7 @@ from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_core.stores.interface import OversizedValue, StoredRecord
 from outbox_spark.relay import shard_task
 from outbox_spark.relay.plan import BatchPlan
+from outbox_spark.relay.shard_rows import ShardRows
 from outbox_spark.relay.shard_store import ShardRange
 from outbox_spark.relay.shard_task import ShardTask
 
@@ -60,8 +61,11 @@ class _Rows:
     def look_around(self):
         pass
 
-    def adapt(self, count, share):
-        self.adapted.append((count, share))
+    def failed(self, count):
+        self.adapted.append(count)
+
+    def succeeded(self, share):
+        self.adapted.append(share)
 
     def next(self):
         return [row for row in _ROWS if row.id not in (*self.purged, *self.held)]
@@ -320,10 +324,24 @@ def test_transactions_get_smaller_until_they_arrive_in_time(write):
     """A transaction that failed for no clear reason is followed by one of half as many rows."""
     outcome, _ = write(_aborted(KafkaError._MSG_TIMED_OUT), Committed())
     assert outcome.published == 3
-    (tried, committed) = _Rows.made.adapted
-    assert tried == (3, 1.0)
-    assert committed[0] == 3
-    assert committed[1] < 0.3
+    failed, share = _Rows.made.adapted
+    assert failed == 3
+    assert 0 <= share < 1
+
+
+def test_the_rows_of_a_transaction_follow_its_success():
+    """Half as many are read after a failure, twice as many after a quick success, and never more than planned."""
+    harvest = HarvestConfig(data_source="dbname=x", base_kafka_config={"bootstrap.servers": "h:1"})
+    rows = ShardRows(BatchPlan(harvest=harvest, rows=100), ShardRange(0, 1, rows=40))
+    sizes = [rows.most]
+    for step, value in [("failed", 40), ("succeeded", 0.3), ("succeeded", 0.1), ("failed", 1)]:
+        getattr(rows, step)(value)
+        sizes.append(rows.most)
+    rows.close()
+    assert sizes == [40, 20, 20, 40, 1]
+    rows.most = 80
+    rows.succeeded(0.1)
+    assert rows.most == 100
 
 
 @pytest.mark.parametrize("claim", [0, 2])
