@@ -96,6 +96,7 @@ class Plan:
     neighbour: bool = False  # another producer has transactions on the tracking topic, too, which it aborts
     changes_to: str = ""  # the delivery of all harvesters after half of the time
     fault_pause: float = 1.5  # between two faults, on average
+    outage: float = 1.0  # by which the time is multiplied for which something is cut off, suspended or down
     KINDS: ClassVar[tuple[str, ...]] = ("faults",)  # of what shrinking takes one away
     NUMBERS: ClassVar[tuple[str, ...]] = ("harvesters", "writers")  # which it makes smaller
 
@@ -127,7 +128,7 @@ class Plan:
     @property
     def is_quiet(self) -> bool:
         """True if faults are rare."""
-        return self.fault_pause > Plan.fault_pause
+        return self.fault_pause > Plan.fault_pause * self.outage
 
     def quiet(self) -> Plan:
         """Return a plan of the same kinds of faults that is long: few transactions, and rare faults."""
@@ -139,6 +140,12 @@ class Plan:
             pause=random.choice((3.0, 10.0)),
             fault_pause=random.choice((5.0, 20.0, 60.0)),
         )
+
+    def crowded(self) -> Plan:
+        """Return a plan of the same kinds of faults with four harvesters, and outages that may be long."""
+        outage = Random(self.seed).choice((1.0, 4.0, 12.0))
+        rare = {"pause": self.pause * outage, "fault_pause": Plan.fault_pause * outage}
+        return replace(self, harvesters=4, outage=outage, seconds=60.0 * outage, **rare)
 
     def smaller(self) -> Iterator[Self]:
         """Return plans that have one part less than this one."""
@@ -300,6 +307,19 @@ class Node(ProcessPlace):
             self.harvester = None
             Event().wait(0.5)
 
+    @property
+    def threads(self) -> list[str]:
+        """Names of its process's threads."""
+        return [] if self.process is None else sorted(task.name for task in self.process._tasks)
+
+    def end(self) -> None:
+        """Ask the harvester to stop in good order, for good; kill the process if there is none."""
+        harvester, process = self.harvester, self.process
+        if harvester is None or process is None:
+            self.crash()
+        else:
+            process.spawn(harvester.stop, "end")
+
     def stop(self) -> None:
         """Ask the harvester to stop in good order; its process ends with it, and another one begins."""
         harvester, process = self.harvester, self.process
@@ -315,7 +335,7 @@ class Node(ProcessPlace):
         self.simulation.scheduler.after(0.3, lambda: self._replace(process))
 
     def _replace(self, process: Process) -> None:
-        if self.process is process:
+        if self.process is process and not self.simulation.is_over:
             self.crash()
             self.start()
 
@@ -459,6 +479,7 @@ class Simulation:
         self._refused_and_gone: set[tuple[str, int]] = set()  # topics and ids of truncated rows
         self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
+        self.is_over = False
         self.faults = 0
         self.problem = ""
         self._problems = 0
@@ -525,8 +546,22 @@ class Simulation:
         self._run_until_quiet()
         if not self.problem:
             self._check_all()
+            self._end_all()
         for node in self.nodes:
             node.crash()
+
+    def _end_all(self) -> None:
+        """Ask all harvesters to stop: each ends in time, and leaves no thread."""
+        if self.problem:
+            return
+        self.is_over = True
+        for node in self.nodes:
+            node.end()
+        end = self.scheduler.now + _STOP_SECONDS
+        self.scheduler.run(end, lambda: bool(self.problem) or not any(node.threads for node in self.nodes))
+        for node in self.nodes:
+            if node.threads:
+                self.broken(f"{node.name} was asked to stop {_STOP_SECONDS:g} s ago, and has threads: {node.threads}")
 
     def _write_foreign_manifest(self) -> None:
         """Put another outbox's manifest where ours are, and have an operator take it away after a while."""
@@ -698,7 +733,7 @@ class Simulation:
     def _fault_isolate(self, random: Random) -> None:
         node = self._up_node(random)
         if node is not None and node.process is not None:
-            seconds = _cut_seconds(random)
+            seconds = _cut_seconds(random) * self.plan.outage
             for broker in self.cluster.brokers:
                 self._cut(node.process, broker, seconds)
 
@@ -717,7 +752,7 @@ class Simulation:
                 self.network.break_some(lambda each: each.process is process and each.server is server)
             self.network.mend(process, server)
 
-        self.scheduler.after(_cut_seconds(random) if seconds is None else seconds, mend)
+        self.scheduler.after(_cut_seconds(random) * self.plan.outage if seconds is None else seconds, mend)
 
     def _break(self, process: Process) -> None:
         self.network.break_some(lambda connection: connection.process is process)
@@ -742,7 +777,7 @@ class Simulation:
         self.scheduler.note("%s crashes", server.name)
         self.cluster.crash(number)
         self.network.break_some(lambda connection: connection.server is server)
-        self.scheduler.after(0.3 + 6 * random.random(), lambda: self.cluster.restart(number))
+        self.scheduler.after((0.3 + 6 * random.random()) * self.plan.outage, lambda: self.cluster.restart(number))
 
     def _fault_move(self, random: Random) -> None:
         del random
@@ -779,7 +814,7 @@ class Simulation:
                 self.scheduler.note("%s goes on", process.name)
                 self._resume(process)
 
-        self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()), resume)
+        self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()) * self.plan.outage, resume)
 
     def _resume(self, process: Process) -> None:
         self._resumed.setdefault(process.name, []).append(self.scheduler.now)
@@ -798,7 +833,7 @@ class Simulation:
         self.scheduler.note("the database restarts")
         server.is_up = False
         self.network.break_some(lambda connection: connection.server is server)
-        self.scheduler.after(random.random() * 4, lambda: setattr(server, "is_up", True))
+        self.scheduler.after(random.random() * 4 * self.plan.outage, lambda: setattr(server, "is_up", True))
 
     def _fault_truncate(self, random: Random) -> None:
         records = [row.record for row in self.database.rows.values()]
