@@ -147,7 +147,7 @@ class _Relay:
         self._identity = TransactionalIdentity.of(harvest, self._store.check())
         check_connection(harvest.base_kafka_config)
         server_id = self._store.server_id()
-        found = self._store.found_in(harvest)
+        found = self._store.found_in(self._config.harvest)  # as it is given: tasks look up secrets themselves
         self._plan = replace(self._plan, harvest=found, outbox=self._identity.outbox, server_id=server_id)
         contender = Contender(harvest, self._identity.outbox, server_id)
         contender.start()
