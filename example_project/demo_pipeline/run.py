@@ -102,7 +102,7 @@ def run(orders: int, screen: Screen, log_directory: Path, *, on_cluster: bool = 
                 "REVENUE_CHECKPOINT": str(log_directory / "checkpoint"),
             }
         )
-        with Children(log_directory, environment) as children, ExitStack() as services:
+        with ExitStack() as services, Children(log_directory, environment) as children:
             run_all([children.start("migrate", _APPLICATION.migrate)], _SECONDS_TO_START)
             file = _REVENUE
             if on_cluster:
