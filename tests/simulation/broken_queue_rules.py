@@ -75,9 +75,7 @@ def _mark_without_waiting(
     self: PlainStartWriter, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft
 ) -> None:
     del seconds_left
-    reports = start_writers._Reports()
-    for marker in markers:
-        self._produce(marker, reports)
+    self._produce(markers, lambda *_: None)
     try:
         start_writers.commit(self._config, self._consumer, offsets)
     except start_writers.KafkaException as error:
