@@ -18,7 +18,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
 .PHONY: test-chaos test-queues chaos simulate spark-faults explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
+.PHONY: bench-queue bench-queue-budget bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -151,6 +151,9 @@ bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 
 bench-queue: $(STAMP)  ## Measure sending, receiving and acknowledging messages of a queue
 	$(BIN)/python -m benchmarks.queue
+
+bench-queue-budget: $(STAMP)  ## Measure the CPU time of a queue's message by thread, beside bare clients (OTHER=/path/to/a/checkout)
+	$(BIN)/python -m benchmarks.queue_budget $(if $(OTHER),--other $(OTHER))
 
 bench-tracker: $(STAMP)  ## Measure how soon a tracker is ready, with 10 million markers and with a normal history
 	$(BIN)/python -m benchmarks.queue_tracker
