@@ -21,6 +21,7 @@ class _Spark:
 
     def __init__(self):
         self.interrupts = 0
+        self.sparkContext = SimpleNamespace(setJobDescription=lambda _: None)
         self._ended = threading.Event()
 
     def addTag(self, tag):  # noqa: N802  Spark\'s name
