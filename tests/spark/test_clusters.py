@@ -27,7 +27,7 @@ COMMANDS = [
     if block.page == PAGE and block.language == "bash" and block.mark.startswith("run by")
     for line in block.text.splitlines()
 ]
-SECRETS = {"kafka": "secret-of-kafka-7f3a", "postgres": "secret-of-postgres-91bc"}
+_SECRET_OF_KAFKA = "secret-of-kafka-7f3a"
 _SECONDS = 1200
 _RECORDS = 300
 
@@ -105,7 +105,9 @@ def page(standalone, scene, make_topic, tmp_path):
     topic = make_topic(2)
     make_topic(2, name=f"{topic}.repaired")
     (text,) = (block.text for block in BLOCKS if block.page == PAGE and block.language == "yaml")
-    dsn = psycopg.conninfo.make_conninfo(**psycopg.conninfo.conninfo_to_dict(scene.database))
+    parameters = psycopg.conninfo.conninfo_to_dict(scene.database)
+    secrets = {"kafka": _SECRET_OF_KAFKA, "postgres": parameters.pop("password")}
+    dsn = psycopg.conninfo.make_conninfo(**parameters)
     replaced = {
         "kafka.internal:9092": scene.bootstrap,
         "spark://spark-master:7077": standalone.url,
@@ -119,10 +121,11 @@ def page(standalone, scene, make_topic, tmp_path):
         assert shown in text
         text = text.replace(shown, ours)
     (tmp_path / "secrets").mkdir()
-    for name, secret in SECRETS.items():
+    for name, secret in secrets.items():
         (tmp_path / "secrets" / name).write_text(f"{secret}\n")
     made = Folder(tmp_path, text)
     made.topic = topic
+    made.secrets = tuple(secrets.values())
     return made
 
 
@@ -152,7 +155,7 @@ def test_the_page_literally(page, standalone, scene):
     events = [file.read_text() for file in (page.path / "events").rglob("*") if file.is_file()]
     assert any("/shared/orders" in text for text in events), "the plans are not where they are looked for"
     logs = [file.read_text(errors="replace") for file in standalone.directory.rglob("*") if file.is_file()]
-    for secret in SECRETS.values():
+    for secret in page.secrets:
         assert not any(secret in text for text in (*events, *logs, *page.outputs))
 
 
