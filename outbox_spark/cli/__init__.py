@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if (error.name or "").startswith("outbox_"):
             raise
-        missing = MissingExtra(f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[spark]'")
+        missing = MissingExtra(
+            f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[spark]'"
+        )
         return fail(missing, EXIT_NOT_STARTED)
     except OutboxError as error:
         return fail(error, EXIT_NOT_STARTED)

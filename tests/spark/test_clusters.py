@@ -146,7 +146,7 @@ def test_the_page_literally(page, standalone, scene):
     assert "(2 executors on " in said["doctor"]
     assert sorted(map(identity_of, scene.read(page.topic))) == list(range(1, _RECORDS + 1))
     assert f"batch 0: {_RECORDS} records" in said["archive"]
-    assert scene.execute("SELECT count(*), count(DISTINCT n), sum(n) FROM orders") == [
+    assert scene.execute("SELECT count(*) AS records, count(DISTINCT n) AS once, sum(n) AS total FROM orders") == [
         (_RECORDS, _RECORDS, sum(range(_RECORDS)))
     ]
     assert f"published {_RECORDS} records" in said["replay"]
