@@ -114,7 +114,7 @@ class BatchReport:
 
 
 class Lag:
-    """What is still to be read of topics, in offsets and in seconds, by the ends that were seen so far."""
+    """The lag: what is still to be read of topics, in offsets and in seconds, by the ends that were seen so far."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, Positions]] = deque()  # ends that are not reached, the oldest first

@@ -161,7 +161,7 @@ def test_the_page_literally(page, standalone, scene):
 
 @pytest.mark.complete
 def test_workers_without_the_packages(page):
-    """Where executors have no packages, the doctor says so, and how to mend it."""
+    """The doctor says that executors have no packages, and how to mend it."""
     file = page.path / "pipelines.yaml"
     file.write_text("".join(line for line in file.read_text().splitlines(True) if "packages" not in line))
     ran = page.run("outbox-spark doctor -f pipelines.yaml")

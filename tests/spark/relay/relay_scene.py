@@ -6,6 +6,7 @@ from uuid import uuid4
 from confluent_kafka import Producer
 
 from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.topics import ensure_leader_topic
 from outbox_spark.relay import fencing
 from outbox_spark.relay.plan import BatchPlan, Planner
@@ -18,6 +19,19 @@ SHARDS = 2
 
 class Killed(BaseException):
     """An error that stands for the death of a task and its driver."""
+
+
+def slow_ends(monkeypatch):
+    """Let each commit and abort count as one that may have been sent twice."""
+    end = RecordProducer._end
+
+    def slow(producer, *arguments):
+        try:
+            end(producer, *arguments)
+        finally:
+            producer._must_replace = True
+
+    monkeypatch.setattr(RecordProducer, "_end", slow)
 
 
 class RelayScene(Scene):

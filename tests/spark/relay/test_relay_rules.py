@@ -15,7 +15,6 @@ from outbox_core.config import LeaderNames
 from outbox_core.election.observer import highest_claim
 from outbox_core.errors import MarkedRowsFound, TrackingTopicError
 from outbox_core.kafka.clients import make_consumer
-from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.topics import TopicLimits, ensure_leader_topic
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import archive_statements
@@ -28,7 +27,7 @@ from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.relay.shard_task import ShardTask
 from tests.harvesting import identity_of
 from tests.spark.relay.outcome import assert_each_once_in_order
-from tests.spark.relay.relay_scene import SHARDS, Killed, RelayScene
+from tests.spark.relay.relay_scene import SHARDS, Killed, RelayScene, slow_ends
 
 pytestmark = pytest.mark.real_broker
 
@@ -172,15 +171,7 @@ def test_slow_ends_of_all_transactions_do_not_stop_a_relay(scene, make_topic, mo
     """Each task publishes its transaction, even if every commit and abort takes long enough for a repeat."""
     topic = make_topic()
     scene.fill(topic, 20, keys=7)
-    end = RecordProducer._end
-
-    def slow(producer, *arguments):
-        try:
-            end(producer, *arguments)
-        finally:
-            producer._must_replace = True
-
-    monkeypatch.setattr(RecordProducer, "_end", slow)
+    slow_ends(monkeypatch)
     scene.relay()
     assert_each_once_in_order(scene, topic, 20)
 

@@ -1,4 +1,4 @@
-"""What changes under a shard's task: holds, tables, servers, torn transactions; and rows that mean no good."""
+"""Surprises for a shard's task: holds, tables, servers, torn transactions; and rows that mean no good."""
 
 import threading
 from contextlib import closing
@@ -10,7 +10,6 @@ import pytest
 
 from outbox_core.errors import StoreUnavailable
 from outbox_core.kafka.manifest import Opening
-from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.tracking import opening_key
 from outbox_core.kafka.transactions import Committed, never
 from outbox_core.record import OutboxRecord
@@ -21,7 +20,7 @@ from outbox_spark.relay.plan import Planner, ShardOutcome
 from outbox_spark.relay.shard_store import ShardStore
 from tests.harvesting import identity_of
 from tests.spark.relay.outcome import assert_each_once_in_order
-from tests.spark.relay.relay_scene import RelayScene
+from tests.spark.relay.relay_scene import RelayScene, slow_ends
 
 pytestmark = pytest.mark.real_broker
 
@@ -76,15 +75,7 @@ def test_slow_ends_and_a_torn_transaction_do_not_stop_a_task(scene, make_topic, 
     scene.fill(topic, 20, keys=3)
     plan = scene.first_plan()
     tear(scene, 0, [1, 2, 3])
-    end = RecordProducer._end
-
-    def slow(producer, *arguments):
-        try:
-            end(producer, *arguments)
-        finally:
-            producer._must_replace = True
-
-    monkeypatch.setattr(RecordProducer, "_end", slow)
+    slow_ends(monkeypatch)
     assert not any(outcome.error for outcome in scene.run(plan))
     assert_each_once_in_order(scene, topic, 20)
 
@@ -111,7 +102,7 @@ def test_a_hold_that_is_released_during_a_batch_stays_until_its_end(scene, make_
 
 
 def test_a_task_that_begins_late_sees_new_holds(scene, make_topic):
-    """What was held after the plan was made is not published by a task that begins, or begins again, after that."""
+    """A record that is held after the plan was made is not published by a task that begins (again) after that."""
     topic = make_topic()
     scene.fill(topic, 20, keys=2)
     plan = scene.first_plan()
@@ -161,7 +152,7 @@ def test_workers_of_another_server_publish_nothing(scene, make_topic, monkeypatc
 
 
 def test_a_relay_makes_partitions_of_the_archive(scene):
-    """Where only relays run, the archive gets the partitions of the next days all the same."""
+    """The archive gets the partitions of the next days also where only relays run."""
     for statement in archive_statements(scene.table):
         scene.execute(statement)
     parts = "SELECT inhrelid::regclass::text AS name FROM pg_inherits WHERE inhparent = 'outbox_archive'::regclass"

@@ -10,7 +10,7 @@ pytest.importorskip("grpc", reason="pipelines of Spark are clients of Spark Conn
 
 
 class _Recorded(GraphElementRegistry):
-    """What a pipeline's file registers."""
+    """The flows that a pipeline's file registers."""
 
     def __init__(self):
         self.outputs, self.flows, self.changes = [], [], []

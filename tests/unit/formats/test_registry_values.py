@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pyarrow as pa
 import pytest
-from confluent_kafka.schema_registry import SchemaRegistryClient, header_schema_id_serializer
+from confluent_kafka.schema_registry import header_schema_id_serializer
 from confluent_kafka.schema_registry.avro import AvroSerializer
 from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
 from confluent_kafka.serialization import MessageField, SerializationContext
@@ -15,7 +15,6 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_spark.registry_values import make_reader, typed
-from tests.schema_registry import registry
 
 _NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
 _AVRO = {
@@ -42,19 +41,6 @@ _COLUMNS = pa.struct(
     }
 )
 _HEADERS = pa.list_(pa.struct({"key": pa.string(), "value": pa.binary()}))
-
-
-@pytest.fixture(scope="module")
-def server():
-    """Return a schema registry."""
-    with registry() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    """Return a writer's client of the registry."""
-    return SchemaRegistryClient({"url": server.url})
 
 
 def _serialized(serializer, value, headers=None):
