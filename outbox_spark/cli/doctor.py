@@ -17,7 +17,7 @@ from outbox_core import __version__
 from outbox_core.config import redact
 from outbox_core.doctor.findings import Finding, Verdict, fine, problem
 from outbox_core.errors import OutboxError
-from outbox_core.printable import printable
+from outbox_core.printable import plural, printable
 from outbox_spark.config import (
     PIPELINES,
     IcebergTable,
@@ -304,7 +304,7 @@ def _on_executors(spark: SparkSession, find: Callable[..., str], *arguments: Any
         raise CheckFailed("; ".join(sorted(failures)))
     said, hosts = sorted({row.said for row in rows}), sorted({row.host for row in rows})
     count = len({(row.host, row.executor) for row in rows})
-    return f"{', '.join(said)} ({count} executor{'s' * (count > 1)} on {', '.join(hosts)})"
+    return f"{', '.join(said)} ({plural(count, 'executor')} on {', '.join(hosts)})"
 
 
 def _in_task(find: Callable[..., str], arguments: Sequence[Any], batches: Iterator[pa.RecordBatch]) -> Any:

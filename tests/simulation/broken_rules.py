@@ -326,7 +326,7 @@ RULES = {
         plan={"faults": ("reassign",), "harvesters": 2, "pause": 0.1, "writers": 5, **_NEAR},
     ),
     "no lease begins while an earlier one of its own may run": _at_least(
-        Ownership, "_unlead", common.unlead_and_forget, shows="comes after", plan=_OFTEN_REMOVED
+        protocol.Predecessor, "suspect", lambda *_: None, shows="comes after", plan=_OFTEN_REMOVED
     ),
     "no lease begins while an earlier one may run": _both(
         protocol.Predecessor,
