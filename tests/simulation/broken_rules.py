@@ -258,7 +258,10 @@ RULES = {
         Double(loop.AtLeastOnce, "_succeed", at_least_once.succeed_and_move_on),
     ),
     "selected is compared with updated": _at_least(Store, "mark", at_least_once.mark_believed, plan=_LATE_SLOW_MARKS),
-    "a mark of a row in our lanes is a rival's": _at_least(Lanes, "holds_any", lambda *_: False, plan=_LATE_MARKS),
+    "a mark of a row in our lanes is a rival's": _at_least(Lanes, "knows_any", lambda *_: False, plan=_LATE_MARKS),
+    "a mark of a row that we purged meanwhile is a rival's": _at_least(
+        Lanes, "knows_any", at_least_once.knows_what_is_held, plan=_LATE_MARKS
+    ),
     "a short purge forces a remark": _at_least(Store, "purge", at_least_once.purge_believed, plan=_LATE_MARKS),
     "a purge matches the leader ID": _at_least(
         Store,

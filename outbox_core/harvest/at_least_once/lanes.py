@@ -55,6 +55,7 @@ class Lanes:
         self._full: set[LaneKey] = set()
         self._held: dict[int, int] = {}  # id -> size
         self._held_bytes = 0
+        self._purged: set[int] = set()  # since a mark began
 
     @property
     def held(self) -> int:
@@ -76,9 +77,14 @@ class Lanes:
         """True if `take` would return a record."""
         return bool(self._ready)
 
-    def holds_any(self, records: Sequence[StoredRecord]) -> bool:
-        """Return True if any of these records is in a lane already."""
-        return not self._held.keys().isdisjoint(map(_id_of, records))
+    def mark_begins(self) -> None:
+        """Remember the records that are purged from now on: a mark that another leader's came before may return them."""
+        self._purged.clear()
+
+    def knows_any(self, records: Sequence[StoredRecord]) -> bool:
+        """Return True if any of these records is in a lane already, or has been purged since the mark began."""
+        held, purged = self._held.keys(), self._purged
+        return not (held.isdisjoint(map(_id_of, records)) and purged.isdisjoint(map(_id_of, records)))
 
     def admit(self, records: Sequence[StoredRecord]) -> None:
         """Take in marked records, by ascending id."""
@@ -124,6 +130,7 @@ class Lanes:
         lanes = self._followers
         expected = len(self._held) - len(records)
         self._forget(records)
+        self._purged.update(map(_id_of, records))
         strange = len(self._held) - expected
         must(not strange, "a purge must move only lanes of records under way; %d of %d are not", strange, len(records))
         for record in records:

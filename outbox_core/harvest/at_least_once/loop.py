@@ -9,7 +9,7 @@ threads that own a store each.
 
 - **Mark.** One statement claims and returns the earliest rows without our leader ID, from the head of the table (or
   from an id below which no row can appear, `watermark`). So the next mark finds a later commit with a lower id, and
-  a dead leader's rows, without a recovery branch. If it returns a row of our lanes, or one that we have purged since it
+  a dead leader's rows, without a recovery branch. If it returns a row of our lanes, or one that was purged since it
   began, another leader marked it in between: force remark, or it would be published again after its followers.
 - **Send.** At most one record of a key is under way (`lanes`). The lease is checked immediately before each send, and
   must have at least `delivery_timeout` left (`send_window`): the producer gives up a record before the lease it was
@@ -69,7 +69,6 @@ from outbox_core.stores.interface import (
 
 _log = logging.getLogger(__name__)
 
-_id_of = attrgetter("id")
 _topic_of = attrgetter("topic")
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
@@ -136,7 +135,6 @@ class AtLeastOnce:
         self._settle: StoreCall[int] = StoreCall(ctx.purger, ctx)
         self._being_settled = _Rows([], [])
         self._to_settle = _Rows([], [])
-        self._purged_meanwhile: set[int] = set()  # since the mark began that is running
 
     @property
     def in_flight_records(self) -> int:
@@ -240,7 +238,7 @@ class AtLeastOnce:
                 raise StoreUnavailable(str(error), in_doubt=True) from error
 
         self._schedule.poll_starts()
-        self._purged_meanwhile.clear()
+        self._lanes.mark_begins()
         self._mark.start(mark)
 
     def _wants_holds(self) -> bool:
@@ -272,12 +270,7 @@ class AtLeastOnce:
         else:
             self._schedule.found_none(took)
             self._ctx.count_published(0)
-        if (
-            self._remark
-            or batch.selected != len(records)
-            or self._lanes.holds_any(records)
-            or not self._purged_meanwhile.isdisjoint(map(_id_of, records))
-        ):
+        if self._remark or batch.selected != len(records) or self._lanes.knows_any(records):
             self._to_settle.reset.extend(map(row_id, records))
             self._force_remark()
             self._leave_room_for_rivals()
@@ -450,8 +443,6 @@ class AtLeastOnce:
             if purged:
                 self._rivals_backoff /= 2
             self._lanes.purged(settled.purge)
-            if self._mark.is_running:
-                self._purged_meanwhile.update(map(_id_of, settled.purge))
             if self._drain and not self._lanes.held:
                 self._ctx.commits.notify()  # the next mark tells if that was all
         else:
