@@ -78,7 +78,7 @@ class Lanes:
         return bool(self._ready)
 
     def mark_begins(self) -> None:
-        """Remember the records that are purged from now on: a mark that another leader's came before may return them."""
+        """Remember what is purged from now on: a mark may return it, if another leader's came before."""
         self._purged.clear()
 
     def knows_any(self, records: Sequence[StoredRecord]) -> bool:
