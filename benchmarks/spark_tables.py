@@ -27,8 +27,9 @@ from rich.table import Table
 from benchmarks.spark_pipelines import produce
 from benchmarks.stage import fresh_topic, machine, services
 from outbox_spark.config import ArchiveSettings
+from outbox_spark.metrics import BatchReport
 from outbox_spark.pipelines import archive
-from outbox_spark.pipelines.follower import BatchReport, Follower, Target
+from outbox_spark.pipelines.follower import Follower, Target
 from outbox_spark.session import start_session
 from outbox_spark.topics.positions import Positions
 

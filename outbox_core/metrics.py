@@ -185,6 +185,12 @@ class HarvestMetrics:
                 self._values["published"] += len(records)
                 self._publication.add(records)
 
+    def published_elsewhere(self, counts: PublicationCounts) -> None:
+        """Count records that another process has published, as that process counted them."""
+        with self._lock:
+            self._values["published"] += counts.by_topic.total()
+            self._publication.merge(counts)
+
     def publish_error(self, count: int = 1) -> None:
         """Count records that Kafka refused, or did not acknowledge in time."""
         with self._lock:

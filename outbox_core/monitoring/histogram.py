@@ -31,6 +31,11 @@ class WeightedHistogram:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
+    def merge(self, other: WeightedHistogram) -> None:
+        """Add the observations of a histogram with the same bounds."""
+        self._counts = [mine + more for mine, more in zip(self._counts, other.counts, strict=True)]
+        self._sum += other._sum
+
     @property
     def counts(self) -> tuple[int, ...]:
         """The observations of each bucket; the last one has no upper bound."""

@@ -67,3 +67,11 @@ class PublicationCounts:
             stashed_at = records[first].create_time / 1_000_000
             if stashed_at:
                 self.delivery_latency.observe(max(0.0, at - stashed_at), min(step, len(records) - first))
+
+    def merge(self, other: PublicationCounts) -> None:
+        """Add what another process has counted."""
+        self.last_at = max(self.last_at, other.last_at)
+        self.bytes += other.bytes
+        self.delivery_latency.merge(other.delivery_latency)
+        for topic, count in other.by_topic.items():
+            self.by_topic[topic if topic == OTHER_TOPICS else self.labels.label(topic)] += count

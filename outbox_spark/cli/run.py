@@ -17,6 +17,7 @@ from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.cli import EXIT_NOT_STARTED, fail
 from outbox_spark.cli.progress import say, say_progress, use_one_line
 from outbox_spark.config import PipelineFile, SparkSettings, load_pipeline
+from outbox_spark.metrics import BatchReport
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.session import start_session
 
@@ -156,9 +157,10 @@ def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace,
 
 
 def _say_batch(progress: Mapping[str, Any]) -> None:
-    seconds = progress.get("durationMs", {}).get("triggerExecution", 0) / 1000
-    rows, rate = progress.get("numInputRows", 0), progress.get("processedRowsPerSecond") or 0.0
-    say_progress(f"batch {progress.get('batchId')}: {rows:,} records in {seconds:.1f} s ({rate:,.0f}/s)")
+    number, counts, lag = progress["batchId"], {"records": progress["numInputRows"]}, progress["lagRecords"]
+    seconds = progress["durationMs"]["triggerExecution"] / 1000
+    report = BatchReport(number=number, counts=counts, seconds=seconds, lag=lag, lag_seconds=progress["lagSeconds"])
+    say_progress(report)
 
 
 _PIPELINES = {"project": _follow, "archive": _follow, "replay": _replay, "audit": _audit, "relay": _relay}

@@ -126,6 +126,8 @@ class StreamSettings(Settings):
         max_records: maximum number of records in a batch.
         trigger: time from the start of one batch to the next.
         accept_gap: go on although records are missing after the target's position.
+        metrics_port: the port of `/metrics` and `/healthz`; 0 for any free port, None for no server.
+        metrics_host: the address to serve them on.
     """
 
     name: Name
@@ -135,6 +137,8 @@ class StreamSettings(Settings):
     max_records: Count = 200_000
     trigger: Duration = timedelta(seconds=5)
     accept_gap: bool = False
+    metrics_port: Annotated[int, Field(ge=0, le=65535, strict=True)] | None = None
+    metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
 
 
 class TotalsSettings(Settings):

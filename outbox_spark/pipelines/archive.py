@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark.config import ArchiveSettings, IcebergTable, LakehouseTable
-from outbox_spark.pipelines.follower import BatchReport, Follower
+from outbox_spark.metrics import BatchReport
+from outbox_spark.pipelines.follower import Follower
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table

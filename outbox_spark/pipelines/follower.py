@@ -21,8 +21,9 @@ import operator
 import re
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +36,7 @@ from outbox_core.errors import (
     StoreUnavailable,
 )
 from outbox_spark.config import StreamSettings
+from outbox_spark.metrics import BatchReport, PipelineMetrics, serving
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import TableTaken
@@ -52,7 +54,6 @@ _STOP_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _DOUBLINGS = 5  # of a second, to the longest pause; more would be no float after some hours
 _ATTEMPTS = 6  # failures without progress that end a run: any with `once`, else those of one cause, no outages
-_MOST_ENDS = 1000
 _OUTAGE = re.compile(r"Unavailable|OperationalError|InterfaceError")
 _CHANGING = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+")
 
@@ -90,44 +91,6 @@ class Target(Protocol):
         """Compact the table between batches, where it needs that."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BatchReport:
-    """The outcome of one batch; `counts` are the targets'.
-
-    `lag` is the number of offsets still to be read; the first of them has waited for at least `lag_seconds`.
-    """
-
-    number: int
-    counts: Mapping[str, int]
-    seconds: float
-    lag: int
-    lag_seconds: float = 0.0
-
-    def __str__(self) -> str:
-        records = self.counts.get("records", 0)
-        rate = records / self.seconds if self.seconds else 0.0
-        others = "".join(f", {count:,} {name}" for name, count in self.counts.items() if name != "records" and count)
-        return (
-            f"batch {self.number}: {records:,} records in {self.seconds:.1f} s ({rate:,.0f}/s){others}; "
-            f"lag {self.lag:,} ({self.lag_seconds:.0f} s)"
-        )
-
-
-class Lag:
-    """The lag: what is still to be read of topics, in offsets and in seconds, by the ends that were seen so far."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, Positions]] = deque()  # ends that are not reached, the oldest first
-
-    def behind(self, reached: Position, ends: Positions, now: float) -> tuple[int, float]:
-        """Return the number of offsets behind a position, and the time (in seconds) for which they are known."""
-        if len(self._seen) < _MOST_ENDS:
-            self._seen.append((now, ends))
-        while self._seen and not _offsets_between(reached, self._seen[0][1]):
-            self._seen.popleft()
-        return _offsets_between(reached, ends), now - self._seen[0][0] if self._seen else 0.0
-
-
 @dataclass
 class Follower:
     """One streaming query into one or more targets. Spark's thread runs the batches, one at a time."""
@@ -138,7 +101,6 @@ class Follower:
     targets: Sequence[Target]
     report: Callable[[BatchReport], None]
     totals: Counter[str] = field(default_factory=Counter)
-    _lag: Lag = field(default_factory=Lag)
     _error: BaseException | None = None
     _failures: int = 0
     _causes: list[str] = field(default_factory=list)
@@ -150,7 +112,7 @@ class Follower:
         ever; with `once`, or for the same cause each time, the follower gives up after some attempts. Errors that a
         restart does not fix, RecordsMissing among them, are raised at once.
         """
-        try:
+        with serving(self.settings, self._metrics.registry, self._metrics.health), closing(self._log):
             while not stop.is_set():
                 try:
                     self._run_query(once=once, stop=stop)
@@ -158,14 +120,13 @@ class Follower:
                 except _PERMANENT:
                     raise
                 except OutboxError as error:
+                    self._metrics.failed(error)
                     self._failures += 1
                     if (once and self._failures == _ATTEMPTS) or self._repeats(error):
                         raise
                     pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._failures - 1, _DOUBLINGS))
                     _log.warning("%s; trying again in %.0f s", error, pause)
                     stop.wait(pause)
-        finally:
-            self._log.close()
         return self.totals
 
     def _repeats(self, error: OutboxError) -> bool:
@@ -184,6 +145,10 @@ class Follower:
         asked_at = 0.0
         try:
             while not query.awaitTermination(_POLL_SECONDS):  # type: ignore[arg-type]  # fractions are fine
+                if self._metrics.trouble and query.status["message"].startswith(
+                    "Waiting for"
+                ):  # the next trigger, data
+                    self._metrics.recovered()
                 asked_at = asked_at or (time.monotonic() if stop.is_set() else 0.0)
                 if asked_at and (not query.status["isTriggerActive"] or time.monotonic() > asked_at + _STOP_SECONDS):
                     break
@@ -193,6 +158,10 @@ class Follower:
             raise PipelineFailed(reason_of(self._error or error)) from None
         finally:
             query.stop()
+
+    @functools.cached_property
+    def _metrics(self) -> PipelineMetrics:
+        return PipelineMetrics(self.settings.name)
 
     @functools.cached_property
     def _log(self) -> TopicLog:
@@ -242,6 +211,9 @@ class Follower:
 
     def _batch(self, batch: DataFrame, number: int) -> None:
         began = time.monotonic()
+        # Of this batch's jobs in Spark's UI, until Spark sets its own for the next one.
+        before = f", after {self._metrics.last}" if self._metrics.last is not None else ""
+        self.spark.sparkContext.setJobDescription(f"{self.settings.name}: batch {number}{before}")
         try:
             counts = self._write(batch, number)
         except BaseException as error:
@@ -250,9 +222,11 @@ class Follower:
         self.totals.update(counts)
         self._failures = 0
         self._causes.clear()
-        now = time.monotonic()
-        lag, lag_seconds = self._lag.behind(self._logged(number) or {}, self._log.bounds()[1], now)
-        self.report(BatchReport(number=number, counts=counts, seconds=now - began, lag=lag, lag_seconds=lag_seconds))
+        seconds = time.monotonic() - began
+        lag, lag_seconds = self._log.behind(self._logged(number) or {})
+        report = BatchReport(number=number, counts=counts, seconds=seconds, lag=lag, lag_seconds=lag_seconds)
+        self._metrics.finished(report)
+        self.report(report)
         for target in self.targets:
             target.compact()
 
@@ -315,10 +289,6 @@ def parse_offset_log(text: str) -> Position:
         raise PipelineFailed("the checkpoint's offset log is not of this pipeline; take another checkpoint") from None
     position: Position = found
     return position
-
-
-def _offsets_between(reached: Position, ends: Positions) -> int:
-    return sum(end - min(end, reached.get(topic, {}).get(partition, 0)) for topic, partition, end in flat(ends))
 
 
 def _without(records: DataFrame, known: Positions, begin: Position | None) -> DataFrame:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from outbox_spark.config import ProjectSettings
-from outbox_spark.pipelines.follower import BatchReport, Follower, Target
+from outbox_spark.metrics import BatchReport
+from outbox_spark.pipelines.follower import Follower, Target
 from outbox_spark.pipelines.project_lakehouse import targets
 from outbox_spark.pipelines.project_postgres import PostgresTarget
 from outbox_spark.pipelines.typed_rows import changes, columns_of, project

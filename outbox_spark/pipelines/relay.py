@@ -14,10 +14,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership
@@ -34,10 +35,12 @@ from outbox_core.errors import (
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.tracking import ForeignLedger
+from outbox_spark.metrics import serving
 from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import has_ended, publish, refuse_functions
 from outbox_spark.relay.leadership import Contender
-from outbox_spark.relay.plan import MOST_ROWS, BatchPlan, Planner, ShardOutcome, Transform
+from outbox_spark.relay.monitor import OnProgress, RelayMonitor
+from outbox_spark.relay.plan import MOST_ROWS, BatchPlan, Planner, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.runtime.secrets import filled_harvest
@@ -64,8 +67,6 @@ _ROTATE_SECONDS = 3600.0
 # Another try does not mend these.
 _PERMANENT = (InvalidConfig, InvalidRecord, MarkedRowsFound, OutboxTableError, TrackingTopicError, ForeignLedger)
 _PERMANENT_NAMES = {error.__name__ for error in _PERMANENT}
-
-OnProgress = Callable[[dict[str, Any]], None]
 
 
 class RelayFailed(OutboxError):
@@ -112,8 +113,9 @@ def run_relay(
         config: settings.
         once: end when the rows in the table at the beginning of the leadership have been published, or when another
             leader has emptied the table.
-        on_progress: called with number (`batchId`), records (`numInputRows`) and times (`durationMs`: of all of it,
-            `triggerExecution`, and of its longest task, `longestTask`) of each batch that had rows.
+        on_progress: called with number (`batchId`), records (`numInputRows`), times (`durationMs`: of all of it,
+            `triggerExecution`, and of its longest task, `longestTask`) of each batch that had rows, and, as last
+            counted, the number of rows that wait (`lagRecords`) and the age of the first (`lagSeconds`), or None.
         stopping: set it to end.
         transform: stored record -> record to publish, or None to delete it unpublished; called in the tasks. It must
             keep `id` and `create_time`.
@@ -133,12 +135,11 @@ class _Relay:
         refuse_functions(config.harvest)
         self._spark = spark
         self._config = config
-        self._on_progress = on_progress
         self._stopping = stopping
         self._harvest = filled_harvest(config.harvest)
         self._store = ShardStore.of(self._harvest)
+        self._monitor = RelayMonitor(self._harvest, self._store, on_progress)
         self._pause = _FIRST_PAUSE_SECONDS
-        self._batches = 0
         self._rotate_at = float("-inf")
         self._plan = BatchPlan(harvest=config.harvest, rows=config.batch_records, transform=transform)
 
@@ -149,25 +150,32 @@ class _Relay:
         server_id = self._store.server_id()
         found = self._store.found_in(self._config.harvest)  # as it is given: tasks look up secrets themselves
         self._plan = replace(self._plan, harvest=found, outbox=self._identity.outbox, server_id=server_id)
-        contender = Contender(harvest, self._identity.outbox, server_id)
-        contender.start()
-        try:
-            while not self._stopping.is_set():
-                lease = contender.begin()
-                if lease is None:
-                    if once and self._is_empty():
-                        return
-                    self._stopping.wait(_EMPTY_CHECK_SECONDS if once else _POLL_SECONDS)
-                    continue
-                try:
-                    finished = self._lead(lease, contender, once=once)
-                    if self._clean_up(partial(contender.holds, lease)) and finished:
-                        return
-                finally:
-                    contender.end()
-        finally:
-            contender.stop()
-            self._store.close()
+        contender, monitor = Contender(harvest, self._identity.outbox, server_id), self._monitor
+        metrics = monitor.metrics
+        metrics.outbox_name = metrics.outbox_name or self._identity.outbox
+        with closing(self._store), serving(harvest, metrics.registry, lambda: monitor.health(contender.trouble)):
+            contender.start()
+            try:
+                self._contend(contender, once=once)
+            finally:
+                contender.stop()
+
+    def _contend(self, contender: Contender, *, once: bool) -> None:
+        while not self._stopping.is_set():
+            lease = contender.begin()
+            if lease is None:
+                if once and self._is_empty():
+                    return
+                self._stopping.wait(_EMPTY_CHECK_SECONDS if once else _POLL_SECONDS)
+                continue
+            self._monitor.leads(lease.term)
+            try:
+                finished = self._lead(lease, contender, once=once)
+                if self._clean_up(partial(contender.holds, lease)) and finished:
+                    return
+            finally:
+                self._monitor.leads(None)
+                contender.end()
 
     def _is_empty(self) -> bool:
         """Tell whether another process has emptied the table while this one stood by."""
@@ -192,6 +200,8 @@ class _Relay:
                 planner, is_settled = planner or self._begin(once=once), True
                 self._rotate_archive()
                 ranges = planner.next()
+                self._monitor.planned(len(planner.holds))
+                self._monitor.looks()
             except _PERMANENT:
                 raise
             except OutboxError as error:
@@ -220,6 +230,7 @@ class _Relay:
     def _publish(self, planner: Planner, ranges: tuple[ShardRange, ...], term: int, leads: Callable[[], bool]) -> bool:
         """Publish a batch; tell whether that went well. Raises RelayFailed if another try would not mend it."""
         plan = replace(self._plan, term=term, ranges=ranges, holds=planner.holds)
+        plan = replace(plan, title=self._monitor.title(plan))
         began = time.monotonic()
         try:
             outcomes = publish(self._spark, plan, leads)
@@ -236,7 +247,8 @@ class _Relay:
         settled = sum(outcome.settled for outcome in outcomes)
         if settled:
             _log.info("deleted %d rows that an earlier attempt of a task had published", settled)
-        self._report(outcomes, time.monotonic() - began)
+        if self._monitor.finished(outcomes, time.monotonic() - began):
+            self._pause = _FIRST_PAUSE_SECONDS
         failures = [outcome for outcome in outcomes if outcome.error]
         for failure in failures:
             if failure.error in _PERMANENT_NAMES:
@@ -244,25 +256,6 @@ class _Relay:
         if failures and leads():
             self._wait_after(failures[0].message)
         return not failures
-
-    def _report(self, outcomes: Sequence[ShardOutcome], seconds: float) -> None:
-        published = sum(outcome.published for outcome in outcomes)
-        if not published:
-            return
-        self._pause = _FIRST_PAUSE_SECONDS
-        longest = max(outcome.seconds for outcome in outcomes)
-        if self._on_progress is not None:
-            durations = {"triggerExecution": round(seconds * 1000), "longestTask": round(longest * 1000)}
-            rate = published / seconds
-            self._on_progress(
-                {
-                    "batchId": self._batches,
-                    "numInputRows": published,
-                    "processedRowsPerSecond": rate,
-                    "durationMs": durations,
-                }
-            )
-        self._batches += 1
 
     def _rotate_archive(self) -> None:
         """Make and drop partitions of the archive, if there is one: among relays alone nobody else does."""

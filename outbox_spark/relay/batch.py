@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-_OUTCOME = (
-    "number int, published long, settled long, reached string, rows int, seconds double, error string, message string"
-)
 _TAG = "outbox-relay-batch"
 _POLL_SECONDS = 0.05
 
@@ -35,9 +33,9 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
     def run() -> list[Any]:
         spark.addTag(_TAG)  # of this thread
         if not is_connect(spark):
-            spark.sparkContext.setJobDescription(f"relay {plan.outbox}: {len(plan.ranges)} shards, term {plan.term}")
+            spark.sparkContext.setJobDescription(plan.title)
         shards = spark.range(0, len(plan.ranges), 1, len(plan.ranges))
-        return shards.mapInArrow(partial(_publish_shards, plan), _OUTCOME).collect()
+        return shards.mapInArrow(partial(_publish_shards, plan), "outcome binary").collect()
 
     with ThreadPoolExecutor(1, thread_name_prefix="outbox-relay-batch") as thread:
         job = thread.submit(run)
@@ -49,7 +47,7 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
             wait([job], _POLL_SECONDS)
         if is_ended:
             return None
-        return [ShardOutcome(**{**row.asDict(), "reached": int(row.reached)}) for row in job.result()]
+        return [pickle.loads(row.outcome) for row in job.result()]  # noqa: S301  from tasks of our own
 
 
 def has_ended(spark: SparkSession) -> bool:
@@ -66,14 +64,10 @@ def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Itera
     """Publish the shards of these numbers, on a worker."""
     import pyarrow as pa
 
-    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.int32(), pa.float64(), pa.string(), pa.string()]
-    schema = pa.schema([(name.split()[0], kind) for name, kind in zip(_OUTCOME.split(", "), kinds, strict=True)])
     plan = replace(plan, harvest=filled_harvest(plan.harvest))
     for batch in batches:
-        outcomes = [ShardTask(plan, number).run() for number in batch.column(0).to_pylist()]
-        # As text: what is below every id is no 64-bit number.
-        rows = [asdict(outcome) | {"reached": str(outcome.reached)} for outcome in outcomes]
-        yield pa.RecordBatch.from_pylist(rows, schema)
+        outcomes = [pickle.dumps(ShardTask(plan, number).run()) for number in batch.column(0).to_pylist()]
+        yield pa.RecordBatch.from_pydict({"outcome": pa.array(outcomes, pa.binary())})
 
 
 def refuse_functions(config: HarvestConfig) -> None:

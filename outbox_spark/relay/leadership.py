@@ -39,6 +39,11 @@ class Contender:
                 # The group elects no other leader before this returns: wait until the query has stopped.
                 self._changed.wait_for(lambda: not self._busy, self._drain_seconds)
 
+    @property
+    def trouble(self) -> str | None:
+        """The reason why the group has no leader; None while there is one."""
+        return self._elector.trouble
+
     def begin(self) -> Leadership | None:
         """Return our leadership, if any, which is handed over only after `end`. Raises the election's error."""
         if self._elector.failure is not None:

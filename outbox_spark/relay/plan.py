@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from outbox_core.config import HarvestConfig
+from outbox_core.monitoring.publication import PublicationCounts
 from outbox_core.stores.interface import NO_FLOOR, NO_HOLDS, HoldSet, RowQuery, StoredRecord
 from outbox_spark.relay.shard_store import Place, ShardRange, ShardStore, Sight
 
@@ -51,6 +52,7 @@ class BatchPlan:
         seconds: time after which a shard begins no other transaction.
         patience: time for which it endures outages.
         transform: row -> record to publish, or None for none.
+        title: what Spark's UI calls the batch.
     """
 
     harvest: HarvestConfig = field(repr=False)
@@ -63,6 +65,7 @@ class BatchPlan:
     seconds: float = SLICE_SECONDS
     patience: float = _PATIENCE_SECONDS
     transform: Transform | None = None
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class ShardOutcome:
         seconds: the task's own time.
         error: the name of the error that ended it, '' for none.
         message: its text.
+        counts: of the published records, for the metrics.
     """
 
     number: int
@@ -88,6 +92,7 @@ class ShardOutcome:
     seconds: float = 0.0
     error: str = ""
     message: str = ""
+    counts: PublicationCounts = field(default_factory=PublicationCounts, compare=False, repr=False)
 
 
 class SettledIds:

@@ -40,6 +40,7 @@ from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.topics import TopicLimits
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted
+from outbox_core.monitoring.publication import PublicationCounts
 from outbox_core.stores.interface import OversizedValue, StoredRecord, held_key, row_id
 from outbox_core.topic_names import topic_problem
 from outbox_spark.relay.fencing import Fenced, fenced, ledger_after_fence, unless_ended
@@ -83,7 +84,7 @@ class ShardTask:
         self._fitted: int | None = None  # limit of the present producer's batches
         self._wants_reports = False  # of deliveries; they cost more than all the rest
         self._failures: list[Failure] | None = None  # that were reported of the present transaction
-        self._published = 0
+        self._counts = PublicationCounts()
 
     def run(self) -> ShardOutcome:
         """Publish until the time is over or no row is left; return what was done, and the error that ended it."""
@@ -95,13 +96,14 @@ class ShardTask:
                 failure = error
             return ShardOutcome(
                 self._identity.tracking_partition,
-                self._published,
+                self._counts.by_topic.total(),
                 self._rows.settled,
                 self._rows.reached,
                 self._rows.most,
                 time.monotonic() - self._began_at,
                 type(failure).__name__ if failure is not None else "",
                 str(failure) if failure is not None else "",
+                self._counts,
             )
 
     def _retry(self) -> None:
@@ -263,7 +265,7 @@ class ShardTask:
             if misdirected and self._rows.may_hold():
                 return misdirected
             raise self._reason_of(outcome, records)
-        self._published += len(records)
+        self._counts.add(records)
         self._failpoint("committed")
         return []
 

@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
-from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition, make_consumer
+from outbox_core.kafka.clients import (
+    TIMESTAMP_NOT_AVAILABLE,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    make_consumer,
+)
 from outbox_core.kafka.errors import CONSUMER_RECOVERS, why_unreadable
 from outbox_core.kafka.reader import PartitionReader
 from outbox_spark.runtime.secrets import filled
@@ -35,6 +43,9 @@ _ANSWER_SECONDS = 10.0
 _POLL_SECONDS = 0.1
 _MESSAGES_PER_POLL = 5_000
 _SILENCE_SECONDS = 60.0
+_GLANCE_SECONDS = 1.0
+# It reads but single records: of each partition one batch, at least.
+_SMALL_FETCH = {"max.partition.fetch.bytes": "1024", "queued.max.messages.kbytes": "64"}
 
 
 class RecordsExpired(OutboxError):
@@ -91,7 +102,7 @@ class TopicLog:
         """Return the present beginning and end of each partition. Raises InvalidConfig and KafkaUnavailable."""
         firsts: Position = {}
         ends: Position = {}
-        consumer = self._consumer = self._consumer or _make_consumer(self._kafka)
+        consumer = self._connected()
         for topic in self._topics:
             firsts[topic], ends[topic] = {}, {}
             for partition in self._partitions(consumer, topic):
@@ -119,11 +130,44 @@ class TopicLog:
             for topic, offsets in firsts.items()
         }
 
+    def behind(self, position: Position) -> tuple[int, float | None]:
+        """Return the number of offsets behind a position, and the age (in seconds) of the first record there.
+
+        The age, by the record's timestamp, is None if Kafka does not show the record in a moment. Raises as `bounds`.
+        """
+        firsts, ends = self.bounds()
+        waiting = [found for found in _partitions_between(position, ends, firsts) if len(found)]
+        return sum(map(len, waiting)), self._age_of_first(waiting) if waiting else 0.0
+
+    def _age_of_first(self, waiting: Sequence[OffsetRange]) -> float | None:
+        consumer, give_up_at = self._connected(), time.monotonic() + _GLANCE_SECONDS
+        unread = {(found.topic, found.partition) for found in waiting}
+        times: list[int] = []
+        try:
+            consumer.assign([TopicPartition(found.topic, found.partition, found.first) for found in waiting])
+            while unread and time.monotonic() < give_up_at:
+                message = consumer.poll(_POLL_SECONDS)
+                place = (message.topic() or "", message.partition() or 0) if message is not None else None
+                if message is None or place not in unread:
+                    continue
+                unread.discard(place)  # by its first record, or its end: aborted transactions may be all there is
+                kind, milliseconds = message.timestamp()
+                if message.error() is None and kind != TIMESTAMP_NOT_AVAILABLE:
+                    times.append(milliseconds)
+            consumer.unassign()
+        except KafkaException:
+            return None
+        return max(0.0, time.time() - min(times) / 1000) if times else None
+
     def close(self) -> None:
         """Close the connection; it is opened again when needed."""
         consumer, self._consumer = self._consumer, None
         if consumer is not None:
             consumer.close()
+
+    def _connected(self) -> Consumer:
+        self._consumer = self._consumer or _make_consumer({**self._kafka, **_SMALL_FETCH})
+        return self._consumer
 
     def _partitions(self, consumer: Consumer, topic: str) -> list[int]:
         found = _retry(lambda: consumer.list_topics(topic, timeout=_ANSWER_SECONDS), f"topic {topic}").topics[topic]

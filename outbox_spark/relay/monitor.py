@@ -1,0 +1,111 @@
+"""What people see of a relay: the metrics of a harvester, its health, and a report of each batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from outbox_core.config import HarvestConfig, redact
+from outbox_core.errors import OutboxError
+from outbox_core.metrics import HarvestMetrics, Health
+from outbox_core.stores.interface import Backlog, WaitingRows
+from outbox_spark.metrics import BatchReport
+from outbox_spark.relay.plan import SLICE_SECONDS, BatchPlan, ShardOutcome
+from outbox_spark.relay.shard_store import ShardStore
+
+OnProgress = Callable[[dict[str, Any]], None]
+
+_UNHEALTHY_AFTER_SECONDS = 30.0
+# The driver counts between two batches: at most 2% of the time, as harvesters do.
+_PAUSE_FACTOR = 49
+
+
+class RelayMonitor:
+    """The numbers of one relay. Used by the driver's thread; `health` and `metrics` may be asked by any."""
+
+    def __init__(self, config: HarvestConfig, store: ShardStore, on_progress: OnProgress | None) -> None:
+        self.metrics = HarvestMetrics(outbox_name=config.outbox_name or "")
+        self._interval = config.limits.min_metrics_interval.total_seconds()
+        self._store = store
+        self._on_progress = on_progress
+        self._leads = False
+        self._batches = 0
+        self._waiting: WaitingRows | None = None  # those that no hold keeps back, as last counted
+        self._count_at = float("-inf")
+        self._last: BatchReport | None = None
+
+    def leads(self, term: int | None) -> None:
+        """Note the beginning of a leadership, or its end, after which the backlog is not known here."""
+        self._leads, self._waiting = term is not None, None
+        self._count_at = float("-inf")
+        self.metrics.leading(self._leads, -1 if term is None else term)
+        self.metrics.backlog(None)
+
+    def looks(self) -> None:
+        """Count the backlog, now and then."""
+        began = time.monotonic()
+        if began < self._count_at:
+            return
+        backlog: Backlog | None = None
+        with suppress(OutboxError):  # the plan of the next batch says why
+            backlog = self._store.backlog()
+        self.metrics.backlog(backlog)
+        self._waiting = None if backlog is None else backlog.deliverable
+        ended = time.monotonic()
+        self._count_at = ended + max(self._interval, _PAUSE_FACTOR * (ended - began))
+
+    def planned(self, holds: int) -> None:
+        """Note that the table was read, and the number of holds."""
+        self.metrics.held(holds)
+        self.metrics.activity.looked()
+
+    def title(self, plan: BatchPlan) -> str:
+        """Return what Spark's UI calls a batch: what it is, and how it was before."""
+        waiting = self._waiting
+        lag = f"; {waiting.number:,} rows wait, the first for {waiting.oldest_age_seconds:.0f} s" if waiting else ""
+        before = f"; after {self._last}" if self._last is not None else ""
+        what = f"relay {plan.outbox}: batch {self._batches}, {len(plan.ranges)} shards, term {plan.term}"
+        return f"{what}{lag}{before}"
+
+    def finished(self, outcomes: Sequence[ShardOutcome], seconds: float) -> bool:
+        """Take in a batch; tell whether it has published anything."""
+        for outcome in outcomes:
+            self.metrics.published_elsewhere(outcome.counts)
+        self.metrics.publish_error(sum(bool(outcome.error) for outcome in outcomes))
+        published = sum(outcome.published for outcome in outcomes)
+        if not published:
+            return False
+        self.metrics.activity.finished()
+        self.looks()
+        lag, age = (self._waiting.number, self._waiting.oldest_age_seconds) if self._waiting else (None, None)
+        self._last = BatchReport(
+            number=self._batches, counts={"records": published}, seconds=seconds, lag=lag, lag_seconds=age
+        )
+        self._batches += 1
+        if self._on_progress is not None:
+            longest = max(outcome.seconds for outcome in outcomes)
+            self._on_progress(_as_progress(self._last, longest))
+        return True
+
+    def health(self, trouble: str | None) -> Health:
+        """Return the health of recent work; of a relay that stands by, `trouble` is that of its group."""
+        leads = self._leads
+        if leads:
+            trouble = self.metrics.activity.trouble(_UNHEALTHY_AFTER_SECONDS, look_interval=SLICE_SECONDS)
+        if trouble is not None:
+            return Health(ok=False, leader=leads, detail=redact(" ".join(trouble.split())))
+        return Health(ok=True, leader=leads, detail="leading" if leads else "standing by")
+
+
+def _as_progress(report: BatchReport, longest_task: float) -> dict[str, Any]:
+    published = report.counts["records"]
+    return {
+        "batchId": report.number,
+        "numInputRows": published,
+        "processedRowsPerSecond": published / report.seconds,
+        "durationMs": {"triggerExecution": round(report.seconds * 1000), "longestTask": round(longest_task * 1000)},
+        "lagRecords": report.lag,
+        "lagSeconds": report.lag_seconds,
+    }
