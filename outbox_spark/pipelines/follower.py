@@ -145,9 +145,8 @@ class Follower:
         asked_at = 0.0
         try:
             while not query.awaitTermination(_POLL_SECONDS):  # type: ignore[arg-type]  # fractions are fine
-                if self._metrics.trouble and query.status["message"].startswith(
-                    "Waiting for"
-                ):  # the next trigger, data
+                # For the next trigger, or for data: the last trigger went well.
+                if self._metrics.trouble and query.status["message"].startswith("Waiting for"):
                     self._metrics.recovered()
                 asked_at = asked_at or (time.monotonic() if stop.is_set() else 0.0)
                 if asked_at and (not query.status["isTriggerActive"] or time.monotonic() > asked_at + _STOP_SECONDS):

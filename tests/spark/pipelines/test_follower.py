@@ -2,11 +2,12 @@
 
 import itertools
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from outbox_core.errors import InvalidConfig, StoreUnavailable
-from outbox_spark.pipelines.follower import Follower, Lag, PipelineFailed
+from outbox_spark.pipelines.follower import Follower, PipelineFailed
 
 
 class _Log:
@@ -25,7 +26,7 @@ class _Failing(Follower):
     """A follower whose queries fail of one error after the other, then succeed."""
 
     def __init__(self, errors):
-        super().__init__(None, {}, None, [], None)
+        super().__init__(None, {}, SimpleNamespace(name="p", metrics_port=None), [], None)
         self.__dict__["_log"] = _Log()
         self._errors = iter(errors)
         self.queries = 0
@@ -49,22 +50,13 @@ def test_gives_up_what_does_not_pass():
     assert follower.queries == 6
 
 
-def test_lag_in_offsets_and_seconds():
-    """The lag lasts since the first look at an end that is not reached, and ends when all known ones are."""
-    lag = Lag()
-    assert lag.behind({"t": {"0": 5}}, {"t": {"0": 5}}, 0.0) == (0, 0.0)
-    assert lag.behind({"t": {"0": 5}}, {"t": {"0": 9, "1": 2}}, 10.0) == (6, 0.0)
-    assert lag.behind({"t": {"0": 7, "1": 2}}, {"t": {"0": 20, "1": 2}}, 14.0) == (13, 4.0)
-    assert lag.behind({"t": {"0": 9, "1": 2}}, {"t": {"0": 20, "1": 2}}, 19.0) == (11, 5.0)
-    assert lag.behind({"t": {"0": 20, "1": 2}}, {"t": {"0": 20, "1": 2}}, 21.0) == (0, 0.0)
-
-
 def test_bears_outages():
     """The follower retries for as long as services are away, whether driver or worker reports it."""
     away = [StoreUnavailable("away"), PipelineFailed("outbox_core.errors.KafkaUnavailable: away")] * 600
     follower = _Failing(away)
     follower.run(once=False, stop=_Never())
     assert follower.queries == 1201
+    assert "KafkaUnavailable: away" in follower._metrics.trouble
 
 
 def test_bears_different_failures():

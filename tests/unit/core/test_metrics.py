@@ -21,7 +21,7 @@ from outbox_core import __version__
 from outbox_core.errors import InvalidConfig
 from outbox_core.metrics import HarvestMetrics, Health, MetricsServer
 from outbox_core.monitoring.histogram import LATENCY_BUCKETS, WeightedHistogram, quantile
-from outbox_core.monitoring.publication import MOST_TOPICS, OTHER_TOPICS
+from outbox_core.monitoring.publication import MOST_TOPICS, OTHER_TOPICS, PublicationCounts
 from outbox_core.stores.interface import Backlog, StoredRecord, WaitingRows
 
 WELL = Health(ok=True, leader=True, detail="leading")
@@ -139,6 +139,21 @@ def test_batches_are_counted_by_topic_in_bytes_and_by_age():
     assert value_of(metrics, "outbox_delivery_latency_seconds_bucket", le="10.0") == 1003
     assert value_of(metrics, "outbox_delivery_latency_seconds_bucket", le="60.0") == 1005
     assert value_of(metrics, "outbox_last_success_timestamp_seconds") >= began
+
+
+def test_what_other_processes_published_is_added():
+    """Counts that came from elsewhere add up with one's own, and the label of all other topics stays one."""
+    metrics, elsewhere = HarvestMetrics(outbox_name="o"), PublicationCounts()
+    metrics.published(batch(2, "orders", b"12345", stashed_seconds_ago=7))
+    elsewhere.add(batch(8, "orders", b"1", stashed_seconds_ago=50))
+    elsewhere.add([record for number in range(MOST_TOPICS + 5) for record in batch(1, f"t{number}")])
+    metrics.published_elsewhere(elsewhere)
+    assert value_of(metrics, "outbox_records_published_total") == metrics.totals().published == 10 + MOST_TOPICS + 5
+    assert value_of(metrics, "outbox_topic_records_published_total", topic="orders") == 10
+    assert value_of(metrics, "outbox_topic_records_published_total", topic=OTHER_TOPICS) == 6
+    assert value_of(metrics, "outbox_published_bytes_total") == 18
+    assert value_of(metrics, "outbox_delivery_latency_seconds_bucket", le="60.0") == 10 + MOST_TOPICS + 5
+    assert value_of(metrics, "outbox_delivery_latency_seconds_sum") >= 2 * 7 + 8 * 50
 
 
 def test_records_from_the_future_or_without_time():
