@@ -15,19 +15,28 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from outbox_core.config import redact
 from outbox_core.metrics import Health, MetricsServer
+from outbox_core.monitoring.families import Families, FamilyDefinition
 from outbox_core.monitoring.histogram import DELIVERY_BUCKETS, WeightedHistogram
 
 _log = logging.getLogger(__name__)
 
 _UNHEALTHY_AFTER_SECONDS = 30.0
-_COUNTERS = {
-    "records": ("outbox_pipeline_records", "Records that the targets have taken."),
-    "quarantined": ("outbox_pipeline_quarantined_records", "Those of them that went into a quarantine."),
+_LABELS = ("pipeline",)
+_FAMILIES = {
+    "records": FamilyDefinition("counter", "outbox_pipeline_records", "Records that the targets have taken.", _LABELS),
+    "quarantined": FamilyDefinition(
+        "counter", "outbox_pipeline_quarantined_records", "Those of them that went into a quarantine.", _LABELS
+    ),
+    "seconds": FamilyDefinition("histogram", "outbox_pipeline_batch_seconds", "Duration of a batch.", _LABELS),
+    "finished_at": FamilyDefinition(
+        "gauge", "outbox_pipeline_last_batch_timestamp_seconds", "Time of the end of the last batch.", _LABELS
+    ),
+    "lag": FamilyDefinition("gauge", "outbox_pipeline_lag_records", "Offsets that were left to be read then.", _LABELS),
+    "lag_seconds": FamilyDefinition("gauge", "outbox_pipeline_lag_seconds", "Age of the first record there.", _LABELS),
 }
 
 
@@ -82,7 +91,9 @@ class PipelineMetrics(Collector):
         """Note that the query has ended by an error: what is left to be read is not known any more."""
         if not self.trouble:
             self._failing_since = time.monotonic()
-        self.last, self.trouble = None, redact(" ".join(str(error).split())) or type(error).__name__
+        with self._lock:
+            self.last = None
+        self.trouble = redact(" ".join(str(error).split())) or type(error).__name__
 
     def recovered(self) -> None:
         """Note that the query works, though there may be nothing to do."""
@@ -96,26 +107,17 @@ class PipelineMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of a scrape."""
-        by, label = ["pipeline"], [self._pipeline]
-        seconds = HistogramMetricFamily("outbox_pipeline_batch_seconds", "Duration of a batch.", labels=by)
+        families, name = Families(_FAMILIES), self._pipeline
         with self._lock:
-            counts, last, at = self._counts.copy(), self.last, self._finished_at
-            self._seconds.add_to(seconds, self._pipeline)
-        yield seconds
-        for key, (name, text) in _COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=by)
-            counter.add_metric(label, counts[key])
-            yield counter
-        gauges = {
-            "last_batch_timestamp_seconds": ("Time of the end of the last batch.", at or None),
-            "lag_records": ("Offsets that were left to be read then.", last.lag if last else None),
-            "lag_seconds": ("Age of the first record there.", last.lag_seconds if last else None),
-        }
-        for key, (text, value) in gauges.items():
-            gauge = GaugeMetricFamily(f"outbox_pipeline_{key}", text, labels=by)
+            at = self._finished_at
+            lag, age = (self.last.lag, self.last.lag_seconds) if self.last is not None else (None, None)
+            self._seconds.add_to(families.histogram("seconds"), name)
+            for key in ("records", "quarantined"):
+                families.add(key, self._counts[key], name)
+        for key, value in (("finished_at", at or None), ("lag", lag), ("lag_seconds", age)):
             if value is not None:
-                gauge.add_metric(label, value)
-            yield gauge
+                families.add(key, value, name)
+        yield from families.all()
 
 
 class _Served(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from prometheus_client import Metric
@@ -99,8 +99,8 @@ _MAKERS = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogra
 class Families:
     """The empty families of a scrape."""
 
-    def __init__(self) -> None:
-        self._made = {key: _MAKERS[of.kind](of.name, of.text, labels=of.labels) for key, of in DEFINITIONS.items()}
+    def __init__(self, definitions: Mapping[str, FamilyDefinition] = DEFINITIONS) -> None:
+        self._made = {key: _MAKERS[of.kind](of.name, of.text, labels=of.labels) for key, of in definitions.items()}
 
     def add(self, key: str, value: float, *labels: str) -> None:
         """Add a sample to a counter or gauge."""

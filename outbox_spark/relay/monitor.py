@@ -33,28 +33,29 @@ class RelayMonitor:
         self._leads = False
         self._batches = 0
         self._waiting: WaitingRows | None = None  # those that no hold keeps back, as last counted
-        self._count_at = float("-inf")
+        self._counted_at = float("-inf")
+        self._count_seconds = 0.0
         self._last: BatchReport | None = None
 
     def leads(self, term: int | None) -> None:
         """Note the beginning of a leadership, or its end, after which the backlog is not known here."""
         self._leads, self._waiting = term is not None, None
-        self._count_at = float("-inf")
+        self._counted_at = float("-inf")
         self.metrics.leading(self._leads, -1 if term is None else term)
         self.metrics.backlog(None)
 
-    def looks(self) -> None:
-        """Count the backlog, now and then."""
-        began = time.monotonic()
-        if began < self._count_at:
+    def looks(self, interval: float | None = None) -> None:
+        """Count the backlog, unless that was done within an interval of so many seconds, or takes too long."""
+        began, pause = time.monotonic(), self._interval if interval is None else interval
+        if began < self._counted_at + max(pause, _PAUSE_FACTOR * self._count_seconds):
             return
         backlog: Backlog | None = None
         with suppress(OutboxError):  # the plan of the next batch says why
             backlog = self._store.backlog()
         self.metrics.backlog(backlog)
         self._waiting = None if backlog is None else backlog.deliverable
-        ended = time.monotonic()
-        self._count_at = ended + max(self._interval, _PAUSE_FACTOR * (ended - began))
+        self._counted_at = time.monotonic()
+        self._count_seconds = self._counted_at - began
 
     def planned(self, holds: int) -> None:
         """Note that the table was read, and the number of holds."""
@@ -78,7 +79,7 @@ class RelayMonitor:
         if not published:
             return False
         self.metrics.activity.finished()
-        self.looks()
+        self.looks(0.0)  # it was before the batch
         lag, age = (self._waiting.number, self._waiting.oldest_age_seconds) if self._waiting else (None, None)
         self._last = BatchReport(
             number=self._batches, counts={"records": published}, seconds=seconds, lag=lag, lag_seconds=age

@@ -44,8 +44,7 @@ _POLL_SECONDS = 0.1
 _MESSAGES_PER_POLL = 5_000
 _SILENCE_SECONDS = 60.0
 _GLANCE_SECONDS = 1.0
-# It reads but single records: of each partition one batch, at least.
-_SMALL_FETCH = {"max.partition.fetch.bytes": "1024", "queued.max.messages.kbytes": "64"}
+_SMALL_FETCH = {"max.partition.fetch.bytes": "1024"}  # it reads but the first record of each partition
 
 
 class RecordsExpired(OutboxError):

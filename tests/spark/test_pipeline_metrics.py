@@ -150,8 +150,8 @@ def test_a_backlog_that_cannot_be_counted_is_not_shown():
     monitor = RelayMonitor(HARVEST, _Store(), None)
     monitor.leads(1)
     monitor.looks()
-    monitor._count_at, monitor._store.backlog_now = 0.0, None
-    monitor.looks()
+    monitor._store.backlog_now, monitor._count_seconds = None, 0.0
+    monitor.looks(0.0)
     assert monitor._store.counted == 2
     assert b"outbox_deliverable_records{" not in generate_latest(monitor.metrics.registry)
     assert monitor.finished([outcome(1)], 1.0)
