@@ -23,7 +23,10 @@ _PAUSE_FACTOR = 49
 
 
 class RelayMonitor:
-    """The numbers of one relay. Used by the driver's thread; `health` and `metrics` may be asked by any."""
+    """The numbers of one relay. Used by the driver's thread; `health` and `metrics` may be asked by any.
+
+    The store is its own: a count that takes too long costs it the connection, and the planner would lose its positions.
+    """
 
     def __init__(self, config: HarvestConfig, store: ShardStore, on_progress: OnProgress | None) -> None:
         self.metrics = HarvestMetrics(outbox_name=config.outbox_name or "")
@@ -43,6 +46,8 @@ class RelayMonitor:
         self._counted_at = float("-inf")
         self.metrics.leading(self._leads, -1 if term is None else term)
         self.metrics.backlog(None)
+        if term is None:
+            self._store.close()
 
     def looks(self, interval: float | None = None) -> None:
         """Count the backlog, unless that was done within an interval of so many seconds, or takes too long."""
@@ -50,7 +55,7 @@ class RelayMonitor:
         if began < self._counted_at + max(pause, _PAUSE_FACTOR * self._count_seconds):
             return
         backlog: Backlog | None = None
-        with suppress(OutboxError):  # the plan of the next batch says why
+        with suppress(OutboxError):  # an outage stops the planner, too, which says so
             backlog = self._store.backlog()
         self.metrics.backlog(backlog)
         self._waiting = None if backlog is None else backlog.deliverable

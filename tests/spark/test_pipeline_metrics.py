@@ -96,6 +96,7 @@ class _Store:
     """A store that counts its counts."""
 
     counted = 0
+    is_open = True
     backlog_now = Backlog(WaitingRows(1204, 7.0, {"t": 1204}), WaitingRows(3, 99.0, {"t": 3}))
 
     def backlog(self):
@@ -103,6 +104,9 @@ class _Store:
         if self.backlog_now is None:
             raise StoreUnavailable("away")
         return self.backlog_now
+
+    def close(self):
+        self.is_open = False
 
 
 def outcome(records, **what):
@@ -141,6 +145,7 @@ def test_a_relay_shows_what_a_harvester_does(monkeypatch):
     assert {name: value_of(monitor.metrics, name, **of) for name in shown} == shown
     assert monitor.health(None).leader
     monitor.leads(None)
+    assert not store.is_open
     assert value_of(monitor.metrics, "leader", **of) == 0
     assert value_of(monitor.metrics, "deliverable_records", **of) is None
 

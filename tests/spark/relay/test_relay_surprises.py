@@ -183,6 +183,7 @@ def test_all_is_settled_again_after_a_failure(scene, make_topic, monkeypatch):
     lease, contender = SimpleNamespace(term=scene.claim()), SimpleNamespace(leads=lambda _: True)
     with closing(relay._store):
         assert relay._lead(lease, contender, once=True)
+        relay._monitor.leads(None)
     assert rows_left[:2] == [5, 3]
     assert_each_once_in_order(scene, topic, 5)
 
