@@ -72,17 +72,21 @@ class PipelineMetrics(Collector):
         self.registry.register(self)
         self.last: BatchReport | None = None  # that is still true: none after a failure
         self.trouble = ""
+        self.counts: Counter[str] = Counter()
         self._pipeline = pipeline
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
         self._seconds = WeightedHistogram(DELIVERY_BUCKETS)
         self._finished_at = 0.0  # since the epoch; 0.0 before the first batch
         self._failing_since = 0.0
 
-    def finished(self, report: BatchReport) -> None:
-        """Count a batch that all targets have."""
+    def took(self, counts: Mapping[str, int]) -> None:
+        """Add what the targets have committed."""
         with self._lock:
-            self._counts.update(report.counts)
+            self.counts.update(counts)
+
+    def finished(self, report: BatchReport) -> None:
+        """Note a batch that has ended."""
+        with self._lock:
             self._seconds.observe(report.seconds)
             self.last, self._finished_at = report, time.time()
         self.recovered()
@@ -113,7 +117,7 @@ class PipelineMetrics(Collector):
             lag, age = (self.last.lag, self.last.lag_seconds) if self.last is not None else (None, None)
             self._seconds.add_to(families.histogram("seconds"), name)
             for key in ("records", "quarantined"):
-                families.add(key, self._counts[key], name)
+                families.add(key, self.counts[key], name)
         for key, value in (("finished_at", at or None), ("lag", lag), ("lag_seconds", age)):
             if value is not None:
                 families.add(key, value, name)

@@ -100,7 +100,6 @@ class Follower:
     settings: StreamSettings
     targets: Sequence[Target]
     report: Callable[[BatchReport], None]
-    totals: Counter[str] = field(default_factory=Counter)
     _error: BaseException | None = None
     _failures: int = 0
     _causes: list[str] = field(default_factory=list)
@@ -127,7 +126,7 @@ class Follower:
                     pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** min(self._failures - 1, _DOUBLINGS))
                     _log.warning("%s; trying again in %.0f s", error, pause)
                     stop.wait(pause)
-        return self.totals
+        return self._metrics.counts
 
     def _repeats(self, error: OutboxError) -> bool:
         """Tell whether the same cause, other than an outage, has come too often to pass by itself."""
@@ -218,7 +217,7 @@ class Follower:
         except BaseException as error:
             self._error = error
             raise
-        self.totals.update(counts)
+        self._metrics.took(counts)
         self._failures = 0
         self._causes.clear()
         seconds = time.monotonic() - began

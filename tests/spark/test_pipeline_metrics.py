@@ -41,8 +41,9 @@ def test_batches_add_up_and_the_lag_is_that_of_the_last():
     assert value_of(metrics, "pipeline_records_total", **of) == 0
     assert value_of(metrics, "pipeline_lag_records", **of) is None
     assert value_of(metrics, "pipeline_last_batch_timestamp_seconds", **of) is None
-    metrics.finished(REPORT)
-    metrics.finished(BatchReport(number=13, counts={"records": 5}, seconds=4.0, lag=0, lag_seconds=0.0))
+    for report in (REPORT, BatchReport(number=13, counts={"records": 5}, seconds=4.0, lag=0, lag_seconds=0.0)):
+        metrics.took(report.counts)
+        metrics.finished(report)
     assert value_of(metrics, "pipeline_records_total", **of) == 2005
     assert value_of(metrics, "pipeline_quarantined_records_total", **of) == 3
     assert value_of(metrics, "pipeline_batch_seconds_count", **of) == 2
