@@ -174,8 +174,8 @@ class _Relay:
                 if self._clean_up(partial(contender.holds, lease)) and finished:
                     return
             finally:
-                self._monitor.leads(None)
                 contender.end()
+                self._monitor.leads(None)
 
     def _is_empty(self) -> bool:
         """Tell whether another process has emptied the table while this one stood by."""
