@@ -23,6 +23,14 @@ class Sent:
     refused: list[Failure]  # by the client itself
 
 
+class Reports:
+    """Delivery reports of the records of one transaction; collateral failures are left out."""
+
+    def __init__(self) -> None:
+        self.failures: list[Failure] = []
+        self.arrived: list[StoredRecord] = []
+
+
 class RecordProducer(TransactionalProducer):
     """A transactional producer of outbox records. Used by one thread."""
 
@@ -41,22 +49,22 @@ class RecordProducer(TransactionalProducer):
         self._topics = topics or RowTopics()
 
     def send(
-        self, records: Iterable[StoredRecord], give_up: GiveUp, failures: list[Failure] | None = None
+        self, records: Iterable[StoredRecord], give_up: GiveUp, reports: Reports | None = None
     ) -> Sent | Ended | None:
         """Produce records in their order, without those that the client refuses and later ones of their keys.
 
-        `failures` takes the failures from delivery reports; without it there are none. None if `give_up`, asked while
-        the queue is full, said so; `Ended` if the producer is broken.
+        `reports` takes the delivery reports, which cost more than all the rest. None if `give_up`, asked while the
+        queue is full, said so; `Ended` if the producer is broken.
         """
         sent = Sent([], [])
         stopped: set[LaneKey] = set()
-        taken, produce = sent.records.append, self._produce
+        taken, produce, alone = sent.records.append, self._produce, self.is_unbatched
         for record in records:
             if stopped and lane_of(record) in stopped:
                 continue
             try:
                 if not produce(
-                    record, give_up, {} if failures is None else {"on_delivery": partial(_note, failures, record)}
+                    record, give_up, {} if reports is None else {"on_delivery": partial(_note, reports, record, alone)}
                 ):
                     return None
                 taken(record)
@@ -93,7 +101,15 @@ class RecordProducer(TransactionalProducer):
         return True
 
 
-def _note(failures: list[Failure], record: StoredRecord, error: KafkaError | None, message: Message) -> None:
-    if error is not None and not is_collateral(error):
+def _note(
+    reports: Reports,
+    record: StoredRecord,
+    alone: bool,
+    error: KafkaError | None,
+    message: Message,
+) -> None:
+    if error is None:
+        reports.arrived.append(record)
+    elif not is_collateral(error):
         partition = message.partition()
-        failures.append(Failure(record, error, partition=-1 if partition is None else partition))
+        reports.failures.append(Failure(record, error, alone, -1 if partition is None else partition))

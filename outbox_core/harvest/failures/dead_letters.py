@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from outbox_core.election.lease import now
 from outbox_core.errors import OutboxError, RowsRemain, StoreUnavailable
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.policy import size_limits
+from outbox_core.harvest.failures.policy import why_no_dead_letter
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.clients import KafkaError
-from outbox_core.kafka.errors import TOO_LARGE, ErrorKind, kind_of
+from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure, dead_letter
 from outbox_core.outage import Outage
 from outbox_core.stores.interface import HoldSet, OutboxStore, StoredRecord
@@ -64,10 +64,7 @@ class DeadLetterRequests:
         return fetch
 
     def _refusal(self, error: KafkaError) -> str:
-        advice = f"; {self._ctx.grant_write}" if kind_of(error) is ErrorKind.UNAUTHORIZED else ""
-        if error.code() in TOO_LARGE:
-            advice = size_limits(None, self._ctx.limits.max_message_bytes)
-        return f"the dead-letter topic refused it: {error.str()}{advice}"
+        return why_no_dead_letter(error, self._ctx.grant_write, self._ctx.limits.max_message_bytes)
 
 
 class DeadLetters(DeadLetterRequests):

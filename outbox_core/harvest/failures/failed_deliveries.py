@@ -14,7 +14,7 @@ from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.backoffs import Backoffs
+from outbox_core.harvest.failures.delivery_backoffs import DeliveryBackoffs
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, destination_of
 from outbox_core.harvest.failures.released_keys import LaneOrRow, ReleasedKeys, lane_or_row
@@ -26,9 +26,11 @@ from outbox_core.stores.interface import HoldSet, NewHold, RowId, StoredRecord, 
 class FailedDeliveries(FailureHandler):
     """Failed deliveries of one leadership."""
 
+    backoffs: DeliveryBackoffs
+
     def __init__(self, ctx: HarvestContext) -> None:
         limits = ctx.limits
-        backoffs = Backoffs(
+        backoffs = DeliveryBackoffs(
             limits.io_error_backoff / 10,
             longest_backoff_of(limits),
             now,

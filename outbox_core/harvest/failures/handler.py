@@ -8,6 +8,7 @@ from typing import NamedTuple
 from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.failures.backoff_report import BackoffReport, name
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, Backoffs
+from outbox_core.harvest.failures.delivery_backoffs import DeliveryBackoffs
 from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.harvest.failures.policy import destination_of, new_hold, size_limits
 from outbox_core.kafka.errors import ErrorKind
@@ -37,17 +38,17 @@ def longest_backoff_of(limits: HarvestLimits) -> float:
 
 
 class FailureHandler:
-    """Holds and backoffs of one leadership or term. The marker's thread uses `hold_cache`; `holds` are frozen."""
+    """Holds and backoffs of one leadership. The marker's thread uses `hold_cache`; `holds` are frozen."""
 
-    def __init__(self, ctx: HarvestContext, backoffs: Backoffs) -> None:
+    def __init__(self, ctx: HarvestContext, backoffs: Backoffs | DeliveryBackoffs) -> None:
         self.hold_cache = HoldCache(ctx.metrics)
         self.holds: HoldSet = NO_HOLDS
-        self.backoffs = backoffs
+        self.backoffs: Backoffs | DeliveryBackoffs = backoffs
         self._report = BackoffReport(ctx.metrics, backoffs, longest_backoff_of(ctx.limits))
         self._ctx = ctx
 
     def end(self) -> None:
-        """Reset the gauges: later leaderships and terms read the records in memory from the table again."""
+        """Reset the gauges: later leaderships read the records from the table again."""
         self._report.end()
 
     def _succeeded(self, records: list[StoredRecord]) -> None:
