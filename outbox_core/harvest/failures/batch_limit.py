@@ -41,6 +41,10 @@ class BatchLimit:
             self._is_unbatched = True
             self.limit = min(self.limit, _MOST_UNBATCHED)
 
+    def cut(self, records: int) -> None:
+        """Have the next transaction end before a record that is known to be refused."""
+        self.limit = max(1, min(self.limit, records))
+
     def ended(self, records: int) -> None:
         """Note a transaction that ended its producer."""
         self.ends += 1

@@ -32,6 +32,7 @@ from outbox_core.harvest.failures.backoffs import Backoffs
 from outbox_core.harvest.failures.batch_limit import BatchLimit
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, new_hold, why_no_dead_letter
+from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind, kind_of
@@ -200,7 +201,7 @@ class FailedTransactions(FailureHandler):
             arrived, alone = set(map(row_id, reports.arrived)), len(records) == 1
             late = [record for record in records if row_id(record) not in arrived]
             failures = [Failure(record, aborted.error, alone=alone, partition=-1) for record in late]
-        self._decide(failures, took)
+        self._decide(failures, records, took)
 
     def aborted(self, aborted: Aborted, records: Sequence[StoredRecord], reports: Reports, took: float) -> None:
         """Decide on a transaction that had to be aborted; nothing of it is in Kafka."""
@@ -213,7 +214,7 @@ class FailedTransactions(FailureHandler):
             failures = [Failure(records[0], aborted.error, partition=-1)]
         if len(records) == 1:
             failures = [failure._replace(alone=True) for failure in failures]
-        if not self._decide(failures, took):
+        if not self._decide(failures, records, took):
             refused = [each.error for each in failures if each.kind is ErrorKind.POISON] or [aborted.error]
             self.batch.failed(len(records), refused=kind_of(refused[0]) is ErrorKind.POISON)
 
@@ -223,7 +224,7 @@ class FailedTransactions(FailureHandler):
             self._ctx.kafka.failed(aborted.error.str())
             self._wait.back_off(self._ctx.limits.io_error_backoff)
 
-    def _decide(self, failures: Sequence[Failure], took: float) -> bool:
+    def _decide(self, failures: Sequence[Failure], records: Sequence[StoredRecord], took: float) -> bool:
         """Carry out the policy's decisions; return False if a smaller transaction must show which record it is."""
         bad: list[Failure] = []
         denied: list[Failure] = []
@@ -240,17 +241,29 @@ class FailedTransactions(FailureHandler):
                 case _:
                     others.append(failure)
         if bad:  # what failed beside them failed because of them, or fails again
-            self.refused(bad)
-            until = now() + min(_REST_FACTOR * took, _LONGEST_REST_SECONDS)
-            self._rests.update((failure.record.topic, until) for failure in bad)
+            self._refuse_first(bad, records, took)
             return True
         if is_unknown:
             return False
         self._hold_or_back_off_topics(denied)
+        first = _first_of_keys(records) if others else {}
         for failure in others:
-            self._back_off(failure)
+            # A destination is tried again by a row that no other of its key precedes.
+            self._back_off(failure._replace(record=first.get(lane_or_row(failure.record), failure.record)))
             self._has_letter_topic = self._has_letter_topic and not _is_missing_letter_topic(failure)
         return True
+
+    def _refuse_first(self, bad: Sequence[Failure], records: Sequence[StoredRecord], took: float) -> None:
+        """Hold bad records; but a hold keeps back earlier ones of its key, too, so those are published first."""
+        first = _first_of_keys(records)
+        ready = [failure for failure in bad if first.get(lane_or_row(failure.record), failure.record) is failure.record]
+        if not ready:
+            at = min(failure.record.id for failure in bad)
+            self.batch.cut(sum(record.id < at for record in records))
+            return
+        self.refused(ready)
+        until = now() + min(_REST_FACTOR * took, _LONGEST_REST_SECONDS)
+        self._rests.update((failure.record.topic, until) for failure in ready)
 
     def ended(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
         """Decide on a transaction of these records that ended the producer."""
@@ -300,11 +313,12 @@ class FailedTransactions(FailureHandler):
         return bool(self._hold_denied([Failure(record, cause, alone=True) for record in records]))
 
     def _hold_or_back_off_topics(self, denied: Sequence[Failure]) -> None:
-        held = self._hold_denied(denied) if denied else set()
+        done = self._hold_denied(denied) if denied else set()
         for failure in denied:
-            if failure.record.topic in held:  # else it would wait, long after the release
+            if failure.record.topic in done:  # else it would wait, long after the release
                 self.backoffs.end(row_id(failure.record))
-            elif failure.record.topic not in self.backoffs.topics:
+            else:
+                done.add(failure.record.topic)
                 self._back_off(failure)
 
     def _hold_denied(self, failures: Sequence[Failure]) -> set[str]:
@@ -347,6 +361,10 @@ class FailedTransactions(FailureHandler):
         written = self._wait.retry_until_done(self._ctx.marker, lambda store: hold_cache.write(store, holds))
         if written is not None:
             self.holds = written
+
+
+def _first_of_keys(records: Sequence[StoredRecord]) -> dict[LaneOrRow, StoredRecord]:
+    return {lane_or_row(record): record for record in reversed(records)}
 
 
 def _is_missing_letter_topic(failure: Failure) -> bool:

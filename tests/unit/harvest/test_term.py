@@ -13,7 +13,7 @@ from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure, dead_letter
 from outbox_core.kafka.record_producer import Reports
 from outbox_core.kafka.transactions import Aborted
-from outbox_core.stores.interface import NewHold
+from outbox_core.stores.interface import NewHold, row_id
 from tests.harvesting import GENEROUS_SECONDS, wait_until
 from tests.unit.harvest.term_world import LETTERS, POISON, TRACKING, Producer, World
 
@@ -292,6 +292,41 @@ def test_refused_records_are_found_by_their_own_reports(monkeypatch):
     assert sorted(hold.record_id for hold in world.table.held) == list(range(20, 401, 20))
     assert len(world.cluster.published["t"]) == 380
     assert len(aborted) <= 40
+
+
+def test_records_before_a_refused_one_of_its_key_are_published_first(monkeypatch):
+    """Earlier records of a refused one's key are published, and not kept back by its hold; later ones wait."""
+    world = World(monkeypatch, batch=64, on_poison=False)
+    world.cluster.refused = {b"refused"}
+    for value in (b"v", b"v", b"refused", b"v"):
+        world.table.add("t", 5)
+        world.table.add("t", key="k", value=value)
+    world.run()
+    assert [hold.record_id for hold in world.table.held] == [18]
+    assert world.table.left() == [18, 24]
+
+
+def test_destination_is_tried_by_the_first_of_a_key(world):
+    """If an earlier record of a key arrived before its transaction failed, the key is tried by that one, in order."""
+    subject = world.delivery.failures
+    rows = [world.table.rows[world.table.add("t", key=key)] for key in "bkk"]
+    reports, error = Reports(), KafkaError(KafkaError._MSG_TIMED_OUT)
+    reports.failures.append(Failure(rows[2], error, partition=0))
+    subject.aborted(Aborted(error, record_at_fault=True), rows, reports, 1.0)
+    assert subject.exclusion().lanes == {("t", "k")}
+    wait_until(lambda: subject.rows_to_try() == [row_id(rows[1])], "it is tried by its first row")
+    world.close()
+
+
+def test_topic_whose_refusal_is_not_confirmed_is_tried_ever_more_rarely(world):
+    """A topic that says that we may not write to it, which the cluster denies, is backed off, longer each time."""
+    subject, row = world.delivery.failures, world.table.rows[world.table.add("t")]
+    aborted = Aborted(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), record_at_fault=True)
+    for _ in range(20):
+        subject.tried_again([row], aborted, Reports(), 0.0)
+    assert subject.due_in() > 10 * world.ctx.limits.io_error_backoff / 2
+    assert not world.table.held
+    world.close()
 
 
 def test_search_does_not_keep_other_topics_waiting(monkeypatch):
