@@ -6,12 +6,15 @@ shows data sources.
 
 from __future__ import annotations
 
+import logging
+
 __all__ = [
     "DeadLetterTopicError",
     "GroupRefused",
     "InvalidConfig",
     "InvalidMessageId",
     "InvalidRecord",
+    "InvariantBroken",
     "KafkaUnavailable",
     "LeaderTopicError",
     "MarkedRowsFound",
@@ -28,8 +31,31 @@ __all__ = [
 ]
 
 
+_log = logging.getLogger(__name__)
+
+
 class OutboxError(Exception):
     """The root of all errors of this library."""
+
+
+class InvariantBroken(OutboxError, AssertionError):
+    """The library found itself in a state that its protocol excludes, and stopped before it published or deleted more.
+
+    A defect of the library or of one of its premises, so please report it. What the process knew is not to be trusted;
+    another one begins with what the table and Kafka say, and loses nothing.
+    """
+
+
+def must(condition: object, message: str, *values: object) -> None:
+    """Raise InvariantBroken unless a condition holds, and log it: in production, too, and with `python -O`.
+
+    `message` is formatted with `values` (as by `%`) only if the condition does not hold.
+    """
+    if condition:
+        return
+    text = message % values if values else message
+    _log.critical("an invariant is broken, and this stops: %s", text)  # here, as some threads have nobody to tell
+    raise InvariantBroken(text)
 
 
 class InvalidRecord(OutboxError, ValueError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.cli.gc_tuning import tune_gc
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.cli.signals import stop_on_signals
-from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
+from outbox_core.errors import InvalidConfig, InvariantBroken, MissingExtra, OutboxError
 from outbox_core.events import Event, LeaderRefreshed, MeterRead
 from outbox_core.printable import plural, printable
 
@@ -230,7 +230,7 @@ def _wait_for_end(harvester: Harvester, tell: Callable[[str], object]) -> int:
     try:
         harvester.join()
     except Exception as error:
-        if not isinstance(error, OutboxError):
+        if not isinstance(error, OutboxError) or isinstance(error, InvariantBroken):  # where it was, for a report
             _log.exception("the harvester was ended by an unexpected error")
         failure = error
     _log_end(harvester)

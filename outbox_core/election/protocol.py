@@ -52,6 +52,7 @@ from uuid import uuid4
 
 from outbox_core.election.lease import Leadership
 from outbox_core.election.messages import NO_CONTEST, Claim, Contest, Heartbeat, Resignation, Signal
+from outbox_core.errors import must
 from outbox_core.events import LeaderAcquired, LeaderFenced
 
 
@@ -227,9 +228,14 @@ class Ownership:
         return self._lead(sent_at, now)
 
     def _lead(self, sent_at: float, now: float) -> LeaderAcquired | None:
+        latest = now + self._timeout
         if self.leadership is not None:
-            self.leadership = self.leadership.renewed(sent_at, self._timeout)
+            before, self.leadership = self.leadership.deadline, self.leadership.renewed(sent_at, self._timeout)
+            after = self.leadership.deadline
+            must(before <= after <= latest, "a lease must not shrink nor pass %s; %s follows %s", latest, after, before)
             return None
+        must(self.state is State.CANDIDATE and self._term >= 0, "a lease must rest on a claim that was read back")
+        must(sent_at <= now, "a heartbeat must be read after it was sent")
         lease = Leadership(uuid4(), self._term, sent_at + self._timeout)
         if not lease.is_valid(now) or now < self._predecessor.gone_at:
             return None

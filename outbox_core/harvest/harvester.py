@@ -25,7 +25,7 @@ from outbox_core import commit_signal
 from outbox_core.config import HarvestConfig, redact
 from outbox_core.election.interface import ElectorFactory
 from outbox_core.election.lease import now
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import StoreUnavailable, must
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.backlog import BacklogObserver
@@ -413,6 +413,7 @@ class Harvester:
         with self._term_changed:
             if self._announced != leadership.leader_id or self._stopping.is_set():
                 return None
+            must(self._term is None, "a term must not begin before the last one has ended")
             self._term = self._new_term(leadership.leader_id, ctx)
             return self._term
 

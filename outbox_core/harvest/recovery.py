@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from outbox_core.election.lease import now
-from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError
+from outbox_core.errors import KafkaUnavailable, MarkedRowsFound, TrackingTopicError, must
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
@@ -120,6 +120,8 @@ class Recovery:
     def _settle_torn(self, transactions: TransactionalIdentity, opening: Opening) -> Ended | None:
         try:
             for rows in transactions.read_torn(opening, self._over, self._find):
+                strange = [row.id for row in rows if not opening.first <= row.id <= opening.last]
+                must(not strange, "only rows of a torn transaction must be deleted for it; not %s", strange)
                 if not self._delete([row.id for row in rows], [row.create_time for row in rows]):
                     return _TOO_LATE
         except ManifestNotRead as error:

@@ -8,7 +8,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Generic, TypeVar
 
 from outbox_core.election.lease import now
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import StoreUnavailable, must
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.stores.interface import OutboxStore
@@ -44,6 +44,7 @@ class StoreCall(Generic[T]):
 
     def start(self, work: Callable[[OutboxStore], T]) -> None:
         """Run `work(store)` on the store's thread."""
+        must(self._future is None, "a call must not start while another is under way")
         self._future = self._thread.submit(work)
 
     def wait(self, seconds: float) -> None:

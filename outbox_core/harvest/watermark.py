@@ -47,6 +47,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+from outbox_core.errors import must
 from outbox_core.metrics import FloorGauge, HarvestMetrics
 from outbox_core.stores.interface import NO_FLOOR, Floor, OpenWriter, OutboxStore, SequenceSnapshot, StoredRecord
 
@@ -171,6 +172,8 @@ class LowWatermark:
         elif plan.floor.id <= self.floor.id:
             # A batch below its limit may have been cut short by its size: only an empty one says there is no more.
             self._rise_to(min(self._settled, records[-1].id) if records else self._settled)
+        floor, settled = self.floor.id, self._settled
+        must(floor <= settled, "the floor must not be above the settled id; %d is above %d", floor, settled)
         self._show()
 
     # -- when to gather evidence
@@ -219,6 +222,8 @@ class LowWatermark:
             self._writers = {name: _Writer(time, _WARN_AFTER_SECONDS) for name in sight.writers}
         elif self._pending is None:
             self._settled = sight.last_id
+        pending, settled = self._pending, self._settled
+        must(pending is None or pending >= settled, "the settled id must not fall; %s follows %d", pending, settled)
 
     def _rise_to(self, reached: int) -> None:
         if self._last is not None and reached > self.floor.id:

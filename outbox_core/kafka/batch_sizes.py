@@ -58,13 +58,13 @@ class BatchSizes:
         *,
         largest: int = LARGEST_BATCH_BYTES,
         is_compressed: bool = False,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._ask = ask
         self._wake = wake
         self._largest = largest  # by the producer's settings
         self._is_compressed = is_compressed  # then the size of a record is not known beforehand
-        self._clock = clock
+        self._clock = clock or time.monotonic
         self._topics: dict[str, _Topic] = {}
         self._asked: dict[str, Future[int | None]] = {}
         self._awaited: dict[str, float] = {}  # until when; of those, topics that were never asked for before

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outbox_core.errors import TrackingTopicError
+from outbox_core.errors import TrackingTopicError, must
 from outbox_core.stores.interface import StoredRecord
 
 _VERSION = 1
@@ -41,6 +41,8 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the manifest as the value of a Kafka record."""
+        ids, times = len(self.ids), len(self.create_times)
+        must(ids == times, "a manifest must have a create time for each id; it has %d for %d", times, ids)
         head = _line({"v": _VERSION, "outbox": self.outbox, "rows": len(self.ids), **_of_server(self.server)})
         return b"%b\n%b%b" % (head, _packed(self.ids), _packed(self.create_times))
 

@@ -47,6 +47,7 @@ class RecordProducer(TransactionalProducer):
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
         self._topics = topics or RowTopics()
+        self.sent: list[StoredRecord] = []  # by the last `send`
 
     def send(
         self, records: Iterable[StoredRecord], give_up: GiveUp, reports: Reports | None = None
@@ -57,6 +58,7 @@ class RecordProducer(TransactionalProducer):
         queue is full, said so; `Ended` if the producer is broken.
         """
         sent = Sent([], [])
+        self.sent = sent.records
         stopped: set[LaneKey] = set()
         taken, produce, alone = sent.records.append, self._produce, self.is_unbatched
         for record in records:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outbox_core.errors import KafkaUnavailable, TrackingTopicError
+from outbox_core.errors import KafkaUnavailable, TrackingTopicError, must
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message, TopicPartition, make_consumer
 from outbox_core.kafka.errors import grant
 from outbox_core.kafka.manifest import Manifest, Opening
@@ -127,12 +127,14 @@ class LedgerReader:
             if last is not None or start == 0:
                 break
             step *= _STEP_FACTOR
+        at = -1 if last is None else last.offset() or 0
+        must(at < end, "the last manifest must lie before the barrier at offset %d; it was read at %d", end, at)
         try:
             return Ledger(
                 Manifest.decode(last.value() or b"") if last is not None else None,
                 Opening.decode(torn.value() or b"", torn.timestamp()[1]) if torn is not None else None,
                 "" if foreign is None else f"a record with the key {foreign.key()!r} at offset {foreign.offset()}",
-                -1 if last is None else last.offset() or 0,
+                at,
             )
         except TrackingTopicError as error:
             raise ForeignLedger(f"tracking topic {self._place.topic!r}: {error}") from None

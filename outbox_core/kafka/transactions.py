@@ -42,10 +42,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
-from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, must
 from outbox_core.kafka.clients import (
     KafkaConfig,
     KafkaError,
@@ -120,14 +121,22 @@ class _Reports:
         self.refusal: KafkaError | None = None
         self.offset = -1
         self.is_torn = False
+        self.awaited: list[str] = []  # records of the protocol itself; a late report finds its own transaction's list
+
+    @property
+    def are_good(self) -> bool:
+        """True if all records of the protocol itself were acknowledged, and no error is known."""
+        return not self.awaited and self.refusal is None and not self.is_torn
 
     def note(self, error: KafkaError) -> None:
         self.is_torn = self.is_torn or is_torn(error)
         if self.error is None and not is_collateral(error):
             self.error = error
 
-    def note_own(self, error: KafkaError | None, message: Message) -> None:
+    def note_own(self, awaited: list[str], error: KafkaError | None, message: Message) -> None:
         """Note the report of a record of the protocol itself, such as a manifest."""
+        if awaited:
+            awaited.pop()
         if error is None:
             offset = message.offset()
             self.offset = -1 if offset is None else offset  # DUPLICATE_SEQUENCE_NUMBER tells none
@@ -233,6 +242,7 @@ class TransactionalProducer:
             ended = self.replace()
             if ended is not None:
                 return ended
+        must(not self._must_replace, "a transaction must not begin in an epoch in which a request may be late")
         self._reports.clear()
         self._began_at = monotonic()
         try:
@@ -285,7 +295,9 @@ class TransactionalProducer:
     def send_manifest(self, topic: str, value: bytes, partition: int = 0, *, key: str | None = None) -> Ended | None:
         """Add a record of the protocol itself: a refusal ends the transaction in `Ended`."""
         try:
-            note = self._reports.note_own
+            awaited = self._reports.awaited
+            note = partial(self._reports.note_own, awaited)
+            awaited.append(topic)
             self.produce(topic, value, key or self._transactional_id, partition, on_delivery=note)
         except KafkaException as error:
             cause: KafkaError = error.args[0]
@@ -356,6 +368,7 @@ class TransactionalProducer:
                 self._must_replace = self._must_replace or not never_sent
                 return self.abort(self._reports.error or cause, give_up)
             return Ended(f"the commit's outcome is unknown: {cause.str()}", error=cause)
+        must(self._reports.are_good, "a commit must fail unless opening and manifest were acknowledged")
         return Committed()
 
     def abort(self, cause: KafkaError | None = None, give_up: GiveUp = never) -> Aborted | Ended:

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from outbox_core.errors import must
 from outbox_queue.consuming.delivery import Delivery
 
 _LEAST_PREFETCH = 8
@@ -119,6 +120,8 @@ class PrefetchBuffer:
         with self._changed:
             if self._is_stopped:
                 return False
+            total, most = len(self._in_progress) + len(deliveries), self._limits.in_progress
+            must(total <= most, "no more than max_in_progress, %d, must be in progress; not %d", most, total)
             if there_are_more and not self._waiting:
                 self._prefetch.double()
             for delivery in deliveries:

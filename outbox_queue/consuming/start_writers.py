@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from outbox_core.errors import must
 from outbox_core.kafka.clients import (
     Consumer,
     KafkaError,
@@ -54,13 +55,26 @@ class StartWriter(Protocol):
         """Discard the producer."""
 
 
+class _Reports:
+    """The delivery reports of the markers of one `write`; those of an earlier one that come late do not count."""
+
+    def __init__(self) -> None:
+        self.acknowledged = 0
+        self.errors: list[KafkaError] = []
+
+    def note(self, error: KafkaError | None, _: object) -> None:
+        if error is None:
+            self.acknowledged += 1
+        else:
+            self.errors.append(error)
+
+
 class PlainStartWriter:
     """Markers first, then the offsets of a consumer, on the consumer's thread."""
 
     def __init__(self, config: QueueConfig, consumer: Consumer) -> None:
         self._config = config
         self._consumer = consumer
-        self._errors: list[KafkaError] = []
         self._producer = self._make()
 
     def close(self) -> None:
@@ -72,11 +86,13 @@ class PlainStartWriter:
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """See `StartWriter`."""
-        self._errors.clear()
+        reports = _Reports()
         try:
             for marker in markers:
-                self._produce(marker)
-            self._flush(seconds_left)
+                self._produce(marker, reports)
+            self._flush(reports, seconds_left)
+            arrived, number = reports.acknowledged, len(markers)
+            must(arrived == number, "offsets must follow the acknowledgements of markers; %d of %d", arrived, number)
             commit(self._config, self._consumer, offsets)
         except KafkaException as error:
             if error.args[0].fatal():
@@ -84,28 +100,25 @@ class PlainStartWriter:
                 self._producer = self._make()
             raise NotStarted(error.args[0].str(), error.args[0]) from None
 
-    def _produce(self, marker: MarkerRecord) -> None:
+    def _produce(self, marker: MarkerRecord, reports: _Reports) -> None:
         topic = self._config.marker_topic
         while True:
             try:
-                self._producer.produce(topic, marker.value, marker.key, marker.partition, on_delivery=self._report)
+                self._producer.produce(topic, marker.value, marker.key, marker.partition, on_delivery=reports.note)
             except BufferError:
                 self._producer.poll(_SLICE_SECONDS)
             else:
                 return
 
-    def _flush(self, seconds_left: SecondsLeft) -> None:
+    def _flush(self, reports: _Reports, seconds_left: SecondsLeft) -> None:
         while self._producer.flush(min(_SLICE_SECONDS, max(0.0, seconds_left()))):
-            if self._errors or seconds_left() <= 0:
+            if reports.errors or seconds_left() <= 0:
                 self._producer.purge()
-                self._producer.flush(_SLICE_SECONDS)
+                if self._producer.flush(_SLICE_SECONDS) and not reports.errors:
+                    raise KafkaException(KafkaError(KafkaError._TIMED_OUT))  # noqa: SLF001  a public constant
                 break
-        if self._errors:
-            raise KafkaException(self._errors[0])
-
-    def _report(self, error: KafkaError | None, _: object) -> None:
-        if error is not None:
-            self._errors.append(error)
+        if reports.errors:
+            raise KafkaException(reports.errors[0])
 
 
 class TransactionalStartWriter:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from outbox_core.errors import must
 from outbox_core.kafka.clients import (
     Consumer,
     KafkaError,
@@ -101,6 +102,10 @@ class TrackerLoop:
         self._commit_if_due(now)
         self._report_if_due(now)
 
+    def forget(self) -> None:
+        """Let go of all partitions without a commit: what is known of them is not to be trusted."""
+        self._forget(self._partitions.copy())
+
     def end(self) -> None:
         """Leave the group; partitions are committed as they are revoked. It is of no use afterwards."""
         try:
@@ -161,6 +166,8 @@ class TrackerLoop:
         for number, tracked in partitions.items():
             offset = tracked.markers.offset_to_commit()
             if offset is not None and offset != tracked.committed:
+                last = tracked.committed
+                must(last is None or offset > last, "the committed offset must rise; %d follows %s", offset, last)
                 offsets.append(TopicPartition(self._ctx.config.marker_topic, number, offset))
                 tracked.committed = offset
         if not offsets:
@@ -225,6 +232,7 @@ class TrackerLoop:
         self.is_caught_up = self._is_member and catching_up == 0
         if now < self._report_at:
             return
+        began = now_ms()  # what the turn did before may have taken seconds
         # Messages that could not be redelivered may have been finished by their consumer meanwhile.
         if not any(one.has_expired or one.looks_expired(now) for one in markers):
             self._ctx.redelivery.recovered()
@@ -232,7 +240,7 @@ class TrackerLoop:
         loads = _sum(markers, now)
         self._ctx.metrics.tracking(loads, partitions=len(markers), catching_up=catching_up, unreadable=unreadable)
         reported_at = now_ms()
-        self._report_at = reported_at + max(_REPORT_MS, (reported_at - now) * _REPORT_SHARE)
+        self._report_at = reported_at + max(_REPORT_MS, (reported_at - began) * _REPORT_SHARE)
 
 
 def _sum(partitions: list[MarkerPartition], now: float) -> dict[str, QueueLoad]:

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from outbox_core.errors import must
 from outbox_core.kafka.clients import TIMESTAMP_LOG_APPEND_TIME
 from outbox_queue.protocol import markers as wire
 from outbox_queue.protocol.markers_pb2 import Marker
@@ -86,6 +87,9 @@ class MarkerPartition:
 
     def read(self, offset: int, timestamp: tuple[int, int], key: bytes | None, value: bytes | None, now: float) -> None:
         """Apply a marker."""
+        position = self._position
+        if position is not None and offset < position:  # a call would cost more than the rest of the check
+            must(False, "markers must be read in the order of offsets; %d follows %d", offset, position - 1)
         self._position = offset + 1
         self.read_at = now
         if not value:
@@ -194,8 +198,18 @@ class MarkerPartition:
 
     def offset_to_commit(self) -> int | None:
         """Return the offset from which a successor has to read; None if no marker was read yet."""
-        smallest = self._in_progress.smallest_offset()
-        return self._position if smallest is None else smallest
+        smallest, position = self._in_progress.smallest_offset(), self._position
+        if smallest is None or position is None:
+            return position
+        must(smallest < position, "a message in progress must have been read; %d is not, up to %d", smallest, position)
+        return smallest
+
+    def check_unfinished(self, entries: Iterable[Unfinished]) -> None:
+        """Raise InvariantBroken unless these are in progress, and the tick that they were judged at has been read."""
+        must(self.is_caught_up and self.tick is None, "nothing must be redelivered before a tick has been read back")
+        get = self._in_progress.get
+        ended = [entry.message_id for entry in entries if get(entry.message_id) is not entry]
+        must(not ended, "only messages in progress must be redelivered; %s are not", ended)
 
     def load(self, now: float) -> dict[bytes, QueueLoad]:
         """Sum up the unfinished messages of each queue, with the age of the oldest in milliseconds."""

@@ -118,6 +118,7 @@ class TrackedPartition:
         batch = markers.take_expired(_REDELIVERED_AT_ONCE, _REDELIVERED_BYTES)
         if not batch:
             return True
+        markers.check_unfinished(batch)
         result = self._redeliverer.redeliver(batch)
         markers.finish(result.done)
         markers.postpone(result.refused, _REFUSED_MS)

@@ -9,6 +9,7 @@ import logging
 import threading
 from typing import Self
 
+from outbox_core.errors import InvariantBroken
 from outbox_core.metrics import Health
 from outbox_queue.config import QueueConfig
 from outbox_queue.metrics import QueueMetrics
@@ -110,5 +111,7 @@ class RedeliveryTracker:
         except BaseException as error:
             self._error = error
             _log.exception("the tracker was ended by an error")
+            if isinstance(error, InvariantBroken):
+                loop.forget()
         finally:
             loop.end()

@@ -25,6 +25,7 @@ _SECONDS_PER_HOUR = 3600
 _CHUNK = 4
 _CHUNKS_OF_A_PROCESS = 10  # then another one takes its place: a seed leaves 10 MB of garbage
 _MOST_SECONDS = 3600  # of a chunk: a process that was killed never answers
+_TELL_SECONDS = 60.0
 _QUIET = 16  # one seed in so many is a long run with rare faults
 _MOST_SEEDS = 600  # for a broken rule: about two minutes on two processors
 _APART = 10_000  # between the ranges of seeds of one rule
@@ -45,7 +46,7 @@ def _plan_of(seed: int, mode: str, rule: str) -> Plan:
     if mode == QUEUE or rule in QUEUE_RULES:
         return QueuePlan.of(seed)
     plan = plan_of(seed, mode, rule)
-    return plan if rule or seed % _QUIET else plan.quiet()
+    return plan.quiet() if not rule and seed % _QUIET == _QUIET - 1 else plan
 
 
 def _keep_garbage() -> None:
@@ -97,11 +98,17 @@ def _results(mode: str, rule: str, first: int) -> Iterator[Outcome]:
             running.append(pool.apply_async(_outcomes, (next(chunks),)))
 
 
+def _progress(seeds: int, seconds: float, began: float) -> str:
+    took = time.monotonic() - began
+    hours = seconds / _SECONDS_PER_HOUR
+    return f"{seeds} seeds, {hours:.2f} virtual hours in {took:.0f} s: {seconds / took:.0f} times real time"
+
+
 def many(hours: float, mode: str, rule: str, first: int) -> int:
     """Run seeds until so many virtual hours have passed; print what was found."""
     began, seconds, seeds = time.monotonic(), 0.0, 0
+    told_at, found = began, False
     seen: Counter[str] = Counter()
-    found = False
     for outcome in _results(mode, rule, first):
         seeds += 1
         seconds += outcome.virtual_seconds
@@ -111,9 +118,10 @@ def many(hours: float, mode: str, rule: str, first: int) -> int:
             print(f"SEED={outcome.plan.seed} MODE={outcome.plan.mode}: {outcome.problem}", flush=True)
         if seconds >= hours * _SECONDS_PER_HOUR or (rule and found):
             break
-    took = time.monotonic() - began
-    passed = seconds / _SECONDS_PER_HOUR
-    print(f"{seeds} seeds, {passed:.2f} virtual hours in {took:.0f} s: {seconds / took:.0f} times real time")
+        if time.monotonic() - told_at > _TELL_SECONDS:
+            told_at = time.monotonic()
+            print(_progress(seeds, seconds, began), flush=True)
+    print(_progress(seeds, seconds, began))
     for sentinel in QUEUE_SENTINELS if mode == QUEUE else SENTINELS:
         print(f"{seen[sentinel]:9}  {sentinel}{'' if seen[sentinel] else '   NEVER REACHED'}")
     return 1 if found else 0

@@ -18,6 +18,7 @@ from outbox_queue.redelivery.in_progress import InProgress
 from outbox_queue.redelivery.partition import MarkerPartition
 from outbox_queue.redelivery.redeliverer import Redeliverer
 from outbox_queue.redelivery.tracked_partition import TrackedPartition
+from tests.simulation import queue_simulation
 
 _original_attend = TrackedPartition.attend
 _original_write = PlainStartWriter.write
@@ -73,8 +74,9 @@ def _mark_without_waiting(
     self: PlainStartWriter, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft
 ) -> None:
     del seconds_left
+    reports = start_writers._Reports()
     for marker in markers:
-        self._produce(marker)
+        self._produce(marker, reports)
     try:
         start_writers.commit(self._config, self._consumer, offsets)
     except start_writers.KafkaException as error:
@@ -160,10 +162,27 @@ QUEUE_RULES: dict[str, tuple[Double, ...]] = {
 }
 
 
+_SITUATIONS: dict[str, dict[str, Any]] = {
+    # A tracker is suspended while it fences, until another one has redelivered the same messages.
+    "a tracker fences before its tick": {
+        "faults": ("at a call",), "step_share": 0.2, "step_faults": ("suspend",), "trackers": 2,
+        "is_transactional": False, "conducts": ("hang", "interrupt"),
+    },
+    # A consumer goes on, and finishes messages that have just expired.
+    "what ended since the tick is left out": {"faults": ("suspend",)},
+    # An idle partition gets another leader, whose clock is behind.
+    "deadlines move when a clock was set back": {"faults": ("clock", "move"), "pause": 1.0, "queues": 1},
+    # Transactions are given up that start messages, and others follow.
+    "what was not started is read again": {"faults": ("cut",), "consumers": 1, "is_transactional": True},
+}  # fmt: skip
+"""What differs from the plans of other runs, for rules that count in rare situations."""
+
+
 @contextmanager
 def queue_broken(name: str) -> Iterator[None]:
     """Break a rule for as long as the context lasts; '' breaks none."""
     with ExitStack() as patches:
         for double in QUEUE_RULES[name] if name else ():
             patches.enter_context(patch.object(*double))
+        patches.enter_context(patch.object(queue_simulation, "SITUATION", _SITUATIONS.get(name, {})))
         yield

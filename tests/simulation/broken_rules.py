@@ -64,11 +64,27 @@ _LEADS_ON = Double(ExactlyOnce, "leads", lambda _: True)
 _AT_STEPS = {"faults": ("at a step", "hold"), "step_share": 0.1, "late": 0.9, "harvesters": 2}
 _LATE_END = {
     "faults": ("move",), "late_ends": 0.3, "poison": 0.02, "late": 0.9, "longest_late": 2.0,
-    "latency": 0.03, "pause": 0.3, "writers": 3, "seconds": 40.0,
+    "latency": 0.03, "pause": 0.3, "writers": 3, "seconds": 40.0, "database_distance": 1.0,
 }  # fmt: skip
-_LATE_ABORT = {**_LATE_END, "faults": ("database",), "poison": 0.05}
+# Each term begins with an abort, of its barrier. A copy of that must come when all records are acknowledged, and no
+# manifest is on its way: that is for long only if the batch before takes long to be purged.
+_LATE_ABORT = {
+    "faults": ("reassign",), "late_ends": 0.5, "late": 1.0, "longest_late": 2.0, "latency": 0.005,
+    "late_changes": 0.4, "database_distance": 12.0, "pause": 0.3, "writers": 3, "poison": 0.0, "harvesters": 2,
+}  # fmt: skip
+# A mark comes late, when the rows that it takes are in our hands again.
 _LATE_MARKS = {
-    "faults": ("break",), "late": 0.9, "longest_late": 1.0, "slow_statements": 0.7, "pause": 0.1, "latency": 0.005,
+    "faults": ("hold",), "late_changes": 0.1, "late": 1.0, "longest_late": 3.0, "latency": 0.03, "pause": 1.0,
+    "writers": 3, "seconds": 40.0, "poison": 0.0, "database_distance": 1.0,
+}  # fmt: skip
+# It comes late, while another one is between what it selects and what it updates.
+_LATE_SLOW_MARKS = {
+    **_LATE_MARKS, "longest_late": 1.0, "slow_statements": 0.7, "slowest_statement": 0.5, "writers": 1, "pause": 0.4,
+    "harvesters": 1,
+}  # fmt: skip
+_NEAR = {"latency": 0.001, "database_distance": 1.0}
+_LOST_PURGES = {
+    "faults": ("at a step", "crash"), "step_share": 0.05, "late_changes": 0.3, "late": 0.0, "pause": 0.3, **_NEAR,
 }  # fmt: skip
 
 
@@ -106,6 +122,7 @@ RULES = {
         "_commit",
         exactly_once.commit_before_the_purge,
         Double(Term, "_publication_is_committed", exactly_once.purge_with_the_last),
+        plan=_LOST_PURGES,
     ),
     "scans leave out what is in flight": _exactly(term, "RowQuery", exactly_once.exclude_nothing),
     "scans leave out what awaits its purge": _exactly(Term, "_start_scan", exactly_once.scan_what_awaits_its_purge),
@@ -156,7 +173,7 @@ RULES = {
         at_least_once.EarlyLanes,
         Double(loop.AtLeastOnce, "_succeed", at_least_once.succeed_and_move_on),
     ),
-    "selected is compared with updated": _at_least(Store, "mark", at_least_once.mark_believed, plan=_LATE_MARKS),
+    "selected is compared with updated": _at_least(Store, "mark", at_least_once.mark_believed, plan=_LATE_SLOW_MARKS),
     "a mark of a row in our lanes is a rival's": _at_least(Lanes, "holds_any", lambda *_: False, plan=_LATE_MARKS),
     "a short purge forces a remark": _at_least(Store, "purge", at_least_once.purge_believed, plan=_LATE_MARKS),
     "a mark takes a dead leader's rows": _at_least(Store, "_select", at_least_once.mark_unmarked_alone),
@@ -209,20 +226,10 @@ RULES = {
         Harvester,
         "_hand_over",
         common.hand_over_at_once,
-        plan={"faults": ("restart",), "harvesters": 2, "late": 0.9, "pause": 0.1},
+        plan={"faults": ("reassign",), "harvesters": 2, "pause": 0.1, "writers": 5, **_NEAR},
     ),
     "no lease begins while an earlier one may run": _both(protocol.Predecessor, "gone_at", float("-inf")),
 }
-
-
-RARE = (
-    "a transaction begins with its opening",
-    "selected is compared with updated",
-    "a mark of a row in our lanes is a rival's",
-    "a short purge forces a remark",
-    "a hand-over waits for the term",
-)
-"""Rules whose situations are so rare here that minutes may not show that they are broken."""
 
 
 def plan_of(seed: int, mode: str, rule: str) -> Plan:

@@ -33,15 +33,24 @@ class Entry:
     headers: list[tuple[str, bytes]] | None
     time: float
     producer: int
+    sent: Sent | None = None
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if its client had given it up before it was written, by a clock that no suspension stops."""
+        return self.sent is not None and self.time > self.sent.until
 
 
 @dataclass(slots=True)
 class Sent:
-    """A record of a batch."""
+    """A record of a batch, with what no broker knows: who handed it to a client, and when."""
 
     key: bytes | None
     value: bytes | None
     headers: list[tuple[str, bytes]] | None
+    sender: str = ""  # a process
+    handed_over_at: float = 0.0
+    until: float = float("inf")  # when its delivery timeout ends
 
 
 @dataclass(slots=True)
@@ -59,7 +68,6 @@ class Partition:
         self.number = number
         self.leader = leader
         self.log: list[Entry] = []
-        self.late: set[int] = set()  # offsets of records whose sender had lost its connection
         self.producers: dict[int, _ProducerState] = {}
         self.open: dict[int, list[Entry]] = {}
         self.unverified: dict[int, tuple[int, int]] = {}  # epoch, lowest sequence that came without a transaction
@@ -111,7 +119,7 @@ class Partition:
         offset = self.end
         kind = OPEN if is_transactional else PLAIN
         entries = [
-            Entry(offset + place, kind, each.key, each.value, each.headers, now, producer)
+            Entry(offset + place, kind, each.key, each.value, each.headers, now, producer, each)
             for place, each in enumerate(records)
         ]
         self.log += entries
@@ -158,14 +166,20 @@ class Member:
     session: float
     expires_at: float
     respond: Respond | None = None
+    owns: bool = False  # as it said when it joined
 
 
 @dataclass(eq=False)
 class Group:
-    """A consumer group of one topic's partition 0: its owner keeps it as long as it is a member (sticky)."""
+    """A consumer group of one topic's partition 0: its owner keeps it as long as it is a member (sticky)...
+
+    ...or until it is asked for it: then the others wait until it has handed over, and joined again.
+    """
 
     members: dict[str, Member] = field(default_factory=dict)
     owner: str = ""
+    successor: str = ""  # a member that is to own the partition
+    is_asked: bool = False  # the owner, for the partition
     generation: int = 0
     is_joining: bool = False
     round: int = 0
@@ -269,13 +283,11 @@ class Cluster:
         if longest is not None and sum(len(each.value or b"") for each in records) > longest:
             respond((KafkaError.MSG_SIZE_TOO_LARGE, -1))
             return
-        end = partition.end
-        answer = partition.append(
-            producer, epoch, first, records, self.scheduler.now, is_transactional=bool(transactional_id)
+        respond(
+            partition.append(
+                producer, epoch, first, records, self.scheduler.now, is_transactional=bool(transactional_id)
+            )
         )
-        if self.is_late():
-            partition.late.update(range(end, partition.end))
-        respond(answer)
 
     def _verify(self, partition: Partition, transactional_id: str, producer: int, epoch: int, first: int) -> int | None:
         """Ask the coordinator whether a partition is in the transaction, for its first record there."""
@@ -360,6 +372,8 @@ class Cluster:
     def end_transaction(self, broker: int, who: tuple[str, int, int], commit: bool, respond: Respond) -> None:
         """Commit or abort; answer with a code or None once that is certain, before the markers are written."""
         transaction = self._of(broker, who)
+        if self.is_late() and not commit:
+            self.reached("late abort")
         if isinstance(transaction, int):
             respond(transaction)
             return
@@ -410,8 +424,11 @@ class Cluster:
 
     # -- groups
 
-    def join(self, broker: int, group_id: str, name: str, session: float, respond: Respond) -> None:
-        """Join a group; the answer, (code, generation, owns), comes when all members have joined."""
+    def join(self, broker: int, group_id: str, name: str, session: float, respond: Respond, *, owns: bool) -> None:
+        """Join a group; the answer, (code, generation, owns), comes when all members have joined.
+
+        A member says if it owns the partition; it is answered None if it is to hand that over.
+        """
         if self.coordinator["group"] != broker:
             respond((KafkaError.NOT_COORDINATOR, -1, False))
             return
@@ -419,14 +436,28 @@ class Cluster:
         member = group.members.get(name)
         if member is None:
             member = group.members[name] = Member(name, session, 0.0)
-        member.respond = respond
+        member.respond, member.owns = respond, owns
+        if group.is_asked and name == group.owner and not owns:
+            self.reached("partition handed over")
+            group.owner, group.successor, group.is_asked = group.successor, "", False
         self._expire_later(group, member)
+        self._begin_round(group, session)
+        self._conclude_if_all(group)
+
+    def _begin_round(self, group: Group, patience: float) -> None:
         if not group.is_joining:
             group.is_joining = True
             group.round += 1
             number = group.round
-            self.scheduler.after(session, lambda: self._conclude(group, number))
-        self._conclude_if_all(group)
+            self.scheduler.after(patience, lambda: self._conclude(group, number))
+
+    def reassign(self) -> None:
+        """Give each group's partition to another member, as assignors may: its owner is asked to hand it over."""
+        for group in self.groups.values():
+            others = sorted(group.members.keys() - {group.owner})
+            if group.owner in group.members and others and not group.successor:
+                group.successor = self.scheduler.random.choice(others)
+                self._begin_round(group, max(member.session for member in group.members.values()))
 
     def heartbeat(self, broker: int, group_id: str, name: str, generation: int, respond: Respond) -> None:
         """Note a sign of life; answer with a code or None."""
@@ -467,13 +498,9 @@ class Cluster:
         if group.members.pop(name, None) is None:
             return
         if group.owner == name:
-            group.owner = ""
-        if group.members and not group.is_joining:
-            group.is_joining = True
-            group.round += 1
-            number = group.round
-            longest = max(member.session for member in group.members.values())
-            self.scheduler.after(longest, lambda: self._conclude(group, number))
+            group.owner, group.is_asked = "", False
+        if group.members:
+            self._begin_round(group, max(member.session for member in group.members.values()))
         self._conclude_if_all(group)
 
     def _conclude_if_all(self, group: Group) -> None:
@@ -488,9 +515,14 @@ class Cluster:
             del group.members[name]
         if group.owner not in group.members:
             group.owner = self.scheduler.random.choice(sorted(group.members)) if group.members else ""
+            group.is_asked = False
+        owner = group.members.get(group.owner)
+        group.is_asked = group.is_asked or (bool(group.successor) and owner is not None and owner.owns)
+        group.successor = group.successor if group.is_asked else ""
         group.generation += 1
         for member in group.members.values():
             respond, member.respond = member.respond, None
             self._expire_later(group, member)
             if respond is not None:
-                respond((None, group.generation, member.name == group.owner))
+                is_owner = None if member is owner and group.is_asked else member is owner
+                respond((None, group.generation, is_owner))

@@ -211,6 +211,7 @@ class _Outgoing:
     headers: list[tuple[str, bytes]] | None
     on_delivery: Callable[..., Any] | None
     at: float
+    handed_over_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -302,7 +303,8 @@ class Producer(Client):
             raise KafkaException(KafkaError(KafkaError._UNKNOWN_PARTITION, "there is no such partition"))
         number = partition if partition >= 0 else zlib.crc32(key or b"") % width
         lane = self._lanes.setdefault((topic, number), _Lane((topic, number)))
-        lane.waiting.append(_Outgoing(lane.place, key, value, headers, on_delivery, self.process.monotonic()))
+        now = self.process.monotonic(), self.scheduler.now
+        lane.waiting.append(_Outgoing(lane.place, key, value, headers, on_delivery, *now))
         self._unfinished += 1
         if not self._looks:
             self._looks = True
@@ -347,11 +349,15 @@ class Producer(Client):
             self.refresh(lane.place)
             self.process.after(self._backoff, lambda: self._send(lane, batch, attempt + 1))
             return
-        records = [Sent(each.key, each.value, each.headers) for each in batch.messages]
+        sender = self.process.name
+        records = [
+            Sent(each.key, each.value, each.headers, sender, each.handed_over_at, each.handed_over_at + self._timeout)
+            for each in batch.messages
+        ]
         sent = self._id, batch.producer, batch.epoch, batch.first, records
 
         def handle(respond: Respond) -> None:
-            if not self._id and self.process.monotonic() - batch.messages[0].at > self._timeout:
+            if not self._id and self.scheduler.now > records[0].until:
                 self.cluster.reached("arrived after its delivery timeout")
             self.cluster.produce(broker, lane.place, sent, respond)
 
@@ -555,6 +561,8 @@ class Producer(Client):
     def _fail(self, error: KafkaError) -> None:
         if self._fatal is None:
             self.cluster.reached("producer fenced")
+            if self._state == "open" and any(lane.is_registered for lane in self._lanes.values()):
+                self.cluster.reached("fenced in mid-batch")
             self._fatal = error
             self._must_tell_fatal = True
             self._purge_queued()
@@ -923,7 +931,7 @@ class _Member:
         self._group = str(settings["group.id"])
         self._session = float(settings["session.timeout.ms"]) / 1000
         self._interval = float(settings["heartbeat.interval.ms"]) / 1000
-        self._owns = False
+        self._owns = self._hands_over = False
         self._to_tell: deque[str] = deque()
         self._joins = 0
         self._is_joining = False
@@ -944,6 +952,10 @@ class _Member:
             if what == "lost":
                 self._consumer.unassign()
             self._callbacks[what](self._consumer, self._places)
+            if what == "revoke" and self._hands_over:
+                self._consumer.unassign()
+                self._hands_over = False
+                self._join()
         return told
 
     def leave(self) -> None:
@@ -967,37 +979,47 @@ class _Member:
             self._consumer.cluster.reached("partition lost")
             self._consumer._news.set()
 
+    def _hand_over(self) -> None:
+        self._owns, self._hands_over = False, True
+        self._to_tell.append("revoke")
+        self._consumer._news.set()
+
     def _rejoin_as_new(self) -> None:
         self._lose()
+        self._hands_over = False
         self._new_name()
         self._join()
 
     def _join(self) -> None:
+        if self._hands_over:
+            return  # once that is done
         self._joins += 1
         self._is_joining = True
         number = self._joins
-        broker, name = self._consumer.cluster.coordinator["group"], self._name
+        broker, name, owns = self._consumer.cluster.coordinator["group"], self._name, self._owns
 
         def answered(answer: Any) -> None:
             if number != self._joins or self._consumer.is_closed:
                 return
-            code, generation, owns = (KafkaError._TRANSPORT, -1, False) if answer is LOST else answer
+            code, generation, is_owner = (KafkaError._TRANSPORT, -1, False) if answer is LOST else answer
             if code is not None:
                 self._consumer.process.after(0.1, lambda: self._join() if number == self._joins else None)
                 return
             self._is_joining = False
             self._answered_at = self._consumer.process.monotonic()
             self._generation = generation
-            if owns and not self._owns:
+            if is_owner and not self._owns:
                 self._owns = True
                 self._to_tell.append("assign")
                 self._consumer._news.set()
-            elif not owns:
+            elif is_owner is None and self._owns:
+                self._hand_over()
+            elif not is_owner:
                 self._lose()
 
         self._consumer.send(
             broker,
-            lambda respond: self._consumer.cluster.join(broker, self._group, name, self._session, respond),
+            lambda respond: self._consumer.cluster.join(broker, self._group, name, self._session, respond, owns=owns),
             answered,
         )
 

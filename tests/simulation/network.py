@@ -15,6 +15,8 @@ Respond = Callable[[object], None]
 Handler = Callable[[Respond], None]
 """The work of a server on a request that arrives; it answers now, later or never."""
 
+LONGEST_DELAY_SECONDS = 0.2  # of a slow message
+
 LOST = object()
 """In the place of an answer: the connection broke, and it is not known whether the request arrived."""
 
@@ -49,6 +51,7 @@ class Server:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_up = True
+        self.distance = 1.0  # by which the network's latency is multiplied
 
 
 class Network:
@@ -63,6 +66,7 @@ class Network:
         self.late_ends = 0.0  # the share of EndTxn requests whose connection breaks before they arrive
         self.cut: dict[tuple[Process, Server], None] = {}  # links that pass nothing
         self.delivered_late = 0
+        self.delivered_late_at = 0.0
         self.on_arrival: Callable[[Connection, Request], bool] | None = None  # takes requests off: True for "taken"
         self.is_late = False  # while a request arrives whose connection had broken
         self._connections: list[Connection] = []
@@ -85,7 +89,7 @@ class Network:
         if connection.is_broken or not connection.server.is_up:
             self._after(0.002, lambda: self._lose(connection, request))
             return request
-        connection.last_out = max(connection.last_out, self.scheduler.now + self._delay())
+        connection.last_out = max(connection.last_out, self.scheduler.now + self._delay(connection.server))
         self._at(connection.last_out, lambda: self._arrive(connection, request))
         return request
 
@@ -105,7 +109,7 @@ class Network:
     def _answer(self, connection: Connection, request: Request, answer: object) -> None:
         if request.is_over or connection.is_broken:
             return
-        connection.last_back = max(connection.last_back, self.scheduler.now + self._delay())
+        connection.last_back = max(connection.last_back, self.scheduler.now + self._delay(connection.server))
         self._at(connection.last_back, lambda: self._come_back(connection, request, answer))
 
     def _come_back(self, connection: Connection, request: Request, answer: object) -> None:
@@ -139,6 +143,7 @@ class Network:
         def arrive() -> None:
             if connection.server.is_up:
                 self.delivered_late += 1
+                self.delivered_late_at = self.scheduler.now
                 request.has_arrived = True
                 self.is_late = True
                 request.handler(lambda _: None)
@@ -166,10 +171,10 @@ class Network:
                     else:
                         self._lose(connection, request)  # its answer was dropped
 
-    def _delay(self) -> float:
+    def _delay(self, server: Server) -> float:
         random = self.scheduler.random
-        return self.latency * (0.3 + random.expovariate(1.0)) + (
-            0.2 * random.random() if random.random() < self.slow else 0
+        return self.latency * server.distance * (0.3 + random.expovariate(1.0)) + (
+            LONGEST_DELAY_SECONDS * random.random() if random.random() < self.slow else 0
         )
 
     def _after(self, seconds: float, step: Callable[[], None]) -> None:

@@ -7,7 +7,8 @@ effect, have none, or take effect later, after its client has crashed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
@@ -63,7 +64,10 @@ class Database:
     scheduler: Scheduler
     server: Server = field(default_factory=lambda: Server("database"))
     rows: dict[int, Row] = field(default_factory=dict)
-    slow_statements: float = 0.1
+    slow_statements: float = 0.1  # the share of statements that take up to `slowest_statement`
+    slowest_statement: float = 0.02  # seconds
+    late_changes: float = 0.0  # the share of statements that change rows whose connection breaks before they arrive
+    reading: set[Process] = field(default_factory=set)  # that have a mark or scan under way
     last_id: int = 0
     incarnation: int = 0
     writers: set[str] = field(default_factory=set)
@@ -109,6 +113,13 @@ class Database:
         self.hold_version += 1
 
 
+def covers(hold: NewHold, record: StoredRecord) -> bool:
+    """Tell whether a hold keeps a record back."""
+    is_whole_topic = hold.key is None and hold.record_id is None
+    is_same = hold.key == record.key if hold.key is not None else hold.record_id == record.id
+    return hold.topic == record.topic and (is_whole_topic or is_same)
+
+
 def holds_of(holds: Sequence[NewHold]) -> HoldSet:
     """Return the holds as a harvester knows them."""
     return HoldSet(
@@ -139,7 +150,7 @@ class Store:
 
     # -- statements
 
-    def _statement(self, *steps: Callable[[], Any]) -> Any:
+    def _statement(self, *steps: Callable[[], Any], changes: bool = False) -> Any:
         """Run the steps of one statement on the server, with some time between them; return the last one's result."""
         if self._connection is None or self._connection.is_broken:
             self._connection = self._network.connect(self._process, self._database.server)
@@ -151,7 +162,8 @@ class Store:
                 if number + 1 == len(steps):
                     respond((result,))
                 else:
-                    pause = 0.0003 if self._scheduler.random.random() >= self._database.slow_statements else 0.02
+                    is_slow = self._scheduler.random.random() < self._database.slow_statements
+                    pause = self._database.slowest_statement if is_slow else 0.0003
                     self._scheduler.after(pause * self._scheduler.random.random(), lambda: run(number + 1))
 
             run(0)
@@ -159,6 +171,8 @@ class Store:
         connection = self._connection
         request = self._network.send(connection, handle, lambda answer: (found.append(answer), event.set()))
         self._process.after(30.0, lambda: None if request.is_over else self._network.break_connection(connection))
+        if changes and self._database.late_changes and self._scheduler.random.random() < self._database.late_changes:
+            self._network.break_connection(connection)
         event.wait()
         if found[0] is LOST:
             self._connection = None
@@ -211,12 +225,21 @@ class Store:
         return found
 
     def _note_reading(self, record: StoredRecord) -> None:
-        if isinstance(record.value, bytes):
+        # Nobody hears of what a late statement reads.
+        if isinstance(record.value, bytes) and not self._network.is_late:
             times = self._database.read_at.setdefault(record.value.decode(), [])
             times.append((self._scheduler.now, self._process.name))
 
-    def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
         self._planned_at = current().works_since
+        self._database.reading.add(self._process)
+        try:
+            yield
+        finally:
+            self._database.reading.discard(self._process)
+
+    def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
         seen: list[tuple[Row, int]] = []
 
         def select() -> None:
@@ -232,13 +255,18 @@ class Store:
                     records.append(row.record)
             return MarkedBatch(len(seen), records)
 
-        batch: MarkedBatch = self._statement(select, update)
+        with self._reading():
+            batch: MarkedBatch = self._statement(select, update, changes=True)
         return batch
 
     def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
-        self._planned_at = current().works_since
         found: list[StoredRecord] = []
-        self._statement(lambda: found.extend(row.record for row in self._select(query, lambda _: True)), lambda: None)
+
+        def select() -> None:
+            found.extend(row.record for row in self._select(query, lambda _: True))
+
+        with self._reading():
+            self._statement(select, lambda: None)
         return found
 
     def _delete(self, ids: Sequence[int], times: Sequence[int], is_wanted: Callable[[Row], bool]) -> int:
@@ -253,10 +281,13 @@ class Store:
         return count
 
     def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
-        return int(self._statement(lambda: self._delete(ids, create_times, lambda row: row.leader == leader_id)))
+        def delete() -> int:
+            return self._delete(ids, create_times, lambda row: row.leader == leader_id)
+
+        return int(self._statement(delete, changes=True))
 
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
-        return int(self._statement(lambda: self._delete(ids, create_times, lambda _: True)))
+        return int(self._statement(lambda: self._delete(ids, create_times, lambda _: True), changes=True))
 
     def reset(self, leader_id: UUID, ids: Sequence[int]) -> int:
         def clear() -> int:
@@ -268,7 +299,7 @@ class Store:
                 row.version += 1
             return len(mine)
 
-        return int(self._statement(clear))
+        return int(self._statement(clear, changes=True))
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         def look() -> list[StoredRecord]:

@@ -17,7 +17,7 @@ from tests.simulation import clients
 from tests.simulation.brokers import Cluster, Entry, Partition, Sent
 from tests.simulation.clients import Message, Place
 from tests.simulation.network import LOST, Respond
-from tests.simulation.scheduling import Scheduler
+from tests.simulation.scheduling import Scheduler, current
 from tests.simulation.threads import Event
 
 OFFSETS = "__consumer_offsets"
@@ -58,10 +58,24 @@ class OffsetsPartition(Partition):
         super().__init__(OFFSETS, 0, 0)
         self.committed: dict[tuple[str, Place], int] = {}
         self.pending: dict[int, list[tuple[str, Mapping[Place, int]]]] = {}  # by producer
+        self._gone_back: dict[tuple[str, Place], list[range]] = {}
 
     def commit(self, group: str, offsets: Mapping[Place, int]) -> None:
-        """Note a group's offsets."""
-        self.committed.update({(group, place): offset for place, offset in offsets.items()})
+        """Note a group's offsets; a request that comes late takes them back."""
+        for place, offset in offsets.items():
+            before = self.committed.get((group, place), 0)
+            if offset < before:
+                self._gone_back.setdefault((group, place), []).append(range(offset, before))
+            self.committed[group, place] = offset
+
+    @property
+    def times_gone_back(self) -> int:
+        """How often a group's offset was lower than before."""
+        return sum(map(len, self._gone_back.values()))
+
+    def went_back_over(self, group: str, place: Place, offset: int) -> bool:
+        """Tell whether a record that a group had committed may have been read again."""
+        return any(offset in gone_back for gone_back in self._gone_back.get((group, place), ()))
 
     def is_unstable(self, group: str, place: Place) -> bool:
         """Tell whether an open transaction has an offset of this partition."""
@@ -223,6 +237,12 @@ class QueueCluster(Cluster):
             respond(code)
 
 
+def _at_call(what: str) -> None:
+    """Let the world disturb the process that calls."""
+    process: Any = current().process
+    process.world.at_call(what)
+
+
 class Stamped(Message):
     """A record with the broker's time."""
 
@@ -235,6 +255,18 @@ class Stamped(Message):
 class Producer(clients.Producer):
     """`confluent_kafka.Producer` with random partitions, and with offsets in transactions."""
 
+    def init_transactions(self, timeout: float) -> None:
+        _at_call("init_transactions")
+        super().init_transactions(timeout)
+
+    def commit_transaction(self, timeout: float) -> None:
+        _at_call("commit_transaction")
+        super().commit_transaction(timeout)
+
+    def abort_transaction(self, timeout: float) -> None:
+        _at_call("abort_transaction")
+        super().abort_transaction(timeout)
+
     def produce(self, topic: str, value: Any = None, key: Any = None, partition: int = -1, **more: Any) -> None:
         if partition < 0 and self.settings.get("partitioner") == "random":
             partition = self.scheduler.random.randrange(len(self.cluster.topics.get(topic, ())) or 1)
@@ -242,6 +274,7 @@ class Producer(clients.Producer):
 
     def send_offsets_to_transaction(self, places: list[TopicPartition], member: Who, timeout: float) -> None:
         """Add offsets to the open transaction; a call that timed out goes on until the transaction ends."""
+        _at_call("send_offsets_to_transaction")
         self._raise_failure()
         end, outcome = self.process.monotonic() + timeout, []
         self._lanes.setdefault((OFFSETS, 0), clients._Lane((OFFSETS, 0))).is_registered = True
@@ -438,6 +471,8 @@ class Consumer(clients.Consumer):
 
     def commit(self, *, offsets: list[TopicPartition], asynchronous: bool) -> list[TopicPartition]:
         """Commit offsets; wait for the answer, or have `on_commit` called."""
+        if not asynchronous:
+            _at_call("commit")
         event, outcome = Event(), []
 
         def done(code: int | None) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from random import Random
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,23 +20,28 @@ from outbox_core.errors import OutboxError
 from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.transactions import Committed, TransactionalProducer
 from outbox_queue import Message, QueueConfig, QueueService, Reject
+from outbox_queue.consuming import reader
 from outbox_queue.consuming.worker import backoff
 from outbox_queue.errors import SendFailed
 from outbox_queue.protocol import markers as wire
+from outbox_queue.redelivery import in_progress, tracked_partition
 from outbox_queue.redelivery.in_progress import Unfinished
 from outbox_queue.redelivery.partition import MarkerPartition
 from outbox_queue.redelivery.tracker import RedeliveryTracker
 from tests.simulation import clients, queue_kafka
+from tests.simulation.brokers import COMMITTED, PLAIN
+from tests.simulation.disturbances import Disturbances
 from tests.simulation.network import Server
+from tests.simulation.queue_bounds import CONCURRENCY, Books, bounded, partitions_of
 from tests.simulation.queue_kafka import QueueCluster
 from tests.simulation.queue_oracle import REDELIVERED, Oracle, Place
 from tests.simulation.scheduling import Process, ProcessDied, current
-from tests.simulation.simulation import Outcome, ProcessPlace, Simulation
+from tests.simulation.simulation import Outcome, ProcessPlace, Simulation, _cut_seconds
 from tests.simulation.simulation import Plan as HarvestersPlan
 from tests.simulation.threads import Event, patched
 
 MODE = "queue"
-FAULTS = ("break", "cut", "crash", "in a handler", "broker", "move", "suspend", "restart", "clock")
+FAULTS = ("break", "cut", "crash", "in a handler", "at a call", "broker", "move", "suspend", "restart", "clock")
 CONDUCTS = ("slow", "fail", "hang", "reject", "nack", "extend", "interrupt")
 _QUEUES = ("emails", "bills")
 _TOPICS = {"messages": 4, "markers": 3, "dead": 2}
@@ -45,7 +51,11 @@ _MOST_ATTEMPTS = 4
 _MOST_IN_PROGRESS = 12
 _MOST_QUIET_SECONDS = 120.0
 _SETTLE_SECONDS = 30.0
+_MOST_WAITS_FOR_OFFSETS = 4
 _OVERDUE_SECONDS = 15.0
+_LONGEST_SUSPEND_SECONDS = 18.0
+_LONGEST_BROKER_CRASH_SECONDS = 7.0
+_HELD_UP_SECONDS = 1.0  # for which a keep-alive may be held up: it is due half of a timeout before
 _EARLY_SECONDS = 0.01
 _CLOCK_TOLERANCE_SECONDS = 1.5  # clocks that differ by less than a second are just followed
 
@@ -60,6 +70,8 @@ class QueuePlan(HarvestersPlan):
     is_transactional: bool = False
     marker_key: str = "message"
     conducts: tuple[str, ...] = CONDUCTS
+    transaction_seconds: float = 5.0
+    hangs: float = 0.3  # the share of handlers that hang, of those that may
     KINDS = ("faults", "conducts")
     NUMBERS = ("consumers", "trackers", "writers", "queues")
 
@@ -86,13 +98,22 @@ class QueuePlan(HarvestersPlan):
             is_transactional=random.random() < 0.5,
             marker_key=random.choice(("message", "message", "queue")),
             conducts=tuple(conduct for conduct in CONDUCTS if random.random() < 0.5),
+            hangs=random.choice((0.3, 0.3, 1.0)),
+            step_share=random.choice((0.02, 0.1)),
+            transaction_seconds=random.choice((5.0, 12.0)),
         )
 
+
+SITUATION: Mapping[str, Any] = MappingProxyType({})
+"""What differs in the plans of all runs: the situation in which a rule counts that is broken on purpose."""
+
+_SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONCE", 20), (in_progress, "_SLACK", 8))
+"""Batches and limits of the product that are small here, so that much happens between two of them."""
 
 _SENTINELS_IN_LOG = {
     "consumer could not start messages": "messages are not started yet",
     "starting took too long": "messages took longer than redelivery_timeout",
-    "waited for a handler for too long": "messages waited too long for a handler",
+    "waited for a handler for too long": "that waited too long for a handler",
     "handler hung": "is in progress for longer than max_processing_time",
     "markers undelivered": "markers could not be delivered",
     "redelivery failed": "redelivery: ",
@@ -107,9 +128,14 @@ QUEUE_SENTINELS = (
     "given back unused", "started twice", "dead letter after the last attempt", "rejected", "delayed",
     "rebalance with messages in progress", "tracker took over messages in progress", "marker partition moved",
     "partitions assigned", "partitions revoked", "partitions lost", "member expired", "offsets in an open transaction",
+    "committed offset went back",
     "commit of offsets repeated", "copies of one message at once", "suspended", "late request", "produce repeated",
     "delivery timed out", "producer fenced", "init aborts a transaction", "transaction timed out",
-    "EndTxn sent twice", "sent by an aborted transaction", "clock set", *_SENTINELS_IN_LOG,
+    "EndTxn sent twice", "sent by an aborted transaction", "clock set forward", "clock set back", "fault at a call",
+    "transactional start given up", "started again after its redelivery", "redelivered while at work, held up",
+    "keep-alive late", "marker partition with two trackers", "tracker ends with markers unread",
+    "expired messages left for another turn", "finished since the tick", "kept alive since the tick",
+    *_SENTINELS_IN_LOG,
 )  # fmt: skip
 """States that a number of runs should reach; a report names those that were never reached."""
 
@@ -126,9 +152,14 @@ class _Log(logging.Handler):
         task = getattr(getcurrent(), "task", None)
         if task is not None and task.process.is_dead:
             return
+        simulation.note_invariant(record)
         text = record.getMessage()
         for sentinel, part in _SENTINELS_IN_LOG.items():
             simulation.seen[sentinel] += part in text
+        if simulation.plan.is_transactional:
+            simulation.seen["transactional start given up"] += (
+                _SENTINELS_IN_LOG["consumer could not start messages"] in text
+            )
         if text.startswith("caught up: ") and not text.startswith("caught up: 0 "):
             simulation.seen["tracker took over messages in progress"] += 1
         if simulation.scheduler.trace is not None:
@@ -150,6 +181,7 @@ class _Node(ProcessPlace):
     def crash(self) -> None:
         super().crash()
         if self.process is not None:
+            self.simulation.gives_up(self.process)
             self.simulation.forget(self.process.name)
 
     def stop(self) -> None:
@@ -169,7 +201,8 @@ class _Node(ProcessPlace):
                 self.simulation.broken(f"{self.name} ended with {type(error).__name__}: {error}")
                 raise
             Event().wait(0.5)
-        self.simulation.scheduler.after(0.3, lambda: self._replace(process))
+        pause = self.simulation.scheduler.random.choice((0.3, 6.0))  # in which handlers may be at work
+        self.simulation.scheduler.after(pause, lambda: self._replace(process))
 
     def _replace(self, process: Process | None) -> None:
         if self.process is process and self.simulation.has_begun:
@@ -197,7 +230,7 @@ class ConsumerNode(_Node):
             try:
                 service.queue(name).run(
                     self.simulation.handle,
-                    concurrency=2,
+                    concurrency=CONCURRENCY,
                     retry_delay=backoff(timedelta(seconds=0.5), timedelta(seconds=3)),
                     drain_timeout=timedelta(seconds=3),
                     stop=self.stopping,
@@ -216,6 +249,20 @@ class TrackerNode(_Node):
     """A process with a tracker."""
 
     tracker: RedeliveryTracker | None = None
+
+    def start(self) -> None:
+        self.tracker = None
+        super().start()
+
+    @property
+    def marker_partitions(self) -> list[MarkerPartition]:
+        """The partitions that it tracks."""
+        return [] if self.tracker is None else partitions_of(self.tracker)
+
+    @property
+    def marker_numbers(self) -> set[int]:
+        """The numbers of these."""
+        return {each.number for each in self.marker_partitions}
 
     def work(self) -> None:
         self.tracker = tracker = QueueService(self.simulation.settings()).tracker()
@@ -318,8 +365,10 @@ class QueueSimulation(Simulation):
         self._tries: set[tuple[str, int]] = set()
         self._handling: Counter[str] = Counter()
         self._at_work: Counter[str] = Counter()
-        self._kept_alive: set[Place] = set()  # copies whose handlers are at work, and not for too long
+        self._kept_alive: dict[Place, Message] = {}  # copies whose handlers are at work, and not for too long
         self._quiet_since = 0.0
+        self._disturbances = Disturbances()
+        self.books = Books(self.settings(), self.oracle, len(self.queues))
 
     def settings(self) -> QueueConfig:
         """Return the settings of all processes: short times, so that much happens."""
@@ -337,7 +386,7 @@ class QueueSimulation(Simulation):
             receive_buffer_capacity=10,
             marker_key=self.plan.marker_key,
             transactional=self.plan.is_transactional,
-            transaction_timeout=timedelta(seconds=5),
+            transaction_timeout=timedelta(seconds=self.plan.transaction_seconds),
             delivery_timeout=timedelta(seconds=8),
             close_timeout=timedelta(seconds=3),
         )
@@ -361,6 +410,9 @@ class QueueSimulation(Simulation):
         self.is_writing = False
         self._run_for(_MOST_QUIET_SECONDS, until_done=True)
         self._run_for(5.0)  # in which offsets are committed
+        for _ in range(_MOST_WAITS_FOR_OFFSETS):  # a group may have to wait for one that died while it joined
+            if not self.problem and any(self._offsets_behind()):
+                self._run_for(5.0)
         self.has_begun = False
         if not self.problem:
             self._check_all()
@@ -391,17 +443,37 @@ class QueueSimulation(Simulation):
         finally:
             self._handling[token] -= 1
             self._at_work[process.name] -= 1
-            self._kept_alive.discard(message._delivery.message.place)
+            self._kept_alive.pop(message._delivery.message.place, None)
 
     def _die_now_and_then(self, process: Process) -> None:
         if "in a handler" not in self.plan.faults or not self.is_faulty or self.scheduler.random.random() > 0.02:
             return
         if self.may_fault():
             self.seen["crash in a handler"] += 1
-            node = next(node for node in self.nodes if node.process is process)
-            process.is_dead = True
-            self.scheduler.after(0.0, lambda: self._died(process, node))
-            raise ProcessDied
+            self._die(process)
+
+    def _die(self, process: Process) -> None:
+        """Crash the process that runs."""
+        node = next(node for node in self.nodes if node.process is process)
+        process.is_dead = True
+        self.scheduler.after(0.0, lambda: self._died(process, node))
+        raise ProcessDied
+
+    def at_call(self, what: str) -> None:
+        """Do something now and then to a process that is about to make a call of its client."""
+        random, process, plan = self.scheduler.random, current().process, self.plan
+        if "at a call" not in plan.faults or not self.is_faulty or random.random() > plan.step_share:
+            return
+        if not self.may_fault():
+            return
+        self.seen["fault at a call"] += 1
+        kind = random.choice(plan.step_faults)
+        self.scheduler.note("%s: %s at %s", process.name, kind, what)
+        if kind == "crash":
+            self._die(process)
+        getattr(self, f"_{kind}")(process)
+        if kind == "suspend":
+            current().wait(0.0)
 
     def _died(self, process: Process, node: Any) -> None:
         process.is_dead = False
@@ -411,22 +483,29 @@ class QueueSimulation(Simulation):
     def gives_up(self, process: Process) -> None:
         """Note that a member of a group gives up its partitions."""
         self.seen["rebalance with messages in progress"] += self._at_work[process.name] > 0
+        for node in self.trackers:
+            if node.process is process and not process.is_dead:
+                ends = [log.stable_end for log in self.cluster.stamped("markers")]
+                positions = [(each.number, each.position or 0) for each in node.marker_partitions]
+                self.seen["tracker ends with markers unread"] += any(at < ends[number] for number, at in positions)
 
     def forget(self, process: str) -> None:
         """Forget the handlers of a process that is dead."""
-        self._kept_alive = {place for place in self._kept_alive if self._handed[place] != process}
+        kept = self._kept_alive.items()
+        self._kept_alive = {place: message for place, message in kept if self._handed[place] != process}
 
     def _conduct(self, message: Message) -> None:
         random = self.scheduler.random
         wait = current().wait
         conducts = self.plan.conducts if self.is_faulty else ()
         conduct = random.choice(conducts) if conducts and random.random() < 0.3 else ""
+        if conduct in ("", "slow"):
+            self._kept_alive[message._delivery.message.place] = message
         if conduct == "slow":
-            self._kept_alive.add(message._delivery.message.place)
             wait(_TIMEOUT_SECONDS * random.uniform(0.5, 1.8))
         elif conduct == "fail":
             raise ValueError("the handler fails")
-        elif conduct == "hang" and random.random() < 0.3:
+        elif conduct == "hang" and random.random() < self.plan.hangs:
             wait(_PROCESSING_SECONDS * random.uniform(1.0, 1.8))
         elif conduct == "reject":
             raise Reject("the handler rejects it")
@@ -447,19 +526,35 @@ class QueueSimulation(Simulation):
         self.scheduler.note("%s handles %s at %s, attempt %d", process, token, place, message.attempt)
         if token in self.never_sent:
             self.broken(f"{token} was handed out, and its transaction was aborted")
-        if place in self._handed:
+        is_read_again = not self.plan.is_transactional and self.cluster.offsets.went_back_over(
+            f"kafka-mq-{received.queue}", ("messages", place[0]), place[1]
+        )
+        if place in self._handed and not is_read_again:
             self.broken(f"{token} at {place} was handed out twice: in {self._handed[place]} and in {process}")
         self._handed[place] = process
         ends = self.oracle.ends(place)
-        if any(mark.reason != REDELIVERED for mark in ends):
+        if any(mark.reason != REDELIVERED for mark in ends) and not is_read_again:
             self.broken(f"{token} at {place} was handed out after its end marker")
-        if ends and self.plan.is_transactional and self._is_calm:
-            self.broken(f"{token} at {place} was handed out after it was redelivered")
+        if ends:
+            self._check_still_ours(place, token)
         if not 1 <= message.attempt <= _MOST_ATTEMPTS:
             self.broken(f"{token} was handed out for attempt {message.attempt} of {_MOST_ATTEMPTS}")
         if self.plan.is_transactional and (token, message.attempt) in self._tries:
             self.broken(f"{token} was handed out twice for attempt {message.attempt}")
         self._tries.add((token, message.attempt))
+
+    def _check_still_ours(self, place: Place, token: str) -> None:
+        """A consumer hands out no copy whose redelivery it had to expect, unless it was held up.
+
+        Without transactions another consumer may have started the same copy.
+        """
+        marks = self.oracle.marks[place]
+        starts = [mark.at for mark in marks if mark.kind == wire.START]
+        first_end = min(mark.offset for mark in marks if mark.kind == wire.END)
+        last = max(mark.at for mark in marks if mark.kind != wire.END and mark.offset < first_end)
+        is_excused = self._is_held_up(place, last if len(starts) == 1 else min(starts))
+        if not is_excused and (len(starts) == 1 or self.plan.is_transactional):
+            self.broken(f"{token} at {place} was handed out after it was redelivered")
 
     # -- trackers
 
@@ -469,17 +564,35 @@ class QueueSimulation(Simulation):
         log = self.cluster.stamped("markers")[markers.number]
         read_to = log.stable_end if tick is None else markers.position or 0
         now = self.scheduler.now if tick is None else log.appended[tick]
+        self.seen["expired messages left for another turn"] += bool(batch) and markers.has_expired
+        owners = [node for node in self.trackers if node.is_up and markers.number in node.marker_numbers]
+        self.seen["marker partition with two trackers"] += len(owners) > 1
         for entry in batch:
             process = self._handed.get(entry.message_id, "")
             is_up = any(node.process is not None and node.process.name == process for node in self.nodes)
             self.seen["redelivered after a crash"] += bool(process) and not is_up
             deadline = self.oracle.deadline(entry.message_id, read_to)
+            tolerance = self._tolerance(entry, markers, read_to)
             if deadline is None:
                 self.broken(f"the message at {entry.message_id} was finished, and is redelivered")
-            elif deadline > now + self._tolerance(entry, markers, read_to):
+            elif deadline > now + tolerance:
                 self.broken(f"the message at {entry.message_id} is redelivered {deadline - now:.3f} s too early")
-            elif entry.message_id in self._kept_alive and self._is_calm:
-                self.broken(f"the message at {entry.message_id} is redelivered, and its handler is at work")
+            elif deadline <= now + _EARLY_SECONDS and tolerance < float("inf"):
+                self._check_not_at_work(entry.message_id)
+
+    def _check_not_at_work(self, place: Place) -> None:
+        """A message whose handler is at work is kept alive, unless its consumer is closed, or that is held up."""
+        if place not in self._kept_alive or self._kept_alive[place]._acks.is_closed:
+            return
+        if self._is_held_up(place, max(mark.at for mark in self.oracle.marks[place] if mark.kind != wire.END)):
+            self.seen["redelivered while at work, held up"] += 1
+        else:
+            self.broken(f"the message at {place} is redelivered, and its handler is at work")
+
+    def _is_held_up(self, place: Place, since: float) -> bool:
+        """Tell whether keep-alives of a copy that was handed out may have come too late since a moment."""
+        held_up = self._disturbances.seconds(self._handed[place], since, self.scheduler.now)
+        return held_up > _HELD_UP_SECONDS
 
     def _tolerance(self, entry: Unfinished, markers: MarkerPartition, read_to: int) -> float:
         """Return how early a redelivery may be: in history, a clock that is set forward looks like time that passed."""
@@ -488,11 +601,6 @@ class QueueSimulation(Simulation):
         last = max(mark.offset for mark in self.oracle.marks[entry.message_id] if mark.offset < read_to)
         live_since = getattr(markers, "live_since", 0)
         return _CLOCK_TOLERANCE_SECONDS if last > live_since else float("inf")
-
-    @property
-    def _is_calm(self) -> bool:
-        """True if nothing but processes fails, so that keep-alives arrive in time."""
-        return not set(self.plan.faults) & {"break", "cut", "broker", "move", "suspend", "clock"}
 
     # -- faults
 
@@ -503,18 +611,55 @@ class QueueSimulation(Simulation):
         if not self.is_faulty:
             return
         random = self.scheduler.random
-        kinds = [fault for fault in self.plan.faults if fault != "in a handler"]
+        kinds = [fault for fault in self.plan.faults if fault not in ("in a handler", "at a call")]
         if kinds and self.may_fault():
             getattr(self, f"_fault_{random.choice(kinds)}")(random)
         self.scheduler.after(random.expovariate(1 / 1.5), self._next_fault)
 
+    def _fault_break(self, random: Random) -> None:
+        self._disturbances.add(self.scheduler.now)
+        super()._fault_break(random)
+
+    def _fault_broker(self, random: Random) -> None:
+        self._disturbances.add(self.scheduler.now, _LONGEST_BROKER_CRASH_SECONDS)
+        super()._fault_broker(random)
+
     def _fault_move(self, random: Random) -> None:
         self.seen["marker partition moved"] += 1
+        self._disturbances.add(self.scheduler.now)
         super()._fault_move(random)
+
+    def _cut(self, process: Process, server: Server | None = None, seconds: float | None = None) -> None:
+        seconds = _cut_seconds(self.scheduler.random) if seconds is None else seconds
+        self._disturbances.add(self.scheduler.now, seconds, process.name)
+        super()._cut(process, server, seconds)
+
+    def _fault_restart(self, random: Random) -> None:
+        busy = [node for node in self.nodes if node.is_up and self._at_work[node.process.name]]
+        node = random.choice(busy) if busy and random.random() < 0.5 else self._up_node(random)
+        if node is None or node.process is None:
+            return
+        self.scheduler.note("%s is asked to stop", node.name)
+        if random.random() < 0.5:
+            seconds = _cut_seconds(random)
+            for server in random.choice((self.cluster.brokers, [self._any_server(random)])):
+                self._cut(node.process, server, seconds)
+        self.scheduler.after(0.1 * random.random(), node.stop)
+
+    def _break(self, process: Process) -> None:
+        self._disturbances.add(self.scheduler.now, process=process.name)
+        super()._break(process)
+
+    def _suspend(self, process: Process) -> None:
+        self._disturbances.add(self.scheduler.now, _LONGEST_SUSPEND_SECONDS, process.name)
+        super()._suspend(process)
 
     def _fault_clock(self, random: Random) -> None:
         broker, error = random.randrange(3), random.choice((-3600.0, -5.0, 0.0, 0.0, 0.3, 5.0, 3600.0))
         self.seen["clock set"] += 1
+        before = self.cluster.clock_errors.get(broker, 0.0)
+        self.seen["clock set forward"] += error > before
+        self.seen["clock set back"] += error < before
         self.scheduler.note("the clock of broker-%d is set to %+g s", broker, error)
         self.cluster.clock_errors[broker] = error
 
@@ -523,9 +668,8 @@ class QueueSimulation(Simulation):
     def _watch(self) -> None:
         self.oracle.scan()
         now = self.scheduler.now
-        for tracker in self.trackers:
-            if tracker.tracker is not None and tracker.tracker.in_progress > len(self.oracle.copies):
-                self.broken(f"{tracker.name} keeps {tracker.tracker.in_progress} messages")
+        for what in self.books.excess(self._live_trackers()):
+            self.broken(what)
         if not self.is_faulty and now > self._quiet_since + _SETTLE_SECONDS:
             for place in self.oracle.waiting:
                 deadline = self.oracle.deadline(place)
@@ -533,8 +677,16 @@ class QueueSimulation(Simulation):
                     self.broken(f"the message at {place} expired {now - deadline:.1f} s ago, and does not come again")
         self.scheduler.after(1.0, self._watch)
 
+    def _live_trackers(self) -> list[tuple[Process, RedeliveryTracker]]:
+        return [
+            (node.process, node.tracker)
+            for node in self.trackers
+            if node.is_up and node.process is not None and node.tracker is not None
+        ]
+
     def _check_all(self) -> None:
         self.seen["late request"] += self.network.delivered_late
+        self.seen["committed offset went back"] += self.cluster.offsets.times_gone_back
         oracle = self.oracle
         oracle.scan()
         self._count_marks()
@@ -550,7 +702,14 @@ class QueueSimulation(Simulation):
         if lost:
             self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.sent)})")
         self._check_copies()
-        self._check_offsets()
+        for behind in self._offsets_behind():
+            self.broken(behind)
+        for node in self.trackers:
+            if node.is_up and node.process is not None and node.tracker is not None:
+                for what in self.books.left_by_tracker(node.process, node.tracker, node.process.boottime() * 1000):
+                    self.broken(what)
+        for what in self.books.left_by_consumers():
+            self.broken(what)
 
     def _is_acknowledged(self, place: Place) -> bool:
         return any(mark.reason != REDELIVERED for mark in self.oracle.ends(place))
@@ -563,6 +722,10 @@ class QueueSimulation(Simulation):
             seen["kept alive"] += any(mark.kind == wire.KEEPALIVE and mark.deadline > mark.at for mark in marks)
             seen["started twice"] += sum(mark.kind == wire.START for mark in marks) > 1
             seen["end marker late"] += len(ends) > 1 and ends[0].reason == REDELIVERED
+            kinds = [mark.kind for mark in marks]
+            after_end = kinds[kinds.index(wire.END) :] if ends else []
+            seen["keep-alive late"] += wire.KEEPALIVE in after_end
+            seen["started again after its redelivery"] += wire.START in after_end
         for place, copy in oracle.copies.items():
             seen["given back unused"] += copy.is_of_tracker and copy.attempt == 1 and place != copy.origin
         for letters in oracle.dead.values():
@@ -590,25 +753,26 @@ class QueueSimulation(Simulation):
         if made != ended:
             self.broken(f"{ended} copies were ended by trackers, which made {made} copies and dead letters")
 
-    def _check_offsets(self) -> None:
-        """A successor of any process begins at the end: nothing is read again for ever."""
-        committed = self.cluster.offsets.committed
+    def _offsets_behind(self) -> Iterator[str]:
+        """Return where a successor of a process would not begin at the end: there records are read again for ever."""
         for partition in self.cluster.stamped("messages"):
-            last = max((entry.offset for entry in partition.log if entry.state in ("plain", "committed")), default=-1)
+            last = max((entry.offset for entry in partition.log if entry.state in (PLAIN, COMMITTED)), default=-1)
             for queue in self.queues:
-                offset = committed.get((f"kafka-mq-{queue}", ("messages", partition.number)), 0)
-                if offset <= last:
-                    self.broken(f"queue {queue} has committed {offset} of partition {partition.number}, behind {last}")
-        for number in range(_TOPICS["markers"]):
-            starts = [
-                mark.offset
-                for marks in self.oracle.marks.values()
-                for mark in marks
-                if mark.partition == number and mark.kind == wire.START
-            ]
-            offset = committed.get(("kafka-mq-redelivery", ("markers", number)), 0)
-            if offset <= max(starts, default=-1):
-                self.broken(f"trackers have committed {offset} of partition {number}, behind {max(starts)}")
+                yield from self._behind(f"kafka-mq-{queue}", ("messages", partition.number), last)
+        starts = [
+            (mark.partition, mark.offset)
+            for marks in self.oracle.marks.values()
+            for mark in marks
+            if mark.kind == wire.START
+        ]
+        for number, last in dict(sorted(starts)).items():
+            yield from self._behind("kafka-mq-redelivery", ("markers", number), last)
+
+    def _behind(self, group: str, place: tuple[str, int], last: int) -> Iterator[str]:
+        offsets = self.cluster.offsets
+        offset = offsets.committed.get((group, place), 0)
+        if offset <= last and not offsets.went_back_over(group, place, last):
+            yield f"{group} has committed {offset} of {place[0]}[{place[1]}], behind {last}"
 
 
 @contextmanager
@@ -627,7 +791,12 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
             self.live_since = tick  # type: ignore[attr-defined]
 
     def taking(self: MarkerPartition, most: int, most_bytes: int) -> list[Unfinished]:
+        expired, (judged_at, _) = list(self._judgement.expired), self._judgement
         batch = take_expired(self, most, most_bytes)
+        for entry in expired[len(self._judgement.expired) :]:
+            has_ended = self._in_progress.get(entry.message_id) is not entry
+            simulation.seen["finished since the tick"] += has_ended
+            simulation.seen["kept alive since the tick"] += not has_ended and entry.deadline > judged_at
         judgement, tick = judgements.get(id(self), (None, 0))
         simulation.judged(self, tick if judgement is self._judgement else None, batch)
         return batch
@@ -639,8 +808,11 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
     with ExitStack() as stack:
         for name, double in doubles.items():
             stack.enter_context(patch.object(product_clients, name, double))
+        for small in _SMALL:
+            stack.enter_context(patch.object(*small))
         stack.enter_context(patch.object(MarkerPartition, "_read_tick", reading))
         stack.enter_context(patch.object(MarkerPartition, "take_expired", taking))
+        stack.enter_context(bounded(simulation.books, simulation.broken))
         for log in logs:
             log.addHandler(handler)
             log.setLevel(logging.INFO)
@@ -657,6 +829,7 @@ def _product_in(simulation: QueueSimulation) -> Iterator[None]:
 
 def run(plan: QueuePlan, *, trace: int = 0) -> Outcome:
     """Run a plan."""
+    plan = replace(plan, **SITUATION)
     simulation = QueueSimulation(plan, trace=trace)
     was_enabled = gc.isenabled()
     gc.disable()  # it takes a quarter of the time of a run, which is short

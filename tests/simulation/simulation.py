@@ -14,7 +14,10 @@ from random import Random
 from typing import Any, ClassVar, Self
 from unittest.mock import patch
 
+from greenlet import getcurrent
+
 from outbox_core.config import HarvestConfig, Limits
+from outbox_core.election import member
 from outbox_core.election.lease import Leadership
 from outbox_core.election.messages import Claim, Heartbeat, decode
 from outbox_core.errors import OutboxError
@@ -27,25 +30,27 @@ from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.identity import Failpoint
 from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
-from tests.simulation import clients
+from tests.simulation import bounds, clients
 from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry
-from tests.simulation.network import Network, Server
-from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store
+from tests.simulation.network import LONGEST_DELAY_SECONDS, Network, Server
+from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
 from tests.simulation.threads import Event, patched
 
 MODES = ("exactly-once", "at-least-once")
 FAULTS = (
     "break", "cut", "crash", "at a step", "broker", "move", "suspend", "database", "truncate", "restart", "hold",
-    "isolate",
+    "isolate", "reassign",
 )  # fmt: skip
 _TOPICS = {"orders": 2, "bills": 1}
-_LEAST_QUIET_SECONDS = 30.0
-_MOST_QUIET_SECONDS = 60.0
+_QUIET_SECONDS = 30.0
+_DISTANCES_OF_A_RECORD = 10  # between two records of a key
+_MOST_QUIET_SECONDS = 300.0  # however many records are refused
 _LEASE_SECONDS = 5.0
 _TICK_SECONDS = 0.003
 _MOST_PROBLEMS = 4
-_HOLD_SLACK_SECONDS = 0.1
+_WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
+_SLOWEST_ANSWER = 10.0  # in multiples of the latency
 _SLACK_SECONDS = 0.01  # of clocks that drift
 _SESSION_SECONDS = 6.0  # of the group, after which it has another owner
 
@@ -74,7 +79,10 @@ class Plan:
     drift: float = 0.0
     step_share: float = 0.02  # of the steps of a transaction at which something happens
     late_ends: float = 0.0  # the share of EndTxn requests that are sent twice
-    slow_statements: float = 0.1  # the share of statements that take up to 20 ms
+    late_changes: float = 0.0  # the share of statements that change rows whose connection breaks before they arrive
+    database_distance: float = 1.0  # by which the latency is multiplied
+    slow_statements: float = 0.1  # the share of statements that take up to `slowest_statement`
+    slowest_statement: float = 0.02  # seconds
     poison: float = 0.0  # the share of records that Kafka refuses
     step_faults: tuple[str, ...] = ("crash", "suspend", "cut", "break", "break")
     longest_late: float = 8.0
@@ -106,7 +114,14 @@ class Plan:
             drift=random.choice((0.0, 0.0, 1e-4)),
             late_ends=random.choice((0.0, 0.0, 0.1)),
             poison=random.choice((0.0, 0.0, 0.005)),
+            late_changes=random.choice((0.0, 0.0, 0.01)),
+            database_distance=random.choice((1.0, 1.0, 1.0, 10.0)) if latency < 0.01 else 1.0,
         )
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if faults are rare."""
+        return self.fault_pause > Plan.fault_pause
 
     def quiet(self) -> Plan:
         """Return a plan of the same kinds of faults that is long: few transactions, and rare faults."""
@@ -156,12 +171,14 @@ class Outcome:
 class _Log(logging.Handler):
     """Counts the product's log lines by their format, and adds them to the trace."""
 
-    def __init__(self, scheduler: Scheduler, seen: Counter[str]) -> None:
+    def __init__(self, simulation: Simulation) -> None:
         super().__init__()
-        self._scheduler = scheduler
-        self._seen = seen
+        self._simulation = simulation
+        self._scheduler = simulation.scheduler
+        self._seen = simulation.seen
 
     def emit(self, record: logging.LogRecord) -> None:
+        self._simulation.note_invariant(record)
         text = str(record.msg)
         for sentinel, part in _SENTINELS_IN_LOG.items():
             if part in text:
@@ -174,8 +191,11 @@ class _Log(logging.Handler):
             self._scheduler.note(f"{name:12} {record.levelname.lower()}: {record.getMessage()}")
 
 
+TORN = "torn transaction read back"
+"""A state that no run reaches while no transaction begins in an epoch with a late EndTxn: see that broken rule."""
+
 _SENTINELS_IN_LOG = {
-    "torn transaction read back": "reading back which from",
+    TORN: "reading back which from",
     "published rows purged by a successor": "that the last term had published",
     "rows taken by another leader": "the rest carry another leader's mark",
     "records in flight at a hand-over": "records were still in flight",
@@ -185,10 +205,11 @@ _SENTINELS_IN_LOG = {
 SENTINELS = (
     "leader acquired", "leader revoked", "leader fenced", "crash while leading", "fault at a step", "late request",
     "EndTxn sent twice", "EndTxn repeated", "produce repeated", "delivery timed out", "producer fenced",
-    "init aborts a transaction", "transaction timed out", "member expired", "partition lost", "truncated", "suspended",
-    "late commit", "rolled back", "poison held", "held", "produce outside of a transaction",
-    "cut off from the group alone", "arrived after its delivery timeout", "late record of a replaced producer",
-    *_SENTINELS_IN_LOG,
+    "fenced in mid-batch", "late abort", "init aborts a transaction", "transaction timed out", "member expired",
+    "partition lost", "partition handed over", "truncated", "suspended", "late commit", "rolled back", "poison held",
+    "held", "hold released below the floor", "produce outside of a transaction", "cut off from the group alone",
+    "lease lost with a scan under way", "arrived after its delivery timeout", "late record of a replaced producer",
+    *(_SENTINELS_IN_LOG.keys() - {TORN}),
 )  # fmt: skip
 """States that a number of runs should reach; a report names those that were never reached."""
 
@@ -325,6 +346,12 @@ class Node(ProcessPlace):
         return -1.0 if leadership is None or process is None else leadership.deadline - process.boottime()
 
     @property
+    def floor(self) -> int:
+        """The id that its marks and scans begin behind."""
+        harvester = self.harvester
+        return 0 if harvester is None or harvester._ctx is None else harvester._ctx.watermark.floor.id
+
+    @property
     def lease_term(self) -> int:
         """Offset of the claim that its lease rests on, -1 without one."""
         return -1 if self._leadership is None else self._leadership.term
@@ -410,26 +437,33 @@ class Simulation:
         self.cluster.seen = self.seen
         self.cluster.is_late = lambda: self.network.is_late
         self.database = Database(self.scheduler)
-        self.database.slow_statements = plan.slow_statements
+        self.database.slow_statements, self.database.slowest_statement = plan.slow_statements, plan.slowest_statement
+        self.database.late_changes, self.database.server.distance = plan.late_changes, plan.database_distance
         self.database.on_hidden = lambda record: self.broken(f"the floor hides row {record.id}, which nobody has seen")
         self.committed: set[str] = set()
         self.records: dict[str, StoredRecord] = {}
         self.rolled_back: set[str] = set()
         self.skipped: set[str] = set()  # by an operator
         self.truncated: set[str] = set()
+        self._refused_and_gone: set[tuple[str, int]] = set()  # topics and ids of truncated rows
+        self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
         self.faults = 0
         self.problem = ""
         self._problems = 0
         self._elections: dict[str, _Election] = {}
-        self.is_order_excused = False  # at least once: a paused thread may send after its lease
+        self._resumed: dict[str, list[float]] = {}  # times, by process
+        self._leading: set[Process] = set()  # at the last look
         self.nodes = [Node(self, number) for number in range(plan.harvesters)]
         self._writers = [Writer(self, number) for number in range(plan.writers)]
 
     def config(self, name: str) -> HarvestConfig:
         """Return a harvester's configuration: small batches, so that much happens in a short time."""
         return HarvestConfig(
-            base_kafka_config={"bootstrap.servers": "simulated:9092"},
+            base_kafka_config={
+                "bootstrap.servers": "simulated:9092",
+                "heartbeat.interval.ms": 500 if self.plan.is_quiet else 200,  # the longest, and the default
+            },
             data_source="postgresql://simulated/shop",
             name=name,
             delivery=self.plan.mode,
@@ -449,6 +483,12 @@ class Simulation:
             self.problem = f"{self.problem}; {problem}" if self.problem else problem
             self.scheduler.note("BROKEN: %s", problem)
 
+    def note_invariant(self, record: logging.LogRecord) -> None:
+        """Note that the product has found an invariant broken: a broken promise, whichever thread the error ends."""
+        task = getattr(getcurrent(), "task", None)
+        if record.levelno >= logging.CRITICAL and (task is None or not task.process.is_dead):
+            self.broken(f"{'the world' if task is None else task.process.name}: {record.getMessage()}")
+
     def run(self) -> None:
         """Run writers and faults for the plan's time, mend everything, and wait until nothing waits."""
         for topic, width in _TOPICS.items():
@@ -467,7 +507,7 @@ class Simulation:
         self._mend()
         self._run_for(5.0)
         self.is_writing = False
-        self._run_for(_MOST_QUIET_SECONDS, until_done=True)
+        self._run_until_quiet()
         if not self.problem:
             self._check_all()
         for node in self.nodes:
@@ -492,10 +532,13 @@ class Simulation:
                 row.version += 1
                 del rows[row.record.id]
                 self.skipped.add(str(row.record.value, "utf-8"))
+                self._last_fault_at = self.scheduler.now
+            elif row is not None and (hold.topic, hold.record_id) in self._refused_and_gone:
+                self.seen["held for a row that is gone"] += 1  # its id has come back
             elif row is not None:
                 self.seen["held without need"] += 1
                 self.broken(f"{row.record.value!r} is held, and Kafka would take it: {hold.error}")
-            self.database.set_holds([other for other in self.database.holds if other is not hold])
+            self._release(hold)
         self.scheduler.after(3.0, self._skip_held)
 
     def _run_for(self, seconds: float, *, until_done: bool = False) -> None:
@@ -512,35 +555,60 @@ class Simulation:
         is_open = any(partition.open for topic in _TOPICS for partition in self.cluster.topics[topic])
         return not self.database.rows and not self.database.writers and not is_open
 
+    def _run_until_quiet(self) -> None:
+        """Run until nothing waits, or something has waited for too long since the last fault.
+
+        A late request is a fault when it arrives, and a refused record when it was found and an operator deletes it.
+        Records of a key are published one after the other, each with some round trips to the database.
+        """
+        lanes = Counter(record.key for record in (row.record for row in self.database.rows.values()) if record.key)
+        distance = self.plan.latency * self.plan.database_distance
+        quiet = _QUIET_SECONDS + max(lanes.values(), default=0) * distance * _DISTANCES_OF_A_RECORD
+
+        def stop() -> bool:
+            last_fault_at = max(self._last_fault_at, self.network.delivered_late_at)
+            return bool(self.problem) or self._is_done or self.scheduler.now > last_fault_at + quiet
+
+        if not self.problem:
+            self.scheduler.run(self.scheduler.now + _MOST_QUIET_SECONDS, stop)
+
     def _watch(self) -> None:
-        self.check_leases()
-        self.scheduler.after(0.05, self._watch)
+        self.check_leases()  # and at each change of leadership
+        bounds.check(self)
+        self.scheduler.after(0.25 if self.plan.is_quiet else 0.05, self._watch)
 
     def check_leases(self) -> None:
         """Note a broken promise unless at most one harvester has a valid lease."""
-        leading = [node for node in self.nodes if node.lease_left > 0]
-        heard = next(iter(self.cluster.groups.values())).heard_at if leading else {}
-        for node in leading:
-            if node.lease_left > _LEASE_SECONDS + 0.001:
-                self.broken(f"the lease of {node.name} lasts for {node.lease_left:g} s more")
-            self._check_claims(node)
-            renewed_at = self.scheduler.now + node.lease_left - _LEASE_SECONDS
+        leases = {node: left for node in self.nodes if (left := node.lease_left) > 0}
+        self._note_lost_leases({node.process for node in leases if node.process is not None})
+        heard = next(iter(self.cluster.groups.values())).heard_at if leases else {}
+        for node, left in leases.items():
+            if left > _LEASE_SECONDS + 0.001:
+                self.broken(f"the lease of {node.name} lasts for {left:g} s more")
+            renewed_at = self.scheduler.now + left - _LEASE_SECONDS
+            self._check_claims(node, renewed_at)
             if node.process is not None and renewed_at > heard.get(node.process.name, 0.0) + _SESSION_SECONDS:
                 self.seen["cut off from the group alone"] += 1
-        if len(leading) > 1:
-            self.broken(f"two lead at once: {', '.join(node.name for node in leading)}")
+        if len(leases) > 1:
+            self.broken(f"two lead at once: {', '.join(node.name for node in leases)}")
 
-    def _check_claims(self, node: Node) -> None:
+    def _note_lost_leases(self, leading: set[Process]) -> None:
+        lost, self._leading = self._leading - leading, leading
+        for process in lost & self.database.reading:
+            self.seen["lease lost with a scan under way"] += not process.is_dead
+
+    def _check_claims(self, node: Node, renewed_at: float) -> None:
         """Note a broken promise unless a lease counts from the sending of a heartbeat, before any higher claim.
 
         A heartbeat that was sent after a claim stands behind it, so its sender has read the claim before it.
         """
-        renewed_at = self.scheduler.now + node.lease_left - _LEASE_SECONDS
         term, election = node.lease_term, self._election_of(node)
         if renewed_at > election.heartbeat_at.get(term, 0.0) + _SLACK_SECONDS:
             self.broken(f"the lease of {node.name} counts from {renewed_at:.3f}, when it had sent no heartbeat")
-        for offset, time in election.claims:
-            if offset > term and time < renewed_at - _SLACK_SECONDS:
+        for offset, time in reversed(election.claims):
+            if offset <= term:
+                break
+            if time < renewed_at - _SLACK_SECONDS:
                 self.broken(f"{node.name} leads on against the claim {offset}, which is higher than its own, {term}")
 
     def _election_of(self, node: Node) -> _Election:
@@ -652,16 +720,26 @@ class Simulation:
         if process.is_suspended or process.is_dead:
             return
         self.seen["suspended"] += 1
-        self.is_order_excused = True
         self.scheduler.note("%s is suspended", process.name)
         process.suspend()
 
         def resume() -> None:
             if process.is_suspended:
                 self.scheduler.note("%s goes on", process.name)
-                process.resume()
+                self._resume(process)
 
         self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()), resume)
+
+    def _resume(self, process: Process) -> None:
+        self._resumed.setdefault(process.name, []).append(self.scheduler.now)
+        process.resume()
+
+    def _fault_reassign(self, random: Random) -> None:
+        self.scheduler.note("the group gives its partition to another member")
+        self.cluster.reassign()
+        for process in sorted(self._leading, key=lambda each: each.name):
+            if random.random() < 0.5:
+                self._cut(process, self._any_server(random))
 
     def _fault_database(self, random: Random) -> None:
         server = self.database.server
@@ -671,10 +749,12 @@ class Simulation:
         self.scheduler.after(random.random() * 4, lambda: setattr(server, "is_up", True))
 
     def _fault_truncate(self, random: Random) -> None:
-        tokens = {str(row.record.value, "utf-8") for row in self.database.rows.values()}
+        records = [row.record for row in self.database.rows.values()]
+        tokens = {str(record.value, "utf-8") for record in records}
         if random.random() < 0.3 and self.database.truncate():
             self.seen["truncated"] += 1
             self.truncated |= tokens
+            self._refused_and_gone |= {(each.topic, each.id) for each in records if POISON in (each.value or b"")}
             self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
 
     def _fault_restart(self, random: Random) -> None:
@@ -691,15 +771,21 @@ class Simulation:
         hold = NewHold(topic, key if random.random() < 0.8 else None, None, "paused", f"{self.scheduler.now}")
         self.seen["held"] += 1
         self.database.set_holds([*self.database.holds, hold])
-        self.scheduler.after(
-            random.random() * 5,
-            lambda: self.database.set_holds([other for other in self.database.holds if other is not hold]),
-        )
+        self.scheduler.after(random.random() * 5, lambda: self._release(hold))
+
+    def _release(self, hold: NewHold) -> None:
+        if hold not in self.database.holds:
+            return
+        floor = max((node.floor for node in self.nodes), default=0)
+        held = [row.record for row in self.database.rows.values() if covers(hold, row.record)]
+        self.seen["hold released below the floor"] += any(record.id <= floor for record in held)
+        self.database.set_holds([other for other in self.database.holds if other is not hold])
 
     def _mend(self) -> None:
         self.scheduler.note("everything is mended")
         self.is_faulty = False
-        self.network.late_ends = 0.0
+        self._last_fault_at = self.scheduler.now
+        self.network.late_ends = self.database.late_changes = 0.0
         self.database.set_holds([])
         self.database.server.is_up = True
         for process, server in list(self.network.cut):
@@ -711,7 +797,7 @@ class Simulation:
             self.cluster.restart(number)
         for node in self.nodes:
             if node.process is not None and node.process.is_suspended:
-                node.process.resume()
+                self._resume(node.process)
             if not node.is_up:
                 node.start()
 
@@ -721,62 +807,59 @@ class Simulation:
         self.seen["late request"] += self.network.delivered_late
         left = sorted(str(row.record.value, "utf-8") for row in self.database.rows.values())
         if left:
-            self.broken(f"{len(left)} rows still wait {_MOST_QUIET_SECONDS:g} s after the last fault: {left[:5]}")
+            self.broken(f"{len(left)} rows still wait {_QUIET_SECONDS:g} s or more after the last fault: {left[:5]}")
         counts: Counter[str] = Counter()
         for topic in _TOPICS:
             for partition in self.cluster.topics[topic]:
                 if partition.stable_end < partition.end:
                     self.broken(f"a transaction is open on {topic}[{partition.number}]")
-                last: dict[bytes, tuple[int, int]] = {}
-                for entry in partition.log:
-                    if entry.state not in (PLAIN, COMMITTED) or entry.value is None:
-                        continue
-                    token = entry.value.decode()
+                published = [each for each in partition.log if each.state in (PLAIN, COMMITTED) and each.value]
+                self._check_order(published)
+                for entry in published:
+                    token = (entry.value or b"").decode()
                     counts[token] += 1
                     self._check_holds(entry, token)
-                    if entry.key is not None:
-                        self._check_order(
-                            last, entry.key, token, entry.producer, is_late=entry.offset in partition.late
-                        )
         self._check_counts(counts, set(left))
 
-    def _check_order(
-        self, last: dict[bytes, tuple[int, int]], key: bytes, token: str, producer: int, *, is_late: bool
-    ) -> None:
-        number = int(token.partition(":")[2])
-        before, other = last.get(key, (0, producer))
-        if self.plan.mode == "at-least-once":
-            if is_late and producer != other:
-                self.seen["late record of a replaced producer"] += 1  # which the mode does not exclude
-                return
-            if self.is_order_excused or self.seen["arrived after its delivery timeout"]:
-                return
-        last[key] = number, producer
-        if number < before:
-            self.broken(f"{token} comes after {before} of its key")
+    def _check_order(self, published: list[Entry]) -> None:
+        """Note a broken promise, once for a partition, if a record comes after a later one of its key.
+
+        At least once, one that arrives after its delivery timeout is excused: its lease may have ended.
+        """
+        last: dict[bytes, int] = {}
+        misplaced = []
+        for entry in published:
+            token = (entry.value or b"").decode()
+            if entry.key is None:
+                continue
+            number, before = int(token.partition(":")[2]), last.get(entry.key, 0)
+            if entry.is_overdue and self.plan.mode == "at-least-once":
+                self.seen["late record of a replaced producer"] += number < before
+                continue
+            last[entry.key] = number
+            if number < before:
+                misplaced.append(f"{token} comes after {before} of its key")
+        if misplaced:
+            self.broken(", ".join(misplaced[:3]))
 
     def _check_holds(self, entry: Entry, token: str) -> None:
-        """Note a broken promise if a record was published under a hold that was known when it was read.
-
-        Each process that has read it did so, the last time before, so long after the hold that it knew of it.
-        """
-        if self.plan.late and self.plan.mode == "at-least-once":
-            return  # it may have been sent long ago
-        record = self.records.get(token)
-        if record is None:
+        """Note a broken promise if a process sent a record that it had read when it must have known of a hold."""
+        record, sent = self.records.get(token), entry.sent
+        if record is None or sent is None:
             return
-        last = {process: time for time, process in self.database.read_at.get(token, ()) if time <= entry.time}
-        first = min(last.values(), default=0.0)
+        readings = self.database.read_at.get(token, ())
+        before = [time for time, process in readings if process == sent.sender and time <= sent.handed_over_at]
+        read_at = max(before, default=0.0)
         for time in self.database.hold_times:
-            if time.since + READ_EVERY_SECONDS + _HOLD_SLACK_SECONDS < first and entry.time <= time.until:
-                self._check_hold(time, record, token)
+            is_known = self._is_known(time, sent.sender, read_at) and sent.handed_over_at <= time.until
+            if is_known and covers(time.hold, record):
+                self.broken(f"{token} was published, and is held since {time.since:.3f}")
 
-    def _check_hold(self, time: HoldTime, record: StoredRecord, token: str) -> None:
-        hold = time.hold
-        is_whole_topic = hold.key is None and hold.record_id is None
-        is_same = hold.key == record.key if hold.key is not None else hold.record_id == record.id
-        if hold.topic == record.topic and (is_whole_topic or is_same):
-            self.broken(f"{token} was published, and is held since {time.since:.3f}")
+    def _is_known(self, time: HoldTime, process: str, now: float) -> bool:
+        """Tell whether a process must have known of a hold; what it reads is as old as the answer when it goes on."""
+        longest = self.plan.latency * self.plan.database_distance * _SLOWEST_ANSWER + LONGEST_DELAY_SECONDS
+        since = max([time.since, *(each for each in self._resumed.get(process, ()) if each <= now)])
+        return since + READ_EVERY_SECONDS + longest + _WAKE_SECONDS < now
 
     def _check_counts(self, counts: Counter[str], left: set[str]) -> None:
         invented = self.rolled_back & counts.keys()
@@ -810,14 +893,21 @@ def _product_in(simulation: Simulation) -> Iterator[None]:
     scope: Any = product_clients
     scope.Producer, scope.Consumer, scope.AdminClient = clients.Producer, clients.Consumer, clients.AdminClient
     log = logging.getLogger("outbox_core")
-    handler, level, propagates = _Log(simulation.scheduler, simulation.seen), log.level, log.propagate
+    handler, level, propagates = _Log(simulation), log.level, log.propagate
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
     # A loop that looks every millisecond for reports that take many of them is half of the steps of a run.
-    tick = _TICK_SECONDS + simulation.plan.latency / 2
+    plan = simulation.plan
+    tick = _TICK_SECONDS + plan.latency / 2
+    # So is, in a long run, a member that looks twenty times a second whether it shall stop.
+    look = member._LONGEST_WAIT_SECONDS * (5 if plan.is_quiet else 1)
     try:
-        with patched(simulation.scheduler), patch.object(loop, "_TICK_SECONDS", tick):
+        with (
+            patched(simulation.scheduler),
+            patch.object(loop, "_TICK_SECONDS", tick),
+            patch.object(member, "_LONGEST_WAIT_SECONDS", look),
+        ):
             yield
     finally:
         log.removeHandler(handler)

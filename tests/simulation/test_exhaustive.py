@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from outbox_core.errors import must
+from outbox_core.harvest.exactly_once.term import Term
 from tests.simulation.exhaustive import Search, quiet_product, trace
 from tests.simulation.small_world import Scope, World
 
@@ -42,6 +44,13 @@ def test_broken_rule_is_found():
     problem, choices = found.violations[0]
     assert problem == "deleted, and not in Kafka: [b'r1']"
     assert "* B begins to lead" in trace(_SMALL, choices, rule)
+
+
+def test_a_broken_invariant_is_found(monkeypatch):
+    """A term that finds an invariant broken is a violation."""
+    monkeypatch.setattr(Term, "_take_in_flight", lambda *_: must(condition=False, message="it must hold"))
+    found = Search(_SMALL).run(deviations=0)
+    assert [problem for problem, _ in found.violations] == ["A ended with InvariantBroken: it must hold"]
 
 
 def test_orders_without_a_difference_are_one_state():

@@ -6,7 +6,15 @@ import sys
 
 import pytest
 
+from outbox_queue.consuming import reader
+from outbox_queue.consuming.buffer import PrefetchBuffer
+from outbox_queue.consuming.group_member import GroupMember
+from outbox_queue.consuming.marker_writer import MarkerWriter
+from outbox_queue.consuming.reader import QueueReader
+from outbox_queue.metrics import QueueCounters
+from outbox_queue.redelivery.in_progress import InProgress
 from tests.simulation.__main__ import outcome_of, shrink
+from tests.simulation.queue_bounds import CONCURRENCY
 from tests.simulation.queue_simulation import QueuePlan, run
 
 _LIMIT_SECONDS = 280
@@ -54,6 +62,60 @@ def test_more_broken_rules_of_queues_are_found():
     """The same for rules that take longer."""
     for rule in ("a tracker judges behind a tick that it has read", "a redelivery is one transaction"):
         assert any(outcome_of(QueuePlan.of(seed), rule).problem for seed in range(300)), rule
+
+
+def _rebuild_nothing(self):
+    self._by_deadline.append((float("inf"), (-1, -1)))
+
+
+def _look_at_deadlines(self, now):
+    return any(entry.deadline <= now for entry in self)
+
+
+def _keep(self, _):
+    return len(self._in_progress) < CONCURRENCY + 1
+
+
+def _write_too_much(self, record, is_wanted=None):
+    _write_marker(self, record, is_wanted)
+    self._failed.extend([(record, lambda: True)] * 2)
+
+
+def _count_up_alone(self, change):
+    self._processing += max(0, change)
+
+
+def _fetch_all(self, _):
+    _fetch(self, 1000)
+
+
+def _start_two(self):
+    _start_reader(self)
+    reader.threading.Thread(target=reader.threading.Event().wait, name="left behind").start()
+
+
+_write_marker, _fetch, _start_reader = MarkerWriter.write, GroupMember.fetch, QueueReader.start
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "double", "pause", "shown"),
+    [
+        (InProgress, "end", lambda *_: False, 0.5, "has ended, and is kept"),
+        (InProgress, "_rebuild", _rebuild_nothing, 0.05, "deadlines are kept"),
+        (InProgress, "has_expired", _look_at_deadlines, 0.5, "deadlines that are over"),
+        (PrefetchBuffer, "_free", lambda _: 100, 0.05, "waiting messages"),
+        (PrefetchBuffer, "_remove", _keep, 0.5, "received messages"),
+        (GroupMember, "fetch", _fetch_all, 0.05, "fetched records"),
+        (MarkerWriter, "write", _write_too_much, 0.1, "markers on their way"),
+        (QueueCounters, "in_progress", _count_up_alone, 0.5, "messages in its metrics"),
+        (QueueReader, "start", _start_two, 0.5, "threads, and needs"),
+    ],
+)
+def test_memory_of_queues_is_bounded(monkeypatch, place, name, double, pause, shown):
+    """A run notices a consumer or a tracker that keeps more than it may, or forgets nothing."""
+    monkeypatch.setattr(place, name, double)
+    plan = QueuePlan(3, "queue", ("crash",), writers=3, seconds=10.0, pause=pause, conducts=("slow",))
+    assert shown in run(plan).problem
 
 
 def test_failing_plan_of_queues_is_shrunk():

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from operator import attrgetter
 
+from outbox_core.errors import must
 from outbox_core.stores.interface import LaneKey, StoredRecord, lane_of, size_of
 
 _id_of = attrgetter("id")
@@ -82,8 +83,10 @@ class Lanes:
     def admit(self, records: Sequence[StoredRecord]) -> None:
         """Take in marked records, by ascending id."""
         sizes = {record.id: size_of(record) for record in records}
+        expected = len(self._held) + len(records)
         self._held.update(sizes)
         self._held_bytes += sum(sizes.values())
+        must(len(self._held) == expected, "a record must be in one lane once; %d are twice", expected - len(self._held))
         lanes = self._followers
         ready = self._ready.append
         for record in records:
@@ -119,7 +122,10 @@ class Lanes:
     def purged(self, records: Sequence[StoredRecord]) -> None:
         """Make the next record of each key ready, as the purge of these is committed."""
         lanes = self._followers
+        expected = len(self._held) - len(records)
         self._forget(records)
+        strange = len(self._held) - expected
+        must(not strange, "a purge must move only lanes of records under way; %d of %d are not", strange, len(records))
         for record in records:
             key = record.key
             if key is None:
@@ -190,3 +196,4 @@ class Lanes:
 
     def _forget(self, records: Iterable[StoredRecord]) -> None:
         self._held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))
+        must(self._held_bytes >= 0, "the bytes in lanes must not fall below 0; they are %d", self._held_bytes)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
 
+from outbox_core.errors import must
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message, Producer
 from outbox_core.kafka.messages import Failure, message_headers, partition_of
 from outbox_core.kafka.row_topics import RowTopics
@@ -163,13 +164,19 @@ class Publisher:
 
     def take_delivered(self) -> list[StoredRecord]:
         """Return the records delivered since the last call."""
+        self._check_counts()
         delivered, self.delivered = self.delivered, []
         return delivered
 
     def take_failed(self) -> list[Failure]:
         """Return the records that failed since the last call."""
+        self._check_counts()
         failed, self.failed = self.failed, []
         return failed
+
+    def _check_counts(self) -> None:
+        alone, total = self._unbatched_in_flight, self.in_flight
+        must(0 <= alone <= total, "each record must be reported once; %d of %d in flight are alone", alone, total)
 
     def take_send_times(self) -> Counter[float]:
         """Return the send times of the records delivered since the last call, with how many were sent at each."""
@@ -204,6 +211,7 @@ class Publisher:
 
     def renew(self) -> None:
         """Make a new producer. Only with no record in flight."""
+        must(not self.in_flight, "a producer must not be replaced with records in flight; %d are", self.in_flight)
         self._made_for = self._limits
         self._unbatched_producer = None  # made again when it is needed
         self._producer = self._make_producer(self._made_for)

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
 from outbox_core.election.lease import now
+from outbox_core.errors import must
 from outbox_core.harvest.at_least_once.lanes import without
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.failed_transactions import FailedTransactions, Letters
@@ -169,7 +170,7 @@ class Term:
         records = scanned.records
         if records:
             self._schedule.found_rows(more=True)  # the transaction between this scan and the next is pause enough
-            self._in_flight.update(map(_row_id_of, records))
+            self._take_in_flight(records)
             self._transactions.reached(Failpoint.AFTER_SCAN)
         else:
             self._schedule.found_none(scanned.took)
@@ -180,6 +181,12 @@ class Term:
                     self._ctx.kafka.expire_after(_QUIET_SECONDS)  # nothing is there to be committed
                 self._check_drained()
         return records
+
+    def _take_in_flight(self, records: Sequence[StoredRecord]) -> None:
+        expected = len(self._in_flight) + len(records)
+        self._in_flight.update(map(_row_id_of, records))
+        again = expected - len(self._in_flight)
+        must(not again, "a scan must return no row in flight, and none twice; %d of %d were", again, len(records))
 
     def _start_scan(self) -> None:
         failures, limit = self._failures, self._failures.batch.limit
@@ -372,11 +379,14 @@ class Term:
             return producer.abort(producer.failure, self._is_late)
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)
+        must(records == producer.sent, "a manifest must name the rows that were produced, and no others")
         # The manifest comes last: a torn transaction then has none, and recovery knows it by its opening.
         refused = self._send_manifest(producer, records)
         if refused is not None:
             return refused
         self._transactions.reached(Failpoint.BEFORE_COMMIT)
+        unpurged = len(self._unpurged)
+        must(not unpurged, "a commit must come after the purge of the last transaction; %d rows wait for it", unpurged)
         self._transactions.reached(Failpoint.COMMIT_SENT)
         outcome = producer.commit(self._is_late)
         if isinstance(outcome, Committed):

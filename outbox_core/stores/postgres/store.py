@@ -11,7 +11,7 @@ from uuid import UUID
 
 import psycopg
 
-from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable
+from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
 from outbox_core.stores.interface import (
     NO_HOLDS,
@@ -127,7 +127,7 @@ class PostgresStore:
 
     def purge(self, leader_id: UUID, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match and that `leader_id` still marks; return how many."""
-        parameters = {"leader_id": leader_id, "ids": array(ids), "create_times": array(create_times)}
+        parameters = {"leader_id": leader_id, **_rows(ids, create_times)}
         purged = self._delete(sql.PURGE, parameters)
         if purged < len(ids):
             self.table.refuse_what_remains(sql.UNPURGED, parameters)
@@ -150,7 +150,7 @@ class PostgresStore:
 
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, marked or not; return how many."""
-        parameters = {"ids": array(ids), "create_times": array(create_times)}
+        parameters = _rows(ids, create_times)
         deleted = self._delete(sql.DELETE_PUBLISHED, parameters)
         if deleted < len(ids):
             self.table.refuse_what_remains(sql.UNDELETED_PUBLISHED, parameters)
@@ -272,6 +272,12 @@ def scan_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `SCAN` for a query."""
     columns = sql.columns("size > %(max_message)s", has_partition=layout.has_partition)
     return {"exclusion": sql.SCAN_EXCLUSION if _leaves_out(query) else "", **columns}
+
+
+def _rows(ids: Sequence[int], create_times: Sequence[int]) -> dict[str, Any]:
+    number, times = len(ids), len(create_times)  # SQL would fill up the shorter list with NULL
+    must(number == times, "a purge must name a create time for each id; it names %d for %d", times, number)
+    return {"ids": array(ids), "create_times": array(create_times)}
 
 
 def _leaves_out(query: RowQuery) -> bool:

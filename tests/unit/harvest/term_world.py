@@ -213,6 +213,7 @@ class Producer:
             else:
                 sent.records.append(record)
         self._records = list(sent.records)
+        self.sent = sent.records
         return sent
 
     must_replace = False

@@ -310,5 +310,6 @@ def test_other_limits_need_another_producer():
             publisher.renew()
         assert not publisher.is_outdated
         publisher.send_unbatched(_record(), 0.0)
+        publisher.cancel_all()
     assert made == [{}, {"batch.size": 65_536}, {"delivery.timeout.ms": 750}, {}]
     assert alone == made

@@ -104,3 +104,13 @@ def test_a_tick_under_way_at_the_end_is_taken_back(loop, caplog):
     loop.end()
     assert len(ticks) == 0
     assert "retrying" not in caplog.text
+
+
+def test_slow_redelivery_does_not_put_off_reports(loop, monkeypatch):
+    """Only the time of reporting itself stretches the pause between two reports, not what a turn did before."""
+    reports = []
+    monkeypatch.setattr(loop._ctx.metrics, "tracking", lambda *_, **__: reports.append(1))
+    monkeypatch.setattr(tracker_loop, "now_ms", lambda: 14_000.0)
+    loop._report_if_due(10_000.0)  # the turn began then
+    loop._report_if_due(15_100.0)
+    assert len(reports) == 2
