@@ -378,6 +378,7 @@ class TransactionalProducer:
             try:
                 self._end(self._producer.abort_transaction, give_up)
                 self._producer.poll(0)  # what is still to be reported
+                self._must_replace = self._must_replace or bool(self._reports.awaited)
             except KafkaException as error:
                 return Ended(error.args[0].str(), cause)
         if self._is_torn(cause):

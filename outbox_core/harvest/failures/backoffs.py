@@ -117,7 +117,7 @@ class Backoffs:
 
     def due(self, most: int) -> list[RowId]:
         """Return rows to try now, each of another topic; a suspect's row alone."""
-        time, rows = self._clock(), {}
+        time, rows = self._clock(), dict[str, RowId]()
         for (topic, _), backoff in sorted(self._active.items(), key=lambda item: item[1].until):
             if backoff.until > time or len(rows) >= most:
                 break

@@ -313,7 +313,7 @@ class FailedTransactions(FailureHandler):
         return bool(self._hold_denied([Failure(record, cause, alone=True) for record in records]))
 
     def _hold_or_back_off_topics(self, denied: Sequence[Failure]) -> None:
-        done = self._hold_denied(denied) if denied else set()
+        done = self._hold_denied(denied) if denied else set[str]()
         for failure in denied:
             if failure.record.topic in done:  # else it would wait, long after the release
                 self.backoffs.end(row_id(failure.record))
