@@ -30,7 +30,7 @@ from outbox_core.kafka.errors import ErrorKind, explained, kind_of
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.messages import Failure
-from outbox_core.kafka.record_producer import RecordProducer
+from outbox_core.kafka.record_producer import RecordProducer, Reports
 from outbox_core.kafka.topics import TopicLimits
 from outbox_core.kafka.tracking import ManifestNotRead, opening_key
 from outbox_core.kafka.transactions import Aborted
@@ -165,8 +165,8 @@ class ShardWriter:
         topic, partition = identity.tracking_topic, identity.tracking_partition
         opening = Opening.of(identity.outbox, self._server_id, records).encode()
         unless_ended(producer.send_manifest(topic, opening, partition, key=opening_key(identity.transactional_id)))
-        failures: list[Failure] | None = [] if self._wants_reports else None
-        sent = unless_ended(producer.send(missing, self._is_late, failures))
+        reports = Reports() if self._wants_reports else None
+        sent = unless_ended(producer.send(missing, self._is_late, reports))
         if sent is None:
             raise KafkaUnavailable("the producer's queue stayed full")
         if sent.refused:
@@ -181,7 +181,7 @@ class ShardWriter:
         else:
             outcome = unless_ended(producer.abort(producer.failure))
         if isinstance(outcome, Aborted):
-            raise self._reason_of(outcome, missing, failures or [])
+            raise self._reason_of(outcome, missing, reports.failures if reports else [])
 
     def _reason_of(
         self, outcome: Aborted, missing: Sequence[StoredRecord], failures: Sequence[Failure]

@@ -63,10 +63,10 @@ class _Producer:
     def begin(self):
         pass
 
-    def send(self, records, _, failures=None):
-        self.with_reports.append(failures is not None)
-        if failures is not None:
-            failures += self._reports
+    def send(self, records, _, reports=None):
+        self.with_reports.append(reports is not None)
+        if reports is not None:
+            reports.failures += self._reports
         return Sent(list(records), [])
 
     failure = None
