@@ -285,7 +285,7 @@ class Term:
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
-            if not self._sizes_explain(outcome.error, records):
+            if failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
                 failures.aborted(outcome, records, reports or Reports(), took)
         elif records:
             self._succeed(records, took)

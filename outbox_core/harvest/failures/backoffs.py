@@ -169,9 +169,11 @@ class Backoffs:
 
     def suspect(self, record: StoredRecord, why: str) -> int:
         """Back off a topic that alone ended the producer; return how often it did, with commits of others between."""
-        destination = (record.topic, None)
-        self.failed(record, destination, why=why)
-        backoff = self._active[self._rows.get(row_id(record), destination)]
+        row, whole = row_id(record), (record.topic, None)
+        if self._rows.get(row, whole) != whole:
+            self.end(row)
+        self.failed(record, whole, why=why)
+        backoff = self._active[whole]
         if not backoff.ends or backoff.others_committed:
             backoff.ends += 1
         backoff.others_committed = False

@@ -82,11 +82,10 @@ class FailedTransactions(FailureHandler):
         return Exclusion(backoffs.lanes, backoffs.rows, backoffs.topics | self._rests.keys())
 
     def due_in(self) -> float:
-        """Return the seconds until the holds must be read, or a scan brings more than the last."""
-        due = [now() + self.hold_cache.due_in()] if self.holds else []
-        if self.backoffs.next_due is not None:
-            due.append(max(self.backoffs.next_due, self._try_again_at))
-        return max(0.0, min([*due, *self._rests.values()], default=float("inf")) - now())
+        """Return the seconds until the holds must be read, or a destination tried again."""
+        due = self.hold_cache.due_in() if self.holds else float("inf")
+        next_due = self.backoffs.next_due
+        return due if next_due is None else max(0.0, min(due, max(next_due, self._try_again_at) - now()))
 
     def found_none(self) -> None:
         """Note that a scan found no rows: nothing need wait for others."""
@@ -165,18 +164,21 @@ class FailedTransactions(FailureHandler):
 
     def read_again(self, rows: Sequence[RowId]) -> list[StoredRecord]:
         """Read such rows; the backoff of one that is gone, or is held, ends."""
-        holds, ids = self.holds, [row.id for row in rows]
+        hold_cache, ids = self.hold_cache, [row.id for row in rows]
 
-        def read(store: OutboxStore) -> tuple[Sequence[StoredRecord], Letters]:
-            return store.find(ids), self.read_letters(store, ids, holds)
+        def read(store: OutboxStore) -> tuple[Sequence[StoredRecord], Letters, HoldSet]:
+            found = store.find(ids)
+            holds = hold_cache.current_or_reread(store, found)
+            return found, self.read_letters(store, ids, holds), holds
 
-        found = self._wait.retry_until_done(self._ctx.marker, read)
-        if found is None:
+        answer = self._wait.retry_until_done(self._ctx.marker, read)
+        if answer is None:
             return []
-        records = [record for record in found[0] if not holds.covers(record)]
-        for row in set(rows).difference(map(row_id, [*records, *found[1].records])):
+        found, letters, self.holds = answer
+        records = [record for record in found if not self.holds.covers(record)]
+        for row in set(rows).difference(map(row_id, [*records, *letters.records])):
             self.backoffs.end(row)
-        records += self.sendable(found[1])
+        records += self.sendable(letters)
         return sorted((record for record in records if row_id(record) in rows), key=attrgetter("id"))
 
     # -- the ends of transactions

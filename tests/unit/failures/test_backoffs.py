@@ -116,6 +116,7 @@ def test_suspect_counts_only_with_commits_of_others_between(clock):
     """A topic that ends the producer counts once for each commit of others, which has it tried again, alone."""
     backoffs = Backoffs(5.0, 10.0, clock)
     backoffs.failed(record(7, "x", "u"), ("u", 0))
+    backoffs.failed(record(1, "a"), ("t", 3))
     assert [backoffs.suspect(record(1, "a"), "broken") for _ in range(5)] == [1] * 5
     assert backoffs.is_suspect("t")
     assert not backoffs.due(10)
