@@ -10,8 +10,9 @@ which never goes back, and which a stamp can move no further than the stamp can 
   (`read_up_to`). A stamp outside of these two means that the brokers' clock was set. Then the marker counts as
   appended at the nearer end, and later stamps are shifted by the same amount.
 
-A clock that was set back shows itself only once the stamps are outside: until then markers seemed to be older than they
-were. `was_set_back` tells that, and deadlines that were set meanwhile have to move by their `doubt`.
+A clock that was set back shows itself only once the stamps are outside: until then markers seem to be older than they
+are, and another leader's clock may be right before that. So the deadlines of what is read live count from the `latest`
+moment at which its marker can have been appended: when it was read.
 
 So a clock that is set can make a message wait for its deadline again, and never makes one expire that is kept alive.
 A stamp less than a second in the future is just followed: two clocks are never quite alike. In history a clock that was
@@ -34,7 +35,6 @@ class DeadlineClock:
         self._shift = 0.0
         self._last_stamp = 0.0
         self._known_since: float | None = None  # live: the time, on this clock, up to which everything is read
-        self._set_back_by = 0.0
 
     def time(self, now: float) -> float | None:
         """Return the time; None before the first marker."""
@@ -50,15 +50,10 @@ class DeadlineClock:
         self._set_at = now
         return self._time
 
-    def doubt(self, appended: float, now: float) -> float:
-        """Return by how much a marker that was read just now may be younger than its timestamp says; 0 in history."""
+    def latest(self, appended: float, now: float) -> float:
+        """Return the latest time at which a marker that was read just now can have been appended."""
         time = self.time(now)
-        return 0.0 if time is None or self._known_since is None else max(0.0, time - appended)
-
-    def was_set_back(self) -> bool:
-        """Return whether timestamps have shown, since the last call, that the brokers' clock was set back."""
-        set_back_by, self._set_back_by = self._set_back_by, 0.0
-        return set_back_by > TOLERANCE_MS
+        return appended if time is None or self._known_since is None else max(time, appended)
 
     def read_up_to(self, asked_at: float, now: float) -> None:
         """Become live: everything appended before the moment `asked_at` has been read."""
@@ -76,7 +71,6 @@ class DeadlineClock:
         assert time is not None and earliest is not None  # noqa: S101, PT018  live
         appended = stamp + self._shift
         if appended < earliest:
-            self._set_back_by = max(self._set_back_by, earliest - appended)
             appended = earliest
             self._shift = appended - stamp
         elif appended > time + TOLERANCE_MS:

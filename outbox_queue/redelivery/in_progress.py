@@ -37,7 +37,6 @@ class Unfinished:
     started: float  # when that was written
     deadline: float  # when to redeliver it
     start: Any  # the start marker, with all that redelivery needs; not read here
-    doubt: float = 0.0  # how much later that may be, if the timestamp of its last marker is wrong
     attempt: int | None = None  # of a keep-alive, in place of the start marker's
     reason: str = ""  # of the last nack
     queued: float | None = None  # the earliest deadline in the heap, None if it has none
@@ -81,29 +80,22 @@ class InProgress:
         started: float,
         deadline: float,
         start: Any,
-        doubt: float = 0.0,
     ) -> None:
         """Apply a start marker; offsets must increase from call to call."""
         known = self._by_id.pop(message_id, None)
-        entry = Unfinished(message_id, queue, marker_offset, started, deadline, start, doubt)
+        entry = Unfinished(message_id, queue, marker_offset, started, deadline, start)
         if known is not None:
             entry.queued = known.queued
         self._by_id[message_id] = entry
         self._queue(entry)
 
-    def keep_alive(self, message_id: MessageId, deadline: float, doubt: float = 0.0) -> Unfinished | None:
+    def keep_alive(self, message_id: MessageId, deadline: float) -> Unfinished | None:
         """Apply a keep-alive marker; return its message if that is unfinished."""
         entry = self._by_id.get(message_id)
         if entry is not None:
-            entry.deadline, entry.doubt = deadline, doubt
+            entry.deadline = deadline
             self._queue(entry)
         return entry
-
-    def allow_for_doubt(self) -> None:
-        """Move all deadlines as far as the timestamps behind them may be wrong."""
-        for entry in self._by_id.values():
-            entry.deadline, entry.doubt = entry.deadline + entry.doubt, 0.0
-            self._queue(entry)
 
     def end(self, message_id: MessageId) -> bool:
         """Forget a message that is finished or redelivered; return whether it was unfinished."""

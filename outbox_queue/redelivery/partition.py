@@ -118,13 +118,12 @@ class MarkerPartition:
                 queue=marker.key,
                 marker_offset=offset,
                 started=appended,
-                deadline=appended + self._timeouts.cut(marker.redeliver_after_ms, offset),
+                deadline=self._clock.latest(appended, now) + self._timeouts.cut(marker.redeliver_after_ms, offset),
                 start=(key, value),
-                doubt=self._clock.doubt(appended, now),
             )
         elif kind == wire.KEEPALIVE:
-            deadline = appended + self._timeouts.cut(marker.redeliver_after_ms, offset)
-            self._keep_alive(message_id, marker, deadline, self._clock.doubt(appended, now))
+            latest = self._clock.latest(appended, now)
+            self._keep_alive(message_id, marker, latest + self._timeouts.cut(marker.redeliver_after_ms, offset))
         else:
             self._skip(offset, f"its type is {kind}")
 
@@ -225,8 +224,8 @@ class MarkerPartition:
         """Return the partition's time, in milliseconds."""
         return self._clock.time(now)
 
-    def _keep_alive(self, message_id: tuple[int, int], marker: Marker, deadline: float, doubt: float) -> None:
-        entry = self._in_progress.keep_alive(message_id, deadline, doubt)
+    def _keep_alive(self, message_id: tuple[int, int], marker: Marker, deadline: float) -> None:
+        entry = self._in_progress.keep_alive(message_id, deadline)
         if entry is not None:
             if marker.HasField("attempt"):
                 entry.attempt = marker.attempt
@@ -244,8 +243,6 @@ class MarkerPartition:
         self.tick = None
         self._last_tick_at = tick.sent_at
         self._clock.read_up_to(tick.sent_at, now)
-        if self._clock.was_set_back():
-            self._in_progress.allow_for_doubt()
         if tick.may_judge:
             # It was appended after that; its timestamp would be too late if the broker's clock was set forward.
             sent = (self._clock.time(now) or 0.0) - (now - tick.sent_at)

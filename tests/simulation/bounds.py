@@ -30,13 +30,10 @@ def _kept_by(term: AtLeastOnce | ExactlyOnce | None) -> Iterator[tuple[str, int,
         yield "records in flight", term.in_flight_records, _BATCHES * batch
     if not isinstance(term, AtLeastOnce):
         return
-    publisher, lanes, settling = term._publisher, term._lanes, (term._to_settle, term._being_settled)
+    lanes, followers = term._lanes, term._lanes._followers
     yield "records in lanes", lanes.held, most
-    yield "records in flight", publisher.in_flight, most
-    yield "reports of delivery", len(publisher.delivered) + len(publisher.failed), most
-    yield "rows to purge", sum(len(rows.purge) for rows in settling), most
-    yield "lanes in use", len(lanes._followers), lanes.held
+    yield "records in flight", term._publisher.in_flight, most
+    yield "lanes in use", len(followers), lanes.held
     # A mark that is under way may bring more for a lane that has become full meanwhile.
-    waiting: Any = max((len(followers or ()) for followers in lanes._followers.values()), default=0)
-    yield "records in one lane", waiting, limits.lane_capacity + batch
-    yield "full lanes", len(lanes._full), len(lanes._followers)
+    longest = max((len(waiting or ()) for waiting in followers.values()), default=0)
+    yield "records in one lane", longest, limits.lane_capacity + batch

@@ -14,6 +14,7 @@ from outbox_queue.consuming.marker_writer import MarkerRecord
 from outbox_queue.consuming.start_writers import NotStarted, PlainStartWriter, SecondsLeft, TransactionalStartWriter
 from outbox_queue.protocol import transaction
 from outbox_queue.redelivery import partition as partitions
+from outbox_queue.redelivery.deadline_clock import DeadlineClock
 from outbox_queue.redelivery.in_progress import InProgress
 from outbox_queue.redelivery.partition import MarkerPartition
 from outbox_queue.redelivery.redeliverer import Redeliverer
@@ -149,7 +150,7 @@ QUEUE_RULES: dict[str, tuple[Double, ...]] = {
     "a tracker heeds keep-alives": ((MarkerPartition, "_keep_alive", _keep_alive_nothing),),
     "a tracker heeds end markers": ((InProgress, "end", lambda *_: False),),
     "what ended since the tick is left out": ((MarkerPartition, "take_expired", _take_all),),
-    "deadlines move when a clock was set back": ((InProgress, "allow_for_doubt", lambda _: None),),
+    "deadlines count from the reading of a marker": ((DeadlineClock, "latest", lambda _, appended, __: appended),),
     "a redelivery ends the old copy": ((Redeliverer, "_fill", _fill_without_end),),
     "a redelivery is one transaction": ((Redeliverer, "_fill", _fill_in_two),),
     "markers come before offsets": (
@@ -171,7 +172,7 @@ _SITUATIONS: dict[str, dict[str, Any]] = {
     # A consumer goes on, and finishes messages that have just expired.
     "what ended since the tick is left out": {"faults": ("suspend",)},
     # An idle partition gets another leader, whose clock is behind.
-    "deadlines move when a clock was set back": {"faults": ("clock", "move"), "pause": 1.0, "queues": 1},
+    "deadlines count from the reading of a marker": {"faults": ("clock", "move"), "pause": 1.0, "queues": 1},
     # Transactions are given up that start messages, and others follow.
     "what was not started is read again": {"faults": ("cut",), "consumers": 1, "is_transactional": True},
 }  # fmt: skip

@@ -184,13 +184,13 @@ RULES = {
         "_closes_at",
         lambda *_, **__: float("inf"),
         Double(Publisher, "cancel", lambda _: None),
-        plan={"faults": ("isolate",), "harvesters": 2, "pause": 0.1},
+        plan={"faults": ("isolate",), "harvesters": 2, "pause": 0.1, **_NEAR},
     ),
     "a leadership ends with nothing in flight": _at_least(
         loop.AtLeastOnce,
         "_finish",
         at_least_once.finish_at_once,
-        plan={"faults": ("restart",), "harvesters": 2, "late": 0.9, "pause": 0.1},
+        plan={"faults": ("restart",), "harvesters": 2, "late": 0.9, "pause": 0.1, **_NEAR},
     ),
     # both deliveries
     "S is read before the writers": _both(Store, "snapshot", common.writers_read_first),

@@ -1014,6 +1014,8 @@ class _Member:
                 self._consumer._news.set()
             elif is_owner is None and self._owns:
                 self._hand_over()
+            elif is_owner is None:
+                self._join()  # what it is to hand over it has lost meanwhile: as it says now
             elif not is_owner:
                 self._lose()
 

@@ -546,14 +546,17 @@ class QueueSimulation(Simulation):
     def _check_still_ours(self, place: Place, token: str) -> None:
         """A consumer hands out no copy whose redelivery it had to expect, unless it was held up.
 
-        Without transactions another consumer may have started the same copy.
+        Without transactions another consumer may have started the same copy. A redelivery that came too early is none
+        that it had to expect: see `judged`.
         """
         marks = self.oracle.marks[place]
         starts = [mark.at for mark in marks if mark.kind == wire.START]
-        first_end = min(mark.offset for mark in marks if mark.kind == wire.END)
-        last = max(mark.at for mark in marks if mark.kind != wire.END and mark.offset < first_end)
-        is_excused = self._is_held_up(place, last if len(starts) == 1 else min(starts))
-        if not is_excused and (len(starts) == 1 or self.plan.is_transactional):
+        end = min((mark for mark in marks if mark.kind == wire.END), key=lambda mark: mark.offset)
+        deadline = self.oracle.deadline(place, end.offset)
+        if deadline is None or end.at < deadline or (len(starts) > 1 and not self.plan.is_transactional):
+            return
+        last = max(mark.at for mark in marks if mark.kind != wire.END and mark.offset < end.offset)
+        if not self._is_held_up(place, last if len(starts) == 1 else min(starts)):
             self.broken(f"{token} at {place} was handed out after it was redelivered")
 
     # -- trackers

@@ -48,6 +48,7 @@ _DISTANCES_OF_A_RECORD = 10  # between two records of a key
 _MOST_QUIET_SECONDS = 300.0  # however many records are refused
 _LEASE_SECONDS = 5.0
 _TICK_SECONDS = 0.003
+_LOOK_SECONDS = 0.002
 _MOST_PROBLEMS = 4
 _WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
 _SLOWEST_ANSWER = 10.0  # in multiples of the latency
@@ -115,7 +116,7 @@ class Plan:
             late_ends=random.choice((0.0, 0.0, 0.1)),
             poison=random.choice((0.0, 0.0, 0.005)),
             late_changes=random.choice((0.0, 0.0, 0.01)),
-            database_distance=random.choice((1.0, 1.0, 1.0, 10.0)) if latency < 0.01 else 1.0,
+            database_distance=random.choice((1.0, 1.0, 10.0)) if latency < 0.005 else 1.0,
         )
 
     @property
@@ -673,6 +674,8 @@ class Simulation:
         breaks = random.random() < 0.7
 
         def mend() -> None:
+            if (process, server) not in self.network.cut:
+                return
             self.scheduler.note("%s reaches %s again", process.name, server.name)
             if breaks:
                 self.network.break_some(lambda each: each.process is process and each.server is server)
@@ -712,8 +715,20 @@ class Simulation:
 
     def _fault_suspend(self, random: Random) -> None:
         node = self._up_node(random)
-        if node is not None and node.process is not None:
+        if node is None or node.process is None:
+            return
+        if random.random() < 0.5:
             self._suspend(node.process)
+        else:
+            self._suspend_sending(node, self.scheduler.now + 1.0)
+
+    def _suspend_sending(self, node: Node, give_up_at: float) -> None:
+        """Suspend a harvester as soon as it has records in flight."""
+        harvester, process = node.harvester, node.process
+        if harvester is not None and process is not None and harvester.in_flight_records:
+            self._suspend(process)
+        elif self.is_faulty and self.scheduler.now < give_up_at:
+            self.scheduler.after(_LOOK_SECONDS, lambda: self._suspend_sending(node, give_up_at))
 
     def _suspend(self, process: Process) -> None:
         random = self.scheduler.random
@@ -739,7 +754,8 @@ class Simulation:
         self.cluster.reassign()
         for process in sorted(self._leading, key=lambda each: each.name):
             if random.random() < 0.5:
-                self._cut(process, self._any_server(random))
+                server = random.choice((self.database.server, self._any_server(random)))
+                self._cut(process, server, random.choice((2.0, 9.0)) * (0.5 + random.random()))
 
     def _fault_database(self, random: Random) -> None:
         server = self.database.server

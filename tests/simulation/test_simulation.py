@@ -16,7 +16,7 @@ from tests.simulation.brokers import PLAIN, Entry, Sent
 from tests.simulation.network import Network
 from tests.simulation.postgres import Database, Store
 from tests.simulation.scheduling import Process, Scheduler
-from tests.simulation.simulation import MODES, Plan, Simulation, run
+from tests.simulation.simulation import MODES, TORN, Plan, Simulation, run
 from tests.simulation.threads import Event
 
 _LIMIT_SECONDS = 280
@@ -84,7 +84,7 @@ def test_torn_transactions_are_read_back():
     with broken(rule):
         outcomes = [run(plan_of(seed, "", rule)) for seed in range(20)]
     assert not [outcome.problem for outcome in outcomes if "lost" in outcome.problem]
-    assert sum(outcome.seen["torn transaction read back"] for outcome in outcomes)
+    assert sum(outcome.seen[TORN] for outcome in outcomes)
 
 
 def test_failing_plan_is_shrunk():

@@ -222,6 +222,20 @@ def test_a_clock_that_was_set_expires_nothing_that_was_started_since(idle, set_b
     assert log.pass_by(4000) == [1]
 
 
+@pytest.mark.parametrize("set_by", [-2900, -90_000, 90_000])
+def test_a_clock_that_was_wrong_for_a_moment_expires_nothing(set_by):
+    """A message is started while a broker leads whose clock is wrong; the next tick has another one's time."""
+    log = Log()
+    assert log.pass_by(1000) == []
+    log.now += 3_600_000
+    log.set_by = set_by
+    log.start(1, 4000)
+    log.read_all()
+    log.set_by = 0
+    assert log.pass_by(3800) == []
+    assert log.pass_by(4000) == [1]
+
+
 def test_a_batch_has_limits():
     """A batch has at most so many messages, and hardly more than so many bytes."""
     log = Log()
