@@ -229,7 +229,11 @@ class Producer:
     def all_arrive(self, timeout_seconds, give_up=lambda: False):
         del give_up
         if self._reports is not None:
-            self._reports.arrived = [record for record in self._records if record[1] not in self._cluster.silent]
+            cluster = self._cluster
+            failing = cluster.silent | cluster.missing | cluster.refusing
+            self._reports.arrived = [
+                record for record in self._records if record[1] not in failing and record.value not in cluster.refused
+            ]
         # A transaction that is waited for as long as any other fails in the end: the commit says so.
         return timeout_seconds >= LONG_SECONDS or not self._in(self._cluster.silent)
 
