@@ -15,10 +15,10 @@ unexport PYTHONDONTWRITEBYTECODE
 export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requirements-docs.txt names
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6
+.PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
 .PHONY: test-chaos test-queues chaos simulate explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console
+.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,7 +89,7 @@ test-all: $(STAMP)  ## Run all tests, the long ones too: about an hour
 test-lowest: $(STAMP)  ## Run the quick tests against the lowest versions of dependencies that pyproject.toml allows
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python .venv-lowest
 	$(BIN)/uv pip install --quiet --python .venv-lowest --resolution lowest-direct \
-		--editable '.[harvester,sqlalchemy,django,django-tasks,completion,queue,spark]'
+		--editable '.[harvester,sqlalchemy,django,django-tasks,completion,queue,spark,delta,iceberg]'
 	$(BIN)/uv pip install --quiet --python .venv-lowest --group dev
 	.venv-lowest/bin/pytest -n $(or $(JOBS),2) tests/unit tests/contract $(SMOKE)
 
@@ -103,6 +103,9 @@ test-django6:  ## Run the tests of Django on Django 6, with the newest Python on
 
 python6:  # prints the Python of test-django6; nothing if there is none
 	@echo $(PYTHON6)
+
+costs-accept: $(STAMP)  ## Write what a record costs now (statements, WAL, calls) into tests/costs/baseline.toml
+	OUTBOX_TEST_ACCEPT_COSTS=1 $(BIN)/pytest tests/costs/test_costs.py
 
 test-chaos: $(STAMP)  ## Run the chaos tests alone, with every kind of fault at least once: some minutes
 	$(BIN)/pytest tests/chaos
@@ -166,6 +169,9 @@ bench-notify: $(STAMP)  ## Measure what the trigger for NOTIFY costs writers
 
 bench-snapshot: $(STAMP)  ## Measure throughput while an old snapshot stays open; draws a chart
 	$(BIN)/python -m benchmarks.held_snapshot
+
+bench-pressure: $(STAMP)  ## Measure MINUTES=30 each of a held snapshot, readers, overload and a burst at 2,000 records/s; draws charts
+	$(BIN)/python -m benchmarks.pressure --minutes $(or $(MINUTES),30) $(OPTIONS)
 
 bench-small-topic: $(STAMP)  ## Measure exactly once into a topic of 64 KiB a batch beside one of 1 MiB
 	$(BIN)/python -m benchmarks.small_topic

@@ -46,6 +46,20 @@ def latency(percentiles: Mapping[str, Series], path: Path = IMAGES / "latency-ov
     return _save(figure, path)
 
 
+def pressure(panels: Mapping[str, Series], title: str, path: Path) -> Path:
+    """Draw what happens over time, two panels in a row, with a line for each scenario: (minutes, value)."""
+    figure, grid = plt.subplots(len(panels) // 2, 2, figsize=(11, 9), sharex=True)
+    for panel, (name, series) in zip(grid.flat, panels.items(), strict=True):
+        _lines(panel, series)
+        panel.set_title(name)
+        # A burst is hundreds of times what is usual; what is usual must be seen beside it.
+        panel.set_yscale("symlog")
+    for panel in grid[-1]:
+        panel.set_xlabel("minutes")
+    figure.suptitle(title)
+    return _save(figure, path)
+
+
 def _lines(panel: Axes, series: Series, marker: str = "") -> None:
     for name, points in series.items():
         panel.plot([x for x, _ in points], [y for _, y in points], label=name, marker=marker)

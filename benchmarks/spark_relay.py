@@ -2,10 +2,11 @@
 
 Each figure is of one Spark session on this machine, after a run of the same kind that is not counted:
 
-- *outbox*: a stream of the format `outbox`, marked, read as Arrow and purged, into nothing; beside it the same marks,
-  reads and purges by one connection, without Spark;
+- *outbox*: a read of the format `outbox` into nothing; beside it one connection, without Spark;
 - *outbox_kafka*: a stream of the format `outbox_kafka` into nothing; beside it a bare consumer;
-- *relay*: outbox to topics, exactly once; beside it a bare loop of mark, read, transaction and purge, without Spark.
+- *relay*: outbox to topics, exactly once, by 1, 2 and 4 tasks at once; beside it one exactly-once harvester, and the
+  relay of another checkout (`--beside FOLDER`), alternating. What a batch takes beyond its longest task is its serial
+  part: plan, Spark's job, outcomes.
 
 Rates are of the batches alone (from the first batch's start to the last one's end), as Spark's own start takes seconds.
 """
@@ -19,59 +20,30 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from confluent_kafka.admin import AdminClient, NewTopic
 
-from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
+from benchmarks.stage import ROOT, Services, fill, fresh_topic, harvest, machine, services
 from outbox_core.config import HarvestConfig
 from outbox_core.kafka.clients import make_producer
-from outbox_core.stores.relay_marks import RelayMark
-from outbox_spark.relay.batch_store import BatchStore, Shard
+from outbox_spark.relay.shard_store import ShardStore
 from outbox_spark.topics.ranges import TopicLog, ranges_between, read_range
 
-_BATCH = 50_000
 _KEYS = 10_000
 _PARTITIONS = 4
+_TASKS = (1, 2, 4)
 
 
-def raw_outbox(running: Services, rows: int, publish: Callable[[Any], None] = lambda _: None) -> float:
-    """Return the rows/s of marks, reads and purges on one connection."""
-    store, done, number = BatchStore(running.dsn), 0, 0
+def raw_outbox(running: Services) -> float:
+    """Return the rows/s of a read on one connection."""
+    store = ShardStore(running.dsn)
     began = time.perf_counter()
-    while done < rows:
-        number += 1
-        batch = store.mark_batch(RelayMark(0, number), _BATCH)
-        if batch is None:
-            break
-        for read in store.read(Shard(0, 1, batch)):
-            publish(read)
-        done += store.purge_batch(batch)
+    count = sum(map(len, store.read_shard(0, 1)))
+    rate = count / (time.perf_counter() - began)
     store.close()
-    return rows / (time.perf_counter() - began)
-
-
-def raw_relay(running: Services, topic: str, rows: int) -> float:
-    """Return the rows/s of the same with a transaction for each batch."""
-    producer = make_producer(
-        {
-            "bootstrap.servers": running.bootstrap,
-            "transactional.id": f"raw-{uuid4()}",
-            "queue.buffering.max.messages": 200_000,
-            "linger.ms": 5,
-        }
-    )
-    producer.init_transactions(30)
-
-    def publish(read: Any) -> None:
-        producer.begin_transaction()
-        for row in read:
-            producer.produce(topic, row[3], row[2], headers=[("outbox-id", b"bench.public.outbox:%d" % row[0])])
-        producer.commit_transaction(60)
-
-    return raw_outbox(running, rows, publish)
+    return rate
 
 
 def raw_kafka(running: Services, topic: str) -> float:
@@ -103,28 +75,29 @@ def produce(running: Services, topic: str, rows: int) -> None:
     producer.flush()
 
 
-def in_spark(running: Services, master: str, what: str, rows: int, topic: str) -> dict[str, Any]:
-    """Measure one thing in a session of its own process."""
+def in_spark(
+    running: Services, master: str, what: str, rows: int, topic: str, *, checkout: Path = ROOT
+) -> dict[str, Any]:
+    """Measure one thing in a session of its own process, with the code of a checkout."""
     command = [sys.executable, "-m", "benchmarks.spark_relay", "--session", master, what, str(rows), topic]
     done = subprocess.run(
-        [*command, running.dsn, running.bootstrap], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        [*command, running.dsn, running.bootstrap], cwd=checkout, check=True, stdout=subprocess.PIPE, text=True
     )
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 
 
 def session(running: Services, master: str, what: str, rows: int, topic: str) -> None:
-    """Run a warm-up of a fifth, then the measured run, in this process; print the result."""
+    """Run a warm-up of a quarter, then the measured run, in this process; print the result."""
     from outbox_spark.session import start_session
 
-    spark = start_session("bench", {"spark.driver.memory": "2g"}, master=master)
+    tasks = int(master.removeprefix("local[").removesuffix("]"))
+    spark = start_session("bench", {"spark.driver.memory": "1g"}, master=master)
     spark.sparkContext.setLogLevel("ERROR")
-    if what != "outbox_kafka":
-        fill(running.dsn, topic, rows=rows // 4, keys=_KEYS)
-    run(spark, what, running, topic)
-    if what != "outbox_kafka":
-        fill(running.dsn, topic, rows=rows, keys=_KEYS)
-    progress = run(spark, what, running, topic)
+    for number in (rows // 4, rows):
+        if what != "outbox_kafka":
+            fill(running.dsn, topic, rows=number, keys=_KEYS)
+        progress = run(spark, what, running, topic, tasks)
     seconds = sum(batch["durationMs"]["triggerExecution"] for batch in progress) / 1000
     steps: dict[str, float] = {}
     for batch in progress:
@@ -134,30 +107,36 @@ def session(running: Services, master: str, what: str, rows: int, topic: str) ->
     print(json.dumps({"rate": count / seconds, "rows": count, "batches": len(progress), "steps_ms": steps}))
 
 
-def run(spark: Any, what: str, running: Services, topic: str) -> list[dict[str, Any]]:
-    """Run once with availableNow; return its batches."""
-    checkpoint = tempfile.mkdtemp(prefix="bench-checkpoint-")
-    kafka = {"kafka.bootstrap.servers": running.bootstrap}
+def run(spark: Any, what: str, running: Services, topic: str, tasks: int) -> list[dict[str, Any]]:
+    """Run once; return its batches."""
     told: list[dict[str, Any]] = []
-    try:
-        if what == "relay":
-            from outbox_spark.pipelines.relay import RelayConfig, run_relay
+    if what == "relay":
+        from outbox_spark.pipelines.relay import RelayConfig, run_relay
 
-            harvest = HarvestConfig(data_source=running.dsn, base_kafka_config={"bootstrap.servers": running.bootstrap})
-            config = RelayConfig(harvest=harvest, checkpoint=checkpoint, shards=2, batch_records=_BATCH)
-            run_relay(spark, config, once=True, on_progress=told.append)
-            return told
-        options = (
-            {"dsn": running.dsn, "shards": "2", "maxRecordsPerBatch": str(_BATCH)}
-            if what == "outbox"
-            else {"subscribe": topic, "startingOffsets": "earliest", "maxOffsetsPerTrigger": "200000"}
+        harvest = HarvestConfig(data_source=running.dsn, base_kafka_config={"bootstrap.servers": running.bootstrap})
+        run_relay(spark, RelayConfig(harvest=harvest, shards=tasks), once=True, on_progress=told.append)
+        return told
+    if what == "outbox":
+        rows = spark.read.format("outbox").options(dsn=running.dsn, shards=tasks).load()
+        count, began = rows.count(), time.perf_counter()
+        rows.write.format("noop").mode("overwrite").save()
+        took = round((time.perf_counter() - began) * 1000)
+        return [{"numInputRows": count, "durationMs": {"triggerExecution": took}}]
+    return stream(spark, running, topic)
+
+
+def stream(spark: Any, running: Services, topic: str) -> list[dict[str, Any]]:
+    """Read a topic as a stream; return its batches."""
+    checkpoint = tempfile.mkdtemp(prefix="bench-checkpoint-")
+    try:
+        rows = (
+            spark.readStream.format("outbox_kafka")
+            .options(subscribe=topic, startingOffsets="earliest", maxOffsetsPerTrigger="200000")
+            .option("kafka.bootstrap.servers", running.bootstrap)
+            .load()
         )
-        stream = spark.readStream.format(what).options(**kafka, **options).load()
         query = (
-            stream.writeStream.format("noop")
-            .option("checkpointLocation", checkpoint)
-            .trigger(availableNow=True)
-            .start()
+            rows.writeStream.format("noop").option("checkpointLocation", checkpoint).trigger(availableNow=True).start()
         )
         query.awaitTermination()
         return [dict(batch) for batch in query.recentProgress if batch["numInputRows"]]
@@ -169,7 +148,9 @@ def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=400_000)
+    parser.add_argument("--rounds", type=int, default=1, help="of the relay")
     parser.add_argument("--only", choices=["outbox", "outbox_kafka", "relay"], help="one of them")
+    parser.add_argument("--beside", type=Path, help="folder of another checkout, whose relay is measured, too")
     parser.add_argument("--session", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.session:
@@ -178,9 +159,12 @@ def main() -> None:
         return
     print(machine())
     with services() as running:
-        for what in ("outbox", "outbox_kafka", "relay"):
+        for what in ("outbox", "outbox_kafka"):
             if options.only in (None, what):
                 measure(running, what, options.rows)
+        for number in range(options.rounds * (options.only in (None, "relay"))):
+            print(f"round {number + 1}")
+            measure_relay(running, options.rows, options.beside)
 
 
 def measure(running: Services, what: str, rows: int) -> None:
@@ -191,16 +175,31 @@ def measure(running: Services, what: str, rows: int) -> None:
         raw = raw_kafka(running, topic)
     else:
         fill(running.dsn, topic, rows=rows, keys=_KEYS)
-        raw = raw_outbox(running, rows) if what == "outbox" else raw_relay(running, topic, rows)
+        raw = raw_outbox(running)
     for master in ("local[1]", "local[2]"):
-        measured = in_spark(running, master, what, rows, topic)
-        steps = ", ".join(f"{step} {milliseconds:.0f}" for step, milliseconds in measured["steps_ms"].items())
-        share = measured["rate"] / raw
-        print(
-            f"{what:13s} {master}: {measured['rate']:9,.0f} rows/s; raw {raw:9,.0f}; {share:4.0%}; "
-            f"{measured['batches']} batches, ms each: {steps}",
-            flush=True,
-        )
+        say(f"{what} {master}", in_spark(running, master, what, rows, topic), f"; raw {raw:9,.0f}")
+
+
+def measure_relay(running: Services, rows: int, beside: Path | None) -> None:
+    """Print the rates of a harvester, of another checkout's relay and of this one's."""
+    topic = make_topic(running, "relay")
+    fill(running.dsn, topic, rows=rows, keys=_KEYS)
+    found = harvest(running, "exactly-once", rows=rows)
+    print(f"one harvester: {found['rate']:9,.0f} rows/s", flush=True)
+    if beside is not None:
+        say(f"{beside.name} local[2]", in_spark(running, "local[2]", "relay", rows, topic, checkout=beside))
+    for tasks in _TASKS:
+        say(f"relay local[{tasks}]", in_spark(running, f"local[{tasks}]", "relay", rows, topic))
+
+
+def say(what: str, measured: dict[str, Any], more: str = "") -> None:
+    """Print a rate, with the time of each step of a batch."""
+    steps = measured["steps_ms"]
+    told = ", ".join(f"{step} {milliseconds:.0f}" for step, milliseconds in steps.items())
+    if "longestTask" in steps:
+        serial = steps["triggerExecution"] - steps["longestTask"]
+        more += f"; serial part {serial:.0f} ms, {serial / steps['triggerExecution']:.1%}"
+    print(f"{what:18s} {measured['rate']:9,.0f} rows/s{more}; {measured['batches']} batches, ms: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -73,13 +73,12 @@ def start_session(
 
 
 def register(spark: SparkSession) -> None:
-    """Register the formats `outbox`, `outbox_kafka`, `outbox_kafka_txn` and `outbox_postgres` with a session."""
+    """Register the formats `outbox`, `outbox_kafka` and `outbox_postgres` with a session."""
     from outbox_spark.postgres.sink import PostgresSink
-    from outbox_spark.relay.sink import KafkaSink
     from outbox_spark.relay.source import OutboxSource
     from outbox_spark.topics.source import KafkaSource
 
-    for source in (OutboxSource, KafkaSource, KafkaSink, PostgresSink):
+    for source in (OutboxSource, KafkaSource, PostgresSink):
         spark.dataSource.register(source)
 
 

@@ -23,6 +23,7 @@ OUTSIDE = (  # shown under the same path on the site
     "CONTRIBUTING.md",
     "SECURITY.md",
     "benchmarks/RESULTS.md",
+    "benchmarks/RESULTS-appendix.md",
     "example_project/README.md",
 )
 # Beside docs/index.md, README.md would be a second index page.

@@ -242,6 +242,16 @@ def own_stack(pytestconfig):
         yield make
 
 
+@pytest.fixture(scope="module")
+def own_postgres(pytestconfig):
+    """Yield a Postgres server of this module's own, which runs and may be given other settings."""
+    stack = DevStack(small=True, report=_reporter(pytestconfig))
+    with _recorded(pytestconfig, stack.directory):
+        stack.start_postgres()
+        yield stack.postgres
+        stack.stop()
+
+
 @pytest.fixture(scope="session")
 def _cluster(pytestconfig):
     directory = Path(tempfile.mkdtemp(prefix="kafka-outbox-cluster-"))

@@ -15,7 +15,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from outbox_core.errors import must
 from outbox_core.kafka.clients import (
     Consumer,
     KafkaError,
@@ -55,20 +54,6 @@ class StartWriter(Protocol):
         """Discard the producer."""
 
 
-class _Reports:
-    """The delivery reports of the markers of one `write`; those of an earlier one that come late do not count."""
-
-    def __init__(self) -> None:
-        self.acknowledged = 0
-        self.errors: list[KafkaError] = []
-
-    def note(self, error: KafkaError | None, _: object) -> None:
-        if error is None:
-            self.acknowledged += 1
-        else:
-            self.errors.append(error)
-
-
 class PlainStartWriter:
     """Markers first, then the offsets of a consumer, on the consumer's thread."""
 
@@ -86,13 +71,11 @@ class PlainStartWriter:
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """See `StartWriter`."""
-        reports = _Reports()
+        errors: list[KafkaError] = []  # of these markers: reports of an earlier `write` that come late do not count
         try:
             for marker in markers:
-                self._produce(marker, reports)
-            self._flush(reports, seconds_left)
-            arrived, number = reports.acknowledged, len(markers)
-            must(arrived == number, "offsets must follow the acknowledgements of markers; %d of %d", arrived, number)
+                self._produce(marker, errors)
+            self._flush(errors, seconds_left)
             commit(self._config, self._consumer, offsets)
         except KafkaException as error:
             if error.args[0].fatal():
@@ -100,25 +83,29 @@ class PlainStartWriter:
                 self._producer = self._make()
             raise NotStarted(error.args[0].str(), error.args[0]) from None
 
-    def _produce(self, marker: MarkerRecord, reports: _Reports) -> None:
+    def _produce(self, marker: MarkerRecord, errors: list[KafkaError]) -> None:
+        def note(error: KafkaError | None, _: object) -> None:
+            if error is not None:
+                errors.append(error)
+
         topic = self._config.marker_topic
         while True:
             try:
-                self._producer.produce(topic, marker.value, marker.key, marker.partition, on_delivery=reports.note)
+                self._producer.produce(topic, marker.value, marker.key, marker.partition, on_delivery=note)
             except BufferError:
                 self._producer.poll(_SLICE_SECONDS)
             else:
                 return
 
-    def _flush(self, reports: _Reports, seconds_left: SecondsLeft) -> None:
+    def _flush(self, errors: list[KafkaError], seconds_left: SecondsLeft) -> None:
         while self._producer.flush(min(_SLICE_SECONDS, max(0.0, seconds_left()))):
-            if reports.errors or seconds_left() <= 0:
+            if errors or seconds_left() <= 0:
                 self._producer.purge()
-                if self._producer.flush(_SLICE_SECONDS) and not reports.errors:
+                if self._producer.flush(_SLICE_SECONDS) and not errors:
                     raise KafkaException(KafkaError(KafkaError._TIMED_OUT))  # noqa: SLF001  a public constant
                 break
-        if reports.errors:
-            raise KafkaException(reports.errors[0])
+        if errors:
+            raise KafkaException(errors[0])
 
 
 class TransactionalStartWriter:

@@ -23,8 +23,8 @@ __all__ = [
 EXIT_NOT_STARTED = 2
 
 _HELP = {
-    "project": "topics -> a typed, deduplicated table in PostgreSQL or Parquet",
-    "archive": "topics -> Parquet by topic and event date",
+    "project": "topics -> a typed, deduplicated table in PostgreSQL, Delta or Iceberg",
+    "archive": "topics -> a Delta or Iceberg table by event date",
     "replay": "archive -> topics; a dry run, unless --publish is given",
     "audit": "archive, or stashed records, against topics: lost, repeated, reordered",
     "relay": "outbox table -> topics, for backlogs that outgrow one harvester",
@@ -75,6 +75,10 @@ def build_parser() -> argparse.ArgumentParser:
         )
         if name in ("project", "archive", "relay"):
             pipeline.add_argument("--once", action="store_true", help="end at the present end of the topics or table")
+        if name in ("project", "archive"):
+            pipeline.add_argument(
+                "--maintain", action="store_true", help="merge small files, delete what no kept version needs, and end"
+            )
         if name == "replay":
             pipeline.add_argument("--publish", action="store_true", help="publish; without it, only print the plan")
     doctor = pipelines.add_parser(

@@ -16,6 +16,7 @@ from outbox_core.errors import OutboxError
 from outbox_core.printable import printable
 from outbox_spark.config import (
     PIPELINES,
+    IcebergTable,
     PipelineFile,
     PostgresTarget,
     ProjectSettings,
@@ -229,11 +230,11 @@ def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:
     sessions: list[SparkSession] = []
     try:
         yield check("Spark", _spark, files, sessions)
-        written = [file.settings.path for file in files if file.pipeline == "archive"]
+        written = [file.settings.place for file in files if file.pipeline == "archive"]
         for file in files if sessions else ():
             archives = [file.settings.archive] if file.pipeline == "replay" else []
-            for path in archives + [side.archive for side in _sides(file) if side.archive is not None]:
-                yield check(f"{file.pipeline}: archive", _archive, sessions[0], path, path in written)
+            for place in archives + [side.archive for side in _sides(file) if side.archive is not None]:
+                yield check(f"{file.pipeline}: archive", _archive, sessions[0], place, place in written)
     finally:
         for session in sessions:
             session.stop()
@@ -253,10 +254,10 @@ def _spark(files: list[PipelineFile], sessions: list[SparkSession]) -> str:
     return f"{spark.version} ran a job on {spark.sparkContext.master}; workers have Python {row.version}"
 
 
-def _archive(spark: SparkSession, path: str, will_be_made: bool) -> str:
+def _archive(spark: SparkSession, place: str | IcebergTable, will_be_made: bool) -> str:
     from outbox_spark.pipelines.archive import open_archive
 
-    table = open_archive(spark, path)
+    table = open_archive(spark, place)
     if table.is_empty and will_be_made:
         return f"{table.url} will be made"
     if table.is_empty:

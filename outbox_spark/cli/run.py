@@ -105,8 +105,12 @@ def open_session(name: str, spark: SparkSettings) -> SparkSession:
 def _follow(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
     from outbox_spark.pipelines import archive, project
 
-    run: Any = {"archive": archive.run, "project": project.run}[file.pipeline]
-    counts = run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say)
+    pipeline: Any = {"archive": archive, "project": project}[file.pipeline]
+    if options.maintain:
+        for target in pipeline.targets(spark, file.settings):
+            _say(f"{target.name}: merged {{:,}} files, deleted {{:,}}".format(*target.maintain()))
+        return 0
+    counts = pipeline.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say)
     _say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")
     return 0
 
@@ -144,7 +148,7 @@ def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace,
     settings = file.settings
     given = {"shards": settings.shards, "batch_records": settings.batch_records}
     wanted = {name: value for name, value in given.items() if value is not None}
-    config = RelayConfig(harvest=file.harvest, checkpoint=settings.checkpoint, **wanted)  # type: ignore[arg-type]
+    config = RelayConfig(harvest=file.harvest, **wanted)  # type: ignore[arg-type]
     run_relay(spark, config, once=options.once, on_progress=_say_progress, stopping=stop)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -159,27 +160,75 @@ class PostgresTarget(Settings):
     totals: TotalsSettings | None = None
 
 
-class ParquetFolder(Settings):
-    """A folder of Parquet files: any URL that Spark's file systems know.
+class IcebergTable(Settings):
+    """An Iceberg table by its name with its namespace.
 
-    It is compacted to files of `target_file_size` (bytes, or text such as `128 MiB`) when it has `small_files` of less
-    than half that size.
+    `catalog` has pyiceberg's properties: `type`, `uri`, `warehouse` and others; `name` is `default` unless it is given,
+    and those that pyiceberg's own configuration has for that name need not be repeated.
     """
 
-    path: Path
+    table: Annotated[str, Field(pattern=r"^[^.\s]+(\.[^.\s]+)+$")]
+    catalog: dict[str, Any] = Field(default_factory=dict, repr=False)
+
+    @field_validator("catalog")
+    @classmethod
+    def _single_values(cls, catalog: dict[str, Any]) -> dict[str, str]:
+        problems = [Problem((name,), "must be a single value") for name, value in catalog.items() if _is_nested(value)]
+        if problems:
+            raise InvalidSettings(problems)
+        return _as_text(catalog)
+
+
+def _place(value: object) -> object:
+    return IcebergTable(**value) if isinstance(value, Mapping) else value
+
+
+Archive = Annotated[Path | IcebergTable, BeforeValidator(_place)]
+"""The folder of a Delta table, or an Iceberg table."""
+
+
+class LakehouseTable(Settings):
+    """A Delta table in the folder `path`, any URL that Spark's file systems and deltalake know, or an Iceberg table.
+
+    Files of one day are merged to files of `target_file_size` (bytes, or text such as `128 MiB`) when `small_files` of
+    them have less than half that size. `--maintain` deletes files that no version of the last `keep_versions` has.
+    """
+
+    path: Path | None = None
+    iceberg: IcebergTable | None = None
     target_file_size: Bytes = 128 * 2**20
     small_files: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 24
+    keep_versions: Duration = timedelta(days=7)
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.path is None) == (self.iceberg is None):
+            raise InvalidSettings([Problem((), "needs exactly one of path, iceberg")])
+        return self
+
+    @property
+    def place(self) -> str | IcebergTable:
+        """Return the one that is given."""
+        return self.path or self.iceberg  # type: ignore[return-value]
 
 
-class ParquetTarget(ParquetFolder):
-    """A table without repeats within `deduplicate_within`; `quarantine` is by default the path and `_quarantine`."""
+class LakehouseTarget(LakehouseTable):
+    """A table without repeats within `deduplicate_within`; `quarantine` is by default its place and `_quarantine`."""
 
     quarantine: Path | None = None
     deduplicate_within: Duration = timedelta(days=1)
 
+    @property
+    def quarantine_place(self) -> str | IcebergTable:
+        """Return the place of the quarantine, which has the table's format and catalog."""
+        if self.iceberg is not None:
+            name = self.quarantine or f"{self.iceberg.table}_quarantine"
+            return IcebergTable(table=name, catalog=self.iceberg.catalog)
+        return self.quarantine or str(self.path).rstrip("/") + "_quarantine"
+
 
 class ProjectSettings(StreamSettings):
-    """Topics -> a typed, deduplicated table in PostgreSQL, Parquet or both.
+    """Topics -> a typed, deduplicated table in PostgreSQL, in a lakehouse (Delta, Iceberg) or both.
 
     Attributes:
         value_schema: fields of the JSON values in Spark's DDL; `NOT NULL` fields are required. YAML: `schema`.
@@ -198,20 +247,28 @@ class ProjectSettings(StreamSettings):
     columns: dict[Column, str] = Field(default_factory=dict)
     where: str | None = None
     postgres: PostgresTarget | None = None
-    parquet: ParquetTarget | None = None
+    lakehouse: LakehouseTarget | None = None
     replay_header: Annotated[str, Field(min_length=1)] = "outbox-replay"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _earlier_name(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "parquet" in values and "lakehouse" not in values:
+            warnings.warn("project.parquet is now project.lakehouse", DeprecationWarning, stacklevel=2)
+            return {"lakehouse" if name == "parquet" else name: value for name, value in values.items()}
+        return values
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        if self.postgres is None and self.parquet is None:
-            raise InvalidSettings([Problem((), "needs a target: postgres, parquet or both")])
-        if self.parquet is not None and self.keep == "latest":
-            raise InvalidSettings([Problem(("keep",), "`latest` replaces rows, which Parquet cannot; use postgres")])
+        if self.postgres is None and self.lakehouse is None:
+            raise InvalidSettings([Problem((), "needs a target: postgres, lakehouse or both")])
+        if self.lakehouse is not None and self.keep == "latest":
+            raise InvalidSettings([Problem(("keep",), "`latest` replaces rows, which needs postgres")])
         return self
 
 
-class ArchiveSettings(StreamSettings, ParquetFolder):
-    """Topics -> Parquet by topic and event date."""
+class ArchiveSettings(StreamSettings, LakehouseTable):
+    """Topics -> a Delta or Iceberg table by event date."""
 
 
 class ReplaySettings(Settings):
@@ -227,7 +284,7 @@ class ReplaySettings(Settings):
         transaction_records: number of records in a transaction.
     """
 
-    archive: Path
+    archive: Archive
     name: Name
     topics: Topics | None = None
     keys: Annotated[list[str], BeforeValidator(_single_to_list), Field(min_length=1)] | None = None
@@ -267,7 +324,7 @@ class AuditSide(Settings):
 
     _KINDS: ClassVar[tuple[str, ...]] = ("archive", "parquet", "topics", "table")
 
-    archive: Path | None = None
+    archive: Archive | None = None
     parquet: Path | None = None
     topics: Topics | None = None
     table: SnapshotTable | None = None
@@ -313,7 +370,6 @@ class AuditSettings(Settings):
 class RelaySettings(Settings):
     """Outbox table -> topics, by `shards` tasks at once; the section `harvest` names the outbox."""
 
-    checkpoint: Path
     shards: Annotated[int, Field(ge=1, le=1000, strict=True)] | None = None
     batch_records: Annotated[int, Field(ge=1, strict=True)] | None = Field(
         default=None, validation_alias="batchRecords"

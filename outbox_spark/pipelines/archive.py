@@ -1,4 +1,4 @@
-"""`archive`: topics -> Parquet by topic and event date, exactly once; repeats in a topic stay, for `audit` to find."""
+"""`archive`: topics -> a Delta or Iceberg table by event date, exactly once; repeats stay, for `audit` to find."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from outbox_spark.config import ArchiveSettings
-from outbox_spark.parquet.table import ParquetTable, ParquetTarget
+from outbox_core.errors import InvalidConfig
+from outbox_spark.config import ArchiveSettings, IcebergTable, LakehouseTable
 from outbox_spark.pipelines.follower import BatchReport, Follower
 from outbox_spark.runtime import utc
+from outbox_spark.tables import Layout, Table, TableTarget, open_table
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 
 SCHEMA = (
     "partition INT, offset BIGINT, timestamp TIMESTAMP, key BINARY, value BINARY, "
-    "headers ARRAY<STRUCT<key: STRING, value: BINARY>>, outbox_id STRING, topic STRING, date DATE"
+    "headers ARRAY<STRUCT<key: STRING, value: BINARY>>, outbox_id STRING, topic STRING"
 )
-"""Columns of an archive. `date` is the day (UTC) of `timestamp`; topic and date are folders."""
+"""Columns of an archive, besides `date`, the day (UTC) of `timestamp`, which Iceberg has as a hidden partition."""
 
 
 def archive(records: DataFrame) -> DataFrame:
@@ -30,11 +31,33 @@ def archive(records: DataFrame) -> DataFrame:
     )
 
 
-def open_archive(
-    spark: SparkSession, path: str, *, target_size: int = 128 * 2**20, small_files: int = 24
-) -> ParquetTable:
-    """Open the archive in a folder; it is empty if there is none."""
-    return ParquetTable(spark, path, SCHEMA, ("topic", "date"), target_size=target_size, small_files=small_files)
+def open_archive(spark: SparkSession, place: str | IcebergTable, sizes: LakehouseTable | None = None) -> Table:
+    """Open the archive in a folder or table; it is empty if there is none."""
+    return open_table(spark, place, Layout.of(sizes, SCHEMA, time="timestamp", date="date"))
+
+
+def must_be_archive(table: Table, setting: str) -> Table:
+    """Return a table with records. Raises InvalidConfig if it has none."""
+    if table.is_of_earlier_version:
+        raise InvalidConfig(
+            f"{setting}: {table.url} is an archive of an earlier version; `outbox-spark archive -f FILE --maintain` "
+            "makes it a Delta table"
+        )
+    if table.is_empty:
+        raise InvalidConfig(f"{setting}: there is no archive in {table.url}")
+    return table
+
+
+def targets(spark: SparkSession, settings: ArchiveSettings) -> list[TableTarget]:
+    """Return the archive as a target."""
+    table = open_archive(spark, settings.place, settings)
+    tasks = spark.sparkContext.defaultParallelism
+
+    def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
+        rows = archive(records).coalesce(tasks).sortWithinPartitions("date", "topic", "partition", "offset")
+        return {"records": table.append(rows, positions)}
+
+    return [TableTarget("the archive", table, write)]
 
 
 def run(
@@ -47,12 +70,4 @@ def run(
     report: Callable[[BatchReport], None],
 ) -> Mapping[str, int]:
     """Archive until `stop` is set, or, with `once`, up to the present end of the topics; return counts."""
-    table = open_archive(spark, settings.path, target_size=settings.target_file_size, small_files=settings.small_files)
-    tasks = spark.sparkContext.defaultParallelism
-
-    def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
-        rows = archive(records).coalesce(tasks).sortWithinPartitions("topic", "date", "partition", "offset")
-        return {"records": table.append(rows, positions)}
-
-    target = ParquetTarget("the archive", table, write)
-    return Follower(spark, kafka, settings, [target], report).run(once=once, stop=stop)
+    return Follower(spark, kafka, settings, targets(spark, settings), report).run(once=once, stop=stop)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
-from outbox_spark.pipelines.archive import open_archive
+from outbox_spark.pipelines.archive import must_be_archive, open_archive
 from outbox_spark.pipelines.follower import read_topics
 from outbox_spark.topics.positions import Positions, flat
 from outbox_spark.topics.ranges import TopicLog
@@ -59,9 +59,7 @@ class Sides:
 
         settings, reached = self._settings, None
         if side.archive is not None:
-            table = open_archive(self._spark, side.archive)
-            if table.is_empty:
-                raise InvalidConfig(f"audit: there is no archive in {table.url}")
+            table = must_be_archive(open_archive(self._spark, side.archive), "audit")
             rows, reached = self._records(table.read()), table.positions
         elif side.parquet is not None:
             rows = self._records(self._parquet(side.parquet))

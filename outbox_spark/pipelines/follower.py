@@ -26,11 +26,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, OutboxTableError, StoreUnavailable
+from outbox_core.errors import (
+    InvalidConfig,
+    KafkaUnavailable,
+    MissingExtra,
+    OutboxError,
+    OutboxTableError,
+    StoreUnavailable,
+)
 from outbox_spark.config import StreamSettings
-from outbox_spark.parquet.commit_log import CommitLogError
-from outbox_spark.parquet.folder import FileTaken, Folder
 from outbox_spark.runtime.failures import reason_of
+from outbox_spark.tables.folder import Folder
+from outbox_spark.tables.log import TableTaken
 from outbox_spark.topics.positions import Positions, advanced, earliest_of, flat
 from outbox_spark.topics.ranges import Position, TopicLog
 
@@ -58,7 +65,7 @@ class PipelineFailed(OutboxError):
 
 
 # A restart does not fix these.
-_PERMANENT = (InvalidConfig, OutboxTableError, RecordsMissing, FileTaken, CommitLogError)
+_PERMANENT = (InvalidConfig, OutboxTableError, RecordsMissing, TableTaken, MissingExtra)
 
 
 class Target(Protocol):

@@ -1,7 +1,7 @@
-"""`project`: topics -> a typed, deduplicated table in PostgreSQL, Parquet or both, exactly once.
+"""`project`: topics -> a typed, deduplicated table in PostgreSQL, a lakehouse (Delta, Iceberg) or both, exactly once.
 
-PostgreSQL: each task writes whole partitions of the topics in one transaction, positions included. Parquet: a batch is
-one entry of the commit log, without rows whose `outbox_id` came within the last `deduplicate_within`.
+PostgreSQL: each task writes whole partitions of the topics in one transaction, positions included. Lakehouse: a batch
+is one commit, without rows whose `outbox_id` came within the last `deduplicate_within`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from outbox_spark.config import ParquetTarget as ParquetSettings
-from outbox_spark.config import ProjectSettings
-from outbox_spark.parquet.table import ParquetTable, ParquetTarget
+from outbox_spark.config import IcebergTable, LakehouseTarget, ProjectSettings
 from outbox_spark.pipelines.follower import BatchReport, Follower, Target
 from outbox_spark.pipelines.project_postgres import PostgresTarget
 from outbox_spark.pipelines.typed_rows import columns_of, parse
 from outbox_spark.runtime import utc
+from outbox_spark.tables import Layout, Table, TableTarget, open_table
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
 
 _ROW_SCHEMA = (
     "_outbox_id STRING, _row INT, _topic STRING, _key STRING, _partition INT, _offset BIGINT, _time TIMESTAMP, "
-    "{columns}, _date DATE"
+    "{columns}"
 )
 _QUARANTINE_SCHEMA = (
     "topic STRING, partition INT, offset BIGINT, timestamp TIMESTAMP, outbox_id STRING, key BINARY, value BINARY, "
-    "headers ARRAY<STRUCT<key: STRING, value: BINARY>>, reason STRING, _date DATE"
+    "headers ARRAY<STRUCT<key: STRING, value: BINARY>>, reason STRING"
 )
 
 
@@ -65,20 +64,26 @@ def run(
         OutboxTableError: a table of the target has other columns.
         StoreUnavailable: the target's database cannot be reached.
     """
-    targets: list[Target] = []
+    found: list[Target] = []
     if settings.postgres is not None:
-        targets.append(PostgresTarget(spark, settings, settings.postgres, columns_of(spark, settings)))
-    if settings.parquet is not None:
-        targets += [_quarantine(spark, settings, settings.parquet), _rows(spark, settings, settings.parquet)]
-    return Follower(spark, kafka, settings, targets, report).run(once=once, stop=stop)
+        found.append(PostgresTarget(spark, settings, settings.postgres, columns_of(spark, settings)))
+    found += targets(spark, settings)
+    return Follower(spark, kafka, settings, found, report).run(once=once, stop=stop)
 
 
-def _rows(spark: SparkSession, settings: ProjectSettings, parquet: ParquetSettings) -> ParquetTarget:
+def targets(spark: SparkSession, settings: ProjectSettings) -> list[TableTarget]:
+    """Return the lakehouse tables as targets, if there are any."""
+    if settings.lakehouse is None:
+        return []
+    return [_quarantine(spark, settings, settings.lakehouse), _rows(spark, settings, settings.lakehouse)]
+
+
+def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
     columns = ", ".join(f"`{name}` {kind.simpleString()}" for name, kind in columns_of(spark, settings).items())
-    table = _open(spark, parquet.path, _ROW_SCHEMA.format(columns=columns), parquet)
+    table = _open(spark, target.place, target, _ROW_SCHEMA.format(columns=columns), "_time")
     tasks = spark.sparkContext.defaultParallelism
     # Repeats are looked for in whole days of the table.
-    back = timedelta(days=parquet.deduplicate_within // timedelta(days=1) + 1)
+    back = timedelta(days=target.deduplicate_within // timedelta(days=1) + 1)
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
         from pyspark.sql import functions as F  # noqa: N812
@@ -90,7 +95,7 @@ def _rows(spark: SparkSession, settings: ProjectSettings, parquet: ParquetSettin
             count, projected, first_day = found if found is not None else (0, 0, None)
             fresh = rows.dropDuplicates(["_outbox_id", "_row"])
             if first_day is not None:
-                seen = table.read(since={"_date": (first_day - back).isoformat()}).select("_outbox_id", "_row")
+                seen = table.read(since=(first_day - back).isoformat()).select("_outbox_id", "_row")
                 fresh = fresh.join(seen, ["_outbox_id", "_row"], "left_anti").select(rows.columns)
             ordered = fresh.coalesce(tasks).sortWithinPartitions("_date", "_topic", "_partition", "_offset")
             written = table.append(ordered, positions)
@@ -98,12 +103,11 @@ def _rows(spark: SparkSession, settings: ProjectSettings, parquet: ParquetSettin
             rows.unpersist()
         return {"records": projected, "rows": written, "repeated": count - written}
 
-    return ParquetTarget("the table", table, write)
+    return TableTarget("the table", table, write)
 
 
-def _quarantine(spark: SparkSession, settings: ProjectSettings, parquet: ParquetSettings) -> ParquetTarget:
-    path = parquet.quarantine or parquet.path.rstrip("/") + "_quarantine"
-    table = _open(spark, path, _QUARANTINE_SCHEMA, parquet)
+def _quarantine(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
+    table = _open(spark, target.quarantine_place, target, _QUARANTINE_SCHEMA, "timestamp")
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
         from pyspark.sql import functions as F  # noqa: N812
@@ -112,10 +116,8 @@ def _quarantine(spark: SparkSession, settings: ProjectSettings, parquet: Parquet
         rows = misfits.drop("rows").withColumn("_date", F.expr(utc.day("timestamp")))
         return {"quarantined": table.append(rows.coalesce(1), positions)}
 
-    return ParquetTarget("the quarantine", table, write)
+    return TableTarget("the quarantine", table, write)
 
 
-def _open(spark: SparkSession, path: str, schema: str, parquet: ParquetSettings) -> ParquetTable:
-    return ParquetTable(
-        spark, path, schema, ["_date"], target_size=parquet.target_file_size, small_files=parquet.small_files
-    )
+def _open(spark: SparkSession, place: str | IcebergTable, sizes: LakehouseTarget, schema: str, time: str) -> Table:
+    return open_table(spark, place, Layout.of(sizes, schema, time=time, date="_date"))

@@ -26,7 +26,7 @@ from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Topi
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.transactions import Aborted, Ended, Outcome, TransactionalProducer
 from outbox_spark.config import ReplaySettings
-from outbox_spark.pipelines.archive import open_archive
+from outbox_spark.pipelines.archive import must_be_archive, open_archive
 from outbox_spark.runtime import utc
 from outbox_spark.topics.ranges import TopicLog
 
@@ -119,12 +119,9 @@ def run(
     """
     from pyspark.sql import functions as F  # noqa: N812
 
-    table = open_archive(spark, settings.archive)
-    if table.is_empty:
-        raise InvalidConfig(f"replay.archive: there is no archive in {table.url}")
-    only = {"topic": settings.topics} if settings.topics is not None else None
-    since = {"date": settings.since.astimezone(UTC).date().isoformat()} if settings.since is not None else None
-    rows = replay(table.read(only=only, since=since), settings)
+    table = must_be_archive(open_archive(spark, settings.archive), "replay.archive")
+    since = settings.since.astimezone(UTC).date().isoformat() if settings.since is not None else None
+    rows = replay(table.read(since=since), settings)
     planned = plan(rows)
     for part in planned:
         say(

@@ -1,1 +1,1 @@
-"""The outbox as a stream, published exactly once by Spark: the formats `outbox` and `outbox_kafka_txn`."""
+"""An outbox table into topics by many tasks of Spark at once, exactly once; and the format `outbox`."""

@@ -9,7 +9,7 @@ does the same for each transactional.id there ever was:
 3. delete the listed rows, by (id, create_time), and those of a torn transaction that are in Kafka.
 
 Kafka has acknowledged the claim that won the election before step 1. A shard's task looks for a higher claim after it
-has fenced its own transactional.id (`shard_writer.py`), up to a message that it writes then itself. So a task of a
+has fenced its own transactional.id (`shard_task.py`), up to a message that it writes then itself. So a task of a
 deposed relay either fenced before our step 1, and is fenced by it, or sees our claim.
 """
 
@@ -22,37 +22,39 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
+from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.topics import topic_exists
 from outbox_core.kafka.tracking import Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended, GiveUp
-from outbox_spark.relay.batch_store import BatchStore
+from outbox_core.stores.postgres.store import PostgresStore
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _MOST_AT_ONCE = 8
+_FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)  # noqa: SLF001
 
 
-def fence_and_purge(identity: TransactionalIdentity, store: BatchStore, give_up: GiveUp) -> int:
+def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_up: GiveUp) -> int:
     """Fence every publisher of this outbox, and delete the rows that it published; return their number."""
     shards = identity.relay_shards()
     count = 0
     if topic_exists(identity.kafka, identity.tracking_topic):
         with fenced(identity, give_up) as producer:
-            ledger, server = ledger_after_fence(identity, producer, give_up), store.outbox.server_id()
+            ledger, server = ledger_after_fence(identity, producer, give_up), store.server_id()
             identity.is_of_other_server(ledger, server)  # raises
-            count += _purge(identity, ledger, store, give_up)
+            count += delete_published(identity, ledger, store, give_up)
             # A harvester that is deposed without knowing must see this trace.
             _adopt(identity, producer, server, ledger, give_up)
     with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(shards))), thread_name_prefix="outbox-fence") as threads:
         ledgers = list(threads.map(lambda shard: _fence(shard, give_up), shards))
-    server = store.outbox.server_id()
+    server = store.server_id()
     for shard, ledger in zip(shards, ledgers, strict=True):
         has_moved = shard.is_of_other_server(ledger, server)  # raises
-        count += _purge(shard, ledger, store, give_up)
+        count += delete_published(shard, ledger, store, give_up)
         if has_moved:
             with fenced(shard, give_up) as producer:
                 _adopt(shard, producer, server, ledger_after_fence(shard, producer, give_up), give_up)
@@ -73,21 +75,22 @@ def _adopt(
     unless_ended(identity.adopt(producer, server, purged, give_up), f"tracking topic {identity.tracking_topic}")
 
 
-def _purge(identity: TransactionalIdentity, ledger: Ledger, store: BatchStore, give_up: GiveUp) -> int:
+def delete_published(identity: TransactionalIdentity, ledger: Ledger, store: PostgresStore, give_up: GiveUp) -> int:
+    """Delete the rows that a ledger's transactions published; return how many. Raises KafkaUnavailable."""
     manifest, opening = ledger.manifest, ledger.opening
-    count = store.outbox.delete_published(manifest.ids, manifest.create_times) if manifest is not None else 0
+    count = store.delete_published(manifest.ids, manifest.create_times) if manifest is not None else 0
     if opening is not None:
         try:
-            for rows in identity.read_torn(opening, give_up, store.outbox.find):
-                count += store.outbox.delete_published([row.id for row in rows], [row.create_time for row in rows])
+            for rows in identity.read_torn(opening, give_up, store.find):
+                count += store.delete_published([row.id for row in rows], [row.create_time for row in rows])
         except ManifestNotRead as error:
             raise KafkaUnavailable(str(error)) from None
     return count
 
 
-def refuse_marked_rows(identity: TransactionalIdentity, store: BatchStore) -> None:
+def refuse_marked_rows(identity: TransactionalIdentity, store: PostgresStore) -> None:
     """Raise MarkedRowsFound for rows that an at-least-once harvester has left marked, unless they are accepted."""
-    marked = store.outbox.marks.count()
+    marked = store.marks.count()
     if not marked.number:
         return
     what = f"{marked.number} rows (ids {marked.first} to {marked.last}) carry the mark of an at-least-once harvester"
@@ -120,8 +123,13 @@ def ledger_after_fence(
     return ledger
 
 
+class Fenced(KafkaUnavailable):
+    """The transactional.id belongs to another process now, or the transaction was open for too long."""
+
+
 def unless_ended(outcome: T | Ended, what: str = "") -> T:
-    """Return an outcome. Raises KafkaUnavailable if the producer is of no more use."""
+    """Return an outcome. Raises KafkaUnavailable if the producer is of no more use, Fenced if it was fenced."""
     if isinstance(outcome, Ended):
-        raise KafkaUnavailable(f"{what}: {outcome.reason}" if what else outcome.reason)
+        is_fenced = any(error is not None and error.code() in _FENCED for error in (outcome.error, outcome.cause))
+        raise (Fenced if is_fenced else KafkaUnavailable)(f"{what}: {outcome.reason}" if what else outcome.reason)
     return outcome

@@ -1,4 +1,4 @@
-"""The leadership of an outbox for a stream's reader: given by the relay that started it, or won by an election here."""
+"""The leadership of an outbox for the driver of a relay."""
 
 from __future__ import annotations
 
@@ -8,44 +8,6 @@ from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership, Neli, NeliConfig
 from outbox_core.election.lease import now
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
-
-
-class FixedTerm:
-    """The term of a relay, which leads, and ends the query when it no longer does."""
-
-    def __init__(self, term: int) -> None:
-        self._term = term
-
-    def term(self) -> int | None:
-        """Return the number of the relay's claim."""
-        return self._term
-
-    def stop(self) -> None:
-        """Do nothing: the relay stops contending."""
-
-
-class OwnElection:
-    """A member of the harvesters' group, which contends from the first call of `term` on."""
-
-    def __init__(self, config: HarvestConfig, identity: str, server_id: str) -> None:
-        self._neli = make_elector(config, identity, server_id)
-        self._starting = threading.Lock()
-        self._started = False
-
-    def term(self) -> int | None:
-        """Return the number of our claim while its lease is valid. Raises the error that ended the election."""
-        with self._starting:
-            if not self._started:
-                self._neli.start()
-                self._started = True
-        if self._neli.failure is not None:
-            raise self._neli.failure
-        lease = self._neli.leadership
-        return lease.term if lease is not None and lease.is_valid(now()) else None
-
-    def stop(self) -> None:
-        """Hand over."""
-        self._neli.stop()
 
 
 class Contender:

@@ -96,11 +96,6 @@ class Options:
             raise self.error("kafka.bootstrap.servers", "is missing")
         return settings
 
-    @property
-    def has_kafka(self) -> bool:
-        """Tell whether any of librdkafka's settings is among the options."""
-        return any(name.startswith(_KAFKA) or name == _SERVERS for name in self._given)
-
     def error(self, name: str, problem: str) -> InvalidConfig:
         """Return an error about an option; the problem must not show a secret."""
         return InvalidConfig(f"{self._source}: option {name} {problem}")

@@ -66,6 +66,16 @@ _LATE_END = {
     "faults": ("move",), "late_ends": 0.3, "poison": 0.02, "late": 0.9, "longest_late": 2.0,
     "latency": 0.03, "pause": 0.3, "writers": 3, "seconds": 40.0, "database_distance": 1.0,
 }  # fmt: skip
+# A refused record aborts a transaction while another one's Produce is held. That comes within the next transaction.
+_LATE_PRODUCE = {
+    "faults": ("break",), "late_produces": 0.2, "late": 1.0, "longest_late": 0.2, "latency": 0.02, "pause": 0.2,
+    "writers": 5, "poison": 0.03, "seconds": 40.0, "harvesters": 1, "late_ends": 0.0, "database_distance": 1.0,
+}  # fmt: skip
+# One that was suspended and does not know that another one has led replaces its producer, which fences the other one.
+_FENCED_UNNOTICED = {
+    "faults": ("suspend",), "late_ends": 0.5, "harvesters": 2, "latency": 0.005, "pause": 0.1, "seconds": 80.0,
+    "late": 0.4, "late_changes": 0.0, "poison": 0.0, "database_distance": 1.0,
+}  # fmt: skip
 # Each term begins with an abort, of its barrier. A copy of that must come when all records are acknowledged, and no
 # manifest is on its way: that is for long only if the batch before takes long to be purged.
 _LATE_ABORT = {
@@ -86,6 +96,7 @@ _NEAR = {"latency": 0.001, "database_distance": 1.0}
 _LOST_PURGES = {
     "faults": ("at a step", "crash"), "step_share": 0.05, "late_changes": 0.3, "late": 0.0, "pause": 0.3, **_NEAR,
 }  # fmt: skip
+_TRUNCATED = {"faults": ("truncate",), "pause": 0.1, **_NEAR}
 
 
 def _exactly(name: str | object, attribute: str, double: Any, *more: Double, **options: Any) -> Rule:
@@ -132,7 +143,7 @@ RULES = {
         exactly_once.scan_excluding_nothing,
         Double(Term, "_collect_scan", exactly_once.collect_and_exclude),
     ),
-    "scans leave out rows, not ids": _exactly(Store, "_select", exactly_once.exclude_by_id),
+    "scans leave out rows, not ids": _exactly(Store, "_select", exactly_once.exclude_by_id, plan=_TRUNCATED),
     "an abort throws away what was scanned": _exactly(Term, "_discard", exactly_once.keep_the_scan),
     "a delete matches the create time": _both(Store, "_delete", exactly_once.delete_by_id),
     "a manifest names its outbox": _exactly(
@@ -150,13 +161,15 @@ RULES = {
         Double(TransactionalIdentity, "begin", exactly_once.begin_unchecked),
         _LEADS_ON,
     ),
-    "a fence ends the term, not the leadership": _exactly(ExactlyOnce, "run", exactly_once.end_the_leadership),
+    "a fence ends the term, not the leadership": _exactly(
+        ExactlyOnce, "run", exactly_once.end_the_leadership, shows="rows still wait", plan={"faults": ("at a step",)}
+    ),
     "no transaction in an epoch with a late EndTxn": _exactly(*_STAYS_IN_EPOCH, shows="repeated", plan=_LATE_END),
     "no transaction in an epoch with a late Produce": _exactly(
-        TransactionalProducer, "abort", exactly_once.abort_in_its_epoch
+        TransactionalProducer, "abort", exactly_once.abort_in_its_epoch, shows="lost", plan=_LATE_PRODUCE
     ),
     "a replaced producer reads the ledger again": _exactly(
-        TransactionalIdentity, "begin", exactly_once.begin_unchecked, _LEADS_ON
+        TransactionalIdentity, "begin", exactly_once.begin_unchecked, _LEADS_ON, plan=_FENCED_UNNOTICED
     ),
     "a transaction begins with its opening": _exactly(
         Term, "_send_opening", exactly_once.write_no_opening, _STAYS_IN_EPOCH, shows="lost", plan=_LATE_ABORT
@@ -212,7 +225,12 @@ RULES = {
     "holds are read earlier than the rows": _both(Store, "_select", common.select_by_present_holds),
     "a lease ends": _both(Ownership, "expire", common.never_expires),
     "a lease counts from the sending": _both(Ownership, "_lead", common.lead_from_now),
-    "a higher claim ends a lease": _both(Ownership, "_observe_claim", common.obey_no_claim, plan={"faults": ("cut",)}),
+    "a higher claim ends a lease": _both(
+        Ownership,
+        "_observe_claim",
+        common.obey_no_claim,
+        plan={"faults": ("cut",), "harvesters": 2, "writers": 1, "pause": 1.0, "drift": 1e-4, **_NEAR},
+    ),
     "a session is longer than a lease": _both(
         NeliConfig,
         "_shortest_session",

@@ -253,6 +253,7 @@ class Producer(Client):
         self._longest_message = int(settings.get("message.max.bytes", 1_000_000))
         self._longest_queue = int(settings.get("queue.buffering.max.messages", 100_000)) or 10**9
         self._most_in_batch = int(settings.get("batch.num.messages", _MOST_IN_BATCH))
+        self._reports_only_errors = bool(settings.get("delivery.report.only.error", False))
         self._lanes: dict[Place, _Lane] = {}
         self._reports: deque[tuple[Callable[..., Any], KafkaError | None, Message]] = deque()
         self._news = Event()
@@ -271,6 +272,11 @@ class Producer(Client):
         self._init: list[object] = []
         self._outcome: list[int | None] | None = None  # of EndTxn
         self._end_number = 0
+
+    def _break_some(self, share: float, broker: int, attempt: int) -> None:
+        """Break the connection of a share of the requests that are sent for the first time."""
+        if not attempt and share and self.scheduler.random.random() < share:
+            self.network.break_connection(self._connections[broker])
 
     # -- records
 
@@ -367,6 +373,7 @@ class Producer(Client):
             lambda answer: self._answered(lane, batch, attempt, answer),
             "PRODUCE",
         )
+        self._break_some(self.network.late_produces, broker, attempt)
 
     def _answered(self, lane: _Lane, batch: _Batch, attempt: int, answer: Any) -> None:
         if batch.is_given_up:
@@ -448,7 +455,7 @@ class Producer(Client):
     def _report(self, message: _Outgoing, error: KafkaError | None, offset: int | None) -> None:
         self._unfinished -= 1
         self._has_failed = self._has_failed or error is not None
-        if message.on_delivery is not None:
+        if message.on_delivery is not None and (error is not None or not self._reports_only_errors):
             report = Message(message.place, offset, message.key, message.value, message.headers, error=error)
             self._reports.append((message.on_delivery, error, report))
         self._news.set()
@@ -740,8 +747,7 @@ class Producer(Client):
             answered,
             f"END_TXN {'commit' if commit else 'abort'}",
         )
-        if not attempt and self.network.late_ends and self.scheduler.random.random() < self.network.late_ends:
-            self.network.break_connection(self._connections[broker])
+        self._break_some(self.network.late_ends, broker, attempt)
 
 
 class Consumer(Client):
@@ -952,10 +958,11 @@ class _Member:
             if what == "lost":
                 self._consumer.unassign()
             self._callbacks[what](self._consumer, self._places)
-            if what == "revoke" and self._hands_over:
+            if what == "revoke":
                 self._consumer.unassign()
-                self._hands_over = False
-                self._join()
+                if self._hands_over:  # else it has joined under a new name meanwhile
+                    self._hands_over = False
+                    self._join()
         return told
 
     def leave(self) -> None:

@@ -64,6 +64,7 @@ class Network:
         self.late = 0.0  # the share of held requests that arrive after their connection broke
         self.longest_late = 8.0
         self.late_ends = 0.0  # the share of EndTxn requests whose connection breaks before they arrive
+        self.late_produces = 0.0  # and of Produce requests
         self.cut: dict[tuple[Process, Server], None] = {}  # links that pass nothing
         self.delivered_late = 0
         self.delivered_late_at = 0.0

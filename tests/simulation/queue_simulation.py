@@ -423,7 +423,7 @@ class QueueSimulation(Simulation):
     def _is_done(self) -> bool:
         self.oracle.scan()
         is_open = any(partition.open for topic in _TOPICS for partition in self.cluster.topics[topic])
-        return not self.oracle.waiting and not is_open
+        return not self.oracle.is_any_waiting and not is_open
 
     # -- handlers
 

@@ -80,6 +80,7 @@ class Plan:
     drift: float = 0.0
     step_share: float = 0.02  # of the steps of a transaction at which something happens
     late_ends: float = 0.0  # the share of EndTxn requests that are sent twice
+    late_produces: float = 0.0  # and of Produce requests
     late_changes: float = 0.0  # the share of statements that change rows whose connection breaks before they arrive
     database_distance: float = 1.0  # by which the latency is multiplied
     slow_statements: float = 0.1  # the share of statements that take up to `slowest_statement`
@@ -217,6 +218,8 @@ SENTINELS = (
 
 class ProcessPlace:
     """A place where something runs, process after process."""
+
+    harvester: Harvester | None = None
 
     def __init__(self, simulation: Simulation, name: str) -> None:
         self.simulation: Any = simulation
@@ -434,6 +437,7 @@ class Simulation:
         self.network = Network(self.scheduler)
         self.network.late, self.network.latency, self.network.slow = plan.late, plan.latency, plan.slow
         self.network.late_ends, self.network.longest_late = plan.late_ends, plan.longest_late
+        self.network.late_produces = plan.late_produces
         self.cluster = Cluster(self.scheduler)
         self.cluster.seen = self.seen
         self.cluster.is_late = lambda: self.network.is_late
@@ -801,7 +805,7 @@ class Simulation:
         self.scheduler.note("everything is mended")
         self.is_faulty = False
         self._last_fault_at = self.scheduler.now
-        self.network.late_ends = self.database.late_changes = 0.0
+        self.network.late_ends = self.network.late_produces = self.database.late_changes = 0.0
         self.database.set_holds([])
         self.database.server.is_up = True
         for process, server in list(self.network.cut):

@@ -14,6 +14,7 @@ from outbox_queue.consuming.reader import QueueReader
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.redelivery.in_progress import InProgress
 from tests.simulation.__main__ import outcome_of, shrink
+from tests.simulation.broken_queue_rules import QUEUE_RULES
 from tests.simulation.queue_bounds import CONCURRENCY
 from tests.simulation.queue_simulation import QueuePlan, run
 
@@ -48,8 +49,7 @@ def test_promises_of_queues_hold_for_hours():
         ("a tracker heeds keep-alives", 0),
         ("a tracker heeds end markers", 0),
         ("deadlines count from the reading of a marker", 0),
-        ("offsets wait for the markers' acknowledgement", 0),
-        ("a message in progress is kept alive", 0),
+        ("what was not started is read again", 0),
     ],
 )
 def test_broken_rules_of_queues_are_found(rule, first):
@@ -58,18 +58,14 @@ def test_broken_rules_of_queues_are_found(rule, first):
 
 
 @pytest.mark.complete
-def test_more_broken_rules_of_queues_are_found():
-    """The same for rules that take longer."""
-    for rule in ("a tracker judges behind a tick that it has read", "a redelivery is one transaction"):
+def test_all_broken_rules_of_queues_are_found():
+    """The same for all rules; some take longer."""
+    for rule in QUEUE_RULES:
         assert any(outcome_of(QueuePlan.of(seed), rule).problem for seed in range(300)), rule
 
 
 def _rebuild_nothing(self):
     self._by_deadline.append((float("inf"), (-1, -1)))
-
-
-def _look_at_deadlines(self, now):
-    return any(entry.deadline <= now for entry in self)
 
 
 def _keep(self, _):
@@ -98,23 +94,24 @@ _write_marker, _fetch, _start_reader = MarkerWriter.write, GroupMember.fetch, Qu
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "double", "pause", "shown"),
+    ("place", "name", "double", "shown"),
     [
-        (InProgress, "end", lambda *_: False, 0.5, "has ended, and is kept"),
-        (InProgress, "_rebuild", _rebuild_nothing, 0.05, "deadlines are kept"),
-        (InProgress, "has_expired", _look_at_deadlines, 0.5, "deadlines that are over"),
-        (PrefetchBuffer, "_free", lambda _: 100, 0.05, "waiting messages"),
-        (PrefetchBuffer, "_remove", _keep, 0.5, "received messages"),
-        (GroupMember, "fetch", _fetch_all, 0.05, "fetched records"),
-        (MarkerWriter, "write", _write_too_much, 0.1, "markers on their way"),
-        (QueueCounters, "in_progress", _count_up_alone, 0.5, "messages in its metrics"),
-        (QueueReader, "start", _start_two, 0.5, "threads, and needs"),
+        (InProgress, "end", lambda *_: False, "has ended, and is kept"),
+        (InProgress, "_rebuild", _rebuild_nothing, "deadlines are kept"),
+        (PrefetchBuffer, "_free", lambda _: 100, "must be in progress"),
+        (PrefetchBuffer, "_remove", _keep, "received messages"),
+        (GroupMember, "fetch", _fetch_all, "fetched records"),
+        (MarkerWriter, "write", _write_too_much, "markers on their way"),
+        pytest.param(
+            QueueCounters, "in_progress", _count_up_alone, "messages in its metrics", marks=pytest.mark.complete
+        ),
+        pytest.param(QueueReader, "start", _start_two, "threads, and needs", marks=pytest.mark.complete),
     ],
 )
-def test_memory_of_queues_is_bounded(monkeypatch, place, name, double, pause, shown):
+def test_memory_of_queues_is_bounded(monkeypatch, place, name, double, shown):
     """A run notices a consumer or a tracker that keeps more than it may, or forgets nothing."""
     monkeypatch.setattr(place, name, double)
-    plan = QueuePlan(3, "queue", ("crash",), writers=3, seconds=10.0, pause=pause, conducts=("slow",))
+    plan = QueuePlan(3, "queue", ("crash",), writers=3, seconds=10.0, pause=0.05, conducts=("slow", "hang"), hangs=1.0)
     assert shown in run(plan).problem
 
 

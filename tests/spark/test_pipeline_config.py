@@ -65,7 +65,9 @@ def test_shows_no_secrets(load):
         ("trigger: 500ms", "trigger: 5", "needs a unit"),
         ("name: lines", "name: ../lines", "project.name"),
         ("table: lines", "table: a.b.c", "project.postgres.table"),
-        ("schema: n BIGINT", "schema: n BIGINT\n  keep: latest\n  parquet: {path: /x}", "project.keep"),
+        ("schema: n BIGINT", "schema: n BIGINT\n  keep: latest\n  lakehouse: {path: /x}", "project.keep"),
+        ("table: lines}", "table: lines}\n  lakehouse: {}", "project.lakehouse: needs exactly one of path, iceberg"),
+        ("table: lines}", "table: lines}\n  lakehouse: {iceberg: {table: x}}", "project.lakehouse.iceberg.table"),
         ("project:", "projekt:", "projekt: unknown field; did you mean project?"),
         ("spark: {settings: {", "spark: {settings: {driver.memory: 1g, ", "spark.settings.driver.memory"),
     ],
@@ -89,7 +91,7 @@ def test_a_side_of_an_audit_is_one_thing(load):
 @pytest.mark.parametrize(
     ("pipeline", "section"),
     [
-        ("project", "{name: a, topics: t, checkpoint: /c, schema: n BIGINT, parquet: {path: /p}}"),
+        ("project", "{name: a, topics: t, checkpoint: /c, schema: n BIGINT, lakehouse: {path: /p}}"),
         ("archive", "{name: a, topics: t, checkpoint: /c, path: /p}"),
         ("audit", "{expected: {archive: /a}, found: {topics: t}}"),
     ],
@@ -99,6 +101,20 @@ def test_kafka_must_be_named(load, pipeline, section, kafka):
     """Pipelines that read topics need Kafka's address."""
     with pytest.raises(InvalidConfig, match=rf"kafka\.bootstrap\.servers: is missing: `{pipeline}` needs it"):
         load(f"{kafka}{pipeline}: {section}\n", pipeline)
+
+
+def test_tables_of_a_lakehouse(load):
+    """An archive is a folder or an Iceberg table, whose catalog's secrets are not shown; `parquet` is an old name."""
+    table = "{table: shop.orders, catalog: {uri: 'http://c', token: hunter2}}"
+    file = load(f"replay: {{archive: {table}, name: again}}", "replay")
+    assert file.settings.archive.catalog == {"uri": "http://c", "token": "hunter2"}
+    assert "hunter2" not in repr(file)
+    with pytest.raises(InvalidConfig, match=r"replay\.archive\.tabel: unknown field; did you mean table\?"):
+        load("replay: {archive: {tabel: a.b}, name: again}", "replay")
+    earlier = _PROJECT.partition("  postgres:")[0] + "  parquet: {path: /x}"
+    with pytest.warns(DeprecationWarning, match="lakehouse"):
+        file = load(earlier, SERVERS="x")
+    assert file.settings.lakehouse.quarantine_place == "/x_quarantine"
 
 
 def test_kafka_need_not_be_named(load):

@@ -1,12 +1,15 @@
 """Spark's connections to PostgreSQL among functions and tables of others, with names and passwords of any kind."""
 
+from contextlib import closing
+from dataclasses import replace
+
 import psycopg
 import pyarrow as pa
 import pytest
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
-from outbox_core.stores.relay_marks import RelayMark
+from outbox_core.stores.interface import RowQuery
 from outbox_spark.cli.doctor import _postgres as look_at_projection
 from outbox_spark.cli.doctor import _readable as look_at_table
 from outbox_spark.config import ProjectSettings, SnapshotTable
@@ -14,7 +17,8 @@ from outbox_spark.pipelines.audit_sides import _ReadTable, extent_of
 from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection, Totals
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.postgres.upsert import Task, Upsert, UpsertTarget
-from outbox_spark.relay.batch_store import BatchStore, Shard
+from outbox_spark.relay.plan import Planner
+from outbox_spark.relay.shard_store import ShardStore
 
 _TRAP = """
 CREATE FUNCTION {name} RETURNS {result} LANGUAGE plpgsql AS
@@ -134,16 +138,16 @@ def test_an_audit_reads_odd_rows(database):
 
 
 def test_a_relay_calls_no_functions_of_others(among_others):
-    """A relay calls no functions of others when it marks, reads, adopts and purges batches."""
-    store = BatchStore(among_others, "outbox")
-    store.outbox.check()
-    batch = store.mark_batch(RelayMark(7, 1), 10)
-    assert [sum(map(len, store.read(Shard(number, 2, batch)))) for number in range(2)] in ([0, 2], [1, 1], [2, 0])
-    assert store.adopt(8) == 2
-    (batch,) = store.batches(8)
-    assert store.highest_id() == 2
-    assert store.purge_batch(batch) == 2
-    store.close()
+    """A relay calls no functions of others when it plans a batch, reads a shard and deletes its rows."""
+    with closing(ShardStore(among_others, "outbox")) as store:
+        store.check()
+        assert store.highest_id() == 2
+        rows = []
+        for wanted in Planner(store, 2).next():
+            rows += store.scan_shard(RowQuery(10), wanted)
+            rows += store.scan_shard(RowQuery(10), replace(wanted, is_settled=False, after=2))
+            assert sum(map(len, store.read_shard(wanted.number, 2))) <= 2
+        assert store.delete_published([row.id for row in rows], [row.create_time for row in rows]) == 2
 
 
 def test_tables_are_found_and_made_by_the_sessions_own_path(database):

@@ -11,7 +11,6 @@ from outbox_core.kafka.admin import TopicHidden
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
 from outbox_core.record import OutboxRecord
-from outbox_core.stores.relay_marks import RelayMark
 from outbox_queue import QueueService
 from outbox_queue.config import QueueConfig
 from outbox_queue.dead_letters.store import DeadLetters
@@ -20,8 +19,9 @@ from outbox_queue.redelivery.tracker import RedeliveryTracker
 from outbox_spark.config import ReplaySettings
 from outbox_spark.pipelines.replay import _Shard
 from outbox_spark.relay import fencing
-from outbox_spark.relay.batch_store import BatchStore, Shard
-from outbox_spark.relay.shard_writer import ShardWriter
+from outbox_spark.relay.plan import BatchPlan, Planner
+from outbox_spark.relay.shard_store import ShardStore
+from outbox_spark.relay.shard_task import ShardTask
 from outbox_spark.topics.ranges import OffsetRange, read_range
 from tests.acl_world import DOCS, GROUP, TOPIC, TRANSACTIONAL_ID, Broker, table_of
 from tests.harvesting import Scene, wait_until
@@ -179,8 +179,11 @@ def test_relay(scene, broker, topic_name):
     """A relay's driver and tasks need no more than the rights in its table, also after a harvester."""
     topic = broker.make_topic(topic_name())
     config = scene.config(base_kafka_config=broker.settings("relay"), delivery="exactly-once")
-    store = BatchStore(_as(scene, "outbox_harvester"))
-    identity = store.outbox.check()
+    as_role = scene.config(
+        base_kafka_config=broker.settings("relay"), delivery="exactly-once", data_source=_as(scene, "outbox_harvester")
+    )
+    store = ShardStore.of(as_role)
+    identity = store.check()
     named = {
         "transactional.ids": [(TRANSACTIONAL_ID, f"kafka-outbox:{identity}:shard-{shard}") for shard in range(_SHARDS)],
         "topic of the manifests, compacted, one partition for each shard": [(TOPIC, f"{identity}.relay-manifests")],
@@ -197,15 +200,13 @@ def test_relay(scene, broker, topic_name):
     for restart in range(2):
         scene.fill(topic, 10)
         ensure_tracking_topic(transactions.kafka, transactions.relay_topic, width=_SHARDS)
-        with Neli(NeliConfig.of(config, identity, store.outbox.server_id())) as elector:
+        with Neli(NeliConfig.of(config, identity, store.server_id())) as elector:
             wait_until(lambda elector=elector: elector.is_leader, "it leads")
             fencing.fence_and_purge(transactions, store, lambda: False)
-            term = elector.leadership.term
-            batch = store.mark_batch(RelayMark(term, 1), 100)
+            ranges = Planner(store, _SHARDS).next()
+            plan = BatchPlan(harvest=as_role, outbox=identity, term=elector.leadership.term, ranges=ranges)
             for number in range(_SHARDS):
-                found = [row for rows in store.read(Shard(number, _SHARDS, batch)) for row in rows]
-                rows = [row._replace(partition=-1) for row in found]  # as Spark hands them on
-                ShardWriter(transactions.of_shard(number), config.leader_names(identity), term).write(rows)
+                assert not ShardTask(plan, number).run().error
             fencing.fence_and_purge(transactions, store, lambda: False)
         assert len(scene.read(topic)) == 10 * (1 + restart)
         if not restart:  # the second time there was a harvester

@@ -2,7 +2,6 @@
 
 import shutil
 from datetime import UTC, datetime, timedelta, timezone
-from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -11,41 +10,58 @@ from devstack.frame_proxy import Api, Match
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka import transactions as transaction
 from outbox_spark.config import ArchiveSettings, AuditSettings, ReplaySettings
-from outbox_spark.parquet.commit_log import CommitLog
 from outbox_spark.pipelines import archive, audit, replay
 from outbox_spark.pipelines.follower import RecordsMissing
+from outbox_spark.tables.table import Table
 from tests.kafka_reader import read_topic
 from tests.queueing import eventually
 from tests.raw_records import NOT_UTF8, produce_raw
+from tests.spark.pipelines.lakes import FORMATS, address_of, by_duckdb, by_polars, place_of
 from tests.spark.pipelines.runs import forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
 
 
+_COMPLETE = pytest.mark.complete
+each_format = pytest.mark.parametrize("kind", FORMATS)
+
+
 @pytest.fixture
-def settings(tmp_path, make_topic):
+def kind():
+    """Return the format of the archive, where a test has no choice."""
+    return "delta"
+
+
+@pytest.fixture
+def place(tmp_path, kind):
+    """Return the place of an archive."""
+    return place_of(kind, tmp_path)
+
+
+@pytest.fixture
+def settings(tmp_path, make_topic, place):
     """Return settings of an archive of a fresh topic."""
     return ArchiveSettings(
-        name="archive",
-        topics=[make_topic(3)],
-        checkpoint=str(tmp_path / "checkpoint"),
-        path=str(tmp_path / "archive"),
-        small_files=3,
+        name="archive", topics=[make_topic(3)], checkpoint=str(tmp_path / "checkpoint"), small_files=3, **place
     )
 
 
-def _ids(rows):
-    return sorted(int(row.outbox_id.rpartition(":")[2]) for row in rows.select("outbox_id").collect())
+def _number(outbox_id):
+    return int(outbox_id.rpartition(":")[2])
 
 
 def _archived(spark, settings):
-    """Return the ids in the archive, by its commit log and by its folders, which must agree."""
-    by_ledger = _ids(archive.open_archive(spark, settings.path).read())
-    assert by_ledger == _ids(spark.read.parquet(settings.path))
-    return by_ledger
+    """Return the ids in the archive, as Spark, DuckDB and Polars read them, which must agree."""
+    place = {"path": settings.path} if settings.path else {"iceberg": settings.iceberg.model_dump()}
+    rows = archive.open_archive(spark, settings.place).read().select("outbox_id").collect()
+    found = sorted(_number(row.outbox_id) for row in rows)
+    assert found == sorted(map(_number, by_polars(place)["outbox_id"].to_list()))
+    assert found == sorted(_number(outbox_id) for (outbox_id,) in by_duckdb(place, "SELECT outbox_id FROM found"))
+    return found
 
 
-def test_archives_each_record_once(spark, settings, kafka_bootstrap):
+@pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=_COMPLETE)])
+def test_archives_each_record_once(spark, settings, place, kafka_bootstrap):
     """Committed records are archived once with all their parts, aborted ones are not; small files are merged."""
     topic = settings.topics[0]
     for begin in (0, 20, 40):
@@ -54,19 +70,23 @@ def test_archives_each_record_once(spark, settings, kafka_bootstrap):
         counts = run_once(archive, spark, kafka_bootstrap, settings)
         assert counts["records"] == 20
     assert _archived(spark, settings) == list(range(60))
-    table = archive.open_archive(spark, settings.path)
-    assert len(list(Path(settings.path).rglob("*.parquet"))) < 8
+    table = archive.open_archive(spark, settings.place)
+    assert len(table._log.files()) < 6  # each batch wrote two
     found = {(row.partition, row.offset): row for row in table.read().collect()}
+    elsewhere = {(row["partition"], row["offset"]): row for row in by_polars(place).to_dicts()}
     for message in read_topic(kafka_bootstrap, topic):
         row = found[message.partition, message.offset]
         assert (row.topic, bytes(row.key), bytes(row.value)) == (topic, message.key, message.value)
         assert [(header.key, bytes(header.value)) for header in row.headers] == message.headers
         assert row.date == row.timestamp.date()
+        other = elsewhere[message.partition, message.offset]
+        assert (other["key"], other["value"], other["timestamp"].date()) == (message.key, message.value, row.date)
+        assert [tuple(header.values()) for header in other["headers"]] == message.headers
 
 
 @pytest.mark.complete
 def test_survives_losses_of_the_checkpoint(spark, settings, kafka_bootstrap):
-    """A deleted commit-log entry and a deleted checkpoint neither lose nor repeat records."""
+    """A deleted entry of Spark's commit log and a deleted checkpoint neither lose nor repeat records."""
     topic = settings.topics[0]
     produce(kafka_bootstrap, topic, range(30))
     run_once(archive, spark, kafka_bootstrap, settings)
@@ -81,36 +101,42 @@ def test_survives_losses_of_the_checkpoint(spark, settings, kafka_bootstrap):
 
 
 @pytest.mark.complete
-def test_survives_a_killed_driver(spark, settings, kafka_bootstrap):
-    """A driver killed between the archive's commit and Spark's repeats no record."""
-    produce(kafka_bootstrap, settings.topics[0], range(30))
+@each_format
+def test_survives_a_killed_driver(spark, settings, place, kafka_bootstrap):
+    """A driver killed between the archive's commit and Spark's repeats no record; replay and audit find each once."""
+    topic, kafka = settings.topics[0], {"bootstrap.servers": kafka_bootstrap}
+    produce(kafka_bootstrap, topic, range(30))
     run_and_die("archive", kafka_bootstrap, settings)
     assert _archived(spark, settings) == list(range(30))
-    produce(kafka_bootstrap, settings.topics[0], range(30, 40))
+    produce(kafka_bootstrap, topic, range(30, 40))
     run_once(archive, spark, kafka_bootstrap, settings)
     assert _archived(spark, settings) == list(range(40))
+    side = {"archive": address_of(place)}
+    compared = audit.run(spark, kafka, AuditSettings(expected={"topics": [topic]}, found=side))
+    assert compared.is_clean
+    assert compared.total("expected") == 40
+    wanted = ReplaySettings(archive=address_of(place), name="again", topics=[topic], keys=["k1"])
+    assert replay.run(spark, kafka, wanted, publish=False, say=lambda _: None)["selected"] == 8
 
 
 @pytest.mark.complete
+@each_format
 def test_survives_a_failure_around_the_commit(spark, settings, kafka_bootstrap, monkeypatch):
     """A failure before the commit and one right behind it are tried again, and each record is there once."""
     produce(kafka_bootstrap, settings.topics[0], range(30))
-    commit, finish, failures = CommitLog.commit, CommitLog.finish, []
+    commit, failures = Table._commit, []
 
-    def fail_before(self, *arguments, **options):
-        if len(failures) == 0:
+    def fail_twice(self, *arguments, **options):
+        if not failures:
             failures.append("before")
             raise OSError("the disk has gone")
-        return commit(self, *arguments, **options)
-
-    def fail_behind(self):
-        if self.number == 1 and len(failures) == 1:
+        added = commit(self, *arguments, **options)
+        if len(failures) == 1:
             failures.append("behind")
             raise OSError("the disk has gone again")
-        return finish(self)
+        return added
 
-    monkeypatch.setattr(CommitLog, "commit", fail_before)
-    monkeypatch.setattr(CommitLog, "finish", fail_behind)
+    monkeypatch.setattr(Table, "_commit", fail_twice)
     run_once(archive, spark, kafka_bootstrap, settings)
     assert failures == ["before", "behind"]
     assert _archived(spark, settings) == list(range(30))
@@ -182,7 +208,9 @@ def test_a_replay_of_a_time_in_any_zone(spark, settings):
     columns = "key BINARY, value BINARY, header_list ARRAY<STRUCT<key: STRING, value: BINARY>>, topic STRING, "
     columns += "partition INT, offset BIGINT, timestamp TIMESTAMP, outbox_id STRING"
     records = archive.archive(spark.createDataFrame(rows, columns))
-    archive.open_archive(spark, settings.path).append(records, {"orders": {"0": 5}})
+    table = archive.open_archive(spark, settings.path)
+    table.recover()
+    table.append(records, {"orders": {"0": 5}})
     east = timezone(timedelta(hours=5))
     wanted = ReplaySettings(
         archive=settings.path,

@@ -13,6 +13,7 @@ from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_spark.config import ProjectSettings
 from outbox_spark.pipelines import project
 from tests.raw_records import NOT_UTF8, produce_raw
+from tests.spark.pipelines.lakes import FORMATS, by_polars, place_of
 from tests.spark.pipelines.runs import SCHEMA, forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
@@ -179,9 +180,11 @@ def test_the_latest_record_of_a_key_stays(spark, settings, database, kafka_boots
 
 
 @pytest.mark.complete
-def test_projects_to_parquet_without_repeats(spark, settings, tmp_path, kafka_bootstrap):
-    """Parquet has each record once, even if a later batch repeats it and the checkpoint is gone."""
-    chosen = settings(postgres=None, parquet={"path": str(tmp_path / "rows")})
+@pytest.mark.parametrize("kind", FORMATS)
+def test_projects_to_a_lakehouse_without_repeats(spark, settings, tmp_path, kafka_bootstrap, kind):
+    """The table has each record once, even if a later batch repeats it and the checkpoint is gone."""
+    place = place_of(kind, tmp_path)
+    chosen = settings(postgres=None, lakehouse=place)
     topic = chosen.topics[0]
     produce(kafka_bootstrap, topic, range(20))
     _send(kafka_bootstrap, topic, (b"k", b"nope"))
@@ -189,9 +192,9 @@ def test_projects_to_parquet_without_repeats(spark, settings, tmp_path, kafka_bo
     shutil.rmtree(chosen.checkpoint)
     produce(kafka_bootstrap, topic, range(10, 30))
     assert run_once(project, spark, kafka_bootstrap, chosen)["repeated"] == 10
-    found = spark.read.parquet(str(tmp_path / "rows"))
-    assert sorted(row.n for row in found.select("n").collect()) == list(range(30))
-    assert spark.read.parquet(str(tmp_path / "rows_quarantine")).first().reason == "the value is not JSON"
+    assert by_polars(place)["n"].sort().to_list() == list(range(30))
+    quarantine = f"{place['path']}_quarantine" if kind == "delta" else "shop.archive_quarantine"
+    assert by_polars(place, quarantine)["reason"].to_list() == ["the value is not JSON"]
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,22 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from outbox_core.errors import InvalidConfig, MarkedRowsFound
+from outbox_core.record import OutboxRecord
 from outbox_spark.pipelines.relay import RelayConfig, RelayFailed, run_relay
-from outbox_spark.relay.batch_store import BatchStore
-from outbox_spark.relay.sink import KafkaSink
 from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, identity_of, wait_until
 from tests.kafka_reader import read_topic
-from tests.spark.relay.faulty_sinks import DIE_AT, FailingSink, flag_of
 from tests.spark.relay.outcome import assert_each_once_in_order
+from tests.spark.relay.relay_process import killing
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(600)]
 
@@ -28,23 +28,23 @@ SPARK_SECONDS = 240.0
 class RelayProcess:
     """A relay in a process of its own."""
 
-    def __init__(self, scene, directory, *, once=False, records=200, die_at=""):
+    def __init__(self, scene, directory, *, once=False, records=200, fault=None, master="local[2]", spark=None):
         self.log = Path(directory) / f"relay-{os.urandom(3).hex()}.log"
-        self.checkpoint = Path(directory) / "checkpoint"
         settings = {
             "dsn": scene.database,
             "table": scene.table.quoted,
             "bootstrap": scene.bootstrap,
-            "checkpoint": str(self.checkpoint),
             "records": records,
             "once": once,
+            "fault": fault,
+            "master": master,
+            "spark": spark or {},
         }
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.spark.relay.relay_process", json.dumps(settings)],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, DIE_AT: die_at},
                 start_new_session=True,
             )
 
@@ -80,79 +80,99 @@ def relay_of(tmp_path):
         relay.kill()
 
 
-def config_of(scene, checkpoint, **options):
+def config_of(scene, **options):
     """Return settings of a relay in this process."""
-    settings = {"shards": 2, "batch_records": 100} | options
-    return RelayConfig(harvest=scene.config(delivery="exactly-once"), checkpoint=str(checkpoint), **settings)
+    return RelayConfig(harvest=scene.config(delivery="exactly-once"), **{"shards": 2, "batch_records": 100} | options)
 
 
-def test_a_relay_publishes_all_and_ends(spark, scene, make_topic, tmp_path):
-    """One run publishes all present rows, even if the last entry of the commit log, or the whole log, was deleted."""
+@pytest.fixture
+def fault_of(tmp_path):
+    """Return a function that plans the death of the `victim`, "driver", "executor" or "worker", at a row's id."""
+
+    def make(victim, at):
+        flag = tmp_path / f"{victim}-{at}"
+        flag.touch()
+        return {"victim": victim, "at": at, "flag": str(flag)}
+
+    return make
+
+
+def test_a_relay_publishes_all_and_ends(spark, scene, make_topic):
+    """One run publishes all present rows, with one task for each shard; a later one, with more shards, the others."""
     topic = make_topic()
     scene.fill(topic, 350, keys=9)
     told = []
-    checkpoint = tmp_path / "checkpoint"
-    run_relay(spark, config_of(scene, checkpoint), once=True, on_progress=told.append)
+    run_relay(spark, config_of(scene), once=True, on_progress=told.append)
     assert_each_once_in_order(scene, topic, 350)
     assert sum(progress["numInputRows"] for progress in told) == 350
-
-    newest = max((checkpoint / "commits").iterdir(), key=lambda path: int(path.name) if path.name.isdigit() else -1)
-    newest.unlink()
-    for entry in (checkpoint / "commits").glob(".*"):
-        entry.unlink()
+    assert all(
+        0 < progress["durationMs"]["longestTask"] <= progress["durationMs"]["triggerExecution"] for progress in told
+    )
     scene.fill(topic, 50, keys=9, prefix="again")
-    run_relay(spark, config_of(scene, checkpoint), once=True)
+    run_relay(spark, config_of(scene, shards=3), once=True)
     assert sorted(map(identity_of, scene.read(topic))) == list(range(1, 401))
-
-    shutil.rmtree(checkpoint)
-    scene.fill(topic, 50, keys=9, prefix="anew")
-    run_relay(spark, config_of(scene, checkpoint), once=True)
-    assert sorted(map(identity_of, scene.read(topic))) == list(range(1, 451))
     assert scene.count() == 0
 
 
-def test_a_relay_that_cannot_work_says_why(spark, scene, make_topic, tmp_path):
+def test_a_task_that_dies_is_made_up_for(spark, scene, make_topic, fault_of):
+    """After the worker of a task was killed in its transaction, the next batch publishes the missing records, once."""
+    topic = make_topic()
+    scene.fill(topic, 250, keys=9)
+    dies = partial(killing, driver=0, **fault_of("worker", 120))
+    run_relay(spark, config_of(scene, batch_records=40), once=True, transform=dies)
+    assert_each_once_in_order(scene, topic, 250)
+
+
+def test_a_relay_that_cannot_work_says_why(spark, scene, make_topic):
     """A relay that finds marks of an at-least-once harvester ends with that reason, and publishes no record."""
     topic = make_topic()
     scene.fill(topic, 5)
     scene.execute(f"UPDATE {scene.table.quoted} SET leader_id = gen_random_uuid() WHERE id = 3")
-    with pytest.raises(RelayFailed, match="carry the mark of an at-least-once harvester"):
-        run_relay(spark, config_of(scene, tmp_path / "checkpoint"), once=True)
+    with pytest.raises(MarkedRowsFound, match="carry the mark of an at-least-once harvester"):
+        run_relay(spark, config_of(scene), once=True)
     assert scene.read(topic) == []
 
 
-@pytest.mark.complete
-def test_a_failed_task_is_tried_again(spark, database, kafka_bootstrap, make_topic, tmp_path):
-    """After tasks failed before and after the Kafka commit, a new query publishes the missing records, once."""
-    table = f"outbox_{os.urandom(4).hex()}"
-    scene = Scene(database, kafka_bootstrap, table=table)
-    topic = make_topic()
-    scene.fill(topic, 250, keys=9)
-    flags = [flag_of(table, step) for step in ("sent", "committed")]
-    for flag in flags:
-        flag.touch()
-    spark.dataSource.register(FailingSink)
-    try:
-        run_relay(spark, config_of(scene, tmp_path / "checkpoint"), once=True)
-    finally:
-        spark.dataSource.register(KafkaSink)
-    assert not any(flag.exists() for flag in flags)
-    assert_each_once_in_order(scene, topic, 250)
+def test_a_record_that_stops_a_relay_is_named(spark, scene, make_topic):
+    """A task's error about a record is the relay's, and says which."""
+    topic = make_topic(1, config={"max.message.bytes": "20000"})
+    scene.stash(OutboxRecord(topic=topic, key="b", value=os.urandom(50_000)))
+    with pytest.raises(RelayFailed, match=f"record.* 1 .*for topic '{topic}'"):
+        run_relay(spark, config_of(scene), once=True)
+    assert scene.count() == 1
+
+
+def test_functions_are_not_handed_to_workers(scene):
+    """A setting that is a function is refused by its name, as workers could not call it."""
+    config = scene.config(base_kafka_config={"bootstrap.servers": "h:1", "oauth_cb": print})
+    with pytest.raises(InvalidConfig, match="oauth_cb: a function cannot be handed"):
+        run_relay(None, RelayConfig(harvest=config))
 
 
 @pytest.mark.complete
-@pytest.mark.parametrize("checkpoint_survives", [True, False], ids=["checkpoint-kept", "checkpoint-deleted"])
-def test_a_driver_that_dies_between_kafkas_commit_and_its_own(scene, make_topic, relay_of, spark, checkpoint_survives):
-    """A driver killed after the shards' commits, before the batch is in Spark's commit log, repeats no record."""
+@pytest.mark.parametrize("at", [1, 230, 490])
+def test_a_driver_that_dies(scene, make_topic, relay_of, fault_of, at):
+    """After the driver was killed at some record, a relay publishes the missing ones, once, in order."""
     topic = make_topic()
     scene.fill(topic, 500, keys=9)
-    dying = relay_of(scene, die_at="2")
+    dying = relay_of(scene, fault=fault_of("driver", at), records=50, once=True)
     assert dying.wait() == -signal.SIGKILL
     dying.kill()
-    assert scene.count() > 0
-    if not checkpoint_survives:
-        shutil.rmtree(dying.checkpoint)
-    run_relay(spark, config_of(scene, dying.checkpoint), once=True)
+    relay = relay_of(scene, once=True)
+    assert relay.wait() == 0, relay.text()[-3000:]
+    assert_each_once_in_order(scene, topic, 500)
+
+
+@pytest.mark.complete
+def test_an_executor_that_dies(scene, make_topic, relay_of, fault_of):
+    """After an executor was killed, with speculation on, its tasks run elsewhere: all is published once, in order."""
+    topic = make_topic()
+    scene.fill(topic, 500, keys=9)
+    options = {"spark.speculation": "true", "spark.speculation.minTaskRuntime": "1s"}
+    relay = relay_of(
+        scene, fault=fault_of("executor", 250), records=50, once=True, master="local-cluster[2,1,512]", spark=options
+    )
+    assert relay.wait() == 0, relay.text()[-3000:]
     assert_each_once_in_order(scene, topic, 500)
 
 
@@ -184,7 +204,6 @@ def test_a_harvester_and_a_relay_never_both_publish(scene, make_topic, relay_of)
         of_key[message.key] = identity_of(message)
     os.kill(second.process.pid, signal.SIGTERM)
     assert second.wait() == 0
-    assert BatchStore(scene.database).batches(0) == []
 
 
 @pytest.mark.complete

@@ -1,100 +1,38 @@
-"""Batches and shards on real services, without Spark: crashes at every step, changes of leadership."""
+"""Shards on real services, without Spark: crashes at every step, changes of leadership, writers that take long."""
 
 import json
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from uuid import uuid4
 
+import psycopg
 import pytest
 from confluent_kafka import Producer
 
 from outbox_core.config import LeaderNames
 from outbox_core.election.observer import highest_claim
-from outbox_core.errors import InvalidRecord, MarkedRowsFound, RowsRemain, TrackingTopicError
+from outbox_core.errors import MarkedRowsFound, TrackingTopicError
 from outbox_core.kafka.clients import make_consumer
-from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.record_producer import RecordProducer
-from outbox_core.kafka.topics import TopicLimits, ensure_leader_topic, ensure_tracking_topic
+from outbox_core.kafka.topics import TopicLimits, ensure_leader_topic
 from outbox_core.record import OutboxRecord
+from outbox_core.retention.archive import archive_statements
 from outbox_core.schema import add_checks_sql, drop_checks_sql
-from outbox_core.stores.interface import NewHold
-from outbox_core.stores.relay_marks import RelayMark
+from outbox_core.stores.interface import RowQuery
+from outbox_core.stores.relay_marks import FIRST, LAST
 from outbox_spark.relay import fencing
-from outbox_spark.relay.batch_store import BatchStore, Shard
-from outbox_spark.relay.leadership import FixedTerm
-from outbox_spark.relay.shard_writer import Deposed, ShardWriter
-from outbox_spark.relay.stream import BEGINNING, OutboxStream, StreamSettings
-from tests.harvesting import Scene, identity_of
-from tests.spark.relay.engine import STEPS, Checkpoint, Engine, Killed
+from outbox_spark.relay.plan import Planner
+from outbox_spark.relay.shard_store import ShardRange
+from outbox_spark.relay.shard_task import ShardTask
+from tests.harvesting import identity_of
 from tests.spark.relay.outcome import assert_each_once_in_order
+from tests.spark.relay.relay_scene import SHARDS, Killed, RelayScene
 
 pytestmark = pytest.mark.real_broker
 
-SHARDS = 2
-
-
-class RelayScene(Scene):
-    """An outbox and the relays that publish it, one term after the other."""
-
-    def __init__(self, database, bootstrap, **options):
-        super().__init__(database, bootstrap, **options)
-        self.settings = self.config(delivery="exactly-once")
-        self.identity = BatchStore(database, self.table.quoted).outbox.check()
-        self.transactions = TransactionalIdentity.of(self.settings, self.identity)
-        self.leader = self.settings.leader_names(self.identity)
-        self.leader_topic = self.leader.topic
-        ensure_leader_topic(self.transactions.kafka, self.leader_topic)
-        ensure_tracking_topic(self.transactions.kafka, self.transactions.relay_topic, width=SHARDS)
-        self.sent = 0
-
-    def claim(self):
-        """Claim leadership; return the number of the claim."""
-        producer, offsets = Producer({"bootstrap.servers": self.bootstrap}), []
-        message = json.dumps({"type": "claim", "id": str(uuid4()), "name": "test"})
-        producer.produce(self.leader_topic, message, on_delivery=lambda _, done: offsets.append(done.offset()))
-        producer.flush()
-        return offsets[0]
-
-    def stream(self, term, limit=40):
-        return OutboxStream(
-            StreamSettings(shards=SHARDS, limit=limit),
-            FixedTerm(term),
-            lambda: BatchStore(self.database, self.table.quoted),
-            self.settle,
-        )
-
-    def settle(self, store, over):
-        fencing.fence_and_purge(self.transactions, store, over)
-        fencing.refuse_marked_rows(self.transactions, store)
-
-    def read_shard(self, shard):
-        store = BatchStore(self.database, self.table.quoted)
-        rows = [row for rows in store.read(shard) for row in rows]
-        store.close()
-        return [row if row.partition is not None else row._replace(partition=-1) for row in rows]
-
-    def writer(self, number, term, **options):
-        options.setdefault("patience", 15.0)
-        return ShardWriter(self.transactions.of_shard(number), self.leader, term, **options)
-
-    def publish(self, shard, rows):
-        self.sent += self.writer(shard.number, shard.batch.mark.term).write(rows).sent
-
-    def engine(self, checkpoint, *, kill_at=None, limit=40):
-        return Engine(
-            self.stream(self.claim(), limit), self.read_shard, self.publish, checkpoint, kill_at=kill_at, limit=limit
-        )
-
-    def relay(self, checkpoint=None, **options):
-        """Relay all rows, in a new term."""
-        engine = self.engine(checkpoint or Checkpoint(), **options)
-        try:
-            engine.run()
-        finally:
-            engine.stream.stop()
-        self.settle(BatchStore(self.database, self.table.quoted), lambda: False)
+STEPS = ("fenced", "scanned", "sent", "committed", "purged")
 
 
 @pytest.fixture
@@ -103,46 +41,26 @@ def scene_class():
     return RelayScene
 
 
-@pytest.mark.parametrize(
-    "checkpoint_survives",
-    [
-        pytest.param(True, id="checkpoint-kept", marks=pytest.mark.complete),
-        pytest.param(False, id="checkpoint-deleted"),
-    ],
-)
+@pytest.mark.parametrize("shards", [pytest.param(3, marks=pytest.mark.complete), 2])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_relay_that_dies_at_any_step_repeats_and_loses_nothing(scene, make_topic, step, checkpoint_survives):
-    """After a relay is killed at a step of its second batch, the next one publishes the missing rows in order."""
+def test_a_relay_that_dies_at_any_step_repeats_and_loses_nothing(scene, make_topic, step, shards):
+    """After a relay died at a step, the next one, also with more shards, publishes the missing rows in order."""
     topic = make_topic()
     scene.fill(topic, 100, keys=7)
-    checkpoint = Checkpoint()
     with pytest.raises(Killed):
-        scene.engine(checkpoint, kill_at=(1, step)).run()
-    scene.relay(checkpoint if checkpoint_survives else None)
+        scene.relay(kill_at=(2, step))
+    assert scene.relay(shards=shards) == []
     assert_each_once_in_order(scene, topic, 100)
 
 
-def test_the_last_commit_entry_may_be_lost(scene, make_topic):
-    """A finished and purged batch that is replayed is not published again."""
-    topic = make_topic()
-    scene.fill(topic, 90, keys=7)
-    checkpoint = Checkpoint()
-    scene.relay(checkpoint)
-    checkpoint.lose_last_commit()
-    scene.fill(topic, 10, keys=7, prefix="later")
-    scene.relay(checkpoint)
-    assert sorted(map(identity_of, scene.read(topic))) == list(range(1, 101))
-    assert scene.count() == 0
-
-
-@pytest.mark.parametrize("step", ["read", "one-published", "all-published"])
+@pytest.mark.parametrize("step", ["scanned", "sent", "committed"])
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
 def test_a_harvester_takes_over_from_a_dead_relay(scene, make_topic, step, delivery):
     """A harvester in either mode publishes the rows that a dead relay has not published, and no others."""
     topic = make_topic()
     scene.fill(topic, 100, keys=7)
     with pytest.raises(Killed):
-        scene.engine(Checkpoint(), kill_at=(1, step)).run()
+        scene.relay(kill_at=(2, step))
     scene.drain(config={"delivery": delivery})
     assert_each_once_in_order(scene, topic, 100)
 
@@ -180,23 +98,22 @@ def test_batches_of_a_shard_fit_a_small_topic(scene, make_topic, monkeypatch, ma
         " SELECT %s, 'k' || n %% 9, lpad(n::text, 200, '0')::bytea FROM generate_series(1, 1500) AS n",
         [topic],
     )
-    scene.relay(limit=1_500)
+    assert scene.relay(rows=1_500) == []
     assert_each_once_in_order(scene, topic, 1_500)
 
 
-def test_rows_from_before_the_constraints_are_left_out(scene, make_topic):
+def test_rows_that_are_no_messages_are_held(scene, make_topic):
     """Rows that violate a constraint that is newer than they are held; a relay publishes the others."""
     topic = make_topic()
     scene.execute(drop_checks_sql(scene.table))
     scene.execute(
         "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys, leader_id) VALUES ('t', 'x', '{a}', NULL),"
         " ('t', 'x', '{a}', %s)",
-        [RelayMark(scene.claim(), 1).leader_id],
+        [FIRST],
     )
     scene.fill(topic, 20, keys=3)
     scene.execute(add_checks_sql(scene.table))
-    scene.relay()  # finds them, and holds them
-    scene.relay()
+    assert scene.relay() == []
     assert [hold.record_id for hold in scene.held()] == [1, 2]
     assert sorted(map(identity_of, scene.read(topic))) == list(range(3, 23))
 
@@ -209,53 +126,45 @@ def test_marks_of_an_at_least_once_harvester_are_refused(scene, make_topic):
         scene.relay()
 
 
-def test_marks_of_a_relay_do_not_stop_an_exactly_once_harvester(scene, make_topic):
-    """A relay's marks do not count as a sign of at-least-once delivery."""
+def test_marks_of_an_earlier_release_count_for_nothing(scene, make_topic):
+    """What a relay of an earlier release has marked is published like other rows, by a relay and by a harvester."""
     topic = make_topic()
     scene.fill(topic, 20, keys=3)
+    scene.execute("UPDATE outbox SET leader_id = %s WHERE id <= 5", [LAST])
+    scene.execute("UPDATE outbox SET leader_id = %s WHERE id = 9", [FIRST])
+    assert scene.store.marks.count().number == 0
     with pytest.raises(Killed):
-        scene.engine(Checkpoint(), kill_at=(0, "logged")).run()
-    assert BatchStore(scene.database).outbox.marks.count().number == 0
+        scene.relay(rows=5, kill_at=(2, "sent"))
     scene.drain(config={"delivery": "exactly-once"})
     assert_each_once_in_order(scene, topic, 20)
 
 
 def test_a_task_of_a_deposed_relay_publishes_nothing(scene, make_topic):
-    """A shard's task that starts after another process has claimed leadership stops before it writes."""
+    """A task that starts after another process has claimed leadership stops before it writes."""
     topic = make_topic()
     scene.fill(topic, 20, keys=3)
-    checkpoint = Checkpoint()
-    with pytest.raises(Killed):
-        scene.engine(checkpoint, kill_at=(0, "sharded")).run()
-    (batch,) = BatchStore(scene.database).batches(0)
-    rows = [scene.read_shard(shard) for shard in scene.stream(0).shards(BEGINNING, checkpoint.offsets[0])]
+    plan = scene.first_plan()
     rival = scene.claim()
-    for number in range(SHARDS):
-        if rows[number]:
-            with pytest.raises(Deposed, match=f"claim {rival} "):
-                scene.writer(number, batch.mark.term).write(rows[number])
-    scene.relay()
+    outcomes = scene.run(plan)
+    assert {(outcome.error, outcome.published) for outcome in outcomes} == {("Deposed", 0)}
+    assert all(f"claim {rival} " in outcome.message for outcome in outcomes)
+    assert scene.relay() == []
     assert_each_once_in_order(scene, topic, 20)
 
 
-def test_a_task_that_was_fenced_in_its_transaction_publishes_nothing(scene, make_topic):
+@pytest.mark.parametrize("step", [pytest.param("scanned", marks=pytest.mark.complete), "sent"])
+def test_a_task_that_was_fenced_in_its_transaction_publishes_nothing(scene, make_topic, step):
     """A task that stood still in its transaction while another relay took over cannot commit."""
     topic = make_topic()
     scene.fill(topic, 20, keys=3)
-    term = scene.claim()
-    stream = scene.stream(term)
-    end = stream.latest(BEGINNING, 40)
-    shards = stream.shards(BEGINNING, end)
-    rows = {shard.number: scene.read_shard(shard) for shard in shards}
+    plan = scene.first_plan()
 
-    def take_over(step):
-        if step == "sent" and scene.count():
+    def take_over(reached):
+        if reached == step and scene.count():
             scene.relay()
 
-    for shard in shards:
-        if rows[shard.number]:
-            with pytest.raises(Deposed):
-                scene.writer(shard.number, term, failpoint=take_over).write(rows[shard.number])
+    outcomes = [ShardTask(plan, wanted.number, failpoint=take_over).run() for wanted in plan.ranges]
+    assert sum(outcome.published for outcome in outcomes) == 0
     assert_each_once_in_order(scene, topic, 20)
 
 
@@ -280,43 +189,65 @@ def test_attempts_of_one_task_at_once_publish_once(scene, make_topic):
     """Several attempts of one task, at once and one after the other, publish each record once."""
     topic = make_topic()
     scene.fill(topic, 200, keys=5)
-    term = scene.claim()
-    stream = scene.stream(term, limit=200)
-    end = stream.latest(BEGINNING, 200)
-    shards = stream.shards(BEGINNING, end)
+    plan = scene.first_plan()
     with ThreadPoolExecutor(6) as threads:
         attempts = [
-            threads.submit(lambda shard=shard: scene.writer(shard.number, term).write(scene.read_shard(shard)))
-            for shard in shards
-            for _ in range(3)
+            threads.submit(ShardTask(plan, wanted.number).run) for wanted in plan.ranges for _ in range(SHARDS + 1)
         ]
-        results = [attempt.result() for attempt in attempts]
-    assert sum(result.sent for result in results) == 200
-    stream.commit(end)
-    stream.stop()
+        assert not any(attempt.result().error for attempt in attempts)
+    assert scene.relay() == []
     assert_each_once_in_order(scene, topic, 200)
 
 
-def test_a_record_that_kafka_refuses_is_named(scene, make_topic):
-    """A record that is too large stops the relay with its id; it stays in the table."""
+def test_a_record_that_no_client_takes_is_held(scene, make_topic):
+    """A record that is too large for the producer is held with its key; all others are published."""
     topic = make_topic()
-    scene.stash(OutboxRecord(topic=topic, key="k", value=b"x" * 2_000_000))
-    with pytest.raises(InvalidRecord, match=f"record 1 for topic '{topic}'.*harvester"):
-        scene.relay()
-    assert scene.count() == 1
+    scene.settings = scene.config(producer_kafka_config={"message.max.bytes": 1_000_000})
+    scene.stash(*(OutboxRecord(topic=topic, key="k", value=b"x" * size) for size in (1, 2_000_000, 2)))
+    scene.stash(OutboxRecord(topic=topic, key="other", value=b"x"))
+    assert scene.relay() == []
+    (hold,) = scene.held()
+    assert (hold.key, hold.record_id) == ("k", 2)
+    assert sorted(map(identity_of, scene.read(topic))) == [1, 4]
 
 
-def test_a_record_that_the_broker_refuses_is_named(scene, make_topic):
-    """A record that the client takes and the broker refuses stops the relay, too, well before its patience ends."""
-    topic = make_topic(1, config={"max.message.bytes": "20000"})
+def test_a_released_record_comes_before_later_ones(scene, make_topic):
+    """A hold of a key that is released while the relay works keeps the order of the key."""
+    topic = make_topic()
+    scene.fill(topic, 10, keys=2)
+    scene.hold("add", topic, key="k1")
+    term = scene.claim()
+    scene.settle()
+    planner = Planner(scene.store, SHARDS)
+    for outcome in scene.run(scene.plan(term, planner)):
+        planner.finished(outcome)
+    assert scene.plan(term, planner) is None
+    scene.hold("release", topic=topic, key="k1")
+    scene.fill(topic, 10, keys=2)
+    while plan := scene.plan(term, planner, rows=3):
+        for outcome in scene.run(plan):
+            planner.finished(outcome)
+    numbers = [identity_of(message) for message in scene.read(topic) if message.key == b"k1"]
+    assert numbers == sorted(numbers)
+    assert len(numbers) == 10
+
+
+@pytest.mark.parametrize("has_table", [True, False])
+def test_a_record_that_kafka_refuses_is_named(scene, make_topic, has_table):
+    """A record that only the broker refuses, or that cannot be held, ends the relay with its id; it stays."""
+    size = 50_000 if has_table else 2_000_000
+    topic = make_topic(1, config={"max.message.bytes": "20000"} if has_table else {})
+    if not has_table:
+        scene.settings = scene.config(producer_kafka_config={"message.max.bytes": 1_000_000})
+        scene.execute("DROP TABLE outbox_hold")
     scene.stash(
-        OutboxRecord(topic=topic, key="a", value=b"x"), OutboxRecord(topic=topic, key="b", value=os.urandom(50_000))
+        OutboxRecord(topic=topic, key="a", value=b"x"), OutboxRecord(topic=topic, key="b", value=os.urandom(size))
     )
-    began = time.monotonic()
-    with pytest.raises(InvalidRecord, match=f"records? .*2 for topic '{topic}'.*harvester"):
-        scene.relay()
-    assert time.monotonic() - began < 60
-    assert scene.count() == 2
+    (error,) = scene.relay()
+    assert error.startswith("InvalidRecord: ")
+    assert f"2 for topic '{topic}'" in error
+    assert "harvester" in error
+    assert scene.count("id = 2") == 1
 
 
 def test_headers_tombstones_and_partitions_arrive(scene, make_topic):
@@ -333,16 +264,57 @@ def test_headers_tombstones_and_partitions_arrive(scene, make_topic):
     assert (found[2].key, found[2].value) == (None, b"text")
 
 
-def test_a_mark_takes_nothing_from_a_later_term(scene, make_topic):
-    """A relay that does not know that it was deposed cannot mark its successor's rows."""
-    scene.fill(make_topic(), 10)
-    store = BatchStore(scene.database)
-    store.mark_batch(RelayMark(2, 1), 6)
-    taken = store.mark_batch(RelayMark(1, 9), 100)
-    assert (taken.rows, taken.first, taken.last) == (4, 7, 10)
-    taken = store.mark_batch(RelayMark(2, 2), 100)
-    assert (taken.rows, taken.first, taken.last) == (4, 7, 10)
-    store.close()
+def test_a_transaction_that_stays_open_keeps_nothing_back(scene, make_topic):
+    """Rows above those of an open transaction are published, and its own in their order once it is committed."""
+    topic = make_topic()
+    with psycopg.connect(scene.database) as writer:
+        insert = "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value) VALUES (%s, 'slow', 'x')"
+        writer.execute(insert, [topic])
+        scene.fill(topic, 50, keys=3)
+        term = scene.claim()
+        scene.settle()
+        planner = Planner(scene.store, SHARDS)
+        while plan := scene.plan(term, planner):
+            assert not any(wanted.is_settled for wanted in plan.ranges)
+            for outcome in scene.run(plan):
+                planner.finished(outcome)
+        assert sorted(map(identity_of, scene.read(topic))) == list(range(2, 52))
+        writer.execute(insert, [topic])
+    while plan := scene.plan(term, planner):
+        for outcome in scene.run(plan):
+            planner.finished(outcome)
+    assert [identity_of(message) for message in scene.read(topic) if message.key == b"slow"] == [1, 52]
+    assert scene.count() == 0
+
+
+def test_ids_that_were_not_drawn_are_noticed(scene, make_topic, monkeypatch, caplog):
+    """A row that appears below the position of its shard is published, and the relay begins at the head after that."""
+    monkeypatch.setattr("outbox_spark.relay.plan._IDLE_SECONDS", 0.0)
+    topic = make_topic()
+    scene.execute("ALTER TABLE outbox DROP CONSTRAINT outbox_id_in_range")
+    scene.fill(topic, 20, keys=3)
+    term = scene.claim()
+    scene.settle()
+    planner = Planner(scene.store, SHARDS)
+    for identity in (None, -5):
+        if identity is not None:
+            scene.execute("INSERT INTO outbox (id, kafka_topic, kafka_value) VALUES (%s, %s, 'x')", [identity, topic])
+        while plan := scene.plan(term, planner):
+            for outcome in scene.run(plan):
+                planner.finished(outcome)
+    assert "record -5 appeared below 20" in caplog.text
+    assert scene.count() == 0
+
+
+def test_records_are_changed_and_left_out_on_the_way(scene, make_topic):
+    """A transform changes records, and rows for which it returns None are deleted unpublished."""
+    topic, other = make_topic(), make_topic()
+    scene.fill(topic, 30, keys=3)
+    changed = scene.relay(transform=lambda row: row._replace(topic=other) if row.id % 2 else None)
+    assert changed == []
+    assert sorted(map(identity_of, scene.read(other))) == list(range(1, 31, 2))
+    assert scene.read(topic) == []
+    assert scene.count() == 0
 
 
 class Signals:
@@ -418,84 +390,76 @@ def test_a_broker_that_was_cut_off_hides_no_claim(scene, monkeypatch):
     assert signals.highest() == 2
 
 
-def test_a_batch_ends_when_it_is_large(scene, make_topic, monkeypatch):
-    """Rows of large values make small batches, as a task keeps its shard in memory."""
-    monkeypatch.setattr("outbox_spark.relay.batch_store.MOST_BYTES", 2500)
-    topic = make_topic()
-    scene.stash(*(OutboxRecord(topic=topic, key="k", value=b"x" * 1000) for _ in range(7)))
-    store = BatchStore(scene.database)
-    assert store.mark_batch(RelayMark(0, 1), 100).rows == 3
-    store.close()
-
-
-def test_a_batch_leaves_out_what_is_held(scene, make_topic):
-    """A held key and a paused topic stay in the table, as with a harvester."""
-    topic, paused = make_topic(), make_topic()
-    scene.stash(*(OutboxRecord(topic=topic, key=key, value=b"x") for key in ("bad", "good", "bad")))
-    scene.stash(OutboxRecord(topic=paused, key="good", value=b"x"))
-    store = BatchStore(scene.database)
-    store.outbox.holds.add(
-        [NewHold(topic, "bad", 1, "refused", "too large"), NewHold(paused, None, None, "paused", "")]
-    )
-    taken = store.mark_batch(RelayMark(0, 1), 100)
-    assert (taken.rows, taken.first) == (1, 2)
-    store.close()
-
-
-def test_every_row_of_a_batch_is_in_some_shard(scene):
-    """Ids below zero and rows without a topic are in a shard, too: a row in none would be purged, and lost."""
+def test_every_row_is_in_some_shard(scene):
+    """Ids below zero and rows without a topic are in a shard, too: a row in none would never be published."""
     scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL, DROP CONSTRAINT outbox_id_in_range")
     ids = [-(2**63), -7, -1, 0, 1]
     for identity in ids:
         scene.execute("INSERT INTO outbox (id, kafka_topic) VALUES (%s, 't')", [identity])
     scene.execute("INSERT INTO outbox (id, kafka_topic, kafka_key) VALUES (2, NULL, 'k')")
-    store = BatchStore(scene.database)
-    batch = store.mark_batch(RelayMark(0, 1), 100)
-    read = [row[0] for number in range(3) for rows in store.read(Shard(number, 3, batch)) for row in rows]
-    store.close()
-    assert sorted(read) == [*ids, 2]
+    whole = [row[0] for number in range(3) for rows in scene.store.read_shard(number, 3) for row in rows]
+    found = [row.id for number in range(3) for row in scene.store.scan_shard(RowQuery(9), ShardRange(number, 3))]
+    assert sorted(whole) == sorted(found) == [*ids, 2]
 
 
-def test_a_purge_that_deletes_nothing_is_noticed(scene):
-    """No batch is handed out while a trigger keeps published rows in the table: they would be published again."""
-    scene.fill("t", 3)
+def test_a_settled_range_is_of_one_table(scene):
+    """Nothing is read of a settled range once the table was truncated and its ids come again."""
+    scene.fill("t", 5)
+    wanted = Planner(scene.store, 1).next()[0]
+    assert wanted.is_settled
+    assert len(scene.store.scan_shard(RowQuery(9), wanted)) == 5
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    scene.fill("t", 5)
+    assert scene.store.scan_shard(RowQuery(9), wanted) == []
+    assert len(scene.store.scan_shard(RowQuery(9), replace(wanted, is_settled=False, after=3))) == 5
+
+
+def test_a_purge_that_deletes_nothing_is_noticed(scene, make_topic):
+    """No further transaction is committed while a trigger keeps published rows in the table."""
+    topic = make_topic()
+    scene.fill(topic, 30, keys=1)
     scene.execute(
         "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';"
         "CREATE TRIGGER keep BEFORE DELETE ON outbox FOR EACH ROW EXECUTE FUNCTION keep()"
     )
-    store = BatchStore(scene.database)
-    batch = store.mark_batch(RelayMark(0, 1), 100)
-    with pytest.raises(RowsRemain, match=r"3 published rows .* trigger keep"):
-        store.purge_batch(batch)
+    (error,) = scene.relay(rows=10)
+    assert error.startswith("RowsRemain: ")
+    assert "trigger keep" in error
+    assert len(scene.read(topic)) == 10
     scene.execute("DROP TRIGGER keep ON outbox")
-    assert store.purge_batch(batch) == 3
-    assert store.purge_batch(batch) == 0
-    store.close()
+    assert scene.relay() == []
+    assert_each_once_in_order(scene, topic, 30)
 
 
-def test_marks_that_a_writer_made_up_do_not_stop_a_relay(scene, make_topic):
-    """Rows with forged marks of the highest batch are published like others, and so are later rows."""
-    topic, most = make_topic(), 2**48 - 1
-    scene.fill(topic, 6)
-    for identity, term in ((2, most), (4, 0)):
-        scene.execute("UPDATE outbox SET leader_id = %s WHERE id = %s", [RelayMark(term, most).leader_id, identity])
-    scene.relay()
-    assert_each_once_in_order(scene, topic, 6)
+def test_a_relay_archives_what_it_publishes(scene, make_topic):
+    """With `retention: archive` published rows go into the archive, as a harvester's do."""
+    topic = make_topic()
+    with closing(psycopg.connect(scene.database, autocommit=True)) as connection:
+        for statement in archive_statements(scene.table):
+            connection.execute(statement)
+    scene.settings = scene.config(delivery="exactly-once", retention="archive")
+    scene.fill(topic, 10, keys=3)
+    assert scene.relay() == []
+    assert scene.execute("SELECT count(*) FROM outbox_archive")[0].count == 10
+    assert_each_once_in_order(scene, topic, 10)
 
 
 def test_what_another_server_published_is_not_obeyed(scene, make_topic):
     """A manifest of another server's outbox of the same name is refused, unless one move is accepted, once."""
     topic = make_topic()
     scene.fill(topic, 6)
-    term = scene.claim()
-    stream = scene.stream(term)
-    for shard in stream.shards(BEGINNING, stream.latest(BEGINNING, 40)):
-        scene.writer(shard.number, term, server_id="another").write(scene.read_shard(shard))
-    stream.stop()
-    store = BatchStore(scene.database)
+    plan = scene.first_plan(server_id="another")
+
+    def die(step):
+        if step == "committed":
+            raise Killed
+
+    for wanted in plan.ranges:
+        with pytest.raises(Killed):
+            ShardTask(plan, wanted.number, failpoint=die).run()
     with pytest.raises(TrackingTopicError, match="database server with the system identifier another"):
-        fencing.fence_and_purge(scene.transactions, store, lambda: False)
+        fencing.fence_and_purge(scene.transactions, scene.store, lambda: False)
     assert scene.count() == 6
-    assert fencing.fence_and_purge(replace(scene.transactions, accept_moved=True), store, lambda: False) == 6
-    assert fencing.fence_and_purge(scene.transactions, store, lambda: False) == 0
-    store.close()
+    moved = replace(scene.transactions, accept_moved=True)
+    assert fencing.fence_and_purge(moved, scene.store, lambda: False) == 6
+    assert fencing.fence_and_purge(scene.transactions, scene.store, lambda: False) == 0

@@ -1,8 +1,9 @@
-"""A folder on any file system that Spark knows: the file operations that Parquet tables need."""
+"""A folder on any file system that Spark knows."""
 
 from __future__ import annotations
 
 import uuid
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outbox_core.errors import OutboxError
@@ -12,10 +13,11 @@ if TYPE_CHECKING:
 
 
 class StoredFile(NamedTuple):
-    """A file, by its path below the folder, and its size in bytes."""
+    """A file, by its path below the folder, its size in bytes, and its time."""
 
     path: str
     size: int
+    modified: datetime
 
 
 class FileTaken(OutboxError):
@@ -49,7 +51,9 @@ class Folder:
         listing, found = self._fs.listFiles(self._path(path), True), []
         while listing.hasNext():
             status = listing.next()
-            found.append(StoredFile(status.getPath().toUri().getPath().removeprefix(prefix), status.getLen()))
+            path = status.getPath().toUri().getPath().removeprefix(prefix)
+            modified = datetime.fromtimestamp(status.getModificationTime() / 1000, UTC)
+            found.append(StoredFile(path, status.getLen(), modified))
         return sorted(found)
 
     def read(self, path: str) -> str:
@@ -74,11 +78,10 @@ class Folder:
             raise FileTaken(f"{target.toString()} exists already: another process writes to this folder")
 
     def move(self, source: str, destination: str) -> None:
-        """Move a file, unless it was moved before."""
+        """Move a file. Raises OutboxError if it cannot be moved."""
         target = self._path(destination)
         self._fs.mkdirs(target.getParent())
-        moved = self._fs.exists(self._path(source)) and self._fs.rename(self._path(source), target)
-        if not moved and not self._fs.exists(target):
+        if not self._fs.rename(self._path(source), target):
             raise OutboxError(f"{self.url}/{source} cannot be moved to {destination}: check the folder's permissions")
 
     def delete(self, path: str) -> None:

@@ -1,1 +1,0 @@
-"""Parquet tables that record their own position in the topics."""

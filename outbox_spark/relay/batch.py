@@ -1,0 +1,66 @@
+"""A batch of a relay as a Spark job of one task for each shard. Nothing but plans and outcomes crosses the JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from outbox_core.config import HarvestConfig
+from outbox_core.errors import InvalidConfig
+from outbox_spark.relay.plan import BatchPlan, ShardOutcome
+from outbox_spark.relay.shard_task import ShardTask
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+_OUTCOME = "number int, published long, settled long, reached string, seconds double, error string, message string"
+_TAG = "outbox-relay-batch"
+_POLL_SECONDS = 0.05
+
+
+def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> list[ShardOutcome] | None:
+    """Publish a batch, and return what its shards did; None if `go_on`, asked now and then, has ended it.
+
+    Raises Spark's error if a task has failed as often as Spark lets it.
+    """
+
+    def run() -> list[Any]:
+        spark.addTag(_TAG)  # of this thread
+        shards = spark.range(0, len(plan.ranges), 1, len(plan.ranges))
+        return shards.mapInArrow(partial(_publish_shards, plan), _OUTCOME).collect()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="outbox-relay-batch") as thread:
+        job = thread.submit(run)
+        is_ended = False
+        while not job.done():
+            if not is_ended and not go_on():
+                is_ended = True
+                spark.interruptTag(_TAG)
+            wait([job], _POLL_SECONDS)
+        if is_ended:
+            return None
+        return [ShardOutcome(**{**row.asDict(), "reached": int(row.reached)}) for row in job.result()]
+
+
+def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Publish the shards of these numbers, on a worker."""
+    import pyarrow as pa
+
+    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.float64(), pa.string(), pa.string()]
+    schema = pa.schema([(name.split()[0], kind) for name, kind in zip(_OUTCOME.split(", "), kinds, strict=True)])
+    for batch in batches:
+        outcomes = [ShardTask(plan, number).run() for number in batch.column(0).to_pylist()]
+        # As text: what is below every id is no 64-bit number.
+        rows = [asdict(outcome) | {"reached": str(outcome.reached)} for outcome in outcomes]
+        yield pa.RecordBatch.from_pylist(rows, schema)
+
+
+def refuse_functions(config: HarvestConfig) -> None:
+    """Raise InvalidConfig for a Kafka setting that Spark cannot hand to its workers."""
+    for name, value in (*config.base_kafka_config.items(), *config.producer_kafka_config.items()):
+        if callable(value) or not isinstance(value, str | int | float | bool):
+            raise InvalidConfig(f"Kafka setting {name}: a function cannot be handed to Spark's workers; use text")

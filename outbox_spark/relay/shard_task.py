@@ -1,0 +1,302 @@
+"""One shard of an outbox for some seconds, exactly once: what a task of a relay does. No Spark.
+
+    fence -> check the claim -> last manifest -> delete its rows -> (scan -> transaction -> purge)*
+
+A shard is published as a harvester publishes a table: each transaction holds the manifest of its rows, and the purge of
+a transaction is committed before the next one is. So the last manifest of a shard lists every row of it that can be
+both in Kafka and in the table. Whatever died before, an attempt of this task, a relay or a harvester: who fences the
+shard's transactional.id reads that manifest and deletes its rows before it reads any other.
+
+The task reads the leader topic once after each fence, up to a message that it writes there itself, for a claim higher
+than its own (`outbox_core.election.observer`); a later leader fences it. So a producer that has to be replaced (R13 of
+docs/explanation-exactly-once.md) is not: the task begins again with the fence. An attempt that is fenced ends, as
+another attempt of the same task has come after it.
+
+In a settled range (`plan.py`) the next rows are read while a transaction is under way. Scans and purges come from one
+thread with one connection, in their order.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+
+from outbox_core.config.kafka_settings import batch_settings
+from outbox_core.election.observer import highest_claim
+from outbox_core.errors import InvalidRecord, KafkaUnavailable, OutboxError, RowsRemain, StoreUnavailable
+from outbox_core.kafka.batch_sizes import BatchSizes
+from outbox_core.kafka.clients import KafkaConfig, KafkaError
+from outbox_core.kafka.errors import ErrorKind, explained, kind_of
+from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.manifest import Manifest, Opening
+from outbox_core.kafka.record_producer import RecordProducer, Reports
+from outbox_core.kafka.topics import TopicLimits
+from outbox_core.kafka.tracking import opening_key
+from outbox_core.kafka.transactions import Aborted
+from outbox_core.stores.interface import OversizedValue, StoredRecord, held_key
+from outbox_spark.relay.fencing import Fenced, fenced, ledger_after_fence, unless_ended
+from outbox_spark.relay.plan import BatchPlan, ShardOutcome
+from outbox_spark.relay.shard_rows import ShardRows
+
+_log = logging.getLogger(__name__)
+
+_PAUSE_SECONDS = 0.5
+_POLL_SECONDS = 0.01
+
+_Refused = tuple[StoredRecord, KafkaError]
+
+# They do not pass: of the record, of our rights, of a topic that librdkafka has waited for in vain.
+_REFUSALS = (ErrorKind.POISON, ErrorKind.UNAUTHORIZED, ErrorKind.UNKNOWN_TOPIC)
+
+
+class Deposed(OutboxError):
+    """A task of a deposed leader: the rows are the new leader's to publish."""
+
+
+class _Replaced(Exception):
+    """The producer cannot begin another transaction, or should not: fence anew."""
+
+
+class ShardTask:
+    """An attempt to publish one shard in one batch. Used once, by one thread; it has another one for the database.
+
+    Tests make `failpoint` fail: "fenced", "scanned", "sent", "committed", "purged".
+    """
+
+    def __init__(self, plan: BatchPlan, number: int, *, failpoint: Callable[[str], None] = lambda _: None) -> None:
+        self._plan = plan
+        self._identity = TransactionalIdentity.of(plan.harvest, plan.outbox).of_shard(number)
+        self._failpoint = failpoint
+        self._began_at = time.monotonic()
+        self._rows = ShardRows(plan, plan.ranges[number])
+        self._limits = TopicLimits(self._identity.kafka)
+        largest, is_compressed = batch_settings(self._identity.producer)
+        self._batches = BatchSizes(self._limits.ask, largest=largest, is_compressed=is_compressed)
+        self._fitted: int | None = None  # limit of the present producer's batches
+        self._wants_reports = False  # of deliveries; they cost more than all the rest
+        self._reports: Reports | None = None  # of the present transaction
+        self._published = 0
+
+    def run(self) -> ShardOutcome:
+        """Publish until the time is over or no row is left; return what was done, and the error that ended it."""
+        failure: OutboxError | None = None
+        with closing(self._limits), closing(self._rows):
+            try:
+                self._retry()
+            except Fenced:
+                _log.info("shard %d was fenced: another attempt goes on with it", self._identity.tracking_partition)
+            except OutboxError as error:
+                failure = error
+            return ShardOutcome(
+                self._identity.tracking_partition,
+                self._published,
+                self._rows.settled,
+                self._rows.reached,
+                time.monotonic() - self._began_at,
+                type(failure).__name__ if failure is not None else "",
+                str(failure) if failure is not None else "",
+            )
+
+    def _retry(self) -> None:
+        """Try for as long as patience lasts; outages, and producers that are of no more use, end a try alone."""
+        while True:
+            try:
+                return self._try()
+            except (Fenced, RowsRemain):  # the driver tells of the latter
+                raise
+            except (KafkaUnavailable, StoreUnavailable) as error:
+                self._rows.begin_again(trusts=isinstance(error, KafkaUnavailable))
+                if self._is_late():
+                    raise
+                _log.warning("trying again: %s", error)
+                time.sleep(_PAUSE_SECONDS)
+            except _Replaced:
+                self._rows.begin_again()
+
+    def _is_over(self) -> bool:
+        return time.monotonic() - self._began_at >= self._plan.seconds
+
+    def _is_late(self) -> bool:
+        return time.monotonic() - self._began_at >= self._plan.patience
+
+    def _try(self) -> None:
+        self._fitted = self._batches.limit
+        with fenced(self._identity.fitting(self._fitted), self._is_late) as producer:
+            self._failpoint("fenced")
+            self._check_claim()
+            is_open = self._settle(producer)
+            began, rows = time.monotonic(), self._rows.next()
+            if is_open and time.monotonic() - began > self._identity.timeout / 3:
+                is_open = False  # it would not last for the records
+                unless_ended(producer.abort())
+            while rows:
+                self._failpoint("scanned")
+                if not is_open:
+                    self._begin(producer)
+                is_open = False
+                self._publish(producer, rows)
+                if self._is_over():
+                    break
+                rows = self._rows.next()
+            if is_open:
+                producer.abort()
+            self._rows.join()
+
+    def _check_claim(self) -> None:
+        plan, term = self._plan, self._plan.term
+        leader = plan.harvest.leader_names(plan.outbox)
+        claim = highest_claim(self._identity.kafka, leader, term)
+        if claim > term:
+            raise Deposed(f"claim {claim} on {leader.topic} is higher than ours, {term}: another one leads")
+
+    def _settle(self, producer: RecordProducer) -> bool:
+        """Delete what was published and not purged; tell whether a transaction is open, that of the reading."""
+        ledger = ledger_after_fence(self._identity, producer, self._is_late, stays_open=True)
+        if ledger.opening is None:
+            self._rows.delete_published(ledger, self._identity, self._is_late)
+            return True
+        unless_ended(producer.abort())  # reading topics may take longer than a transaction may
+        self._rows.delete_published(ledger, self._identity, self._is_late)
+        self._begin(producer)
+        self._send_manifest(producer, [])  # it is read back once
+        unless_ended(producer.commit())
+        return False
+
+    def _begin(self, producer: RecordProducer) -> None:
+        if producer.must_replace:
+            raise _Replaced
+        unless_ended(producer.begin())
+
+    # -- one transaction
+
+    def _publish(self, producer: RecordProducer, rows: Sequence[StoredRecord]) -> None:
+        """Commit a transaction of these rows, and begin to purge them. What cannot be sent at all is held."""
+        fitting, refused = _without_too_large(rows)
+        transform = self._plan.transform
+        records = fitting if transform is None else [made for row in fitting if (made := transform(row)) is not None]
+        sent, more = self._send(producer, records) if records else ([], [])
+        refused += more
+        for record, error in refused:
+            if kind_of(error) is not ErrorKind.POISON or not self._rows.may_hold():
+                unless_ended(producer.abort())
+                raise _refusal([record], error, self._identity.kafka)
+        if sent:
+            self._commit(producer, sent)
+        else:
+            unless_ended(producer.abort())
+        unsent = {record.id for record in records} - {record.id for record in sent}
+        self._rows.purge([row for row in fitting if row.id not in unsent] if unsent else fitting)
+        self._failpoint("purged")
+        if refused:
+            by_id, kafka = {row.id: row for row in rows}, self._identity.kafka
+            self._rows.hold([(by_id[record.id], explained(error, kafka)) for record, error in refused])
+            raise _Replaced  # and read on without them and their keys
+
+    def _send(
+        self, producer: RecordProducer, records: Sequence[StoredRecord]
+    ) -> tuple[Sequence[StoredRecord], list[_Refused]]:
+        """Put opening and records into the transaction; return those sent, and those that the client refuses."""
+        self._fit(producer, records)
+        identity = self._identity
+        opening = Opening.of(identity.outbox, self._plan.server_id, records).encode()
+        topic, partition, key = identity.tracking_topic, identity.tracking_partition, opening_key(self._id)
+        unless_ended(producer.send_manifest(topic, opening, partition, key=key))
+        self._reports = Reports() if self._wants_reports else None
+        sent = unless_ended(producer.send(records, self._is_late, self._reports))
+        if sent is None:
+            raise KafkaUnavailable("the producer's queue stayed full")
+        self._failpoint("sent")
+        return sent.records, [(failure.record, failure.error) for failure in sent.refused]
+
+    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
+        # The manifest is written once every record is in Kafka, and the last transaction's rows are out of the table.
+        if producer.all_arrive(self._identity.timeout, self._is_late):
+            self._rows.join()
+            self._send_manifest(producer, records)
+            outcome = unless_ended(producer.commit())
+        else:
+            outcome = unless_ended(producer.abort(producer.failure))
+        if isinstance(outcome, Aborted):
+            raise self._reason_of(outcome, records)
+        self._published += len(records)
+        self._failpoint("committed")
+
+    @property
+    def _id(self) -> str:
+        return self._identity.transactional_id
+
+    def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
+        identity = self._identity
+        ids, create_times = [record.id for record in records], [record.create_time for record in records]
+        manifest = Manifest(identity.outbox, ids, create_times, self._plan.server_id).encode()
+        unless_ended(producer.send_manifest(identity.tracking_topic, manifest, identity.tracking_partition))
+
+    def _fit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
+        """Begin again with smaller batches if a topic takes no larger ones: a producer cannot change its own."""
+        self._batches.meet({record.topic for record in records})
+        while self._batches.are_awaited and not self._is_late():
+            time.sleep(_POLL_SECONDS)
+        if self._batches.limit != self._fitted:
+            producer.abort()
+            raise _Replaced
+
+    # -- what Kafka refuses
+
+    def _reason_of(self, outcome: Aborted, missing: Sequence[StoredRecord]) -> InvalidRecord | KafkaUnavailable:
+        """Return the error of an aborted transaction: a refusal is final, an outage or an unclear cause is retried."""
+        failures = self._reports.failures if self._reports is not None else []
+        errors = [failure.error for failure in failures] + ([outcome.error] if outcome.error is not None else [])
+        if any(error.code() == KafkaError.MSG_SIZE_TOO_LARGE for error in errors):
+            # Smaller batches may be possible: the limit of the topic is not known.
+            before = self._batches.limit
+            self._batches.refused({record.topic for record in missing})
+            if self._batches.limit != before:
+                return KafkaUnavailable(f"a batch was too large for its topic, now {self._batches.limit} bytes at most")
+        refused = [failure for failure in failures if failure.kind in _REFUSALS]
+        if refused:
+            return _refusal([failure.record for failure in refused], refused[0].error, self._identity.kafka)
+        if outcome.error is None:
+            return KafkaUnavailable("the transaction was aborted")
+        if kind_of(outcome.error) in _REFUSALS:
+            return _refusal(missing, outcome.error, self._identity.kafka)
+        self._wants_reports = True  # the next try tells which record failed
+        return KafkaUnavailable(outcome.error.str())
+
+
+def _without_too_large(rows: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], list[_Refused]]:
+    """Return rows without those whose values were not read, and later ones of their keys; and those."""
+    if not any(isinstance(row.value, OversizedValue) for row in rows):
+        return rows, []
+    fitting: list[StoredRecord] = []
+    refused: list[_Refused] = []
+    lanes: set[tuple[str, str]] = set()
+    for row in rows:
+        lane = None if row.key is None else (row.topic, held_key(row.key))
+        if lane in lanes:
+            continue
+        if isinstance(row.value, OversizedValue):
+            refused.append((row, _too_large(row.value)))
+            lanes.update(() if lane is None else (lane,))
+        else:
+            fitting.append(row)
+    return fitting, refused
+
+
+def _too_large(value: OversizedValue) -> KafkaError:
+    text = f"key, value and headers have {value.size:,} bytes, and the producer's message.max.bytes is {value.limit:,}"
+    return KafkaError(KafkaError.MSG_SIZE_TOO_LARGE, text)
+
+
+def _refusal(among: Sequence[StoredRecord], error: KafkaError, kafka: KafkaConfig) -> InvalidRecord | KafkaUnavailable:
+    if kind_of(error) not in _REFUSALS:
+        return KafkaUnavailable(error.str())
+    first, last = among[0], among[-1]
+    which = f"record {first.id}" if len(among) == 1 else f"one of records {first.id} to {last.id}"
+    topics = sorted({record.topic for record in among})
+    where = f" for topic {topics[0]!r}" if len(topics) == 1 else ""
+    return InvalidRecord(
+        f"{which}{where}: {explained(error, kafka)}; nothing of its transaction was published. Let an ordinary "
+        "harvester run, which sets such a record's key aside, or correct the row"
+    )

@@ -1,0 +1,101 @@
+"""The log of a lakehouse table, as a `Table` needs it: which files belong to it, and how far it has read the topics.
+
+Each commit is one atomic step of a library: files come, files go, positions advance, or nothing does. No commit is
+repeated blindly: a conflict with another writer is told to the caller, who looks again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from outbox_core.errors import OutboxError
+from outbox_spark.topics.positions import Positions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_NO_DAY = "__HIVE_DEFAULT_PARTITION__"
+
+
+class DataFile(NamedTuple):
+    """A Parquet file of a table: its URL, size in bytes, number of rows, and day (ISO) or None."""
+
+    url: str
+    size: int
+    rows: int
+    day: str | None
+
+
+class CommitConflict(Exception):
+    """A commit that was not made, because another one came first."""
+
+
+class TableTaken(OutboxError):
+    """A table whose positions another process has changed."""
+
+
+class TableLog(Protocol):
+    """A table's log, of one format. State is that of the last `load` or `commit`; used by one thread."""
+
+    positions: Positions
+
+    @property
+    def exists(self) -> bool:
+        """Tell whether there was a table at the last `load`."""
+
+    @property
+    def version(self) -> object:
+        """Return a value that every commit changes."""
+
+    @property
+    def location(self) -> str:
+        """Return the folder below which data files are written, as a URL for Spark."""
+
+    def load(self) -> None:
+        """Read the table's present state. Raises StoreUnavailable, OutboxTableError."""
+
+    def create(self, schema: pa.Schema) -> None:
+        """Create the table, unless it exists, and load it."""
+
+    def evolve(self, schema: pa.Schema) -> Collection[str]:
+        """Add missing columns; return those whose files must be rewritten in a wider type.
+
+        Raises:
+            OutboxTableError: a column has a type that cannot be widened to the wanted one.
+        """
+
+    def files(self) -> list[DataFile]:
+        """List the table's files."""
+
+    def commit(self, added: Collection[str], removed: Collection[str], positions: Positions) -> list[DataFile]:
+        """Add and remove files, by URL, and advance the positions; return the added ones. Raises CommitConflict."""
+
+    def rewrite(self, added: Collection[str], schema: pa.Schema) -> list[DataFile]:
+        """Replace all files and the schema in one commit; return the added files. Raises CommitConflict."""
+
+    def expire(self, before: datetime) -> int:
+        """Forget versions older than `before`, and delete files that no other version has; return their number."""
+
+
+def day_of(url: str) -> str | None:
+    """Return the day of a file by the folder that Spark wrote it to; None for records without a time."""
+    found = re.search(r"/\w+=([^/]+)/[^/]+\Z", url)
+    return None if found is None or found[1] == _NO_DAY else found[1]
+
+
+def for_library(url: str) -> str:
+    """Return a URL of Hadoop's file systems in the form that libraries know."""
+    return re.sub(r"^file:/+", "/", re.sub(r"^s3[an]://", "s3://", url))
+
+
+def for_spark(url: str) -> str:
+    """Return a library's URL in the form that Hadoop's file systems know."""
+    return re.sub(r"^s3://", "s3a://", url)
+
+
+def changed_topics(positions: Positions, before: Positions) -> Mapping[str, Mapping[str, int]]:
+    """Return the topics of `positions` that differ from `before`."""
+    return {topic: of for topic, of in positions.items() if of != before.get(topic)}

@@ -1,0 +1,256 @@
+"""A lakehouse table that knows the position of its topics: Spark writes its files, a library commits them.
+
+Exactly once: a commit holds the files of a batch and the positions behind it, so that a driver which died between this
+commit and Spark's finds its batch in the table. Files without a commit belong to no table; `maintain` deletes them.
+
+Of two writers, one gets its commit; the other one looks again: where the positions are those that it knew, only
+something else has changed (a merge of files, say), and it commits the same files; where they are not, it stops.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from outbox_core.errors import StoreUnavailable
+from outbox_spark.config import LakehouseTable
+from outbox_spark.runtime import utc
+from outbox_spark.tables import ledger
+from outbox_spark.tables.folder import Folder
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, TableTaken
+from outbox_spark.topics.positions import Positions
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+_log = logging.getLogger(__name__)
+
+# Columns that order merged rows, where a table has them.
+_ORDER = ("topic", "_topic", "partition", "_partition", "offset", "_offset")
+_ATTEMPTS = 5  # to commit, while others change the table without changing its positions
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A table's columns as Spark's DDL, the last one the day (UTC) of the column `time`, and the size of its files.
+
+    Files of less than half of `target_size` bytes are merged when a day has `small_files` of them.
+    """
+
+    schema: str
+    time: str
+    date: str
+    target_size: int = 128 * 2**20
+    small_files: int = 24
+    keep_versions: timedelta = timedelta(days=7)
+
+    @classmethod
+    def of(cls, sizes: LakehouseTable | None, schema: str, *, time: str, date: str) -> Layout:
+        """Return a layout with the sizes in these settings; None for the defaults."""
+        if sizes is None:
+            return cls(schema, time, date)
+        return cls(schema, time, date, sizes.target_file_size, sizes.small_files, sizes.keep_versions)
+
+    def __str__(self) -> str:
+        return f"{self.schema}, {self.date} DATE"
+
+
+class Table:
+    """A Delta or Iceberg table. Used by one thread; one process may write to it at a time."""
+
+    def __init__(self, spark: SparkSession, log: TableLog, layout: Layout, earlier: Folder | None = None) -> None:
+        self._spark = spark
+        self._log = log
+        self._layout = layout
+        self._earlier = earlier if earlier is not None and ledger.is_ledger(earlier) else None
+        self._small: defaultdict[str | None, list[DataFile]] = defaultdict(list)
+        log.load()
+
+    @property
+    def url(self) -> str:
+        """Return the table's URL, with its file system."""
+        return self._log.location
+
+    @property
+    def positions(self) -> Positions:
+        """Return the next offset of each partition in the table."""
+        return self._log.positions
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether the table has no position."""
+        return not self._log.positions
+
+    @property
+    def is_of_earlier_version(self) -> bool:
+        """Tell whether the folder is still one of an earlier version, which the next writer moves into the table."""
+        return self.is_empty and self._earlier is not None
+
+    def recover(self) -> None:
+        """Create the table, or read its state and give it the wanted columns. For the next writer."""
+        self._log.load()
+        try:
+            if not self._log.exists:
+                self._log.create(self._arrow())
+            elif wider := self._log.evolve(self._arrow()):
+                _log.info("rewriting %s: %s becomes wider", self.url, ", ".join(wider))
+                self._log.rewrite(self._write(self.read()), self._arrow())
+        except CommitConflict as conflict:
+            raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
+        self._load()
+        if self.is_of_earlier_version:
+            ledger.move(self._spark, self._earlier, self, str(self._layout))  # type: ignore[arg-type]  # it is one
+
+    def read(self, *, since: str | None = None) -> DataFrame:
+        """Read the rows of all committed files, or of days from `since` (ISO) on, and of no day."""
+        files = [file for file in self._log.files() if since is None or file.day is None or file.day >= since]
+        return self._read(files) if files else self._spark.createDataFrame([], self._schema())
+
+    def append(self, rows: DataFrame, positions: Positions) -> int:
+        """Write rows, in their order, and commit them with the positions after them; return their number.
+
+        Raises:
+            TableTaken: another process has changed the positions meanwhile.
+        """
+        added = self._commit(self._write(rows), positions=positions)
+        self._note_small(added)
+        return sum(file.rows for file in added)
+
+    def compact(self, small_files: int | None = None) -> int:
+        """Merge the small files of each day that has too many; return the number of files replaced."""
+        least, replaced = small_files or self._layout.small_files, 0
+        for day, files in list(self._small.items()):
+            if len(files) >= least:
+                try:
+                    merged = self._merge(files)
+                except CommitConflict:
+                    _log.info("another process has merged files of %s in %s", day, self.url)
+                    break
+                self._small[day] = []
+                self._note_small(merged)
+                _log.info("merged %d files of %s in %s into %d", len(files), day, self.url, len(merged))
+                replaced += len(files)
+        return replaced
+
+    def _merge(self, files: Collection[DataFile]) -> list[DataFile]:
+        frame = self._read(files)
+        number = math.ceil(sum(file.size for file in files) / self._layout.target_size)
+        order = [name for name in _ORDER if name in frame.columns]
+        spread = frame.repartitionByRange(number, *order) if number > 1 else frame.coalesce(1)
+        return self._commit(self._write(spread.sortWithinPartitions(*order)), [file.url for file in files])
+
+    def maintain(self) -> tuple[int, int]:
+        """Merge small files, delete those that no version of the last `keep_versions` has; return both numbers."""
+        merged = self.compact(2)
+        try:
+            return merged, self._log.expire(datetime.now(UTC) - self._layout.keep_versions)
+        except CommitConflict as conflict:
+            raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
+
+    def _commit(
+        self, added: Collection[str], removed: Collection[str] = (), positions: Positions | None = None
+    ) -> list[DataFile]:
+        """Commit files, and positions if there are new ones; return the added files."""
+        before, gone = self.positions, set(removed)
+        for _ in range(_ATTEMPTS):
+            known = self._log.version
+            try:
+                return self._log.commit(added, removed, self.positions if positions is None else positions)
+            except CommitConflict as conflict:
+                reason = conflict
+            present = {file.url: file for file in self._load()}
+            is_ours = present.keys() >= set(added) and not present.keys() & gone
+            if is_ours and positions in (None, self.positions):
+                return [present[url] for url in added]  # the answer to our own commit was lost
+            if positions is not None and self.positions != before:
+                raise TableTaken(f"{self.url} was changed by another process: run one driver for each table")
+            if not present.keys() >= gone:
+                raise CommitConflict("another process has removed the same files")
+            if self._log.version == known:
+                break
+        raise StoreUnavailable(f"{self.url}: the commit failed: {reason}")
+
+    def _load(self) -> list[DataFile]:
+        self._log.load()
+        files = self._log.files()
+        self._small.clear()
+        self._note_small(files)
+        return files
+
+    def _note_small(self, files: Collection[DataFile]) -> None:
+        for file in files:
+            if file.size < self._layout.target_size / 2:
+                self._small[file.day].append(file)
+
+    def _schema(self) -> StructType:
+        from pyspark.sql.types import StructType
+
+        schema: Any = StructType.fromDDL(str(self._layout))
+        return schema  # type: ignore[no-any-return]
+
+    def _arrow(self) -> pa.Schema:
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        return to_arrow_schema(self._schema(), timezone="UTC")
+
+    def _read(self, files: Collection[DataFile]) -> DataFrame:
+        from pyspark.sql import functions as F  # noqa: N812
+
+        # Days are not in the files. Without a lookup below folders, Spark would look for columns in their names.
+        reader = self._spark.read.schema(self._layout.schema).option("recursiveFileLookup", "true")
+        rows = reader.parquet(*sorted(file.url for file in files))
+        return rows.withColumn(self._layout.date, F.expr(utc.day(self._layout.time)))
+
+    def _write(self, rows: DataFrame) -> list[str]:
+        """Write files of one day each, in a folder of their own; return their URLs."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        place = f"data/{uuid.uuid4().hex}"
+        kinds = {column.name: column.dataType for column in self._schema()}
+        named = rows.select(*(F.col(name).cast(kind).alias(name) for name, kind in kinds.items()))
+        # Neither format knows Spark's older form of timestamps.
+        named.sparkSession.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
+        folder = Folder(self._spark, self.url)
+        # A mark of success would stay for ever: it belongs to no version, and its name keeps it from being deleted.
+        writer = named.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
+        writer.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
+        return [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
+
+
+@dataclass(frozen=True)
+class TableTarget:
+    """A table as a target of a `Follower`; `kind` names it in messages, `write` appends a batch and returns counts."""
+
+    kind: str
+    table: Table
+    write: Callable[[DataFrame, Positions], Mapping[str, int]] = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        """Return the table's name in messages."""
+        return f"{self.kind} {self.table.url}"
+
+    def recover(self) -> None:
+        """Create the table, or read its state."""
+        self.table.recover()
+
+    def positions(self) -> Positions:
+        """Return the committed positions."""
+        return self.table.positions
+
+    def compact(self) -> None:
+        """Merge small files."""
+        self.table.compact()
+
+    def maintain(self) -> tuple[int, int]:
+        """Merge all small files, and delete those that no kept version has; return the numbers of both."""
+        self.table.recover()
+        return self.table.maintain()
