@@ -164,7 +164,7 @@ class TransactionalProducer:
             "retry.backoff.ms": backoff,
             "retry.backoff.max.ms": longest,
         }
-        self._batches: Mapping[str, int] = {}
+        self._batching: Mapping[str, int] = {}
         self._give_up: GiveUp = never
         self._must_replace = False
         self._record_timeout = _record_timeout(settings)
@@ -183,7 +183,7 @@ class TransactionalProducer:
 
     def _make(self) -> Any:
         # As a rule without delivery reports: they would cost more than all the rest, and the commit vouches for all.
-        return make_producer({**self._settings, **self._batches})
+        return make_producer({**self._settings, **self._batching})
 
     def init(self, give_up: GiveUp = never) -> Ended | None:
         """Fence the last owner of the transactional.id and wait until its transaction is settled, or return `Ended`.
@@ -223,14 +223,14 @@ class TransactionalProducer:
         With `unbatched` each record is a batch of its own, so that its delivery report is about no other.
         """
         batches = {"batch.num.messages": 1} if unbatched else {} if max_bytes is None else {"batch.size": max_bytes}
-        if batches != self._batches:
-            self._batches = batches
+        if batches != self._batching:
+            self._batching = batches
             self._must_replace = True
 
     @property
     def is_unbatched(self) -> bool:
         """True if each record of a transaction that begins now is a batch of its own."""
-        return "batch.num.messages" in self._batches
+        return "batch.num.messages" in self._batching
 
     def begin(self) -> Ended | None:
         """Open a transaction, with a new producer if a late EndTxn could meet it.
