@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +14,9 @@ from outbox_core.kafka.messages import Failure, message_headers, partition_of
 from outbox_core.kafka.row_topics import RowTopics
 from outbox_core.kafka.transactions import Ended, GiveUp, TransactionalProducer
 from outbox_core.stores.interface import LaneKey, StoredRecord, lane_of
+
+_MOST_TOPICS_TO_LEARN = 20
+_METADATA_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,9 @@ class RecordProducer(TransactionalProducer):
         `reports` takes the delivery reports, which cost more than all the rest. None if `give_up`, asked while the
         queue is full, said so; `Ended` if the producer is broken.
         """
+        if reports is not None:
+            records = list(records)
+            self._learn_partitions(records)
         sent = Sent([], [])
         self.sent = sent.records
         stopped: set[LaneKey] = set()
@@ -84,6 +91,17 @@ class RecordProducer(TransactionalProducer):
             if lane is not None:
                 stopped.add(lane)
         return sent
+
+    def _learn_partitions(self, records: Iterable[StoredRecord]) -> None:
+        """Have the client know the partitions of named ones: it then refuses those that do not exist by itself.
+
+        A new producer knows none, takes all, and fails them, with their transaction, once it has learned better.
+        """
+        named = {record.topic: record for record in records if record.partition >= 0}
+        for topic, record in list(named.items())[:_MOST_TOPICS_TO_LEARN]:
+            with suppress(KafkaException, ValueError):  # the record will tell
+                self._topics.check(record)
+                self._producer.list_topics(topic, timeout=_METADATA_SECONDS)
 
     def _produce(self, record: StoredRecord, give_up: GiveUp, more: dict[str, Any]) -> bool:
         """Produce one record. False if `give_up` said so while the queue was full."""
