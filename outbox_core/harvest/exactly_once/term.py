@@ -416,7 +416,9 @@ class Term:
 
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
         """Forget an aborted transaction, and what was scanned meanwhile."""
-        del aborted, records
+        del records
+        if aborted.error is not None:  # else it was our own choice
+            self._ctx.metrics.publish_error()
         self._forget_scanned()
 
     def _sizes_explain(self, error: KafkaError | None, records: Sequence[StoredRecord]) -> bool:

@@ -196,7 +196,6 @@ class FailedTransactions(FailureHandler):
         if aborted.error is None or not (aborted.record_at_fault or reports.failures):
             self._note_failed_cluster(aborted)
             return
-        self._ctx.metrics.publish_error()
         self._succeeded(reports.arrived)
         failures = [failure._replace(alone=True) for failure in reports.failures]
         if not failures:
@@ -211,7 +210,6 @@ class FailedTransactions(FailureHandler):
         if aborted.error is None or not (aborted.record_at_fault or failures):
             self._note_failed_cluster(aborted)
             return
-        self._ctx.metrics.publish_error()
         if not failures and len(records) == 1:
             failures = [Failure(records[0], aborted.error, partition=-1)]
         if len(records) == 1:
@@ -221,8 +219,7 @@ class FailedTransactions(FailureHandler):
             self.batch.failed(len(records), refused=kind_of(refused[0]) is ErrorKind.POISON)
 
     def _note_failed_cluster(self, aborted: Aborted) -> None:
-        if aborted.error is not None:  # else it was our own choice
-            self._ctx.metrics.publish_error()
+        if aborted.error is not None:
             self._ctx.kafka.failed(aborted.error.str())
             self._wait.back_off(self._ctx.limits.io_error_backoff)
 
