@@ -29,6 +29,7 @@ __all__ = [
     "HoldSet",
     "HoldStore",
     "LaneKey",
+    "LaneOrRow",
     "MarkStore",
     "MarkedBatch",
     "MarkedRows",
@@ -46,7 +47,10 @@ __all__ = [
     "WaitingRows",
     "bytes_of",
     "held_key",
+    "keys_among",
     "lane_of",
+    "lane_or_row",
+    "rows_among",
     "size_of",
 ]
 
@@ -115,6 +119,25 @@ def lane_of(record: StoredRecord) -> LaneKey | None:
 def row_id(record: StoredRecord) -> RowId:
     """Return the identity of a record's row."""
     return RowId(record.id, record.create_time)
+
+
+LaneOrRow = LaneKey | RowId
+"""A key with its topic, or the row of a record without a key: the unit that fails and waits."""
+
+
+def lane_or_row(record: StoredRecord) -> LaneOrRow:
+    """Return the record's lane, or its row if it has no key."""
+    return lane_of(record) or row_id(record)
+
+
+def keys_among(items: Iterable[LaneOrRow]) -> set[LaneKey]:
+    """Return the keys among keys and rows."""
+    return {item for item in items if not isinstance(item, RowId)}
+
+
+def rows_among(items: Iterable[LaneOrRow]) -> set[RowId]:
+    """Return the rows of records without a key among keys and rows."""
+    return {item for item in items if isinstance(item, RowId)}
 
 
 class OversizedValue:
@@ -225,7 +248,8 @@ NO_HOLDS = HoldSet()
 class NewHold(NamedTuple):
     """A hold that the harvester sets: of a topic (no `record_id`), or of a record, with its key if it has one.
 
-    `reason` is a few words, `error` Kafka's answer; with `dead_letter` the record goes to the dead-letter topic.
+    `reason` is a few words, `error` Kafka's answer; with `dead_letter` the record goes to the dead-letter topic. With
+    a `create_time` it is of the row that has both: none is set if that is gone, and its id another row's.
     """
 
     topic: str
@@ -234,6 +258,7 @@ class NewHold(NamedTuple):
     reason: str
     error: str
     dead_letter: bool = False
+    create_time: int | None = None
 
 
 class WaitingRows(NamedTuple):
@@ -348,6 +373,7 @@ class RowQuery(NamedTuple):
         limit: the largest number of rows.
         max_bytes: no row is added once those before it take that much (`size_of`); one large row always fits.
         after: the floor above which rows are selected.
+        only_rows: the rows among which it selects, None for all.
     """
 
     limit: int
@@ -357,6 +383,7 @@ class RowQuery(NamedTuple):
     without_rows: Collection[RowId] = ()
     without_topics: Collection[str] = ()
     holds: HoldSet = NO_HOLDS
+    only_rows: Collection[RowId] | None = None
 
 
 class HoldStore(Protocol):
@@ -370,7 +397,7 @@ class HoldStore(Protocol):
         """
 
     def add(self, holds: Sequence[NewHold]) -> None:
-        """Add holds, but for those that are there already."""
+        """Add holds, but for those that are there already, and those of rows that are gone."""
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the held rows of these ids, by ascending id, marked or not."""

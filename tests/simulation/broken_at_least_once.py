@@ -22,23 +22,13 @@ _original_result = StoreCall.result
 class NoLanes(Lanes):
     """Lanes in which all records are ready at once."""
 
-    def admit(self, records: Sequence[StoredRecord]) -> None:
+    def _admit(self, records: Sequence[StoredRecord]) -> None:
         self._held.update({record.id: size_of(record) for record in records})
         self._held_bytes += bytes_of(records)
         self._ready.extend(records)
 
     def purged(self, records: Sequence[StoredRecord]) -> None:
         self._forget(records)
-
-    def release(self, record: StoredRecord) -> list[StoredRecord]:
-        self._forget([record])
-        return [record]
-
-    def release_all(self) -> list[StoredRecord]:
-        dropped = list(self._ready)
-        self._ready.clear()
-        self._forget(dropped)
-        return dropped
 
 
 class EarlyLanes(Lanes):

@@ -199,6 +199,7 @@ class Store:
         if floor.place == here and database.last_id >= floor.id:
             lowest = floor.id
         rows, keys, topics = set(query.without_rows), set(query.without_keys), set(query.without_topics)
+        only = None if query.only_rows is None else set(query.only_rows)
         found: list[Row] = []
         taken = 0
         # Hidden from nobody: a row that another leader has taken from our hands, and one that has left them after this
@@ -206,6 +207,8 @@ class Store:
         for identity in sorted(database.rows):
             row = database.rows[identity]
             record = row.record
+            if only is not None and row_id(record) not in only:
+                continue
             if not is_wanted(row) or record.topic in topics or query.holds.covers(record):
                 continue
             if lane_of(record) in keys or row_id(record) in rows:
@@ -323,7 +326,14 @@ class Store:
         return self._known[1]
 
     def add(self, holds: Sequence[NewHold]) -> None:
-        self._statement(lambda: self._database.set_holds([*self._database.holds, *holds]))
+        def insert() -> None:
+            self._database.set_holds([*self._database.holds, *filter(self._is_there, holds)])
+
+        self._statement(insert)
+
+    def _is_there(self, hold: NewHold) -> bool:
+        row = None if hold.record_id is None else self._database.rows.get(hold.record_id)
+        return hold.create_time is None or (row is not None and row.record.create_time == hold.create_time)
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         return self.find(ids)

@@ -450,7 +450,6 @@ class Simulation:
         self.rolled_back: set[str] = set()
         self.skipped: set[str] = set()  # by an operator
         self.truncated: set[str] = set()
-        self._refused_and_gone: set[tuple[str, int]] = set()  # topics and ids of truncated rows
         self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
         self.faults = 0
@@ -538,8 +537,8 @@ class Simulation:
                 del rows[row.record.id]
                 self.skipped.add(str(row.record.value, "utf-8"))
                 self._last_fault_at = self.scheduler.now
-            elif row is not None and (hold.topic, hold.record_id) in self._refused_and_gone:
-                self.seen["held for a row that is gone"] += 1  # its id has come back
+            elif row is not None and hold.create_time not in (None, row.record.create_time):
+                self.seen["held for a row that is gone"] += 1  # the id has come back since the hold was set
             elif row is not None:
                 self.seen["held without need"] += 1
                 self.broken(f"{row.record.value!r} is held, and Kafka would take it: {hold.error}")
@@ -769,12 +768,10 @@ class Simulation:
         self.scheduler.after(random.random() * 4, lambda: setattr(server, "is_up", True))
 
     def _fault_truncate(self, random: Random) -> None:
-        records = [row.record for row in self.database.rows.values()]
-        tokens = {str(record.value, "utf-8") for record in records}
+        tokens = {str(row.record.value, "utf-8") for row in self.database.rows.values()}
         if random.random() < 0.3 and self.database.truncate():
             self.seen["truncated"] += 1
             self.truncated |= tokens
-            self._refused_and_gone |= {(each.topic, each.id) for each in records if POISON in (each.value or b"")}
             self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
 
     def _fault_restart(self, random: Random) -> None:

@@ -10,7 +10,8 @@ from outbox_core.election.lease import now
 from outbox_core.errors import must
 from outbox_core.harvest.at_least_once.lanes import without
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.failed_transactions import FailedTransactions, Letters
+from outbox_core.harvest.failures.failed_transactions import FailedTransactions
+from outbox_core.harvest.failures.handler import Letters
 from outbox_core.harvest.failures.policy import too_large_for
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery

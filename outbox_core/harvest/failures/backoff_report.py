@@ -10,7 +10,6 @@ import logging
 
 from outbox_core.election.lease import now
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, BackoffInfo, Backoffs, Destination
-from outbox_core.harvest.failures.delivery_backoffs import DeliveryBackoffs
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.printable import plural
 
@@ -28,7 +27,7 @@ class BackoffReport:
     def __init__(
         self,
         metrics: HarvestMetrics,
-        backoffs: Backoffs | DeliveryBackoffs,
+        backoffs: Backoffs,
         longest: float = LONGEST_BACKOFF_SECONDS,
     ) -> None:
         self._metrics = metrics

@@ -8,7 +8,8 @@ No record is kept in memory, only
 - the keys that are known to go there, which scans leave out;
 - the row by which it is tried (`due`). It is read from the table again then: it may be corrected, held or gone.
 
-The arrival of that row ends the backoff, and all keys flow again.
+The arrival of that row ends the backoff, and all keys flow again. A record that may be to blame for the failure of its
+batch is backed off with its key, too, for no time at all: it is tried at once, alone.
 
 Each key fails once, before its destination is known. If a destination collects `_MOST_KEYS` of them and no record has
 arrived in its topic for a while, the whole topic is backed off instead: with the cluster away, the list of keys does
@@ -23,16 +24,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
-from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row, lanes_among, rows_among
-from outbox_core.stores.interface import LaneKey, RowId, StoredRecord, row_id
+from outbox_core.stores.interface import (
+    LaneKey,
+    LaneOrRow,
+    RowId,
+    StoredRecord,
+    keys_among,
+    lane_or_row,
+    row_id,
+    rows_among,
+)
 
 Destination = tuple[str, int | LaneKey | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
 
 _MOST_KEYS = 1_000
 _QUIET_SECONDS = 5.0
+_NEVER = float("inf")
 LONGEST_BACKOFF_SECONDS = 10.0
 """A destination is tried again so soon after it is back, however long it was away."""
 
@@ -56,6 +67,13 @@ class _Backoff:
     ends: int = 0  # of a suspect
     others_committed: bool = False  # since the last of them
     keys: set[LaneOrRow] = field(default_factory=set)
+
+
+_until = attrgetter("until")
+
+
+def _is_never_busy(_: RowId) -> bool:
+    return False
 
 
 class Backoffs:
@@ -98,7 +116,7 @@ class Backoffs:
     @property
     def lanes(self) -> set[LaneKey]:
         """Keys that scans leave out."""
-        return lanes_among(self._keys)
+        return keys_among(self._keys)
 
     @property
     def rows(self) -> set[RowId]:
@@ -110,13 +128,18 @@ class Backoffs:
         """Topics that scans leave out."""
         return frozenset(topic for topic, part in self._active if part is None)
 
-    @property
-    def next_due(self) -> float | None:
-        """The time at which the next destination is to be tried."""
-        return min((each.until for each in self._active.values()), default=None)
+    def next_due(self, is_busy: Callable[[RowId], bool] = _is_never_busy) -> float:
+        """Return the time at which the next destination is to be tried, but for those whose rows are busy."""
+        return min((each.until for each in self._active.values() if not is_busy(each.row)), default=_NEVER)
 
-    def due(self, most: int) -> list[RowId]:
-        """Return rows to try now, each of another topic; a suspect's row alone."""
+    def due(self, most: int, is_busy: Callable[[RowId], bool]) -> list[RowId]:
+        """Return rows to try now that are not busy."""
+        time = self._clock()
+        due = [each for each in self._active.values() if each.until <= time and not is_busy(each.row)]
+        return [each.row for each in sorted(due, key=_until)[:most]]
+
+    def due_together(self, most: int) -> list[RowId]:
+        """Return rows to try now in one transaction, each of another topic; a suspect's row alone."""
         time, rows = self._clock(), dict[str, RowId]()
         for (topic, _), backoff in sorted(self._active.items(), key=lambda item: item[1].until):
             if backoff.until > time or len(rows) >= most:
@@ -132,10 +155,13 @@ class Backoffs:
         """Back off a destination after a failed delivery; return True if it is tried by this record."""
         row, item, whole = row_id(record), lane_or_row(record), (destination[0], None)
         mine = self._rows.get(row)
+        if mine is not None and mine != destination and mine == destination_of_its_own(record):
+            self.end(row)  # it was tried by itself, and others are concerned
+            mine = None
         if mine is not None:  # tried again, in vain
             backoff = self._active[mine]
             backoff.is_unreachable, backoff.why = unreachable, why
-            backoff.seconds = min(self._longest, backoff.seconds * 2)
+            backoff.seconds = min(self._longest, max(self._first, backoff.seconds * 2))
             backoff.until = self._clock() + backoff.seconds
             return True
         if whole in self._active:
@@ -166,6 +192,13 @@ class Backoffs:
         if self._rows.get(row_id(record), own) != own:
             self.end(row_id(record))
         self.failed(record, own, unreachable=False, why=why)
+
+    def try_alone(self, record: StoredRecord, why: str = "") -> None:
+        """Have a record tried at once, and by itself, as it may be to blame for the failure of its batch."""
+        own = destination_of_its_own(record)
+        self.failed(record, own, unreachable=False, why=why)
+        if own in self._active:
+            self._active[own].seconds, self._active[own].until = 0.0, self._clock()
 
     def suspect(self, record: StoredRecord, why: str) -> int:
         """Back off a topic that alone ended the producer; return how often it did, with commits of others between."""

@@ -1,49 +1,55 @@
 """Failed deliveries and holds of at-least-once delivery, on the harvest thread.
 
-`policy` decides if a record is tried alone, held with its key, or its destination backed off. All others flow on
-unmarked. `released_keys` keeps the order while some keys are released to the table. A record that is tried alone is
-still under way in its lane, so no other of its key overtakes it.
+Failures stay in the table: a record that failed is released with those behind it in its lane, and only the holds and
+the `backoffs` tell the next mark of it. So a failed record is followed through `policy`, which decides; this module,
+which carries that out; and the backoffs.
+
+    it failed in a batch, and it may be to blame ----> tried at once, alone
+    it failed alone, or the client refused it -------> held with its key, or a dead letter
+    we may not write to its topic -------------------> the topic is held
+    its destination does not answer, or is missing --> backed off, and tried again by one record
+
+Records that are **tried**, and dead letters, are marked by their rows and sent in batches of their own. They take at
+most a quarter of the room among the records in flight, so that the others flow.
+
+A hold of our own is written before anything else is marked. So no mark returns a row of its key, but the one that was
+under way, from which `lanes` filters it.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from outbox_core.election.lease import now
-from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.delivery_backoffs import DeliveryBackoffs
-from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
+from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, longest_backoff_of
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, destination_of
-from outbox_core.harvest.failures.released_keys import LaneOrRow, ReleasedKeys, lane_or_row
-from outbox_core.harvest.store_calls import StoreCall
-from outbox_core.kafka.messages import Failure
-from outbox_core.stores.interface import HoldSet, NewHold, RowId, StoredRecord, row_id
+from outbox_core.kafka.errors import ErrorKind
+from outbox_core.kafka.messages import DeadLetter, Failure
+from outbox_core.stores.interface import (
+    HoldSet,
+    OutboxStore,
+    RowId,
+    StoredRecord,
+    bytes_of,
+    keys_among,
+    row_id,
+    rows_among,
+)
+
+_NEVER = float("inf")
+_ROOM = 4  # records that are tried take one part in so many
 
 
 class FailedDeliveries(FailureHandler):
-    """Failed deliveries of one leadership."""
-
-    backoffs: DeliveryBackoffs
+    """Failed deliveries of one leadership; `tried` are the records under way that go alone."""
 
     def __init__(self, ctx: HarvestContext) -> None:
-        limits = ctx.limits
-        backoffs = DeliveryBackoffs(
-            limits.io_error_backoff / 10,
-            longest_backoff_of(limits),
-            now,
-            # Probes stay in their lanes, and take room from the others.
-            most_probes=max(1, limits.max_in_flight_records // 4),
-            most_probe_bytes=limits.max_in_flight_bytes // 4,
-        )
-        super().__init__(ctx, backoffs)
-        self._released = ReleasedKeys()
-        self._suspects: deque[StoredRecord] = deque()
-        self._new_holds: list[tuple[NewHold, LaneOrRow | None]] = []
-        self._being_written: list[tuple[NewHold, LaneOrRow | None]] = []
-        self._writing: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
+        super().__init__(ctx)
+        self.tried: dict[RowId, StoredRecord] = {}
+        self._letters: set[int] = set()  # read, and still among the requests that were read before
+        self._to_hold: list[Failure] = []
 
     # -- failures
 
@@ -52,154 +58,125 @@ class FailedDeliveries(FailureHandler):
         released: list[StoredRecord] = []
         for failure in failures:
             record = failure.record
+            self.tried.pop(row_id(record), None)
+            released += lanes.release(record)
+            if isinstance(record, DeadLetter) and failure.kind in (ErrorKind.POISON, ErrorKind.UNAUTHORIZED):
+                self._hold(failure)
+                continue
             match decide(failure, alone=failure.alone, can_hold=self.hold_cache.is_writable):
                 case Retry():
-                    self._suspects.append(record)
+                    self.backoffs.try_alone(record, failure.error.str())
                 case Hold():
                     self._hold(failure)
-                    released += self._release(record, lanes)
                 case Backoff(None):
                     self._back_off_alone(failure)
-                    released += self._release(record, lanes)
                 case _:
-                    released += self._back_off_and_release(failure, lanes)
+                    released += self._back_off_destination(failure, lanes)
         return released
 
     def _hold(self, failure: Failure) -> None:
-        hold = self._new_hold(failure)
-        item = None if hold.record_id is None else lane_or_row(failure.record)
-        if item is not None:
-            self._released.hold(item)
-        elif any(hold.topic == other.topic and other.record_id is None for other, _ in self._new_holds):
-            return
-        self._new_holds.append((hold, item))
+        self.backoffs.end(row_id(failure.record))
+        self._to_hold.append(failure)
 
-    def _release(self, record: StoredRecord, lanes: Lanes) -> list[StoredRecord]:
-        self.backoffs.end_probe(record)
-        return self._note_released(lanes.release(record))
+    def _back_off_destination(self, failure: Failure, lanes: Lanes) -> list[StoredRecord]:
+        if isinstance(failure.record, DeadLetter):
+            self._letters.discard(failure.record.id)
+        is_new, (topic, part) = self._back_off(failure), destination_of(failure)
+        return lanes.release_unsent(lambda other: other.topic == topic) if part is None and is_new else []
 
-    def _note_released(self, records: list[StoredRecord]) -> list[StoredRecord]:
-        self._released.release(records)
-        return records
-
-    def _back_off_and_release(self, failure: Failure, lanes: Lanes) -> list[StoredRecord]:
-        record = failure.record
-        is_probe, is_new = self._back_off(failure)
-        # A probe keeps its lane, without followers: those wait in the table.
-        released = self._note_released(lanes.release_followers(record)) if is_probe else self._release(record, lanes)
-        topic, part = destination_of(failure)
-        if part is None and is_new:
-            released += self._note_released(lanes.release_unsent(lambda other: other.topic == topic))
-        return released
-
-    def succeeded(self, delivered: list[StoredRecord]) -> None:
+    def succeeded(self, delivered: Sequence[StoredRecord]) -> None:
         """Note delivered records."""
         self._succeeded(delivered)
+        if self.tried:
+            for record in delivered:
+                self.tried.pop(row_id(record), None)
 
-    # -- sending again
+    # -- trying again
 
-    def due_in(self) -> float:
-        """Return the seconds until a record must be sent again, or a hold written."""
-        due = float("inf") if self.backoffs.next_due is None else self.backoffs.next_due - now()
-        if self._new_holds and not self._writing.is_running:
-            due = min(due, self._writing.retry_at - now())
-        return 0.0 if self._suspects else max(0.0, due)
-
-    @property
-    def has_due(self) -> bool:
-        """True if a record must be sent again now."""
-        return bool(self._suspects) or self.backoffs.has_due_probe
-
-    def take_due(self) -> list[StoredRecord]:
-        """Return records to send again now, each alone."""
+    def update(self) -> None:
+        """Set the gauges, log what has waited for long, and end an outage of which nothing is waited for."""
         self._report.update()
         if not self.backoffs.is_unreachable:  # what failed is held, or fails for another reason
             limits = self._ctx.limits
             self._ctx.kafka.expire_after(limits.delivery_timeout + longest_backoff_of(limits))
-        if not self._suspects and not self.backoffs:
+
+    def due_in(self, lanes: Lanes) -> float:
+        """Return the seconds until a record can be tried again, or a hold written."""
+        if self._to_hold:
+            return 0.0
+        if not (self.backoffs or self.holds.requests) or self._room(lanes) <= 0:
+            return _NEVER
+        return 0.0 if self._letters_due(lanes) else max(0.0, self.backoffs.next_due(lanes.is_busy) - now())
+
+    def rows_to_try(self, lanes: Lanes) -> tuple[list[RowId], list[int]]:
+        """Return rows to try now, and ids of dead letters."""
+        if not (self.backoffs or self.holds.requests):
+            return [], []
+        room = max(0, self._room(lanes))
+        rows = self.backoffs.due(room, lanes.is_busy)
+        return rows, self._letters_due(lanes)[: room - len(rows)]
+
+    def _room(self, lanes: Lanes) -> int:
+        limits, most = self._ctx.limits, max(1, self._ctx.limits.max_in_flight_records // _ROOM)
+        if bytes_of(self.tried.values()) >= limits.max_in_flight_bytes // _ROOM:
+            return 0
+        return min(limits.mark_query_records, most - len(self.tried), limits.max_in_flight_records - lanes.held)
+
+    def _letters_due(self, lanes: Lanes) -> list[int]:
+        if not self.holds.requests or any(isinstance(record, DeadLetter) for record in self.tried.values()):
             return []
-        suspects = list(self._suspects)
-        self._suspects.clear()
-        return [*suspects, *self.backoffs.due_probes()]
+        return [each for each in self._letters_to_read(self._letters) if not lanes.holds_id(each)]
 
-    def put_back(self, records: Iterable[StoredRecord]) -> None:
-        """Take back due records that could not be sent."""
-        self._suspects.extend(record for record in records if not self.backoffs.not_sent(record))
+    def take_in_tried(
+        self, rows: Iterable[RowId], ids: Iterable[int], found: Sequence[StoredRecord], letters: Letters
+    ) -> list[DeadLetter]:
+        """Take in what was found of rows and dead letters to try; return the letters that may be sent."""
+        self._end_gone(rows, [*found, *letters.records])
+        sendable = self.sendable(letters)
+        if letters.problem is None:
+            self._letters.update(ids)
+        self.tried.update((row_id(record), record) for record in (*found, *sendable))
+        return sendable
 
-    def release_waiting(self) -> list[StoredRecord]:
-        """Forget and return the records that are under way in their lanes and not in flight; for a remark."""
-        waiting = [*self._suspects, *self.backoffs.release_probes()]
-        self._suspects.clear()
-        return waiting
+    def forget_tried(self, records: Iterable[StoredRecord]) -> None:
+        """Forget records that are released to the table, and not known to have failed: they are tried again."""
+        for record in records if self.tried else ():
+            if self.tried.pop(row_id(record), None) is not None:
+                self._letters.discard(record.id)
+
+    # -- marks and holds
 
     def leader_id_renewed(self) -> None:
-        """Forget released keys: no row carries the old leader ID any more."""
-        self._released = ReleasedKeys()
+        """Forget what was under way: all of it is in the table, without a mark of ours."""
+        self.tried.clear()
+        self._letters.clear()
 
-    # -- marks
-
-    def exclusion(self) -> Exclusion:
+    def exclusion(self, lanes: Lanes) -> Exclusion:
         """Return the exclusion of a mark that starts now."""
-        self._released.mark_starts()
-        released, backoffs = self._released, self.backoffs
-        return Exclusion(released.lanes | backoffs.lanes, released.rows | backoffs.rows, backoffs.topics)
+        returning, backoffs = lanes.returning, self.backoffs
+        return Exclusion(
+            keys_among(returning) | lanes.full | backoffs.lanes, rows_among(returning) | backoffs.rows, backoffs.topics
+        )
 
     def apply_holds(self, holds: HoldSet, lanes: Lanes) -> list[StoredRecord]:
         """Take in the current holds; return the records that are released to the table."""
         if holds is self.holds:
             return []
         self.holds = holds
+        self._letters.intersection_update(holds.requests)
         if not holds:
             return []
-        released = self._note_released(lanes.release_unsent(holds.covers))
-        for record in [*self._suspects, *self.backoffs.waiting_probes]:
-            if holds.covers(record):
-                released += self._release(record, lanes)
-        self._suspects = deque(record for record in self._suspects if not holds.covers(record))
-        return released
-
-    def admissible(self, records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], list[StoredRecord]]:
-        """Divide marked records into those that may be sent, and those that are released to the table."""
-        if not self.holds and not self._released and not self.backoffs:
-            return records, []
-        covers, must_release, backoffs = self.holds.covers, self._released.must_release, self.backoffs
-        back = [each for each in records if covers(each) or must_release(each) or lane_or_row(each) in backoffs]
-        if not back:
-            return records, []
-        self._released.release(back)
-        rows = set(map(row_id, back))
-        return [record for record in records if row_id(record) not in rows], back
-
-    def reset_done(self, rows: Iterable[RowId]) -> None:
-        """Note rows whose marks are cleared."""
-        if self._released:
-            self._released.reset_done(rows)
-
-    # -- writing holds
+        return lanes.release_unsent(lambda each: holds.covers(each) and not isinstance(each, DeadLetter))
 
     @property
-    def is_writing(self) -> bool:
-        """True while holds wait to be written, or are being written."""
-        return bool(self._new_holds or self._writing.is_running)
+    def must_hold(self) -> int:
+        """Number of holds that wait to be written."""
+        return len(self._to_hold)
 
-    def start_writing(self) -> None:
-        """Start to write new holds."""
-        if self._new_holds and self._writing.can_start:
-            self._being_written, self._new_holds = self._new_holds, []
-            holds, hold_cache = [hold for hold, _ in self._being_written], self.hold_cache
-            self._writing.start(lambda store: hold_cache.write(store, holds))
+    def holding(self) -> Callable[[OutboxStore], HoldSet]:
+        """Return what writes the waiting holds, and returns all; to be confirmed by `held`."""
+        return self._holding(self._to_hold)
 
-    def collect_written(self, lanes: Lanes) -> list[StoredRecord]:
-        """Take in holds that have been written; return the records that are released to the table."""
-        if not self._writing.is_done:
-            return []
-        written, self._being_written = self._being_written, []
-        try:
-            holds = self._writing.result()
-        except StoreUnavailable:
-            self._new_holds = written + self._new_holds
-            return []
-        for _, item in written:
-            if item is not None:
-                self._released.hold_done(item)
-        return self.apply_holds(holds, lanes)
+    def held(self, count: int) -> None:
+        """Note that so many waiting holds are written."""
+        del self._to_hold[:count]

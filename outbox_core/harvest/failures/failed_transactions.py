@@ -21,25 +21,32 @@ took, and so does everything that is tried again; an empty table ends the rests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
-from typing import NamedTuple
 
 from outbox_core.election.lease import now
-from outbox_core.errors import OutboxError, TrackingTopicError
+from outbox_core.errors import TrackingTopicError
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.backoffs import Backoffs
 from outbox_core.harvest.failures.batch_limit import BatchLimit
-from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
-from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, new_hold, why_no_dead_letter
-from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row
+from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
+from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind, kind_of
-from outbox_core.kafka.messages import DeadLetter, Failure, dead_letter
+from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.kafka.record_producer import Reports
 from outbox_core.kafka.transactions import Aborted, Ended
-from outbox_core.stores.interface import HoldSet, NewHold, OutboxStore, RowId, StoredRecord, row_id
+from outbox_core.stores.interface import (
+    HoldSet,
+    LaneOrRow,
+    NewHold,
+    OutboxStore,
+    RowId,
+    RowQuery,
+    StoredRecord,
+    lane_or_row,
+    row_id,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -50,27 +57,16 @@ _MOST_DEAD_LETTERS = 50  # at once: values may be large
 _MOST_ENDS = 3
 
 
-class Letters(NamedTuple):
-    """Dead letters that were read, and the problem with their topic, if there is one."""
-
-    records: list[DeadLetter]
-    problem: KafkaError | None = None
-
-
 class FailedTransactions(FailureHandler):
     """Failed transactions of one leadership."""
 
-    backoffs: Backoffs
-
     def __init__(self, ctx: HarvestContext, wait: LeadershipWait, tracking_topic: str) -> None:
-        limits = ctx.limits
-        super().__init__(ctx, Backoffs(limits.io_error_backoff / 10, longest_backoff_of(limits), now))
-        self.batch = BatchLimit(limits.mark_query_records)
+        super().__init__(ctx)
+        self.batch = BatchLimit(ctx.limits.mark_query_records)
         self._wait = wait
         self._tracking_topic = tracking_topic
         self._rests: dict[str, float] = {}  # topic -> until when
         self._try_again_at = 0.0
-        self._has_letter_topic = False
 
     # -- scans
 
@@ -84,8 +80,7 @@ class FailedTransactions(FailureHandler):
     def due_in(self) -> float:
         """Return the seconds until the holds must be read, or a destination tried again."""
         due = self.hold_cache.due_in() if self.holds else float("inf")
-        next_due = self.backoffs.next_due
-        return due if next_due is None else max(0.0, min(due, max(next_due, self._try_again_at) - now()))
+        return max(0.0, min(due, max(self.backoffs.next_due(), self._try_again_at) - now()))
 
     def found_none(self) -> None:
         """Note that a scan found no rows: nothing need wait for others."""
@@ -127,57 +122,33 @@ class FailedTransactions(FailureHandler):
 
     def letters_to_read(self, in_flight: Collection[tuple[int, int]]) -> list[int]:
         """Return ids of requested dead letters for the next transaction."""
-        topic, requests = self._ctx.dead_letters.topic, self.holds.requests
-        if not requests or topic in self.backoffs.topics or topic in self._rests:
+        if not self.holds.requests or self._ctx.dead_letters.topic in self._rests:
             return []
-        under_way = {row[0] for row in in_flight}
-        return sorted(requests.keys() - under_way)[: min(_MOST_DEAD_LETTERS, max(1, self.batch.limit // 2))]
-
-    def read_letters(self, store: OutboxStore, ids: Collection[int], holds: HoldSet) -> Letters:
-        """Read requested dead letters, and make their topic if need be. On the marker's thread."""
-        topic, requests = self._ctx.dead_letters, holds.requests
-        wanted = [identity for identity in ids if identity in requests]
-        letters = (
-            [dead_letter(row, topic.topic, requests[row.id]) for row in store.holds.fetch(wanted)] if wanted else []
-        )
-        if letters and not self._has_letter_topic:
-            try:
-                topic.ensure()
-            except OutboxError as error:
-                return Letters(letters, KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART, str(error)))
-            self._has_letter_topic = True
-        return Letters(letters)
-
-    def sendable(self, letters: Letters) -> list[DeadLetter]:
-        """Return dead letters that may be published; back off their topic if it could not be made."""
-        if letters.problem is None:
-            return letters.records
-        self._back_off(Failure(letters.records[0], letters.problem, partition=-1))
-        return []
+        return self._letters_to_read({row[0] for row in in_flight}, max(1, self.batch.limit // 2))
 
     def rows_to_try(self) -> list[RowId]:
         """Return rows by which destinations are to be tried again now, in a transaction of their own."""
         self._report.update()
         if not self.backoffs or now() < self._try_again_at:
             return []
-        return self.backoffs.due(min(_MOST_TRIED_AGAIN, self.batch.limit))
+        return self.backoffs.due_together(min(_MOST_TRIED_AGAIN, self.batch.limit))
 
     def read_again(self, rows: Sequence[RowId]) -> list[StoredRecord]:
         """Read such rows; the backoff of one that is gone, or is held, ends."""
-        hold_cache, ids = self.hold_cache, [row.id for row in rows]
+        hold_cache, holds, ids = self.hold_cache, self.holds, [row.id for row in rows]
+        query = RowQuery(len(rows), self._ctx.limits.mark_query_bytes, holds=holds, only_rows=rows)
 
         def read(store: OutboxStore) -> tuple[Sequence[StoredRecord], Letters, HoldSet]:
-            found = store.find(ids)
-            holds = hold_cache.current_or_reread(store, found)
-            return found, self.read_letters(store, ids, holds), holds
+            found = store.scan(query)
+            current = hold_cache.current_or_reread(store, found)
+            return found, self.read_letters(store, ids, current), current
 
         answer = self._wait.retry_until_done(self._ctx.marker, read)
         if answer is None:
             return []
         found, letters, self.holds = answer
         records = [record for record in found if not self.holds.covers(record)]
-        for row in set(rows).difference(map(row_id, [*records, *letters.records])):
-            self.backoffs.end(row)
+        self._end_gone(rows, [*records, *letters.records])
         records += self.sendable(letters)
         return sorted((record for record in records if row_id(record) in rows), key=attrgetter("id"))
 
@@ -249,7 +220,6 @@ class FailedTransactions(FailureHandler):
         for failure in others:
             # A destination is tried again by a row that no other of its key precedes.
             self._back_off(failure._replace(record=first.get(lane_or_row(failure.record), failure.record)))
-            self._has_letter_topic = self._has_letter_topic and not _is_missing_letter_topic(failure)
         return True
 
     def _refuse_first(self, bad: Sequence[Failure], records: Sequence[StoredRecord], took: float) -> None:
@@ -281,7 +251,8 @@ class FailedTransactions(FailureHandler):
             return
         what = "topic %s is held: records for it, and for no other topic, end every term: %s"
         _log.error(what, record.topic, ended.reason)
-        self._write([NewHold(record.topic, None, None, "ends the producer", ended.reason)])
+        hold, hold_cache = NewHold(record.topic, None, None, "ends the producer", ended.reason), self.hold_cache
+        self._write(lambda store: hold_cache.write(store, [hold]))
         self.backoffs.end(row_id(record))
 
     # -- holds
@@ -291,19 +262,15 @@ class FailedTransactions(FailureHandler):
         if not failures:
             return
         self._ctx.metrics.publish_error(len(failures))
-        holds = []
+        to_hold = []
         for failure in failures:
             if failure.kind is not ErrorKind.POISON:
                 self._back_off(failure)
-            elif isinstance(failure.record, DeadLetter):
-                self._keep([failure.record], failure.error)
-            elif decide(failure, alone=True, can_hold=self.hold_cache.is_writable) == Backoff(None):
-                self._back_off_alone(failure)
+            elif isinstance(failure.record, DeadLetter) or self.hold_cache.is_writable:
+                to_hold.append(failure)
             else:
-                self.backoffs.end(row_id(failure.record))
-                holds.append(self._new_hold(failure))
-        if holds:
-            self._write(holds)
+                self._back_off_alone(failure)
+        self._hold(to_hold)
 
     def _hold_denied_cause(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> bool:
         """Hold the topics we may not write to, if that ended the producer; return False if it was something else."""
@@ -314,9 +281,7 @@ class FailedTransactions(FailureHandler):
     def _hold_or_back_off_topics(self, denied: Sequence[Failure]) -> None:
         done = self._hold_denied(denied) if denied else set[str]()
         for failure in denied:
-            if failure.record.topic in done:  # else it would wait, long after the release
-                self.backoffs.end(row_id(failure.record))
-            else:
+            if failure.record.topic not in done:
                 done.add(failure.record.topic)
                 self._back_off(failure)
 
@@ -325,46 +290,29 @@ class FailedTransactions(FailureHandler):
 
         A transaction that fails for a missing right does not always name the topic, which may be the tracking topic.
         """
-        by_topic: dict[str, Failure] = {}
-        for failure in failures:
-            by_topic.setdefault(failure.record.topic, failure)
-        denied = self._ctx.dead_letters.forbidden({*by_topic, self._tracking_topic})
+        topics = {failure.record.topic for failure in failures}
+        denied = self._ctx.dead_letters.forbidden({*topics, self._tracking_topic})
         if self._tracking_topic in denied:
             raise TrackingTopicError(
                 f"cannot write to tracking topic {self._tracking_topic!r}, as exactly-once delivery does in every "
                 f"transaction; {self._ctx.grant_write}"
             )
-        denied &= by_topic.keys()
-        letters = self._ctx.dead_letters.topic
-        if letters in denied:
-            self._keep(
-                [each.record for each in failures if isinstance(each.record, DeadLetter)], by_topic[letters].error
-            )
-        topics = sorted(denied - {letters}) if self.hold_cache.is_writable else []
-        if topics:
-            self._write([new_hold(by_topic[topic], self._ctx.grant_write, dead_letter=False) for topic in topics])
-        return denied if self.hold_cache.is_writable else denied & {letters}
+        denied &= topics if self.hold_cache.is_writable else {self._ctx.dead_letters.topic}
+        self._hold([failure for failure in failures if failure.record.topic in denied])
+        return denied
 
-    def _keep(self, letters: Sequence[StoredRecord], error: KafkaError) -> None:
-        """Leave dead letters that their topic refused held, with the error."""
-        ids = [letter.id for letter in letters]
-        why = why_no_dead_letter(error, self._ctx.grant_write, self._ctx.limits.max_message_bytes)
-        for letter in letters:
-            _log.warning("record %d stays held: %s", letter.id, why)
-            self.backoffs.end(row_id(letter))
-        self._wait.retry_until_done(self._ctx.marker, lambda store: store.holds.refuse_dead_letters(ids, why))
-        self.read_holds()
+    def _hold(self, failures: Sequence[Failure]) -> None:
+        """Hold the records of these failures, or their topics."""
+        for failure in failures:  # else they would wait, long after the release
+            self.backoffs.end(row_id(failure.record))
+        if failures:
+            self._write(self._holding(failures))
 
-    def _write(self, holds: Sequence[NewHold]) -> None:
-        hold_cache = self.hold_cache
-        written = self._wait.retry_until_done(self._ctx.marker, lambda store: hold_cache.write(store, holds))
+    def _write(self, write: Callable[[OutboxStore], HoldSet]) -> None:
+        written = self._wait.retry_until_done(self._ctx.marker, write)
         if written is not None:
             self.holds = written
 
 
 def _first_of_keys(records: Sequence[StoredRecord]) -> dict[LaneOrRow, StoredRecord]:
     return {lane_or_row(record): record for record in reversed(records)}
-
-
-def _is_missing_letter_topic(failure: Failure) -> bool:
-    return isinstance(failure.record, DeadLetter) and failure.kind is ErrorKind.UNKNOWN_TOPIC

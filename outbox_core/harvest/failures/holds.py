@@ -127,6 +127,7 @@ def _too_large(record: StoredRecord) -> NewHold:
         f"kafka_key, kafka_value and headers have {withheld.size:,} bytes, and the producer's message.max.bytes is "  # type: ignore[union-attr]
         f"{withheld.limit:,}: the value was not read. Raise that (producerKafkaConfig, -X) and the topic's "  # type: ignore[union-attr]
         "max.message.bytes, restart the harvester, and release it",
+        create_time=record.create_time,
     )
 
 

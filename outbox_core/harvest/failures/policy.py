@@ -82,7 +82,7 @@ def new_hold(failure: Failure, grant_write: str, *, dead_letter: bool, limits: s
     if kind_of(error) is ErrorKind.UNAUTHORIZED:
         return NewHold(record.topic, None, None, "not authorized", f"{error.str()}; {grant_write}")
     told = f"{_described(failure)}{limits}" if error.code() in TOO_LARGE else _described(failure)
-    return NewHold(record.topic, record.key, record.id, "refused", told, dead_letter)
+    return NewHold(record.topic, record.key, record.id, "refused", told, dead_letter, record.create_time)
 
 
 def size_limits(of_topic: int | None, of_client: int) -> str:

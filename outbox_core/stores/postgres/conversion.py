@@ -48,6 +48,13 @@ def without_rows(rows: Collection[RowId]) -> dict[str, str]:
     return {"ids": multirange(ids), "row_ids": array(ids), "row_times": array(create_times)}
 
 
+def only_rows(rows: Collection[RowId] | None) -> dict[str, str]:
+    """Return the parameters of `ONLY_ROWS`."""
+    if rows is None:
+        return {}
+    return {"only_ids": array([row.id for row in rows]), "only_times": array([row.create_time for row in rows])}
+
+
 class HeldParameters:
     """The parameters of `WITHOUT_HELD`, written anew only when the holds change: there may be ten thousand keys."""
 

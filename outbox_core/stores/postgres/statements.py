@@ -175,6 +175,11 @@ WITHOUT_ROWS = f"""
     (SELECT * FROM unnest(%(row_ids)s::bigint[], %(row_times)s::bigint[])))
 """
 
+ONLY_ROWS = f"""
+AND id = ANY (%(only_ids)s::bigint[])
+AND (id::bigint, {MICROSECONDS}) IN (SELECT * FROM unnest(%(only_ids)s::bigint[], %(only_times)s::bigint[]))
+"""
+
 # A hold by id is of a record without a key, or with one that is too long to be read for every row. Another row that got
 # the id later is left to the holds of its own key.
 IS_HELD_BY_ID = f"(kafka_key IS NULL OR octet_length(kafka_key) > {LONGEST_KEY_OF_HOLD})"
@@ -326,8 +331,11 @@ SELECT wanted.id, %(outbox)s, wanted.topic,
             ELSE wanted.key END,
        wanted.record_id, wanted.reason, wanted.error, wanted.dead
 FROM unnest(%(hold_ids)s::bigint[], %(topics)s::text[], %(keys)s::text[], %(ids)s::bigint[], %(reasons)s::text[],
-            %(errors)s::text[], %(dead)s::boolean[])
-     AS wanted (id, topic, key, record_id, reason, error, dead)
+            %(errors)s::text[], %(dead)s::boolean[], %(create_times)s::bigint[])
+     AS wanted (id, topic, key, record_id, reason, error, dead, microseconds)
+-- After TRUNCATE ... RESTART IDENTITY another row may have its id.
+WHERE wanted.microseconds IS NULL
+   OR EXISTS (SELECT FROM {table} AS stored WHERE stored.id = wanted.record_id AND {microseconds} = wanted.microseconds)
 ON CONFLICT (id) DO NOTHING
 RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''), nullif(error, '')) AS reason
 """

@@ -23,7 +23,14 @@ from outbox_core.stores.interface import (
     WaitingRows,
 )
 from outbox_core.stores.postgres import statements as sql
-from outbox_core.stores.postgres.conversion import HeldParameters, array, stored_records, without_keys, without_rows
+from outbox_core.stores.postgres.conversion import (
+    HeldParameters,
+    array,
+    only_rows,
+    stored_records,
+    without_keys,
+    without_rows,
+)
 from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.holds import PostgresHolds
 from outbox_core.stores.postgres.marks import PostgresMarks
@@ -223,6 +230,7 @@ class PostgresStore:
             "max_message": self._max_message_bytes,
             **without_rows(query.without_rows),
             **without_keys(query.without_keys),
+            **only_rows(query.only_rows),
             **self._held_parameters.of(query.holds, query.without_topics),
             **self.sequence.floor_parameters(query.after),
         }
@@ -262,7 +270,7 @@ class PostgresStore:
 def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `MARK` for a query."""
     return {
-        "exclusion": sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "",
+        "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
         **sql.columns("(SELECT may_be_large FROM head)", has_partition=layout.has_partition),
         **sql.locators(by_address=layout.by_address),
     }
@@ -271,7 +279,11 @@ def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
 def scan_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `SCAN` for a query."""
     columns = sql.columns("size > %(max_message)s", has_partition=layout.has_partition)
-    return {"exclusion": sql.SCAN_EXCLUSION if _leaves_out(query) else "", **columns}
+    return {"exclusion": (sql.SCAN_EXCLUSION if _leaves_out(query) else "") + _only(query), **columns}
+
+
+def _only(query: RowQuery) -> str:
+    return "" if query.only_rows is None else sql.ONLY_ROWS
 
 
 def _rows(ids: Sequence[int], create_times: Sequence[int]) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 from outbox_core.harvest.failures.backoffs import Backoffs
 from outbox_core.stores.interface import RowId, StoredRecord
 
+NEVER = float("inf")
+
 
 class Clock:
     """A clock that stands still."""
@@ -36,16 +38,16 @@ def test_destination_is_tried_by_one_row_after_growing_backoffs(clock):
     assert backoffs.lanes == {("t", "a"), ("t", "b")}
     waits = []
     for _ in range(4):
-        assert not backoffs.due(10)
-        waits.append(backoffs.next_due - clock.time)
-        clock.time = backoffs.next_due
-        assert backoffs.due(10) == [RowId(1, 0)]
+        assert not backoffs.due_together(10)
+        waits.append(backoffs.next_due() - clock.time)
+        clock.time = backoffs.next_due()
+        assert backoffs.due_together(10) == [RowId(1, 0)]
         assert backoffs.failed(record(1, "a"), ("t", 0))
     assert waits == [1.0, 2.0, 3.0, 3.0]
     assert backoffs.succeeded([record(1, "a")]) == [("t", 0)]
     assert not backoffs
     assert not backoffs.lanes
-    assert backoffs.next_due is None
+    assert backoffs.next_due() == NEVER
 
 
 def test_row_that_is_gone_ends_its_backoff(clock):
@@ -66,8 +68,8 @@ def test_rows_that_are_tried_together_are_of_different_topics(clock):
         backoffs.failed(record(number, f"k{number}", f"t{number % 2}"), (f"t{number % 2}", number))
     backoffs.failed(record(9, "k", "u"), ("u", None))
     clock.time += 1
-    assert backoffs.due(10) == [RowId(0, 0), RowId(1, 0), RowId(9, 0)]
-    assert backoffs.due(1) == [RowId(0, 0)]
+    assert backoffs.due_together(10) == [RowId(0, 0), RowId(1, 0), RowId(9, 0)]
+    assert backoffs.due_together(1) == [RowId(0, 0)]
 
 
 def test_success_in_a_topic_that_is_backed_off_has_it_tried_at_once(clock):
@@ -76,9 +78,9 @@ def test_success_in_a_topic_that_is_backed_off_has_it_tried_at_once(clock):
     backoffs.failed(record(1, "a"), ("t", None))
     assert backoffs.topics == {"t"}
     backoffs.succeeded([record(2, "b", "u")])
-    assert not backoffs.due(10)
+    assert not backoffs.due_together(10)
     backoffs.succeeded([record(3, "c")])
-    assert backoffs.due(10) == [RowId(1, 0)]
+    assert backoffs.due_together(10) == [RowId(1, 0)]
 
 
 def test_many_keys_become_the_topic_unless_something_arrives(clock):
@@ -109,7 +111,48 @@ def test_record_that_cannot_be_held_waits_with_its_key(clock):
         backoffs.failed_alone(record(1, "a"), "refused")
         assert backoffs.lanes == {("t", "a")}
         assert not backoffs.is_unreachable
-    assert backoffs.next_due == clock.time + 2
+    assert backoffs.next_due() == clock.time + 2
+
+
+def test_record_that_may_be_to_blame_is_tried_at_once(clock):
+    """A record that may be to blame is tried at once; if its destination is at fault, that is backed off."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    backoffs.try_alone(record(1, "a"), "refused")
+    backoffs.try_alone(record(2, None), "refused")
+    busy = set()
+    assert backoffs.due(10, busy.__contains__) == [RowId(1, 0), RowId(2, 0)]
+    assert backoffs.due(1, busy.__contains__) == [RowId(1, 0)]
+    assert (backoffs.lanes, backoffs.rows) == ({("t", "a")}, {RowId(2, 0)})
+    busy.add(RowId(1, 0))
+    assert backoffs.due(10, busy.__contains__) == [RowId(2, 0)]
+    assert backoffs.next_due({RowId(1, 0), RowId(2, 0)}.__contains__) == NEVER
+    backoffs.failed(record(1, "a"), ("t", 0))
+    backoffs.failed(record(2, None), ("t", 0))
+    assert len(backoffs) == 1
+    assert backoffs.next_due() == clock.time + 1
+    assert backoffs.succeeded([record(1, "a")]) == [("t", 0)]
+    assert not backoffs
+
+
+def test_record_that_may_be_to_blame_waits_for_its_topic(clock):
+    """While its topic is backed off as a whole, a record that may be to blame waits like all others of it."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    backoffs.failed(record(9, "z"), ("t", None))
+    backoffs.try_alone(record(1, "a"), "refused")
+    assert backoffs.next_due() == clock.time + 1
+    assert backoffs.end(RowId(9, 0)) == ("t", None)
+    assert not backoffs
+
+
+def test_an_id_that_comes_back_is_another_record(clock):
+    """Another row that gets the id of one that is tried, after TRUNCATE ... RESTART IDENTITY, is not taken for it."""
+    backoffs = Backoffs(1.0, 5.0, clock)
+    old, new = record(1, "a"), record(1, "b")._replace(create_time=5)
+    backoffs.failed(old, ("t", 0))
+    assert backoffs.succeeded([new]) == []
+    backoffs.failed(new, ("t", 1))
+    assert len(backoffs) == 2
+    assert backoffs.succeeded([old]) == [("t", 0)]
 
 
 def test_suspect_counts_only_with_commits_of_others_between(clock):
@@ -119,17 +162,17 @@ def test_suspect_counts_only_with_commits_of_others_between(clock):
     backoffs.failed(record(1, "a"), ("t", 3))
     assert [backoffs.suspect(record(1, "a"), "broken") for _ in range(5)] == [1] * 5
     assert backoffs.is_suspect("t")
-    assert not backoffs.due(10)
+    assert not backoffs.due_together(10)
     backoffs.committed()
-    assert backoffs.due(10) == [RowId(1, 0)]
+    assert backoffs.due_together(10) == [RowId(1, 0)]
     assert backoffs.suspect(record(1, "a"), "broken") == 2
     clock.time += 10
-    assert backoffs.due(10) == [RowId(7, 0)], "a suspect would end the try of all others"
+    assert backoffs.due_together(10) == [RowId(7, 0)], "a suspect would end the try of all others"
     backoffs.committed()
     assert backoffs.suspect(record(1, "a"), "broken") == 3
 
 
-@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from("abc"), st.integers(0, 3)), max_size=60))
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.integers(0, 3)), max_size=60))
 def test_every_key_that_waits_has_a_row_that_is_tried(steps):
     """However records fail, arrive and go, a key is left out only while some row ends that, and all of them do."""
     clock = Clock()
@@ -145,12 +188,14 @@ def test_every_key_that_waits_has_a_row_that_is_tried(steps):
             backoffs.failed_alone(row)
         elif kind == 3:
             backoffs.succeeded([row])
+        elif kind == 5:
+            backoffs.try_alone(row)
         else:
             backoffs.suspect(row, "why")
-        assert (backoffs.next_due is None) is not bool(backoffs)
+        assert (backoffs.next_due() == NEVER) is not bool(backoffs)
     while backoffs:
-        clock.time = max(clock.time, backoffs.next_due)
-        for row in backoffs.due(10):
+        clock.time = max(clock.time, backoffs.next_due())
+        for row in backoffs.due_together(10):
             assert backoffs.end(row) is not None
     assert not backoffs.lanes
     assert not backoffs.topics

@@ -97,6 +97,7 @@ class Table:
                 and lane_of(row) not in query.without_keys
                 and row.topic not in query.without_topics
                 and not query.holds.covers(row)
+                and (query.only_rows is None or row_id(row) in query.only_rows)
             ]
         self.during_scan()
         return found[: query.limit]
