@@ -450,6 +450,7 @@ class Simulation:
         self.rolled_back: set[str] = set()
         self.skipped: set[str] = set()  # by an operator
         self.truncated: set[str] = set()
+        self._outdated_holds: set[NewHold] = set()  # of truncated rows
         self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
         self.faults = 0
@@ -537,8 +538,8 @@ class Simulation:
                 del rows[row.record.id]
                 self.skipped.add(str(row.record.value, "utf-8"))
                 self._last_fault_at = self.scheduler.now
-            elif row is not None and hold.create_time not in (None, row.record.create_time):
-                self.seen["held for a row that is gone"] += 1  # the id has come back since the hold was set
+            elif row is not None and hold in self._outdated_holds:
+                self.seen["held for a row that is gone"] += 1  # its id has come back
             elif row is not None:
                 self.seen["held without need"] += 1
                 self.broken(f"{row.record.value!r} is held, and Kafka would take it: {hold.error}")
@@ -772,6 +773,7 @@ class Simulation:
         if random.random() < 0.3 and self.database.truncate():
             self.seen["truncated"] += 1
             self.truncated |= tokens
+            self._outdated_holds.update(self.database.holds)
             self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
 
     def _fault_restart(self, random: Random) -> None:
