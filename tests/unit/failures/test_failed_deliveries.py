@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestLimits
-from outbox_core.harvest.failures import failed_deliveries, handler
+from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
 from outbox_core.harvest.failures.handler import NO_LETTERS, Letters
 from outbox_core.harvest.failures.holds import HoldCache
@@ -42,8 +42,8 @@ class Kafka(Outage):
 def clock(monkeypatch):
     """Return a function that moves the clock: `clock(5.0)`."""
     time = [100.0]
-    monkeypatch.setattr(failed_deliveries, "now", lambda: time[-1])
-    monkeypatch.setattr(handler, "now", lambda: time[-1])
+    for module in (failed_deliveries, handler, backoff_report):
+        monkeypatch.setattr(module, "now", lambda: time[-1])
     return lambda seconds: time.append(time[-1] + seconds)
 
 
