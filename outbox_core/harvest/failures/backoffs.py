@@ -151,8 +151,8 @@ class Backoffs:
 
     def failed(
         self, record: StoredRecord, destination: Destination, *, unreachable: bool = True, why: str = ""
-    ) -> bool:
-        """Back off a destination after a failed delivery; return True if it is tried by this record."""
+    ) -> None:
+        """Back off a destination after a failed delivery."""
         row, item, whole = row_id(record), lane_or_row(record), (destination[0], None)
         mine = self._rows.get(row)
         if mine is not None and mine != destination and mine == destination_of_its_own(record):
@@ -163,19 +163,17 @@ class Backoffs:
             backoff.is_unreachable, backoff.why = unreachable, why
             backoff.seconds = min(self._longest, max(self._first, backoff.seconds * 2))
             backoff.until = self._clock() + backoff.seconds
-            return True
+            return
         if whole in self._active:
             destination = whole
         known = self._active.get(destination)
         if known is None:
             known = self._start(row, destination, unreachable=unreachable, why=why)
-        is_first = known.row == row
-        if (is_first or destination[1] is not None) and self._keys.setdefault(item, destination) == destination:
+        if (known.row == row or destination[1] is not None) and self._keys.setdefault(item, destination) == destination:
             known.keys.add(item)
         quiet_since = max(known.since, self._arrived[destination[0]])
         if len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS:
             self._widen(destination)
-        return is_first
 
     def _start(self, row: RowId, destination: Destination, *, unreachable: bool, why: str) -> _Backoff:
         time = self._clock()
