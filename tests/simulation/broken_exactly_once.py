@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 from outbox_core.election.lease import now
@@ -12,17 +14,20 @@ from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka import identity
 from outbox_core.kafka.clients import KafkaException, TopicPartition, make_consumer, make_producer
-from outbox_core.kafka.identity import TransactionalIdentity
+from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.reader import reader_settings
 from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.tracking import Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, Outcome, TransactionalProducer, never
 from outbox_core.stores.interface import RowQuery, StoredRecord, row_id
-from tests.simulation.postgres import Store
+from tests.simulation.postgres import Row, Store
 from tests.simulation.scheduling import current
+from tests.simulation.simulation import Simulation
 
 _ANSWER_SECONDS = 10.0
 _READING_SECONDS = 1.0
+_REPLICA_IS_BEHIND_SECONDS = 0.3
+_UNWRITTEN_SECONDS = 0.6  # three times PostgreSQL's wal_writer_delay
 
 _original_make = TransactionalProducer._make
 _original_commit = TransactionalProducer.commit
@@ -35,6 +40,7 @@ _original_discard = Term._discard
 _original_conclude = Term._publication_is_committed
 _original_delete = Store._delete
 _original_select = Store._select
+_original_database_fault = Simulation._fault_database
 
 
 # -- who publishes: the fence, and the last transaction
@@ -168,6 +174,20 @@ def write_the_manifest_at_once(self: Term, producer: RecordProducer, records: Se
     return _and_note(self, producer, producer.commit(self._is_late))
 
 
+def commit_the_manifest_apart(self: Term, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
+    """Commit the records, and their manifest in a transaction of its own after that."""
+    if not producer.all_arrive(self._transactions.timeout, self._is_late):
+        return producer.abort(producer.failure, self._is_late)
+    if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
+        return producer.abort(give_up=self._is_late)
+    outcome = producer.commit(self._is_late)
+    if not isinstance(outcome, Committed):
+        return outcome
+    self._transactions.reached(Failpoint.BEFORE_COMMIT)
+    ended = self._begin(producer) or self._send_manifest(producer, records)
+    return ended or _and_note(self, producer, producer.commit(self._is_late))
+
+
 def write_no_opening(self: Term, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
     """Begin with the records, so that the tracking partition comes into the transaction with the manifest."""
 
@@ -221,6 +241,53 @@ def scan_what_awaits_its_purge(self: Term) -> None:
     in_flight, self._in_flight = self._in_flight, self._in_flight.difference(self._unpurged)
     _original_start_scan(self)
     self._in_flight = in_flight
+
+
+def forget_what_awaits_its_purge(self: Term) -> None:
+    """Exclude nothing from the scan that follows an abort."""
+    self._join_scan()
+    self._ctx.watermark.reset("a transaction was aborted")
+    self._in_flight = set()
+
+
+def select_behind_the_last(self: Store, query: RowQuery, is_wanted: Any) -> Any:
+    """Select rows with higher ids than any that was in flight."""
+    store: Any = self
+    last = store.last_in_flight = max([getattr(store, "last_in_flight", 0), *(row for row, _ in query.without_rows)])
+    return _original_select(self, query, lambda row: row.record.id > last and is_wanted(row))
+
+
+def select_on_a_replica(self: Store, query: RowQuery, is_wanted: Any) -> Any:
+    """Select rows as they were at a scan up to 0.3 s before, as on a replica, or by a cursor that is kept open."""
+    database: Any = self._database
+    earlier: deque[tuple[float, dict[int, Row]]] = vars(database).setdefault("earlier", deque())
+    earlier.append((self._scheduler.now, dict(database.rows)))
+    while earlier[0][0] < self._scheduler.now - _REPLICA_IS_BEHIND_SECONDS:
+        earlier.popleft()
+    present, database.rows = database.rows, earlier[0][1]
+    is_hidden, database.on_hidden = database.on_hidden, lambda _: None  # rows that are gone are not hidden
+    try:
+        return _original_select(self, query, is_wanted)
+    finally:
+        database.rows, database.on_hidden = present, is_hidden
+
+
+def delete_in_memory(self: Store, ids: Any, times: Any, is_wanted: Any) -> int:
+    """Report a delete as committed before it is on disk."""
+    database: Any = self._database
+    before = dict(database.rows)
+    count = _original_delete(self, ids, times, is_wanted)
+    gone = [before[each] for each in ids if each in before and each not in database.rows]
+    vars(database).setdefault("unwritten", []).extend((self._scheduler.now, row) for row in gone)
+    return count
+
+
+def restart_without_the_unwritten(self: Simulation, random: Random) -> None:
+    """Restart the database; what it had deleted just before is back."""
+    _original_database_fault(self, random)
+    for time, row in vars(self.database).pop("unwritten", ()):
+        if time > self.scheduler.now - _UNWRITTEN_SECONDS:
+            self.database.rows[row.record.id] = Row(row.record, row.leader, row.version, was_taken=True)
 
 
 def keep_the_scan(self: Term, aborted: Aborted, records: list[StoredRecord]) -> None:

@@ -6,10 +6,12 @@ first one is broken, too, and the second one's rule says which other problem it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -37,7 +39,7 @@ from tests.simulation import broken_common as common
 from tests.simulation import broken_exactly_once as exactly_once
 from tests.simulation import transactions_of_592f1f3 as old
 from tests.simulation.postgres import Store
-from tests.simulation.simulation import Plan
+from tests.simulation.simulation import Plan, Simulation
 
 _NO_PLAN: Mapping[str, Any] = MappingProxyType({})
 
@@ -97,6 +99,21 @@ _LOST_PURGES = {
     "faults": ("at a step", "crash"), "step_share": 0.05, "late_changes": 0.3, "late": 0.0, "pause": 0.3, **_NEAR,
 }  # fmt: skip
 _TRUNCATED = {"faults": ("truncate",), "pause": 0.1, **_NEAR}
+# A purge comes late, when the table is empty and its ids are those of other rows, which wait behind a hold.
+_LATE_PURGES = {
+    "faults": ("truncate", "truncate", "hold"), "fault_pause": 0.4, "late_changes": 0.2, "late": 1.0, "pause": 0.05,
+    "harvesters": 1, "writers": 1, "poison": 0.0, "seconds": 40.0, **_NEAR,
+}  # fmt: skip
+# The purge of the transaction before is under way when a refused record aborts one.
+_ABORTED_BEFORE_A_PURGE = {
+    "faults": ("break",), "late_changes": 0.3, "late": 0.0, "poison": 0.03, "pause": 0.1, "writers": 5,
+    "harvesters": 1, "late_ends": 0.0, **_NEAR,
+}  # fmt: skip
+# A delivery changes when rows that are published wait for their purge.
+_CHANGED = {
+    "faults": ("break",), "changes_to": "at-least-once", "late_changes": 0.3, "late": 0.0, "pause": 0.1, "writers": 5,
+    "seconds": 20.0, "poison": 0.0, "latency": 0.001, "database_distance": 10.0,
+}  # fmt: skip
 
 
 def _exactly(name: str | object, attribute: str, double: Any, *more: Double, **options: Any) -> Rule:
@@ -116,6 +133,14 @@ RULES = {
     "the manifest waits for all acknowledgements": _exactly(
         Term, "_commit", exactly_once.write_the_manifest_at_once, _STAYS_IN_EPOCH, shows="lost", plan=_LATE_END
     ),
+    "records and manifest are in one transaction": _exactly(
+        Term,
+        "_commit",
+        exactly_once.commit_the_manifest_apart,
+        Double(Term, "_send_opening", exactly_once.write_no_opening),
+        shows="repeated",
+        plan=_AT_STEPS,
+    ),
     "a fence or a barrier settles the last transaction": _exactly(
         TransactionalProducer,
         "_make",
@@ -125,6 +150,13 @@ RULES = {
     ),
     "the manifest is read after the fence": _exactly(
         Recovery, "_settle", exactly_once.read_before_the_fence, plan=_AT_STEPS
+    ),
+    "the end of the tracking topic is written, not asked for": _exactly(
+        TransactionalIdentity,
+        "ledger",
+        exactly_once.read_to_the_stable_end,
+        shows="repeated",
+        plan={**_AT_STEPS, "neighbour": True},
     ),
     "a term reads the last manifest": _exactly(TransactionalIdentity, "ledger", exactly_once.read_no_ledger),
     "what a predecessor published is deleted": _exactly(Recovery, "_delete", lambda *_: True),
@@ -136,6 +168,9 @@ RULES = {
         plan=_LOST_PURGES,
     ),
     "scans leave out what is in flight": _exactly(term, "RowQuery", exactly_once.exclude_nothing),
+    "scans leave out rows, not all up to the last one": _exactly(
+        Store, "_select", exactly_once.select_behind_the_last, shows="rows still wait"
+    ),
     "scans leave out what awaits its purge": _exactly(Term, "_start_scan", exactly_once.scan_what_awaits_its_purge),
     "what is in flight is copied before the scan": _exactly(
         Term,
@@ -145,6 +180,27 @@ RULES = {
     ),
     "scans leave out rows, not ids": _exactly(Store, "_select", exactly_once.exclude_by_id, plan=_TRUNCATED),
     "an abort throws away what was scanned": _exactly(Term, "_discard", exactly_once.keep_the_scan),
+    "what awaits its purge is left out after an abort": _exactly(
+        Term,
+        "_forget_scanned",
+        exactly_once.forget_what_awaits_its_purge,
+        shows="repeated",
+        plan=_ABORTED_BEFORE_A_PURGE,
+    ),
+    "a scan is a statement of its own, on the primary": _exactly(
+        Store, "_select", exactly_once.select_on_a_replica, shows="repeated"
+    ),
+    "a purge is on disk when it is reported": _exactly(
+        Store,
+        "_delete",
+        exactly_once.delete_in_memory,
+        Double(Simulation, "_fault_database", exactly_once.restart_without_the_unwritten),
+        shows="repeated",
+        plan={"faults": ("database",)},
+    ),
+    "a change of delivery settles the last transaction": _exactly(
+        Recovery, "settle_if_tracked", lambda _: None, shows="of its key", plan=_CHANGED
+    ),
     "a delete matches the create time": _both(Store, "_delete", exactly_once.delete_by_id),
     "a manifest names its outbox": _exactly(
         TransactionalIdentity,
@@ -189,6 +245,14 @@ RULES = {
     "selected is compared with updated": _at_least(Store, "mark", at_least_once.mark_believed, plan=_LATE_SLOW_MARKS),
     "a mark of a row in our lanes is a rival's": _at_least(Lanes, "holds_any", lambda *_: False, plan=_LATE_MARKS),
     "a short purge forces a remark": _at_least(Store, "purge", at_least_once.purge_believed, plan=_LATE_MARKS),
+    "a purge matches the leader ID": _at_least(
+        Store,
+        "purge",
+        at_least_once.purge_of_anybody,
+        Double(Store, "_delete", exactly_once.delete_by_id),
+        shows="lost",
+        plan=_LATE_PURGES,
+    ),
     "a mark takes a dead leader's rows": _at_least(Store, "_select", at_least_once.mark_unmarked_alone),
     "a failed delivery clears its marks": _at_least(Store, "reset", lambda *_: 0),
     "a mark in doubt forces a remark": _at_least(StoreCall, "result", at_least_once.never_in_doubt),
@@ -277,3 +341,16 @@ def broken(name: str) -> Iterator[None]:
         for place, attribute, double in RULES[name].doubles if name else ():
             patches.enter_context(patch.object(place, attribute, double))
         yield
+
+
+def rule_named(*names: str) -> Callable[[str], str]:
+    """Return what reads the name of a rule from a command line, and says which names are similar if there is none."""
+
+    def read(name: str) -> str:
+        if name in ("", *names):
+            return name
+        near = [each for each in names if name.lower() in each.lower()] or get_close_matches(name, names, 3, 0.4)
+        these = ", ".join(map(repr, near)) or "the names are in broken_rules.py and broken_queue_rules.py"
+        raise ArgumentTypeError(f"there is no rule {name!r}; {'meant may be ' if near else ''}{these}")
+
+    return read

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from tests.simulation.broken_rules import RULES, broken
+from tests.simulation.broken_rules import RULES, broken, rule_named
 from tests.simulation.small_world import Scope, World, product_in_small_world
 
 _AT_ONCE = 40  # paths for a worker
@@ -244,7 +244,7 @@ def main() -> int:
     for each in fields(Scope):
         kind = (lambda text: text == "1") if each.type == "bool" else int
         parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, default=each.default)
-    parser.add_argument("--rule", choices=("", *RULES), default="", help="a rule of the product to break")
+    parser.add_argument("--rule", type=rule_named(*RULES), default="", help="a rule of the product to break")
     parser.add_argument("--deviations", default="2", help="the most unusual choices on a path, or all")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     given = parser.parse_args()

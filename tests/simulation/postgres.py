@@ -114,9 +114,9 @@ class Database:
 
 
 def covers(hold: NewHold, record: StoredRecord) -> bool:
-    """Tell whether a hold keeps a record back."""
+    """Tell whether a hold keeps a record back. One without a key is of an id whose record has none, either."""
     is_whole_topic = hold.key is None and hold.record_id is None
-    is_same = hold.key == record.key if hold.key is not None else hold.record_id == record.id
+    is_same = hold.key == record.key and (hold.key is not None or hold.record_id == record.id)
     return hold.topic == record.topic and (is_whole_topic or is_same)
 
 

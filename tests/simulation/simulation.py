@@ -31,7 +31,7 @@ from outbox_core.kafka.identity import Failpoint
 from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
 from tests.simulation import bounds, clients
-from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry
+from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry, Sent
 from tests.simulation.network import LONGEST_DELAY_SECONDS, Network, Server
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
@@ -53,6 +53,8 @@ _MOST_PROBLEMS = 4
 _WAKE_SECONDS = 0.05  # the longest until a thread that is ready runs
 _SLOWEST_ANSWER = 10.0  # in multiples of the latency
 _SLACK_SECONDS = 0.01  # of clocks that drift
+_STOP_SECONDS = 60.0  # in which a harvester ends that is asked to, whatever is cut off or suspended meanwhile
+_NEIGHBOUR = 1  # an ID that no other producer has
 _SESSION_SECONDS = 6.0  # of the group, after which it has another owner
 
 
@@ -91,7 +93,10 @@ class Plan:
     most_faults: int = 1_000_000
     slow: float = 0.003  # the share of messages that the network delays by up to 0.2 s
     foreign: bool = False  # at first the tracking topic holds the manifest of another outbox
+    neighbour: bool = False  # another producer has transactions on the tracking topic, too, which it aborts
+    changes_to: str = ""  # the delivery of all harvesters after half of the time
     fault_pause: float = 1.5  # between two faults, on average
+    outage: float = 1.0  # by which the time is multiplied for which something is cut off, suspended or down
     KINDS: ClassVar[tuple[str, ...]] = ("faults",)  # of what shrinking takes one away
     NUMBERS: ClassVar[tuple[str, ...]] = ("harvesters", "writers")  # which it makes smaller
 
@@ -123,7 +128,7 @@ class Plan:
     @property
     def is_quiet(self) -> bool:
         """True if faults are rare."""
-        return self.fault_pause > Plan.fault_pause
+        return self.fault_pause > Plan.fault_pause * self.outage
 
     def quiet(self) -> Plan:
         """Return a plan of the same kinds of faults that is long: few transactions, and rare faults."""
@@ -135,6 +140,11 @@ class Plan:
             pause=random.choice((3.0, 10.0)),
             fault_pause=random.choice((5.0, 20.0, 60.0)),
         )
+
+    def crowded(self) -> Plan:
+        """Return a plan of the same kinds of faults with four harvesters, and outages that may be long."""
+        outage = Random(self.seed).choice((1.0, 4.0, 12.0))
+        return replace(self, harvesters=4, outage=outage, fault_pause=Plan.fault_pause * outage, seconds=60.0 * outage)
 
     def smaller(self) -> Iterator[Self]:
         """Return plans that have one part less than this one."""
@@ -296,6 +306,19 @@ class Node(ProcessPlace):
             self.harvester = None
             Event().wait(0.5)
 
+    @property
+    def threads(self) -> list[str]:
+        """Names of its process's threads."""
+        return [] if self.process is None else sorted(task.name for task in self.process._tasks)
+
+    def end(self) -> None:
+        """Ask the harvester to stop in good order, for good; kill the process if there is none."""
+        harvester, process = self.harvester, self.process
+        if harvester is None or process is None:
+            self.crash()
+        else:
+            process.spawn(harvester.stop, "end")
+
     def stop(self) -> None:
         """Ask the harvester to stop in good order; its process ends with it, and another one begins."""
         harvester, process = self.harvester, self.process
@@ -306,11 +329,12 @@ class Node(ProcessPlace):
     def _stop(self, harvester: Harvester, process: Process) -> None:
         harvester.stop()
         with suppress(OutboxError):
-            harvester.join(60.0)
+            if not harvester.join(_STOP_SECONDS):
+                self.simulation.broken(f"{process.name} has not ended {_STOP_SECONDS:g} s after it was asked to stop")
         self.simulation.scheduler.after(0.3, lambda: self._replace(process))
 
     def _replace(self, process: Process) -> None:
-        if self.process is process:
+        if self.process is process and not self.simulation.is_over:
             self.crash()
             self.start()
 
@@ -430,6 +454,7 @@ class Simulation:
 
     def __init__(self, plan: Plan, *, trace: int = 0) -> None:
         self.plan = plan
+        self.mode = plan.mode
         self.scheduler = Scheduler(plan.seed)
         self.seen: Counter[str] = Counter()
         if trace:
@@ -453,6 +478,7 @@ class Simulation:
         self._outdated_holds: set[NewHold] = set()  # of truncated rows
         self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
+        self.is_over = False
         self.faults = 0
         self.problem = ""
         self._problems = 0
@@ -471,7 +497,7 @@ class Simulation:
             },
             data_source="postgresql://simulated/shop",
             name=name,
-            delivery=self.plan.mode,
+            delivery=self.mode,
             limits=Limits(
                 mark_query_records=20,
                 max_in_flight_records=60,
@@ -500,6 +526,10 @@ class Simulation:
             self.cluster.create(topic, width, {})
         if self.plan.foreign:
             self._write_foreign_manifest()
+        if self.plan.neighbour:
+            self.scheduler.after(3.0, self._begin_beside)
+        if self.plan.changes_to:
+            self.scheduler.after(self.plan.seconds / 2, self._change_delivery)
         for node in self.nodes:
             node.start()
         for writer in self._writers:
@@ -515,8 +545,21 @@ class Simulation:
         self._run_until_quiet()
         if not self.problem:
             self._check_all()
+        if not self.problem:
+            self._end_all()
         for node in self.nodes:
             node.crash()
+
+    def _end_all(self) -> None:
+        """Ask all harvesters to stop: each ends in time, and leaves no thread."""
+        self.is_over = True
+        for node in self.nodes:
+            node.end()
+        end = self.scheduler.now + _STOP_SECONDS
+        self.scheduler.run(end, lambda: bool(self.problem) or not any(node.threads for node in self.nodes))
+        for node in self.nodes:
+            if node.threads:
+                self.broken(f"{node.name} was asked to stop {_STOP_SECONDS:g} s ago, and has threads: {node.threads}")
 
     def _write_foreign_manifest(self) -> None:
         """Put another outbox's manifest where ours are, and have an operator take it away after a while."""
@@ -526,6 +569,28 @@ class Simulation:
         entry = Entry(0, COMMITTED, names.transactional_id.encode(), value, None, 0.0, -1)
         self.cluster.topics[names.topic][0].log.append(entry)
         self.scheduler.after(10.0, lambda: setattr(entry, "state", ABORTED))
+
+    def _begin_beside(self) -> None:
+        """Open another producer's transaction on the tracking topic, for a while."""
+        topic = self.cluster.topics.get(self.config(self.nodes[0].name).tracking_names(OUTBOX).topic)
+        if topic is not None and self.is_faulty:
+            now, partition = self.scheduler.now, topic[0]
+            epoch, record = int(now), Sent(b"neighbour", b"", None)
+            partition.append(_NEIGHBOUR, epoch, 0, [record], now, is_transactional=True)
+            self.scheduler.after(
+                self.scheduler.random.uniform(4.0, 8.0),  # longer than it takes until another one leads
+                lambda: partition.end_transaction(_NEIGHBOUR, epoch, self.scheduler.now, is_committed=False),
+            )
+        if self.is_faulty:
+            self.scheduler.after(9.0, self._begin_beside)
+
+    def _change_delivery(self) -> None:
+        """Kill all harvesters, and start them with the other delivery."""
+        self.scheduler.note("the delivery changes to %s", self.plan.changes_to)
+        self.mode = self.plan.changes_to
+        for node in self.nodes:
+            node.crash()
+            node.start()
 
     def _skip_held(self) -> None:
         """Have an operator delete records that Kafka has refused, and their holds."""
@@ -666,7 +731,7 @@ class Simulation:
     def _fault_isolate(self, random: Random) -> None:
         node = self._up_node(random)
         if node is not None and node.process is not None:
-            seconds = _cut_seconds(random)
+            seconds = _cut_seconds(random) * self.plan.outage
             for broker in self.cluster.brokers:
                 self._cut(node.process, broker, seconds)
 
@@ -685,7 +750,7 @@ class Simulation:
                 self.network.break_some(lambda each: each.process is process and each.server is server)
             self.network.mend(process, server)
 
-        self.scheduler.after(_cut_seconds(random) if seconds is None else seconds, mend)
+        self.scheduler.after(_cut_seconds(random) * self.plan.outage if seconds is None else seconds, mend)
 
     def _break(self, process: Process) -> None:
         self.network.break_some(lambda connection: connection.process is process)
@@ -710,7 +775,7 @@ class Simulation:
         self.scheduler.note("%s crashes", server.name)
         self.cluster.crash(number)
         self.network.break_some(lambda connection: connection.server is server)
-        self.scheduler.after(0.3 + 6 * random.random(), lambda: self.cluster.restart(number))
+        self.scheduler.after((0.3 + 6 * random.random()) * self.plan.outage, lambda: self.cluster.restart(number))
 
     def _fault_move(self, random: Random) -> None:
         del random
@@ -747,7 +812,7 @@ class Simulation:
                 self.scheduler.note("%s goes on", process.name)
                 self._resume(process)
 
-        self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()), resume)
+        self.scheduler.after(random.choice((0.2, 3.0, 12.0)) * (0.5 + random.random()) * self.plan.outage, resume)
 
     def _resume(self, process: Process) -> None:
         self._resumed.setdefault(process.name, []).append(self.scheduler.now)
@@ -766,7 +831,7 @@ class Simulation:
         self.scheduler.note("the database restarts")
         server.is_up = False
         self.network.break_some(lambda connection: connection.server is server)
-        self.scheduler.after(random.random() * 4, lambda: setattr(server, "is_up", True))
+        self.scheduler.after(random.random() * 4 * self.plan.outage, lambda: setattr(server, "is_up", True))
 
     def _fault_truncate(self, random: Random) -> None:
         tokens = {str(row.record.value, "utf-8") for row in self.database.rows.values()}
@@ -852,7 +917,7 @@ class Simulation:
             if entry.key is None:
                 continue
             number, before = int(token.partition(":")[2]), last.get(entry.key, 0)
-            if entry.is_overdue and self.plan.mode == "at-least-once":
+            if entry.is_overdue and self.mode == "at-least-once":
                 self.seen["late record of a replaced producer"] += number < before
                 continue
             last[entry.key] = number
@@ -889,7 +954,7 @@ class Simulation:
             self.broken(f"lost: {sorted(lost)[:5]} ({len(lost)} of {len(self.committed)})")
         repeated = sorted(token for token, count in counts.items() if count > 1)
         self.seen["repeated"] += len(repeated)
-        if repeated and self.plan.mode == "exactly-once":
+        if repeated and self.mode == "exactly-once":
             self.broken(f"repeated: {repeated[:5]} ({len(repeated)})")
 
 

@@ -10,7 +10,7 @@ import pytest
 from outbox_core.errors import StoreUnavailable, must
 from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.stores.interface import RowQuery, StoredRecord
-from tests.simulation.__main__ import shrink
+from tests.simulation.__main__ import main, shrink
 from tests.simulation.broken_rules import RULES, broken, plan_of, shows
 from tests.simulation.brokers import PLAIN, Entry, Sent
 from tests.simulation.network import Network
@@ -56,6 +56,22 @@ def test_promises_hold_for_hours(mode):
     """The same for two virtual hours."""
     done = _simulate("--hours", "2", "--mode", mode, "--first", "1000")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--rule", "a leese ends"], "there is no rule 'a leese ends'; meant may be 'a lease ends'"),
+        (["--rule", "a lease ends", "--mode", "queue"], "counts in exactly-once and at-least-once, not in queue"),
+        (["--rule", "a redelivery is one transaction", "--mode", "exactly-once"], "counts in queue, not in"),
+    ],
+)
+def test_wrong_arguments_are_told(monkeypatch, capsys, arguments, told):
+    """A mistyped rule, or a mode in which it does not count, is told in one line."""
+    monkeypatch.setattr(sys, "argv", ["simulate", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    assert told in capsys.readouterr().err
 
 
 def _is_found(rule, most_seeds, first=0):
