@@ -522,14 +522,7 @@ class Simulation:
 
     def run(self) -> None:
         """Run writers and faults for the plan's time, mend everything, and wait until nothing waits."""
-        for topic, width in _TOPICS.items():
-            self.cluster.create(topic, width, {})
-        if self.plan.foreign:
-            self._write_foreign_manifest()
-        if self.plan.neighbour:
-            self.scheduler.after(3.0, self._begin_beside)
-        if self.plan.changes_to:
-            self.scheduler.after(self.plan.seconds / 2, self._change_delivery)
+        self._set_up()
         for node in self.nodes:
             node.start()
         for writer in self._writers:
@@ -549,6 +542,16 @@ class Simulation:
             self._end_all()
         for node in self.nodes:
             node.crash()
+
+    def _set_up(self) -> None:
+        for topic, width in _TOPICS.items():
+            self.cluster.create(topic, width, {})
+        if self.plan.foreign:
+            self._write_foreign_manifest()
+        if self.plan.neighbour:
+            self.scheduler.after(3.0, self._begin_beside)
+        if self.plan.changes_to:
+            self.scheduler.after(self.plan.seconds / 2, self._change_delivery)
 
     def _end_all(self) -> None:
         """Ask all harvesters to stop: each ends in time, and leaves no thread."""
