@@ -1,16 +1,17 @@
 """Failed deliveries and holds of at-least-once delivery, on the harvest thread.
 
 Failures stay in the table: a record that failed is released with those behind it in its lane, and only the holds and
-the `backoffs` tell the next mark of it. So a failed record is followed through `policy`, which decides; this module,
-which carries that out; and the backoffs.
+the `backoffs` tell the next mark of it. So a failed record is followed through `policy`, which decides; this module
+and its base, which carry that out; and the backoffs.
 
     it failed in a batch, and it may be to blame ----> tried at once, alone
     it failed alone, or the client refused it -------> held with its key, or a dead letter
     we may not write to its topic -------------------> the topic is held
     its destination does not answer, or is missing --> backed off, and tried again by one record
 
-Records that are **tried**, and dead letters, are marked by their rows and sent in batches of their own. They take at
-most a quarter of the room among the records in flight, so that the others flow.
+Records that are **tried** are marked by their rows, dead letters are read without a mark, as their holds keep all
+others away; and each of these is sent in a batch of its own. They take at most a quarter of the room among the records
+in flight, so that the others flow.
 
 A hold of our own is written before anything else is marked. So no mark returns a row of its key, but the one that was
 under way, from which `lanes` filters it.

@@ -2,7 +2,7 @@
 
 Failures stay in the table. No record is kept here after its transaction, only what the next scan needs: a limit
 (`batch_limit`), the destinations that are backed off (`backoffs`), and the holds. So a failed record is followed
-through `policy`, which decides; this module, which carries that out; and those two.
+through `policy`, which decides; this module and its base, which carry that out; and those two.
 
     its transaction failed, and it may be to blame --> a smaller limit, the scan begins at the head again
     it failed alone, or the client refused it -------> held with its key, or a dead letter
