@@ -71,19 +71,6 @@ def _commit_then_mark(
     _original_write(self, markers, offsets, seconds_left)
 
 
-def _mark_without_waiting(
-    self: PlainStartWriter, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft
-) -> None:
-    del seconds_left
-    reports = start_writers._Reports()
-    for marker in markers:
-        self._produce(marker, reports)
-    try:
-        start_writers.commit(self._config, self._consumer, offsets)
-    except start_writers.KafkaException as error:
-        raise NotStarted(error.args[0].str(), error.args[0]) from None
-
-
 def _mark_alone(
     self: TransactionalStartWriter,
     markers: Sequence[MarkerRecord],
@@ -157,7 +144,7 @@ QUEUE_RULES: dict[str, tuple[Double, ...]] = {
         (PlainStartWriter, "write", _commit_then_mark),
         (TransactionalStartWriter, "write", _mark_alone),
     ),
-    "offsets wait for the markers' acknowledgement": ((PlainStartWriter, "write", _mark_without_waiting),),
+    "offsets wait for the markers' acknowledgement": ((PlainStartWriter, "_flush", lambda *_: None),),
     "what was not started is read again": ((GroupMember, "rewind", lambda *_: None),),
     "a message in progress is kept alive": ((AckHandler, "_keep_alive", lambda *_: None),),
 }

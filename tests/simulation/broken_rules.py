@@ -95,6 +95,16 @@ _LATE_SLOW_MARKS = {
     "harvesters": 1,
 }  # fmt: skip
 _NEAR = {"latency": 0.001, "database_distance": 1.0}
+# An owner is cut off from the group's coordinator, and then from the leader topic, before a claim.
+_OFTEN_CUT = {
+    "faults": ("cut",),
+    "fault_pause": 0.3,
+    "harvesters": 2,
+    "writers": 1,
+    "pause": 1.0,
+    "drift": 0.0,
+    **_NEAR,
+}
 _LOST_PURGES = {
     "faults": ("at a step", "crash"), "step_share": 0.05, "late_changes": 0.3, "late": 0.0, "pause": 0.3, **_NEAR,
 }  # fmt: skip
@@ -317,7 +327,13 @@ RULES = {
         common.hand_over_at_once,
         plan={"faults": ("reassign",), "harvesters": 2, "pause": 0.1, "writers": 5, **_NEAR},
     ),
-    "no lease begins while an earlier one may run": _both(protocol.Predecessor, "gone_at", float("-inf")),
+    "no lease begins while an earlier one may run": _both(
+        protocol.Predecessor,
+        "gone_at",
+        float("-inf"),
+        shows="two lead",
+        plan={"faults": ("reassign",), "harvesters": 2},
+    ),
 }
 
 

@@ -144,7 +144,8 @@ class Plan:
     def crowded(self) -> Plan:
         """Return a plan of the same kinds of faults with four harvesters, and outages that may be long."""
         outage = Random(self.seed).choice((1.0, 4.0, 12.0))
-        return replace(self, harvesters=4, outage=outage, fault_pause=Plan.fault_pause * outage, seconds=60.0 * outage)
+        rare = {"pause": self.pause * outage, "fault_pause": Plan.fault_pause * outage}
+        return replace(self, harvesters=4, outage=outage, seconds=60.0 * outage, **rare)
 
     def smaller(self) -> Iterator[Self]:
         """Return plans that have one part less than this one."""
@@ -538,7 +539,6 @@ class Simulation:
         self._run_until_quiet()
         if not self.problem:
             self._check_all()
-        if not self.problem:
             self._end_all()
         for node in self.nodes:
             node.crash()
@@ -555,6 +555,8 @@ class Simulation:
 
     def _end_all(self) -> None:
         """Ask all harvesters to stop: each ends in time, and leaves no thread."""
+        if self.problem:
+            return
         self.is_over = True
         for node in self.nodes:
             node.end()

@@ -10,6 +10,7 @@ from tests.harvesting import AlwaysLeader, harvest_threads, wait_until
 
 _PROGRAM = """
 import sys, threading, time
+from datetime import timedelta
 from outbox_core.config import HarvestConfig, Limits
 from outbox_core.harvest import Harvester
 
@@ -19,7 +20,8 @@ harvester = Harvester(
         data_source=data_source,
         base_kafka_config={"bootstrap.servers": bootstrap},
         delivery=delivery,
-        limits=Limits(mark_query_records=200),
+        # Patience for a machine that is busy: the end of the process waits that much longer.
+        limits=Limits(mark_query_records=200, drain_timeout=timedelta(seconds=60)),
     ),
     lambda event: print(type(event).__name__, flush=True),
 )
@@ -41,7 +43,7 @@ def test_process_that_just_ends_stops_its_harvester(scene, make_topic, delivery,
     topic = make_topic()
     scene.fill(topic, 20_000, keys=1)
     program = [sys.executable, "-c", _PROGRAM, scene.database, scene.bootstrap, delivery, ending]
-    ran = subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(program, capture_output=True, text=True, timeout=150, check=False)
     assert ran.returncode == (1 if ending == "raises" else 0)
     assert ran.stderr == ("the application has failed\n" if ending == "raises" else "")
     assert ran.stdout.split()[-1] == "LeaderRevoked"
