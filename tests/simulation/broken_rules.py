@@ -295,13 +295,6 @@ RULES = {
         Store, "_select", common.believe_the_place, Double(LowWatermark, "_take_in", common.believe_all_evidence)
     ),
     "what is held is not published": _both(HoldSet, "covers", common.covers_nothing, shows="is held"),
-    "a hold is of the row that was refused": _both(
-        Store,
-        "_is_there",
-        lambda *_: True,
-        shows="is held, and Kafka would take it",
-        plan={**_TRUNCATED, "poison": 0.1, "writers": 5},
-    ),
     "holds are read again and again": _both(HoldCache, "current_or_reread", common.current_holds, shows="is held"),
     "holds are read earlier than the rows": _both(Store, "_select", common.select_by_present_holds),
     "a lease ends": _both(Ownership, "expire", common.never_expires),
