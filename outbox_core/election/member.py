@@ -127,10 +127,7 @@ class Member:
     def lose(self, reason: str) -> None:
         """Give leadership up without a hand-over."""
         ownership = self._ownership
-        fenced = None
-        if ownership is not None:
-            fenced = ownership.end(reason)
-            ownership.resignation(now())  # for ourselves: others must wait, as they cannot be sure
+        fenced = None if ownership is None else ownership.end(reason)
         self._end_ownership()
         self._notify_of(fenced)
 

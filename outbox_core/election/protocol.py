@@ -39,7 +39,8 @@ Invariants, and where the code shows them:
 7. *No lease begins while an earlier one may run* (`Predecessor`). A deposed leader that is cut off has not read our
    claim yet; but its lease rests on a heartbeat before the claim, and those have been read here. So a lease begins a
    `timeout` after the last of them was heard, unless its writer has resigned since. Heartbeats behind the claim do not
-   count: who reads them back has read the claim.
+   count: who reads them back has read the claim. A lease of our own that ended early counts like that of another: its
+   work was cut short, and may be on the wire. One that is handed over does not, as its work has ended.
 8. Each LeaderAcquired is followed by exactly one LeaderFenced, or by the end of the ownership.
 """
 
@@ -113,7 +114,7 @@ class Predecessor:
 
     def suspect(self, now: float) -> None:
         """Note that a leader may have been alive at `now`, whose messages and resignation cannot be read."""
-        self._suspected_at = now
+        self._suspected_at = max(self._suspected_at, now)
 
 
 class Ownership:
@@ -246,7 +247,11 @@ class Ownership:
     def _unlead(self, state: State, reason: str) -> LeaderFenced | None:
         lease, self.leadership = self.leadership, None
         self._become(state)
-        return LeaderFenced(lease.leader_id, reason, lease.term) if lease is not None else None
+        if lease is None:
+            return None
+        # What was sent under it may be on its way until it would have run out; so this process waits for it, too.
+        self._predecessor.suspect(lease.deadline - self._timeout)
+        return LeaderFenced(lease.leader_id, reason, lease.term)
 
     def _become(self, state: State) -> None:
         self.state = state

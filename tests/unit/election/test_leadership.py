@@ -34,9 +34,10 @@ class Log:
 class Owner:
     """An ownership with its place in a log."""
 
-    def __init__(self, log, name="me", position=None):
+    def __init__(self, log, name="me", position=None, predecessor=None):
         self.log = log
-        self.ownership = Ownership(name, Predecessor(TIMEOUT), timeout=TIMEOUT, interval=INTERVAL, contest=OURS)
+        self.predecessor = predecessor or Predecessor(TIMEOUT)
+        self.ownership = Ownership(name, self.predecessor, timeout=TIMEOUT, interval=INTERVAL, contest=OURS)
         self.position = len(log.signals) if position is None else position
 
     def write(self, now):
@@ -346,7 +347,8 @@ def test_a_leader_topic_made_anew():
     claim = owner.ownership.next_signal(1.2)
     assert isinstance(claim, Claim)
     owner.ownership.observe(1, claim, 1.2)
-    assert isinstance(owner.ownership.observe(2, owner.ownership.next_signal(1.2), 1.3), LeaderAcquired)
+    assert owner.ownership.observe(2, owner.ownership.next_signal(1.2), 1.3) is None
+    assert isinstance(owner.ownership.observe(3, owner.ownership.next_signal(5.2), 5.3), LeaderAcquired)
 
 
 def test_losing_the_partition_fences_once():
@@ -354,6 +356,18 @@ def test_losing_the_partition_fences_once():
     owner = leading()
     assert isinstance(owner.ownership.end("gone"), LeaderFenced)
     assert owner.ownership.end("gone") is None
+
+
+def test_who_has_lost_the_partition_waits_for_its_own_lease():
+    """What it had sent may still be on its way: it leads again only when its earlier lease would have run out."""
+    owner = leading(at=0.0)
+    owner.ownership.end("gone")
+    again = Owner(owner.log, predecessor=owner.predecessor)
+    for moment in (1.0, 1.0, 4.9):
+        again.write(moment)
+        assert again.read_all(moment) == []
+    again.write(5.2)
+    assert isinstance(again.read_all(5.2)[0], LeaderAcquired)
 
 
 def test_attention_is_wanted_in_time():
@@ -390,7 +404,6 @@ def test_a_successor_waits_for_a_lease_that_may_run():
 def test_a_successor_of_one_who_resigned_leads_at_once():
     """A resignation ends the wait for the lease of its claim, and for those of earlier ones."""
     owner = leading(at=0.0)
-    owner.ownership.end("a hand-over")
     owner.log.append(owner.ownership.resignation(0.5))
     owner.log.append(Heartbeat(0, uuid4(), 2, contest=OURS))  # arrives late
     _, events = successor_of(owner, assigned_at=1.0)
