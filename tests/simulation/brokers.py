@@ -459,6 +459,11 @@ class Cluster:
                 group.successor = self.scheduler.random.choice(others)
                 self._begin_round(group, max(member.session for member in group.members.values()))
 
+    def expel(self) -> None:
+        """Remove each group's owner, as if its session were over; its next heartbeat tells it."""
+        for group in self.groups.values():
+            self._remove(group, group.owner)
+
     def heartbeat(self, broker: int, group_id: str, name: str, generation: int, respond: Respond) -> None:
         """Note a sign of life; answer with a code or None."""
         group = self.groups.get(group_id)

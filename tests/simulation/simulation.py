@@ -145,7 +145,7 @@ class Plan:
         """Return a plan of the same kinds of faults with four harvesters, and outages that may be long."""
         outage = Random(self.seed).choice((1.0, 4.0, 12.0))
         rare = {"pause": self.pause * outage, "fault_pause": Plan.fault_pause * outage}
-        return replace(self, harvesters=4, outage=outage, seconds=60.0 * outage, **rare)
+        return replace(self, harvesters=4, faults=(*self.faults, "expel"), outage=outage, seconds=60.0 * outage, **rare)
 
     def smaller(self) -> Iterator[Self]:
         """Return plans that have one part less than this one."""
@@ -830,6 +830,12 @@ class Simulation:
             if random.random() < 0.5:
                 server = random.choice((self.database.server, self._any_server(random)))
                 self._cut(process, server, random.choice((2.0, 9.0)) * (0.5 + random.random()))
+
+    def _fault_expel(self, random: Random) -> None:
+        self.scheduler.note("the group removes its owner, whose connections break")
+        self.cluster.expel()
+        for process in sorted(self._leading, key=lambda each: each.name):
+            self.scheduler.after(random.random() * _SESSION_SECONDS / 10, lambda process=process: self._break(process))
 
     def _fault_database(self, random: Random) -> None:
         server = self.database.server
