@@ -16,9 +16,9 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
-.PHONY: test-chaos test-queues chaos simulate explore screenshots demo demo-pipeline clean
+.PHONY: test-chaos test-queues chaos simulate spark-faults explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
+.PHONY: bench-queue bench-queue-budget bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -122,6 +122,9 @@ simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)") $(if $(MEDIAN),--median $(MEDIAN))
 
+spark-faults: $(STAMP)  ## FAULTS=60 on a Spark cluster while RECORDS=1000000 pass relay, archive, projection and replay (SEED=n)
+	$(BIN)/python -m tests.spark.faults.run --faults $(or $(FAULTS),60) --records $(or $(RECORDS),1000000) $(if $(SEED),--seed $(SEED))
+
 explore: $(STAMP)  ## Orders of a small world, one by one: DEVIATIONS=2 unusual choices on a path (all: any), OPTIONS="--records 1"; RULE= breaks one
 	$(BIN)/python -m tests.simulation.exhaustive --deviations $(or $(DEVIATIONS),2) $(OPTIONS) $(if $(RULE),--rule "$(RULE)")
 
@@ -131,8 +134,8 @@ screenshots: $(STAMP)  ## Take the pictures of the console in docs/images anew
 demo: $(STAMP)  ## Two applications, two harvesters, a killed leader: watch that nothing is lost
 	$(BIN)/python -m example_project.demo
 
-demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark, database: exactly once through two kills, to the cent
-	$(BIN)/python -m example_project.demo_pipeline
+demo-pipeline: $(STAMP)  ## Client, API, database, Kafka, Spark (CLUSTER=1: two workers), database: exactly once through two kills
+	$(BIN)/python -m example_project.demo_pipeline $(if $(CLUSTER),--cluster)
 
 bench: $(STAMP)  ## Measure the harvester beside the raw limits of this machine
 	$(BIN)/python -m benchmarks.throughput
@@ -149,11 +152,17 @@ bench-latency: $(STAMP)  ## Measure the time from commit to consumer
 bench-queue: $(STAMP)  ## Measure sending, receiving and acknowledging messages of a queue
 	$(BIN)/python -m benchmarks.queue
 
+bench-queue-budget: $(STAMP)  ## Measure the CPU time of a queue's message by thread, beside bare clients (OTHER=/path/to/a/checkout)
+	$(BIN)/python -m benchmarks.queue_budget $(if $(OTHER),--other $(OTHER))
+
 bench-tracker: $(STAMP)  ## Measure how soon a tracker is ready, with 10 million markers and with a normal history
 	$(BIN)/python -m benchmarks.queue_tracker
 
 bench-pipelines: $(STAMP)  ## Measure archive, project and audit on Spark beside a bare consumer
 	$(BIN)/python -m benchmarks.spark_pipelines
+
+bench-tables: $(STAMP)  ## Measure the archive into Delta and Iceberg beside the same rows in plain Parquet
+	$(BIN)/python -m benchmarks.spark_tables
 
 bench-relay: $(STAMP)  ## Measure the Spark sources and the relay beside raw reads of the same source
 	$(BIN)/python -m benchmarks.spark_relay
@@ -189,7 +198,7 @@ bench-console: $(STAMP)  ## Measure the answers of the console with 10 million p
 	$(BIN)/python -m benchmarks.console
 
 bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
-bench-all: bench-queue bench-tracker bench-pipelines bench-relay bench-small-topic bench-retention bench-console
+bench-all: bench-queue bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-retention bench-console
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) $(DOCS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -148,7 +148,7 @@ def main() -> None:
         rounds = [_round(at.bootstrap, options.messages) for _ in range(options.rounds + 1)]
     send_, receive_, transactional, produce, bare = zip(*rounds[1:], strict=True)  # the first one warms the broker
     show("send", send_, "50,000")
-    show("receive + acknowledge", receive_, "20,000")
+    show("receive + acknowledge", receive_, "40,000")
     show("receive + acknowledge, transactional", transactional, "5,000")
     show("raw: produce", produce)
     show("raw: read + 2 markers", bare)

@@ -78,10 +78,9 @@ def _write_history(config: QueueConfig, markers: int) -> None:
     producer = make_producer({**producer_settings(config, linger_ms=20), "queue.buffering.max.messages": 1_000_000})
     messages = (markers - _UNFINISHED) // 3 + _UNFINISHED
     payload = b"x" * VALUE_BYTES
+    encoder = wire.StartEncoder(b"bench", max_attempts=10)
     for number in range(messages):
-        start = wire.start_marker(
-            0, number, _AFTER_MS, b"bench", payload, attempt=1, enqueued_at_ms=time.time_ns() // 10**6, max_attempts=10
-        )
+        start = encoder.encode((0, number), _AFTER_MS, payload, attempt=1, enqueued_at_ms=time.time_ns() // 10**6)
         _write(producer, config, number, start)
         behind = number - _IN_PROGRESS
         if 0 <= behind < messages - _UNFINISHED:

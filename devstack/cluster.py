@@ -221,17 +221,17 @@ class KafkaCluster:
         links: bool = False,
         report: Report = lambda _: None,
     ) -> None:
-        self._directory = Path(directory).absolute()
+        self.directory = Path(directory).absolute()
         shared: dict[str, Any] = {"extra_properties": extra_properties, "report": report}
         self.controller = ControllerNode(
-            self._directory / "controller",
+            self.directory / "controller",
             heap="160m",
             small=True,
             **shared,
         )
         self.brokers = {
             number: ClusterBroker(
-                self._directory / f"broker-{number}",
+                self.directory / f"broker-{number}",
                 number,
                 self.controller,
                 is_linked=links,
@@ -432,10 +432,10 @@ class KafkaCluster:
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + _SECONDS_TO_START
         if not wait_until(_quietly(self._all_are_known), timeout=_SECONDS_TO_START, interval=0.2):
-            raise DevstackError(f"Kafka: the brokers do not find each other; logs in {self._directory}")
+            raise DevstackError(f"Kafka: the brokers do not find each other; logs in {self.directory}")
         BrokerProbe(self.bootstrap).round_trip()
         if not self.wait_until_in_sync(deadline - time.monotonic()):
-            raise DevstackError(f"Kafka: replicas do not get in sync; logs in {self._directory}")
+            raise DevstackError(f"Kafka: replicas do not get in sync; logs in {self.directory}")
 
     def _all_are_known(self) -> bool:
         return set(self._admin.list_topics(timeout=5).brokers) >= set(self.brokers)

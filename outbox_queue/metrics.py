@@ -67,10 +67,13 @@ class QueueCounters:
         """Set the number of records that this process has yet to read; None if that is unknown."""
         self._lag = messages
 
-    def processing_seconds(self, seconds: float, messages: int = 1) -> None:
-        """Observe the time of work on messages."""
+    def settled(self, outcome: str | None, seconds: float, *, was_in_progress: bool) -> None:
+        """Count a message that is settled after so many seconds of work, None: without a marker."""
         with self._lock:
-            self._histograms["processing"].observe(seconds, messages)
+            if outcome is not None:
+                self._counts[outcome] += 1
+            self._processing -= was_in_progress
+            self._histograms["processing"].observe(seconds)
 
     def add_to(self, families: _Families, queue: str) -> None:
         """Write a consistent copy of the numbers into the families."""

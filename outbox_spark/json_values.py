@@ -59,13 +59,11 @@ def parsed(text: Column, schema: StructType) -> Column:
 def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
     """Return a SQL expression of the reason of a misfit, or NULL, from SQL of a value's bytes, text and `parsed`."""
     element, seal = (f"get({wrapped}.{SINGLE}, {place})" for place in (0, 1))
-    missing = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _missing(schema, element, "")]
     misfits = [
         f"CASE WHEN get_json_object({text}, {_path(field.name)}) IS NOT NULL AND {element}.{_name(field.name)} IS NULL "
         f"THEN '{_text(field.name)} is no {_text(field.dataType.simpleString().upper())}' END"
         for field in schema.fields
     ]
-    wild = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _out_of_calendar(schema, element)]
     # CASE is lazy: both lists are evaluated only for misfits.
     return f"""CASE
         WHEN {value} IS NULL THEN NULL
@@ -77,13 +75,20 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
                              coalesce(nullif({_joined(misfits)}, ''), 'a field within a field, or text behind it')) END
         WHEN size({wrapped}.{SINGLE}) != 2 OR {element} IS NULL OR {seal}.{_SEAL} IS NULL THEN
             'the value is not one JSON object'
-        {_when("a field that must be there is missing: ", missing)}
-        {_when(f"a time is not within the years {_EARLIEST_YEAR} to {_LATEST_YEAR}: ", wild)}
+        {unmet(element, schema)}
         END"""
 
 
+def unmet(value: str, schema: StructType) -> str:
+    """Return the WHENs of a SQL expression of what a typed value lacks, or has beyond what other systems hold."""
+    missing = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _missing(schema, value, "")]
+    wild = [f"CASE WHEN {condition} THEN '{_text(path)}' END" for path, condition in _out_of_calendar(schema, value)]
+    years = f"a time is not within the years {_EARLIEST_YEAR} to {_LATEST_YEAR}: "
+    return _when("a field that must be there is missing: ", missing) + _when(years, wild)
+
+
 def _when(words: str, cases: list[str]) -> str:
-    return f"WHEN {_joined(cases)} != '' THEN concat('{words}', {_joined(cases)})" if cases else ""
+    return f"WHEN {_joined(cases)} != '' THEN concat('{words}', {_joined(cases)}) " if cases else ""
 
 
 def _joined(cases: list[str]) -> str:

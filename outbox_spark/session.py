@@ -1,13 +1,15 @@
 """A Spark session for the data sources: with Java, a Python for the workers, and the formats registered.
 
 With a session of your own (a notebook, a cluster) call `register(spark)`. It needs Java 17 or later, and this package
-in the workers' Python (`PYSPARK_PYTHON`, `spark.pyspark.python`).
+in the workers' Python (`PYSPARK_PYTHON`, `spark.pyspark.python`). Spark runs that Python on the driver, too, to plan
+reads of our formats; where it is not the driver's own, it gets the driver's packages by `PYTHONPATH`.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ __all__ = [
     "start_session",
 ]
 
+_CONNECT = "sc://"
 _DEFAULTS = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
@@ -47,7 +50,8 @@ def start_session(
     Args:
         name: the application's name.
         settings: Spark settings on top of ours.
-        master: Spark's master URL; None for the one of spark-submit or `settings`, else this machine.
+        master: Spark's master URL, or that of a Spark Connect server (`sc://...`); None for the one of spark-submit or
+            `settings`, else this machine.
 
     Raises:
         MissingExtra: PySpark is not installed.
@@ -57,14 +61,20 @@ def start_session(
     check_pyspark()
     from pyspark.sql import SparkSession
 
-    if SparkSession.getActiveSession() is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
-        os.environ["JAVA_HOME"] = str(find_java().home_for_spark())
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    builder = SparkSession.builder.appName(name)
-    wanted = _DEFAULTS | dict(settings or {})
-    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
-    if master is not None or not (submitted or "spark.master" in wanted):
-        wanted["spark.master"] = master or "local[*]"
+    builder, wanted = SparkSession.builder.appName(name), _DEFAULTS | dict(settings or {})
+    master = master or wanted.pop("spark.master", None)
+    if master is not None and master.startswith(_CONNECT):
+        builder = builder.remote(master)
+        wanted = {
+            key: value for key, value in wanted.items() if key.startswith("spark.sql.")
+        }  # others are the server's
+    else:
+        submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+        if SparkSession.getActiveSession() is None and not submitted:
+            os.environ["JAVA_HOME"] = str(find_java().home_for_spark())
+            _choose_python(wanted.get("spark.pyspark.python"))
+        if master is not None or not submitted:
+            wanted["spark.master"] = master or "local[*]"
     for key, value in wanted.items():
         builder = builder.config(key, value)
     spark = builder.getOrCreate()
@@ -72,13 +82,38 @@ def start_session(
     return spark
 
 
+def _choose_python(wanted: str | None) -> None:
+    """Set the workers' Python: PySpark reads it from the environment alone."""
+    python = wanted or os.environ.get("PYSPARK_PYTHON") or sys.executable
+    os.environ["PYSPARK_PYTHON"] = python
+    if python != sys.executable:
+        own = [path for path in sys.path if path and path not in _of_standard_library()]
+        os.environ["PYTHONPATH"] = os.pathsep.join(own)
+
+
+def _of_standard_library() -> set[str]:
+    folder = sysconfig.get_path("stdlib")
+    return {folder, f"{folder}/lib-dynload", next((path for path in sys.path if path.endswith(".zip")), "")}
+
+
+def is_connect(spark: SparkSession) -> bool:
+    """Tell whether a session is a client of Spark Connect, without a JVM of its own."""
+    return type(spark).__module__.startswith("pyspark.sql.connect.")
+
+
+def tasks_at_once(spark: SparkSession) -> int:
+    """Return how many tasks the session's executors run at once, as far as they have come: ask for each batch anew."""
+    if is_connect(spark):
+        return int(str(spark.conf.get("spark.sql.shuffle.partitions")))
+    return max(2, spark.sparkContext.defaultParallelism)
+
+
 def register(spark: SparkSession) -> None:
-    """Register the formats `outbox`, `outbox_kafka` and `outbox_postgres` with a session."""
-    from outbox_spark.postgres.sink import PostgresSink
+    """Register the formats `outbox` and `outbox_kafka` with a session."""
     from outbox_spark.relay.source import OutboxSource
     from outbox_spark.topics.source import KafkaSource
 
-    for source in (OutboxSource, KafkaSource, PostgresSink):
+    for source in (OutboxSource, KafkaSource):
         spark.dataSource.register(source)
 
 

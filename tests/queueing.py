@@ -18,6 +18,11 @@ from tests.kafka_reader import read_topic
 PATIENCE = 60.0
 
 
+def start_marker(partition, number, after_ms, queue, payload, *, max_attempts, **more):
+    """Return the start marker of one message."""
+    return wire.StartEncoder(queue, max_attempts).encode((partition, number), after_ms, payload, **more)
+
+
 @dataclass
 class Markers:
     """A writer of markers, as consumers of queues write them."""
@@ -41,7 +46,7 @@ class Markers:
                 return
 
     def start(self, number, after_ms=60_000, *, payload=None, attempt=1, max_attempts=0, queue=None, **more):
-        value = wire.start_marker(
+        value = start_marker(
             0,
             number,
             after_ms,

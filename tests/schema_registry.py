@@ -36,6 +36,8 @@ class Registry:
                     return self._look_up(subject, body)
                 case ("GET", "schemas", "ids", number):
                     return self._schema(int(number))
+                case ("GET", "schemas", "guids", guid):
+                    return self._schema(UUID(guid).int)
                 case ("GET", "subjects", subject, "versions", version):
                     return self._version(subject, version)
             return _NOT_FOUND, {"error_code": _NOT_FOUND, "message": f"HTTP 404 Not Found: {path}"}

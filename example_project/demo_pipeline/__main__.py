@@ -29,14 +29,16 @@ def main() -> int:
     """Run the demo; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m example_project.demo_pipeline", description=__doc__)
     parser.add_argument("--orders", type=int, default=2_000, metavar="N", help="orders to place (default: 2000)")
-    orders = max(100, parser.parse_args().orders)
+    parser.add_argument("--cluster", action="store_true", help="run the pipeline on a Spark cluster of two workers")
+    options = parser.parse_args()
+    orders = max(100, options.orders)
     screen = Screen()
     for number in _SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
     directory, keep = Path(tempfile.mkdtemp(prefix="kafka-outbox-pipeline-")), False
     try:
-        outcome = run(orders, screen, directory)
+        outcome = run(orders, screen, directory, on_cluster=options.cluster)
     except (DemoError, DevstackError, psycopg.Error, KafkaException, httpx.HTTPError, OSError) as error:
         keep = isinstance(error, DemoError)
         sys.stderr.write(f"demo-pipeline: error: {error}\n")

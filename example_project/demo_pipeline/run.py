@@ -8,21 +8,24 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psycopg
+import yaml
 from confluent_kafka.admin import AdminClient, NewTopic
 
 from devstack.ports import LOCALHOST, free_ports
+from devstack.spark import SparkCluster, python_of_workers
 from devstack.stack import DevStack
 from example_project.demo.applications import CHECKOUT, SHOP
 from example_project.demo.children import Child, Children, DemoError, child_environment, run_all
 from example_project.demo.harvesters import Harvesters
 from example_project.demo.screen import Screen
 from example_project.demo_pipeline.clients import Clients
+from outbox_spark.runtime.java import find_java
 
 _CLIENTS = 4
 _TICK_SECONDS = 0.5
@@ -34,7 +37,8 @@ _TOPICS = ("shop.orders", "shop.stock")
 
 _APPLICATION = dataclasses.replace(SHOP, harvest=(*SHOP.harvest, "--delivery=exactly-once"))
 _SHOP = (sys.executable, "-m", "uvicorn", "--factory", "django.core.asgi:get_asgi_application", "--lifespan=off")
-_PIPELINE = (sys.executable, "-m", "outbox_spark", "project", "-f", str(CHECKOUT / "example_project/revenue.yaml"))
+_SPARK = (sys.executable, "-m", "outbox_spark")
+_REVENUE = CHECKOUT / "example_project/revenue.yaml"
 
 _FROM_ORDERS = """
 SELECT l.product_id, date_trunc('hour', o.placed_at, 'UTC'), sum(l.quantity), sum(l.quantity * l.price_cents)
@@ -80,8 +84,8 @@ def cents(figures: Figures) -> int:
     return sum(earned for _, earned in figures.values())
 
 
-def run(orders: int, screen: Screen, log_directory: Path) -> Outcome:
-    """Run the demo.
+def run(orders: int, screen: Screen, log_directory: Path, *, on_cluster: bool = False) -> Outcome:
+    """Run the demo; with `on_cluster` the pipeline on a standalone cluster of two workers.
 
     Raises:
         DemoError: something failed that has nothing to do with delivery.
@@ -98,10 +102,34 @@ def run(orders: int, screen: Screen, log_directory: Path) -> Outcome:
                 "REVENUE_CHECKPOINT": str(log_directory / "checkpoint"),
             }
         )
-        with Children(log_directory, environment) as children:
+        with ExitStack() as services, Children(log_directory, environment) as children:
             run_all([children.start("migrate", _APPLICATION.migrate)], _SECONDS_TO_START)
-            with psycopg.connect(dsn, autocommit=True) as database:
-                return _Demo(orders, screen, children, database).run()
+            file = _REVENUE
+            if on_cluster:
+                screen.say("starting a Spark cluster of two workers, and packing what they need")
+                cluster = SparkCluster(log_directory / "spark", find_java().home_for_spark())
+                services.enter_context(cluster).start(workers=2)
+                packages = log_directory / "packages.tar.gz"
+                run_all([children.start("pack", [*_SPARK, "pack", "-o", str(packages)])], _SECONDS_TO_START)
+                file = _for_cluster(cluster.url, packages)
+            database = services.enter_context(psycopg.connect(dsn, autocommit=True))
+            return _Demo(orders, screen, children, database, [*_SPARK, "project", "-f", str(file)]).run()
+
+
+def _for_cluster(master: str, packages: Path) -> Path:
+    """Write the pipeline's file for a cluster, beside its packages; return its path."""
+    document = yaml.safe_load(_REVENUE.read_text())
+    document["spark"]["master"] = master
+    document["spark"]["settings"] |= {
+        "spark.driver.host": LOCALHOST,
+        "spark.executor.memory": "512m",
+        "spark.pyspark.python": python_of_workers(),
+        "spark.archives": f"{packages}#packages",
+        "spark.executorEnv.PYTHONPATH": "packages",
+    }
+    file = packages.with_name("revenue.yaml")
+    file.write_text(yaml.safe_dump(document))
+    return file
 
 
 def _make_topics(bootstrap: str) -> None:
@@ -114,11 +142,14 @@ def _make_topics(bootstrap: str) -> None:
 class _Demo:
     """The demo while it runs."""
 
-    def __init__(self, orders: int, screen: Screen, children: Children, database: psycopg.Connection) -> None:
+    def __init__(
+        self, orders: int, screen: Screen, children: Children, database: psycopg.Connection, command: list[str]
+    ) -> None:
         self._orders = orders
         self._screen = screen
         self._children = children
         self._database = database
+        self._command = command
         self._kills: list[str] = []
         self._harvesters: Harvesters
         self._pipeline: Child
@@ -129,7 +160,7 @@ class _Demo:
         with self._shop() as url:
             self._screen.say("starting two exactly-once harvesters and the Spark pipeline")
             self._harvesters = Harvesters(_APPLICATION, self._children)
-            self._pipeline = self._children.start("pipeline-1", _PIPELINE)
+            self._pipeline = self._children.start("pipeline-1", self._command)
             self._wait_for_leader()
             clients = Clients(
                 url,
@@ -216,7 +247,7 @@ class _Demo:
         os.killpg(self._pipeline.pid, signal.SIGKILL)
         self._kill_said(f"the Spark driver (pid {self._pipeline.pid}); starting it again")
         self._pipeline.wait(_SECONDS_TO_START)
-        self._pipeline = self._children.start("pipeline-2", _PIPELINE)
+        self._pipeline = self._children.start("pipeline-2", self._command)
 
     def _kill_said(self, whom: str) -> None:
         self._kills.append(whom)

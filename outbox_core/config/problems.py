@@ -80,6 +80,8 @@ def _in_words(kind: str, context: dict[str, Any]) -> str | None:
 
 
 _WORDS = {
+    "missing": "is missing",
+    "too_short": "must not be empty",
     "bool_parsing": "must be true or false",
     "bool_type": "must be true or false",
     "greater_than_equal": "must be {ge} or more",

@@ -4,7 +4,8 @@ A message gets two keep-alives per redelivery timeout: while it waits in the buf
 as long as it is extended. Deadlines count from the moment at which the client gets a marker, before the broker stamps
 it: this process never takes a message for its own that a tracker has redelivered, unless the marker itself was held up.
 
-One lock orders state and markers: no keep-alive follows the marker that settles its message.
+One lock orders state and markers: no keep-alive follows the marker that settles its message, also when it is written
+again.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class AckHandler:
         self._dead_letters = dead_letters
         self._counters = counters
         self._markers = MarkerWriter(config)
+        self._ends = wire.EndEncoder()
         self._lock = threading.Lock()
 
     def count_started(self, due: int, *, parked: int) -> None:
@@ -55,10 +57,10 @@ class AckHandler:
 
     def acknowledge(self, delivery: Delivery) -> None:
         """Write the end marker."""
-        self._claim(delivery, State.ACKNOWLEDGED)
-        self._write(delivery, wire.end_marker(*delivery.message.place))
-        self._forget(delivery)
-        self._counters.count("acknowledged")
+        with self._lock:
+            self._claim(delivery, State.ACKNOWLEDGED)
+            self._write(delivery, self._ends.encode(delivery.message.place))
+        self._forget(delivery, "acknowledged")
 
     def nack(self, delivery: Delivery, delay_ms: int, reason: str) -> None:
         """Write a keep-alive that ends after the delay."""
@@ -67,26 +69,28 @@ class AckHandler:
             raise InvalidMessage(f"nack: a delay of {delay_ms} ms is more than max_delay, {longest} ms")
         if message.max_attempts is not None and message.attempt >= message.max_attempts:
             delay_ms = 0  # it becomes a dead letter, and that need not wait
-        self._claim(delivery, State.NACKED)
-        self._write(delivery, wire.keep_alive_marker(*message.place, delay_ms, reason=reason))
-        self._forget(delivery)
-        self._counters.count("nacked")
+        with self._lock:
+            self._claim(delivery, State.NACKED)
+            self._write(delivery, wire.keep_alive_marker(*message.place, delay_ms, reason=reason))
+        self._forget(delivery, "nacked")
 
     def reject(self, delivery: Delivery, reason: str) -> None:
         """Write a dead letter, then the end marker."""
-        self._claim(delivery, State.REJECTED)
+        with self._lock:
+            self._claim(delivery, State.REJECTED)
         try:
             self._dead_letters.write(delivery.message, reason, attempts=delivery.message.attempt, now_ms=now_ms())
         except BaseException:
             delivery.state = State.IN_PROGRESS
             raise
-        self._write(delivery, wire.end_marker(*delivery.message.place))
-        self._forget(delivery)
-        self._counters.count("rejected")
+        with self._lock:
+            self._write(delivery, self._ends.encode(delivery.message.place))
+        self._forget(delivery, "rejected")
 
     def interrupt(self, delivery: Delivery) -> None:
         """Write no more keep-alives."""
-        self._claim(delivery, State.INTERRUPTED)
+        with self._lock:
+            self._claim(delivery, State.INTERRUPTED)
         self._forget(delivery)
 
     def extend(self, delivery: Delivery, duration: timedelta) -> None:
@@ -109,7 +113,8 @@ class AckHandler:
 
     def heartbeat(self, now: float) -> None:
         """Retry failed markers, write due keep-alives, and return messages that have waited for too long."""
-        self._markers.retry_failed()
+        with self._lock:
+            self._markers.retry_failed()
         for delivery in self._buffer.due(now + self._timeout / 2):
             if now < delivery.keep_alive_until:
                 self._keep_alive(delivery, now + self._timeout)
@@ -134,18 +139,16 @@ class AckHandler:
         return self._markers.close(timeout_seconds)
 
     def _claim(self, delivery: Delivery, state: State) -> None:
+        """Settle a message, with the lock held, unless another thread has done so."""
         self._check_open()
-        with self._lock:
-            if delivery.state is not State.IN_PROGRESS:
-                raise MessageSettled(f"message {delivery.message.id} has been {delivery.state.value} meanwhile")
-            delivery.state = state
+        if delivery.state is not State.IN_PROGRESS:
+            raise MessageSettled(f"message {delivery.message.id} has been {delivery.state.value} meanwhile")
+        delivery.state = state
 
-    def _forget(self, delivery: Delivery) -> None:
+    def _forget(self, delivery: Delivery, outcome: str | None = None) -> None:
         # Only after its marker is written: the process may end as soon as the last message is gone.
         took = time.monotonic() - delivery.received_at
-        if self._buffer.settle(delivery):
-            self._counters.in_progress(-1)
-        self._counters.processing_seconds(took)
+        self._counters.settled(outcome, took, was_in_progress=self._buffer.settle(delivery))
 
     def _keep_alive(self, delivery: Delivery, until: float) -> None:
         """Move a deadline, never to an earlier moment."""

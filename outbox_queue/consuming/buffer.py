@@ -78,9 +78,9 @@ class PrefetchBuffer:
         self._failure: BaseException | None = None
         self._listeners: list[Callable[[], None]] = []
         self._receivers = 0  # threads that wait in `get`
-        lock = threading.Lock()
-        self._changed = threading.Condition(lock)  # for `get`; after `stop` for `wait_until_settled`
-        self._freed = threading.Condition(lock)  # for `capacity`
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # for `get`; after `stop` for `wait_until_settled`
+        self._freed = threading.Condition(self._lock)  # for `capacity`
 
     @property
     def in_progress(self) -> int:
@@ -99,7 +99,7 @@ class PrefetchBuffer:
 
     def capacity(self, timeout_seconds: float) -> int:
         """Wait for capacity; return the number of messages to start, 0 if there is none in time, or after `stop`."""
-        with self._freed:
+        with self._lock:
             if not self._is_stopped and not self._free():
                 self._prefetch.is_awaited = True
                 self._freed.wait(timeout_seconds)
@@ -117,7 +117,7 @@ class PrefetchBuffer:
     def put(self, deliveries: Sequence[Delivery], *, there_are_more: bool) -> bool:
         """Take in messages whose start markers are written and offsets committed; refuse them (False) after `stop`."""
         now = time.monotonic()
-        with self._changed:
+        with self._lock:
             if self._is_stopped:
                 return False
             total, most = len(self._in_progress) + len(deliveries), self._limits.in_progress
@@ -134,58 +134,48 @@ class PrefetchBuffer:
 
     def get(self, most: int, timeout_seconds: float | None) -> list[Delivery]:
         """Receive at least one message, none after the time (None: unlimited) or `stop`; raise after `fail`."""
-        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        with self._changed:
+        with self._lock:
             if self._prefetch.is_suspended:
                 self._prefetch.is_suspended = False
                 self._notify_reader()
-            while True:
-                number = self._gettable() or self._wait(end)
-                if self._failure is not None:
-                    raise self._failure
-                if number <= 0 or self._is_stopped:
-                    return []
-                received = self._receive(min(most, number))
-                if received:
-                    return received
+            return self._receive(most) or self._wait(most, timeout_seconds)
 
-    def _gettable(self) -> int:
-        waiting = len(self._waiting)
-        return min(waiting, self._limits.concurrency - len(self._in_progress) + waiting)
-
-    def _wait(self, end: float | None) -> int:
+    def _wait(self, most: int, timeout_seconds: float | None) -> list[Delivery]:
+        end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._receivers += 1
         try:
-            while not self._gettable() and not self._is_stopped and self._failure is None:
+            while not (received := self._receive(most)) and not self._is_stopped:
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     break
                 self._changed.wait(left)
         finally:
             self._receivers -= 1
-        return self._gettable()
+        return received
 
-    def _receive(self, number: int) -> list[Delivery]:
-        now = time.monotonic()
+    def _receive(self, most: int) -> list[Delivery]:
+        if self._failure is not None:
+            raise self._failure
         received: list[Delivery] = []
-        while self._waiting and len(received) < number:
-            delivery = self._waiting.popleft()
-            if delivery.deadline > now:
-                received.append(delivery)
-            else:
+        waiting, now = self._waiting, time.monotonic()
+        number = 0 if self._is_stopped else min(most, self._limits.concurrency - self.received)
+        while waiting and len(received) < number:
+            delivery = waiting.popleft()
+            if delivery.deadline <= now:
                 del self._in_progress[delivery]
                 self._overdue.append(delivery)
-        if received and now - received[0].received_at > _LONGEST_WAIT_SECONDS:
-            self._prefetch.halve(now)
-        for delivery in received:
+                continue
+            if now - delivery.received_at > _LONGEST_WAIT_SECONDS:
+                self._prefetch.halve(now)
             delivery.received_at = now
             delivery.keep_alive_until = now + self._limits.processing_seconds
+            received.append(delivery)
         self._notify_reader()
         return received
 
     def settle(self, delivery: Delivery) -> bool:
         """Remove a message; return False if it was removed before."""
-        with self._changed:
+        with self._lock:
             return self._remove(delivery)
 
     def _remove(self, delivery: Delivery) -> bool:
@@ -203,12 +193,12 @@ class PrefetchBuffer:
 
     def due(self, horizon: float) -> list[Delivery]:
         """Return the messages whose deadline comes before this moment of the monotonic clock."""
-        with self._changed:
+        with self._lock:
             return [delivery for delivery in self._in_progress if delivery.deadline <= horizon]
 
     def remove_hung(self, now: float) -> list[Delivery]:
         """Remove the messages that were processed for too long, and whose deadline has passed."""
-        with self._changed:
+        with self._lock:
             hung = [one for one in self._in_progress if one.keep_alive_until <= now and one.deadline <= now]
             if hung:
                 self._suspend_prefetch()
@@ -218,7 +208,7 @@ class PrefetchBuffer:
 
     def remove_overdue(self, now: float) -> list[Delivery]:
         """Remove the messages that have waited here for too long, or past their deadline."""
-        with self._changed:
+        with self._lock:
             overdue = [one for one in self._waiting if not self._may_wait(one, now)]
             if overdue:
                 if any(delivery.deadline > now for delivery in overdue):
@@ -239,19 +229,19 @@ class PrefetchBuffer:
 
     def fail(self, failure: BaseException) -> None:
         """Have every `get` raise from now on."""
-        with self._changed:
+        with self._lock:
             self._failure = failure
             self._wake_all()
 
     def stop(self) -> None:
         """Pass on no more messages: `get` returns an empty list."""
-        with self._changed:
+        with self._lock:
             self._is_stopped = True
             self._wake_all()
 
     def remove_waiting(self) -> list[Delivery]:
         """After `stop`: remove the messages that were never received."""
-        with self._changed:
+        with self._lock:
             waiting = list(self._waiting)
             self._waiting.clear()
             for delivery in waiting:
@@ -261,12 +251,12 @@ class PrefetchBuffer:
 
     def wait_until_settled(self, timeout_seconds: float) -> bool:
         """After `stop`: wait until all received messages are settled; return whether they are."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self.received, timeout_seconds)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call the listener whenever a `get` may newly succeed. It must not wait, or call the buffer."""
-        with self._changed:
+        with self._lock:
             self._listeners.append(listener)
 
     def _wake_all(self) -> None:

@@ -105,22 +105,23 @@ class Consumer:
             raise QueueClosed(f"the consumer of queue {self._queue!r} has been closed")
         if most < 1:
             raise InvalidMessage(f"receive_many: expected to receive 1 or more, got {most!r}")
-        return self._receive(most, seconds(timeout))
-
-    def _receive(self, most: int, timeout_seconds: float | None) -> list[Message]:
-        deliveries = self._buffer.get(most, timeout_seconds)
+        deliveries = self._buffer.get(most, seconds(timeout))
+        now = now_ms()
         for delivery in deliveries:
-            self._counters.count("consumed", 1, max(0, now_ms() - delivery.message.enqueued_at_ms) / 1000)
+            self._counters.count("consumed", 1, max(0, now - delivery.message.enqueued_at_ms) / 1000)
         return [Message(delivery, self._acks, self._claim_store) for delivery in deliveries]
 
     def __iter__(self) -> Iterator[Message]:
         return self
 
     def __next__(self) -> Message:
-        messages = [] if self._acks.is_closed else self._receive(1, None)
-        if not messages:
+        try:
+            message = self.receive()
+        except QueueClosed:
+            message = None
+        if message is None:
             raise StopIteration
-        return messages[0]
+        return message
 
     def __enter__(self) -> Self:
         return self

@@ -22,7 +22,6 @@ from outbox_queue.errors import QueueClosed
 from outbox_queue.protocol.clients import PARTITIONER, producer_settings
 
 _ANY_PARTITION = -1
-_FULL_QUEUE_WAIT_SECONDS = 0.05
 _PURGE_SECONDS = 1.0
 
 IsWanted = Callable[[], bool]  # asked before an undelivered marker is sent again
@@ -69,14 +68,15 @@ class MarkerWriter:
         return make_producer({**producer_settings(self._config, linger_ms=2), **PARTITIONER})
 
     def write(self, record: MarkerRecord, is_wanted: IsWanted | None = None) -> None:
-        """Hand a marker to the client; wait only while its queue is full. Raises `QueueClosed` after `close`."""
+        """Hand a marker to the client. Raises `QueueClosed` after `close`."""
         producer = self._open()
         report = self._report if is_wanted is None else partial(self._report, is_wanted=is_wanted)
+        partition, key, value = record
         try:
-            producer.produce(self._topic, record.value, record.key, record.partition, on_delivery=report)
+            producer.produce(self._topic, value, key, partition, report)
         except BufferError:
-            producer.poll(_FULL_QUEUE_WAIT_SECONDS)
             self._failed.append((record, is_wanted))
+            producer.poll(0)  # served reports make room
         except KafkaException as error:
             self._note(error.args[0], record, is_wanted)
 

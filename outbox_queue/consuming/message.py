@@ -111,10 +111,9 @@ class Message:
 
     def ack(self) -> None:
         """Finish the message: it is not redelivered. Acknowledging once more does nothing."""
-        if self._delivery.state is State.ACKNOWLEDGED:
-            return
-        self._check_unsettled("ack")
-        self._acks.acknowledge(self._delivery)
+        if self._delivery.state is not State.ACKNOWLEDGED:
+            self._check_unsettled("ack")
+            self._acks.acknowledge(self._delivery)
 
     def nack(self, delay: timedelta | None = None, reason: str = "") -> None:
         """Have it redelivered after a delay (None: at once), or made a dead letter if this was its last attempt.

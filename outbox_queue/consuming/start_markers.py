@@ -50,9 +50,9 @@ class StartMarkers:
         self._keys = keys
         self._dead_letters = dead_letters
         self._counters = counters
+        self._encoder = wire.StartEncoder(queue.encode(), config.max_attempts or 0)
         self._timeout_ms = milliseconds(config.redelivery_timeout)
         self._longest_bytes = config.max_message_bytes - MARKER_OVERHEAD
-        self._key = queue.encode()
 
     def build(self, records: Sequence[Any]) -> Batch:
         """Make messages and start markers; raise NotStarted if a dead letter could not be written."""
@@ -66,8 +66,7 @@ class StartMarkers:
             deliver_at_ms = travelled.deliver_at_ms
             delay_ms = 0 if deliver_at_ms is None else self._delay(message, deliver_at_ms - wall_ms)
             marker = self._marker(message, delay_ms)
-            obstacle = headers.UNREADABLE if travelled.is_unreadable else self._obstacle(message, marker)
-            if obstacle:
+            if obstacle := headers.UNREADABLE if travelled.is_unreadable else self._obstacle(message, marker):
                 self._set_aside(message, obstacle)
                 continue
             markers.append(marker)
@@ -105,14 +104,12 @@ class StartMarkers:
 
     def _marker(self, message: ReceivedMessage, delay_ms: int) -> MarkerRecord:
         key = self._keys.key(message.place)
-        value = wire.start_marker(
-            *message.place,
+        value = self._encoder.encode(
+            message.place,
             delay_ms or self._timeout_ms,
-            self._key,
             message.payload,
             attempt=message.attempt - 1 if delay_ms else message.attempt,
             enqueued_at_ms=message.enqueued_at_ms,
-            max_attempts=message.max_attempts or 0,
             origin=None if message.origin == message.place else message.origin,
             headers=message.headers,
         )

@@ -28,7 +28,13 @@ from outbox_core.kafka.transactions import TransactionalProducer
 from outbox_queue.config import QueueConfig
 from outbox_queue.consuming.marker_writer import MarkerRecord
 from outbox_queue.protocol import transaction
-from outbox_queue.protocol.clients import PARTITIONER, group_of, producer_settings, transactional_settings
+from outbox_queue.protocol.clients import (
+    PARTITIONER,
+    UNTIL_FLUSH_MS,
+    group_of,
+    producer_settings,
+    transactional_settings,
+)
 from outbox_queue.protocol.transaction import Failure
 
 _SLICE_SECONDS = 0.2
@@ -67,14 +73,18 @@ class PlainStartWriter:
         discard(self._producer)
 
     def _make(self) -> Producer:
-        return make_producer({**producer_settings(self._config, linger_ms=0), **PARTITIONER})
+        return make_producer({**producer_settings(self._config, linger_ms=UNTIL_FLUSH_MS), **PARTITIONER})
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """See `StartWriter`."""
         errors: list[KafkaError] = []  # of these markers: reports of an earlier `write` that come late do not count
+
+        def note(error: KafkaError | None, _: object) -> None:
+            if error is not None:
+                errors.append(error)
+
         try:
-            for marker in markers:
-                self._produce(marker, errors)
+            self._produce(markers, note)
             self._flush(errors, seconds_left)
             commit(self._config, self._consumer, offsets)
         except KafkaException as error:
@@ -83,19 +93,16 @@ class PlainStartWriter:
                 self._producer = self._make()
             raise NotStarted(error.args[0].str(), error.args[0]) from None
 
-    def _produce(self, marker: MarkerRecord, errors: list[KafkaError]) -> None:
-        def note(error: KafkaError | None, _: object) -> None:
-            if error is not None:
-                errors.append(error)
-
-        topic = self._config.marker_topic
-        while True:
-            try:
-                self._producer.produce(topic, marker.value, marker.key, marker.partition, on_delivery=note)
-            except BufferError:
-                self._producer.poll(_SLICE_SECONDS)
-            else:
-                return
+    def _produce(self, markers: Sequence[MarkerRecord], note: Callable[[KafkaError | None, object], None]) -> None:
+        topic, produce = self._config.marker_topic, self._producer.produce
+        for partition, key, value in markers:
+            while True:
+                try:
+                    produce(topic, value, key, partition, note)
+                except BufferError:
+                    self._producer.poll(_SLICE_SECONDS)
+                else:
+                    break
 
     def _flush(self, errors: list[KafkaError], seconds_left: SecondsLeft) -> None:
         while self._producer.flush(min(_SLICE_SECONDS, max(0.0, seconds_left()))):

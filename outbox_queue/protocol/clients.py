@@ -14,6 +14,7 @@ from outbox_queue.config import QueueConfig, milliseconds
 
 TRACKER_GROUP = "kafka-mq-redelivery"
 PARTITIONER = {"partitioner": "murmur2_random"}  # Go's: one partition for a queue's markers of Go and Python
+UNTIL_FLUSH_MS = 100  # linger of producers that are flushed after each batch: a request for each partition is enough
 
 _MOST_QUEUED_MESSAGES = 100_000
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
@@ -48,7 +49,7 @@ def transactional_settings(config: QueueConfig, transactional_id: str) -> dict[s
     """Return settings of a transactional producer; an open transaction holds up readers, so its timeouts are short."""
     timeout = milliseconds(config.transaction_timeout)
     return {
-        **producer_settings(config, linger_ms=0),
+        **producer_settings(config, linger_ms=UNTIL_FLUSH_MS),
         "transactional.id": transactional_id,
         "transaction.timeout.ms": timeout,
         "delivery.timeout.ms": min(milliseconds(config.delivery_timeout), timeout * 4 // 5),

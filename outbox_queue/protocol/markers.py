@@ -13,39 +13,62 @@ START, END, KEEPALIVE = Marker.START, Marker.END, Marker.KEEPALIVE
 VERSION_1 = Marker.V1
 
 
-def start_marker(
-    partition: int,
-    offset: int,
-    redeliver_after_ms: int,
-    key: bytes,
-    value: bytes | None,
-    *,
-    attempt: int,
-    enqueued_at_ms: int,
-    max_attempts: int,
-    origin: tuple[int, int] | None = None,
-    headers: Iterable[tuple[str, bytes | None]] = (),
-) -> bytes:
-    """Encode the start of a message's tracking; `redeliver_after_ms` counts from the marker's own timestamp.
+class StartEncoder:
+    """An encoder of one queue's start markers, for one thread at a time.
 
-    A copy that is not handed out has the attempt of the one before; `origin` is the place of the first copy, if this is
-    another one; `max_attempts` is 0 for no limit.
+    All share a protobuf object: making one for each would take longer than filling and encoding it.
     """
-    marker = Marker(
-        message_id=MessageID(partition=partition, offset=offset),
-        redeliver_after_ms=redeliver_after_ms,
-        key=key,
-        value=value,
-        attempt=attempt,
-        enqueued_at_ms=enqueued_at_ms,
-        max_attempts=max_attempts,
-    )
-    if origin is not None:
-        marker.origin.partition, marker.origin.offset = origin
-        marker.origin.SetInParent()  # also 0-0, where every field has its default
-    for name, content in headers:
-        marker.headers.add(name=name, value=content)
-    return marker.SerializeToString()
+
+    def __init__(self, queue: bytes, max_attempts: int) -> None:
+        """Take the id of the queue, and its attempts, 0 for no limit."""
+        self._marker = Marker(key=queue, max_attempts=max_attempts, message_id=MessageID())
+        self._place = self._marker.message_id
+
+    def encode(
+        self,
+        place: tuple[int, int],
+        redeliver_after_ms: int,
+        value: bytes,
+        *,
+        attempt: int,
+        enqueued_at_ms: int,
+        origin: tuple[int, int] | None = None,
+        headers: Iterable[tuple[str, bytes | None]] = (),
+    ) -> bytes:
+        """Encode the start of a message's tracking; `redeliver_after_ms` counts from the marker's own timestamp.
+
+        A copy that is not handed out has the attempt of the one before; `origin` is the place of the first copy, if
+        this is another one.
+        """
+        marker = self._marker
+        self._place.partition, self._place.offset = place
+        marker.redeliver_after_ms = redeliver_after_ms
+        marker.value = value
+        marker.attempt = attempt
+        marker.enqueued_at_ms = enqueued_at_ms
+        if origin is None and not headers:
+            return marker.SerializeToString()
+        whole = Marker()
+        whole.CopyFrom(marker)  # the next marker has none of these
+        if origin is not None:
+            whole.origin.partition, whole.origin.offset = origin
+            whole.origin.SetInParent()  # also 0-0, where every field has its default
+        for name, content in headers:
+            whole.headers.add(name=name, value=content)
+        return whole.SerializeToString()
+
+
+class EndEncoder:
+    """An encoder of the end markers of acknowledged messages, like `StartEncoder`."""
+
+    def __init__(self) -> None:
+        self._marker = Marker(type=Marker.END, message_id=MessageID())
+        self._place = self._marker.message_id
+
+    def encode(self, place: tuple[int, int]) -> bytes:
+        """Encode the end of a message's tracking."""
+        self._place.partition, self._place.offset = place
+        return self._marker.SerializeToString()
 
 
 def end_marker(partition: int, offset: int, *, reason: str = "") -> bytes:

@@ -1,4 +1,4 @@
-"""The command `outbox-spark`: a pipeline by its name and a YAML file, and `doctor`.
+"""The command `outbox-spark`: a pipeline by its name and a YAML file, `doctor` and `pack`.
 
 Exit codes: 0 for success (an audit: clean), 1 for a pipeline that an error ended and for findings of `audit` or
 `doctor`, 2 for errors before the work began. Each failure is one line on stderr, beginning with `outbox-spark: error:`.
@@ -39,13 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             from outbox_spark.cli import doctor
 
             return doctor.main(options.file)
+        if options.pipeline == "pack":
+            from outbox_spark.cli import pack
+
+            return pack.main(options.output)
         from outbox_spark.cli import run
 
         return run.main(options)
     except ImportError as error:
         if (error.name or "").startswith("outbox_"):
             raise
-        missing = MissingExtra(f"needs {error.name}, which is not installed; pip install 'kafka-outbox[spark]'")
+        missing = MissingExtra(
+            f"needs {error.name or error}, which is not installed; pip install 'kafka-outbox[spark]'"
+        )
         return fail(missing, EXIT_NOT_STARTED)
     except OutboxError as error:
         return fail(error, EXIT_NOT_STARTED)
@@ -85,4 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         "doctor", help="check whether pipelines can run here", description="Check whether pipelines can run here."
     )
     doctor.add_argument("-f", "--file", metavar="FILE", help="check also the services that this file names")
+    words = "pack the Python packages that the workers of a cluster need"
+    pack = pipelines.add_parser("pack", help=words, description=words[0].upper() + words[1:] + ".")
+    pack.add_argument("-o", "--output", required=True, metavar="FILE", help="the archive, NAME.tar.gz")
     return parser

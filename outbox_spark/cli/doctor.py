@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from outbox_core import __version__
 from outbox_core.config import redact
 from outbox_core.doctor.findings import Finding, Verdict, fine, problem
 from outbox_core.errors import OutboxError
-from outbox_core.printable import printable
+from outbox_core.printable import plural, printable
 from outbox_spark.config import (
     PIPELINES,
     IcebergTable,
@@ -25,11 +29,19 @@ from outbox_spark.config import (
     read_document,
     validate,
 )
+from outbox_spark.runtime.secrets import filled, filled_harvest
+from outbox_spark.session import tasks_at_once
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import SparkSession
 
 _PACKAGES = {"pyspark": "4.2", "pyarrow": "18", "pandas": "2.2", "confluent-kafka": "2.13", "psycopg": "3.2"}
+_TASKS_FOR_EACH_CORE = 2
+_SPREAD_SECONDS = 0.5
+_NO_DAEMON = "reading the port number from"  # Spark's words for a Python that ended at once
+_PYTHON = "spark.pyspark.python"
+_REMEDY = "install or pack it for them, docs/spark-cluster.md says how"
 _SIGNS = {Verdict.OK: "ok  ", Verdict.PROBLEM: "FAIL"}
 
 
@@ -49,10 +61,11 @@ def examine(path: str | None) -> Iterator[Finding]:
     yield check("Java", _java)
     for package, oldest in _PACKAGES.items():
         yield check(package, _package, package, oldest)
-    yield check("workers' Python", _python)
     files: list[PipelineFile] = []
     if path is not None:
         yield check("file", _read, path, files)
+    yield check("workers' Python", _python, files)
+    if path is not None:
         yield from _services(files)
     yield from _on_spark(files)
 
@@ -93,9 +106,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
 
 
-def _python() -> str:
-    """Return the workers' Python: PYSPARK_PYTHON, or, where we start Spark, this interpreter."""
-    configured = os.environ.get("PYSPARK_PYTHON")
+def _python(files: Sequence[PipelineFile]) -> str:
+    """Return the workers' Python: the file's, PYSPARK_PYTHON, or, where we start Spark, this interpreter."""
+    configured = next((file.spark.settings.get(_PYTHON) for file in files), None) or os.environ.get("PYSPARK_PYTHON")
     if configured is None and "PYSPARK_GATEWAY_PORT" in os.environ:
         raise CheckFailed("spark-submit decides, and takes `python3`; set PYSPARK_PYTHON to a Python with this package")
     return configured or sys.executable
@@ -119,7 +132,7 @@ def _services(files: Iterable[PipelineFile]) -> Iterator[Finding]:
             yield check(f"{file.pipeline}: topics", _topics, file.kafka, topics)
         if file.harvest is not None:
             yield check("relay: Kafka", _kafka, file.harvest.base_kafka_config)
-            yield check("relay: outbox", _outbox, file.harvest)
+            yield check("relay: outbox", lambda harvest: _outbox(filled_harvest(harvest)), file.harvest)
         if file.pipeline == "project" and settings.postgres is not None:
             yield check("project: PostgreSQL", _postgres, settings, settings.postgres)
         if file.pipeline == "replay":
@@ -137,7 +150,7 @@ def _topics(kafka: Mapping[str, str], topics: list[str]) -> str:
     from outbox_core.kafka.admin import check_connection
     from outbox_spark.topics.ranges import TopicLog
 
-    check_connection(kafka)
+    check_connection(filled(kafka))
     with closing(TopicLog(kafka, topics)) as log:
         firsts, ends = log.bounds()
     return ", ".join(
@@ -157,7 +170,7 @@ def _targets(file: PipelineFile) -> str:
 def _kafka(kafka: Mapping[str, Any]) -> str:
     from outbox_core.kafka.admin import check_connection
 
-    check_connection(kafka)
+    check_connection(filled(kafka))
     return f"answers at {kafka.get('bootstrap.servers')}"
 
 
@@ -230,6 +243,10 @@ def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:
     sessions: list[SparkSession] = []
     try:
         yield check("Spark", _spark, files, sessions)
+        for session in sessions:
+            yield check("executors", _executors, session)
+            for subject, find, argument in _reached_by_tasks(files):
+                yield check(subject, _on_executors, session, find, argument)
         written = [file.settings.place for file in files if file.pipeline == "archive"]
         for file in files if sessions else ():
             archives = [file.settings.archive] if file.pipeline == "replay" else []
@@ -244,14 +261,85 @@ def _spark(files: list[PipelineFile], sessions: list[SparkSession]) -> str:
     from outbox_spark.cli.run import open_session
 
     spark: SparkSession = open_session("doctor", files[0].spark if files else SparkSettings())
+    spark.range(1).count()
     sessions.append(spark)
-    row = spark.range(1).mapInArrow(_versions, "version STRING, outbox STRING").first()
-    if row is None or row.version != _version():
-        found = "nothing" if row is None else f"Python {row.version}"
-        raise CheckFailed(
-            f"the workers run {found}, the driver {_version()}; set PYSPARK_PYTHON to the driver's Python"
-        )
-    return f"{spark.version} ran a job on {spark.sparkContext.master}; workers have Python {row.version}"
+    return f"{spark.version} ran a job on {spark.conf.get('spark.master', 'Spark Connect')}"
+
+
+def _executors(spark: SparkSession) -> str:
+    found = _on_executors(spark, versions)
+    if found.partition(" (")[0] != versions():
+        raise CheckFailed(f"they have {found}, the driver has {versions()}; install, or pack, the same on all machines")
+    return found
+
+
+def _reached_by_tasks(files: list[PipelineFile]) -> Iterator[tuple[str, Callable[[Any], str], Any]]:
+    """Yield what tasks of the pipelines connect to: a subject, a check, and its argument, each service once."""
+    kafka = [file.kafka for file in files if file.kafka]
+    dsns = [side.table.dsn for file in files for side in _sides(file) if side.table is not None]
+    dsns += [file.settings.postgres.dsn for file in files if file.pipeline == "project" and file.settings.postgres]
+    for harvest in (file.harvest for file in files if file.harvest is not None):
+        kafka.append({name: str(value) for name, value in harvest.base_kafka_config.items()})
+        dsns.append(harvest.data_source)
+    for index, settings in enumerate(kafka):
+        if settings not in kafka[:index]:
+            yield "executors: Kafka", _kafka, settings
+    for dsn in dict.fromkeys(dsns):
+        yield "executors: PostgreSQL", _database, dsn
+
+
+def _on_executors(spark: SparkSession, find: Callable[..., str], *arguments: Any) -> str:
+    """Call `find` in tasks on all executors; return what all of them say, and where. Raises CheckFailed."""
+    tasks = _TASKS_FOR_EACH_CORE * tasks_at_once(spark)
+    columns = "host STRING, executor INT, said STRING, failed BOOLEAN"
+    called = spark.range(0, tasks, 1, tasks).mapInArrow(partial(_in_task, find, arguments), columns)
+    try:
+        rows = called.collect()
+    except Exception as error:
+        if _NO_DAEMON not in str(error):
+            raise
+        raise CheckFailed(f"their Python does not start with this package: {_REMEDY}") from None
+    failures = {f"{row.host}: {row.said}" for row in rows if row.failed}
+    if failures:
+        raise CheckFailed("; ".join(sorted(failures)))
+    said, hosts = sorted({row.said for row in rows}), sorted({row.host for row in rows})
+    count = len({(row.host, row.executor) for row in rows})
+    return f"{', '.join(said)} ({plural(count, 'executor')} on {', '.join(hosts)})"
+
+
+def _in_task(find: Callable[..., str], arguments: Sequence[Any], batches: Iterator[pa.RecordBatch]) -> Any:
+    """Call `find` in a task, which lasts long enough for other executors to get the other tasks."""
+    import pyarrow as pa
+
+    for _ in batches:
+        try:
+            said, failed = find(*arguments), False
+        except Exception as error:
+            said, failed = redact(" ".join(str(error).split())) or type(error).__name__, True
+        time.sleep(_SPREAD_SECONDS)
+        row = {"host": [socket.gethostname()], "executor": [os.getppid()], "said": [said], "failed": [failed]}
+        kinds = zip(row, (pa.string(), pa.int32(), pa.string(), pa.bool_()), strict=True)
+        yield pa.RecordBatch.from_pydict(row, schema=pa.schema(list(kinds)))
+
+
+def versions() -> str:
+    """Return the versions of Python and of this package, having imported the modules of tasks."""
+    for module in (
+        "outbox_spark.topics.ranges",
+        "outbox_spark.relay.shard_task",
+        "outbox_spark.postgres.projection_store",
+    ):
+        importlib.import_module(module)
+    return f"Python {_version()}, kafka-outbox {__version__}"
+
+
+def _database(dsn: str) -> str:
+    from outbox_spark.postgres.connection import connect
+
+    connection, _ = connect(dsn, what="the file")
+    with connection:
+        (host,) = connection.execute("SELECT coalesce(host(inet_server_addr()), 'its socket')").fetchone() or ("",)
+    return f"reachable at {host}"
 
 
 def _archive(spark: SparkSession, place: str | IcebergTable, will_be_made: bool) -> str:
@@ -268,18 +356,4 @@ def _archive(spark: SparkSession, place: str | IcebergTable, will_be_made: bool)
 
 
 def _version() -> str:
-    return ".".join(map(str, sys.version_info[:3]))
-
-
-def _versions(batches: Any) -> Any:
-    """Return, in a worker, the versions of Python and of this package, having imported the modules of tasks."""
-    import pyarrow as pa
-
-    import outbox_core
-
-    importlib.import_module("outbox_spark.topics.ranges")
-    for _ in batches:
-        names = pa.schema([("version", pa.string()), ("outbox", pa.string())])
-        # Not by `_version`: this function is pickled by value.
-        version = ".".join(map(str, sys.version_info[:3]))
-        yield pa.RecordBatch.from_pydict({"version": [version], "outbox": [outbox_core.__version__]}, schema=names)
+    return ".".join(map(str, sys.version_info[:2]))

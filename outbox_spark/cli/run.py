@@ -15,6 +15,7 @@ from outbox_core.cli.logs import configure_logging
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.cli import EXIT_NOT_STARTED, fail
+from outbox_spark.cli.progress import say, say_progress, use_one_line
 from outbox_spark.config import PipelineFile, SparkSettings, load_pipeline
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.session import start_session
@@ -35,6 +36,7 @@ def main(options: argparse.Namespace) -> int:
     if options.pipeline == "replay" and options.publish:
         file.require_kafka()
     configure_logging(file.level)
+    use_one_line()
     logging.getLogger("py4j").setLevel(logging.WARNING)
     try:
         spark = open_session(file.pipeline, file.spark)
@@ -79,7 +81,7 @@ def _cancel_jobs_on(stop: threading.Event, spark: SparkSession, pipeline: str) -
     def cancel() -> None:
         while not over.wait(_POLL_SECONDS):
             if stop.is_set():
-                spark.sparkContext.cancelAllJobs()
+                spark.interruptAll()
 
     watcher = threading.Thread(target=cancel, name="outbox-spark-cancel", daemon=True)
     watcher.start()
@@ -108,21 +110,21 @@ def _follow(spark: SparkSession, file: PipelineFile, options: argparse.Namespace
     pipeline: Any = {"archive": archive, "project": project}[file.pipeline]
     if options.maintain:
         for target in pipeline.targets(spark, file.settings):
-            _say(f"{target.name}: merged {{:,}} files, deleted {{:,}}".format(*target.maintain()))
+            say(f"{target.name}: merged {{:,}} files, deleted {{:,}}".format(*target.maintain()))
         return 0
-    counts = pipeline.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=_say)
-    _say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")
+    counts = pipeline.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=say_progress)
+    say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")
     return 0
 
 
 def _replay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, _: threading.Event) -> int:
     from outbox_spark.pipelines import replay
 
-    counts = replay.run(spark, file.kafka, file.settings, publish=options.publish, say=_say)
+    counts = replay.run(spark, file.kafka, file.settings, publish=options.publish, say=say)
     if options.publish:
-        _say(f"published {counts['published']:,} records; {counts['skipped']:,} were published before")
+        say(f"published {counts['published']:,} records; {counts['skipped']:,} were published before")
     else:
-        _say(f"a dry run: {counts['selected']:,} records selected, nothing published; --publish does it")
+        say(f"a dry run: {counts['selected']:,} records selected, nothing published; --publish does it")
     return 0
 
 
@@ -138,7 +140,7 @@ def _audit(spark: SparkSession, file: PipelineFile, _: argparse.Namespace, __: t
     if file.settings.html is not None:
         audit_report.write(file.settings.html, audit_report.to_html(result))
     counts = ", ".join(f"{result.total(kind):,} {kind}" for kind in audit.KINDS)
-    _say(f"{'clean' if result.is_clean else 'not clean'}: {result.total('expected'):,} expected; {counts}")
+    say(f"{'clean' if result.is_clean else 'not clean'}: {result.total('expected'):,} expected; {counts}")
     return 0 if result.is_clean else 1
 
 
@@ -149,18 +151,14 @@ def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace,
     given = {"shards": settings.shards, "batch_records": settings.batch_records}
     wanted = {name: value for name, value in given.items() if value is not None}
     config = RelayConfig(harvest=file.harvest, **wanted)  # type: ignore[arg-type]
-    run_relay(spark, config, once=options.once, on_progress=_say_progress, stopping=stop)
+    run_relay(spark, config, once=options.once, on_progress=_say_batch, stopping=stop)
     return 0
 
 
-def _say(what: object) -> None:
-    _log.info("%s", what)
-
-
-def _say_progress(progress: Mapping[str, Any]) -> None:
+def _say_batch(progress: Mapping[str, Any]) -> None:
     seconds = progress.get("durationMs", {}).get("triggerExecution", 0) / 1000
     rows, rate = progress.get("numInputRows", 0), progress.get("processedRowsPerSecond") or 0.0
-    _say(f"batch {progress.get('batchId')}: {rows:,} records in {seconds:.1f} s ({rate:,.0f}/s)")
+    say_progress(f"batch {progress.get('batchId')}: {rows:,} records in {seconds:.1f} s ({rate:,.0f}/s)")
 
 
 _PIPELINES = {"project": _follow, "archive": _follow, "replay": _replay, "audit": _audit, "relay": _relay}

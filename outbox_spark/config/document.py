@@ -9,8 +9,9 @@
     project: ...              # a section for each pipeline; a file may have several
     harvest: ...              # with `relay:`, the section of `outbox harvest`
 
-`${NAME}` in a value is the environment variable NAME, `$${` stands for `${`. Errors name settings as the file does, and
-never show values, which may be passwords.
+`${NAME}` in a value is the environment variable NAME, `$${` stands for `${`. In the settings of clients `${env:NAME}`
+and `${file:PATH}` stand for secrets that each machine looks up itself (`outbox_spark.runtime.secrets`). Errors name
+settings as the file does, and never show values, which may be passwords.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from outbox_spark.config.models import (
     ReplaySettings,
     SparkSettings,
 )
+from outbox_spark.runtime.secrets import REFERENCE
 
 PIPELINES: dict[str, type[Settings]] = {
     "project": ProjectSettings,
@@ -46,6 +48,7 @@ PIPELINES: dict[str, type[Settings]] = {
 _SHARED = ("kafka", "spark", "logging", "harvest")
 _SERVERS = "bootstrap.servers"
 _VARIABLE = re.compile(r"\$\$\{|\$\{([^}]*)\}")
+_OF_CLIENTS = ("kafka", "dsn", "registry", "dataSource", "baseKafkaConfig", "producerKafkaConfig")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +139,12 @@ def _fill(value: Any, path: tuple[str, ...], environ: Mapping[str, str], problem
     def variable(found: re.Match[str]) -> str:
         if found[1] is None:
             return "${"
+        if REFERENCE.fullmatch(found[0]):
+            if not set(_OF_CLIENTS).intersection(path):
+                problems.append(
+                    Problem(path, f"{found[0]}: only `kafka`, `dsn` and `registry` take secrets that workers look up")
+                )
+            return found[0]
         if found[1] not in environ:
             problems.append(Problem(path, f"the environment variable {found[1]!r} is not set"))
         return environ.get(found[1], "")

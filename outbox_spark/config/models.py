@@ -70,12 +70,18 @@ def _with_zone(value: datetime | None) -> datetime | None:
     return value
 
 
+def _single_values(values: dict[str, Any]) -> dict[str, Any]:
+    nested = [
+        name for name, value in values.items() if value is None or isinstance(value, Mapping | list | tuple | set)
+    ]
+    if nested:
+        words = "must be a single value: write a name with dots in one piece, a list with commas"
+        raise InvalidSettings([Problem((name,), words) for name in nested])
+    return values
+
+
 def _as_text(values: dict[str, Any]) -> dict[str, str]:
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
-
-
-def _is_nested(value: object) -> bool:
-    return value is None or isinstance(value, Mapping | list | tuple | set)
 
 
 Topic = Annotated[str, AfterValidator(must_be_legal)]
@@ -90,6 +96,8 @@ Duration = Annotated[timedelta, BeforeValidator(_duration)]
 Time = Annotated[datetime | None, AfterValidator(_with_zone)]
 Path = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=100_000_000, strict=True)]
+Properties = Annotated[dict[str, Any], AfterValidator(_single_values)]
+Texts = Annotated[Properties, AfterValidator(_as_text)]
 Bytes = Annotated[int, BeforeValidator(_size), Field(ge=1024, le=2**40)]
 
 
@@ -97,20 +105,15 @@ class SparkSettings(Settings):
     """Spark's master URL (None: this machine, or the choice of `spark-submit`), and any of its settings by name."""
 
     master: str | None = None
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: Texts = Field(default_factory=dict)
 
     @field_validator("settings")
     @classmethod
-    def _single_values(cls, settings: dict[str, Any]) -> dict[str, str]:
-        problems = [Problem((name,), "must be a single value") for name, value in settings.items() if _is_nested(value)]
-        problems += [
-            Problem((name,), "unknown setting: Spark's begin with `spark.`")
-            for name in settings
-            if not name.startswith("spark.")
-        ]
-        if problems:
-            raise InvalidSettings(problems)
-        return _as_text(settings)
+    def _are_of_spark(cls, settings: dict[str, str]) -> dict[str, str]:
+        others = [name for name in settings if not name.startswith("spark.")]
+        if others:
+            raise InvalidSettings([Problem((name,), "unknown setting: Spark's begin with `spark.`") for name in others])
+        return settings
 
 
 class StreamSettings(Settings):
@@ -168,15 +171,7 @@ class IcebergTable(Settings):
     """
 
     table: Annotated[str, Field(pattern=r"^[^.\s]+(\.[^.\s]+)+$")]
-    catalog: dict[str, Any] = Field(default_factory=dict, repr=False)
-
-    @field_validator("catalog")
-    @classmethod
-    def _single_values(cls, catalog: dict[str, Any]) -> dict[str, str]:
-        problems = [Problem((name,), "must be a single value") for name, value in catalog.items() if _is_nested(value)]
-        if problems:
-            raise InvalidSettings(problems)
-        return _as_text(catalog)
+    catalog: Texts = Field(default_factory=dict, repr=False)
 
 
 def _place(value: object) -> object:
@@ -227,25 +222,46 @@ class LakehouseTarget(LakehouseTable):
         return self.quarantine or str(self.path).rstrip("/") + "_quarantine"
 
 
-class ProjectSettings(StreamSettings):
-    """Topics -> a typed, deduplicated table in PostgreSQL, in a lakehouse (Delta, Iceberg) or both.
+class RowSettings(Settings):
+    """Records -> typed rows.
 
     Attributes:
-        value_schema: fields of the JSON values in Spark's DDL; `NOT NULL` fields are required. YAML: `schema`.
-        keep: `every` record as a row, or, only in PostgreSQL, the `latest` of each key: a record replaces the rows of
-            its key, a tombstone removes them.
+        value_schema: fields of the values in Spark's DDL; `NOT NULL` fields are required. YAML: `schema`.
+        format: of the values; `avro` and `protobuf` have their writers' schemas in a schema registry.
+        registry: properties of confluent-kafka's `SchemaRegistryClient`: `url`, `basic.auth.user.info` and others.
         explode: array in the value, each element of which becomes a row; None for one row.
         columns: column -> SQL expression over the value's fields, `record` (with `key`, `topic`, `partition`, `offset`,
-            `timestamp`, `headers`, `outbox_id`) and, with `explode`, `item`; empty for the fields as they are.
+            `timestamp`, `headers`, `outbox_id`, and `event`, the attributes of a CloudEvent) and, with `explode`,
+            `item`; empty for the fields as they are.
         where: Spark SQL condition on records or items; None for all.
-        replay_header: header of replays, which with `keep: latest` replace only older records.
     """
 
     value_schema: str = Field(validation_alias="schema", min_length=1)
-    keep: Literal["every", "latest"] = "every"
+    format: Literal["json", "avro", "protobuf"] = "json"
+    registry: Properties | None = Field(default=None, repr=False)
     explode: str | None = None
     columns: dict[Column, str] = Field(default_factory=dict)
     where: str | None = None
+
+    @model_validator(mode="after")
+    def _has_registry(self) -> Self:
+        if self.format != "json" and "url" not in (self.registry or {}):
+            raise InvalidSettings([Problem(("registry", "url"), f"is missing: schemas of {self.format} are there")])
+        if self.format == "json" and self.registry is not None:
+            raise InvalidSettings([Problem(("registry",), "is for the formats avro and protobuf")])
+        return self
+
+
+class ProjectSettings(StreamSettings, RowSettings):
+    """Topics -> a typed, deduplicated table in PostgreSQL, in a lakehouse (Delta, Iceberg) or both.
+
+    Attributes:
+        keep: `every` record as a row, or the `latest` of each key: a record replaces the rows of its key, a tombstone
+            removes them.
+        replay_header: header of replays, which with `keep: latest` replace only older records.
+    """
+
+    keep: Literal["every", "latest"] = "every"
     postgres: PostgresTarget | None = None
     lakehouse: LakehouseTarget | None = None
     replay_header: Annotated[str, Field(min_length=1)] = "outbox-replay"
@@ -262,8 +278,6 @@ class ProjectSettings(StreamSettings):
     def _fit_together(self) -> Self:
         if self.postgres is None and self.lakehouse is None:
             raise InvalidSettings([Problem((), "needs a target: postgres, lakehouse or both")])
-        if self.lakehouse is not None and self.keep == "latest":
-            raise InvalidSettings([Problem(("keep",), "`latest` replaces rows, which needs postgres")])
         return self
 
 
@@ -379,19 +393,7 @@ class RelaySettings(Settings):
 class KafkaSettings(Settings):
     """librdkafka's properties for every client: `bootstrap.servers`, TLS, SASL and others."""
 
-    properties: dict[str, Any]
-
-    @field_validator("properties")
-    @classmethod
-    def _single_values(cls, properties: dict[str, Any]) -> dict[str, str]:
-        problems = [
-            Problem((name,), "must be a single value; write librdkafka's properties with dots, lists with commas")
-            for name, value in properties.items()
-            if _is_nested(value)
-        ]
-        if problems:
-            raise InvalidSettings(problems)
-        return _as_text(properties)
+    properties: Texts
 
     def __repr_args__(self) -> Any:
         yield "properties", redact_settings(self.properties)

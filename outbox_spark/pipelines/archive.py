@@ -10,6 +10,7 @@ from outbox_core.errors import InvalidConfig
 from outbox_spark.config import ArchiveSettings, IcebergTable, LakehouseTable
 from outbox_spark.pipelines.follower import BatchReport, Follower
 from outbox_spark.runtime import utc
+from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table
 from outbox_spark.topics.positions import Positions
 
@@ -51,10 +52,11 @@ def must_be_archive(table: Table, setting: str) -> Table:
 def targets(spark: SparkSession, settings: ArchiveSettings) -> list[TableTarget]:
     """Return the archive as a target."""
     table = open_archive(spark, settings.place, settings)
-    tasks = spark.sparkContext.defaultParallelism
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
-        rows = archive(records).coalesce(tasks).sortWithinPartitions("date", "topic", "partition", "offset")
+        rows = (
+            archive(records).coalesce(tasks_at_once(spark)).sortWithinPartitions("date", "topic", "partition", "offset")
+        )
         return {"records": table.append(rows, positions)}
 
     return [TableTarget("the archive", table, write)]

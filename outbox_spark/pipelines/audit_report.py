@@ -26,12 +26,19 @@ _WORDS = {
     "unexpected": "found and not expected",
 }
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #1b1b1f }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; color: #1b1b1f }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums }
 th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top }
-th { background: #f4f4f6 } .t { text-align: left; overflow-wrap: anywhere }
-.clean { color: #146c2e } .bad { color: #b3261e; font-weight: 600 } svg { display: block; max-width: 100% }
-small { color: #5f6368 }
+th { background: #f4f4f6 } .t { text-align: left; overflow-wrap: anywhere } td.t { min-width: 6rem }
+.clean { color: #146c2e } .bad { color: #b3261e; font-weight: 600 } small { color: #5f6368 }
+.bar { display: flex; height: 1rem; margin-bottom: .5rem } .bar i { min-width: 2px }
+svg { display: block; width: 100%; height: 13rem }
+@media (max-width: 45rem) {
+  tr:first-child { display: none } tr { display: block; border-bottom: 2px solid #bbb; padding: .25rem 0 }
+  table { width: 100% } td { display: flex; justify-content: space-between; gap: 1rem; padding: .1rem 0; border: 0 }
+  td::before { content: attr(data-name); color: #5f6368; flex: none } td.t { text-align: right }
+  td:empty { display: none }
+}
 """
 
 
@@ -76,7 +83,8 @@ def to_html(result: AuditResult) -> str:
         f"<h2>Hours</h2>{_timeline(result.hours)}",
         *_of_findings(result),
     ]
-    head = f'<meta charset="utf-8"><title>Audit</title><style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    head += f"<title>Audit</title><style>{_STYLE}</style>"
     return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
@@ -119,9 +127,12 @@ def _legend() -> str:
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, texts: int = 1) -> str:
+    """Return a table; a narrow screen shows each row as a list of names and values."""
+
     def cell(tag: str, value: Any, number: int) -> str:
         shown = f"{value:,}" if isinstance(value, int) else html.escape(str(value))
-        return f'<{tag} class="t">{shown}</{tag}>' if number < texts else f"<{tag}>{shown}</{tag}>"
+        side = ' class="t"' if number < texts else ""
+        return f'<{tag}{side} data-name="{names[number]}">{shown}</{tag}>'
 
     head = "".join(cell("th", name, number) for number, name in enumerate(names))
     body = "".join(f"<tr>{''.join(cell('td', v, n) for n, v in enumerate(row))}</tr>" for row in rows)
@@ -131,50 +142,43 @@ def _table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, texts: int = 
 def _bars(result: AuditResult) -> str:
     """Draw the findings of each topic that has some."""
     topics = {topic: counts for topic, counts in sorted(result.topics.items()) if any(counts[kind] for kind in KINDS)}
-    if not topics:
-        return ""
-    widest = max(sum(counts[kind] for kind in KINDS) for counts in topics.values())
+    widest = max((sum(counts[kind] for kind in KINDS) for counts in topics.values()), default=0)
     lines = []
-    for number, (topic, counts) in enumerate(topics.items()):
-        top, left = 24 * number, 260.0
-        lines.append(f'<text x="0" y="{top + 15}" font-size="13">{html.escape(topic[:36])}</text>')
-        for kind in KINDS:
-            width = 500 * counts[kind] / widest
-            title = f"<title>{html.escape(topic)}: {counts[kind]:,} {kind}</title>"
-            lines.append(_box(left, top + 3, max(width, 2 if counts[kind] else 0), 16, kind, title))
-            left += width
-    return f'<svg width="780" height="{24 * len(topics) + 6}" role="img">{"".join(lines)}</svg>'
+    for topic, counts in topics.items():
+        boxes = (
+            f'<i style="width: {100 * counts[kind] / widest:.1f}%; background: {_COLOURS[kind]}" '
+            f'title="{counts[kind]:,} {kind}"></i>'
+            for kind in KINDS
+            if counts[kind]
+        )
+        lines.append(f'<div class="t">{html.escape(topic)}</div><div class="bar">{"".join(boxes)}</div>')
+    return "".join(lines)
 
 
 def _timeline(hours: Sequence[Mapping[str, Any]]) -> str:
     """Draw found records by hour in grey, and findings above them in colour, on a scale of their own."""
     if not hours:
         return "<p>No record has a time.</p>"
-    width = max(3.0, min(24.0, 900 / len(hours)))
     most = max(hour["found"] for hour in hours) or 1
     most_bad = max(sum(hour[kind] for kind in KINDS) for hour in hours) or 1
     lines = []
     for number, hour in enumerate(hours):
-        left, bottom = number * width, 100.0
+        bottom, height = 100.0, 100 * hour["found"] / most
         counts = ", ".join(f"{hour[name]:,} {name}" for name in ("found", *KINDS) if hour[name])
         title = f"<title>{hour['hour']}: {counts or 'nothing'}</title>"
-        lines.append(
-            _box(left, 210 - 100 * hour["found"] / most, width - 1, 100 * hour["found"] / most, "found", title)
-        )
+        lines.append(_box(number, 210 - height, height, "found", title))
         for kind in KINDS:
             height = 96 * hour[kind] / most_bad
             bottom -= height
-            lines.append(_box(left, bottom, width - 1, height, kind, title))
+            lines.append(_box(number, bottom, height, kind, title))
     span = f"{hours[0]['hour']} to {hours[-1]['hour']}"
-    label = (
-        f"<p><small>{span}; findings above, at most {most_bad:,}; records below, at most {most:,} an hour</small></p>"
-    )
-    return f'<svg width="{len(hours) * width:.0f}" height="212" role="img">{"".join(lines)}</svg>{label}'
+    label = f"{span}; findings above, at most {most_bad:,}; records below, at most {most:,} an hour"
+    # At least two days wide, so that one hour is no wall.
+    size = f'viewBox="0 0 {max(48, len(hours))} 212" preserveAspectRatio="none"'
+    return f'<svg {size} role="img">{"".join(lines)}</svg><p><small>{label}</small></p>'
 
 
-def _box(left: float, top: float, width: float, height: float, *labels: str) -> str:
-    if width <= 0 or height <= 0:
+def _box(left: int, top: float, height: float, kind: str, title: str) -> str:
+    if height <= 0:
         return ""
-    kind, title = labels
-    place = f'x="{left:.1f}" y="{top:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect {place} fill="{_COLOURS[kind]}">{title}</rect>'
+    return f'<rect x="{left}" y="{top:.1f}" width=".9" height="{height:.1f}" fill="{_COLOURS[kind]}">{title}</rect>'

@@ -12,6 +12,7 @@ from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
 from outbox_spark.pipelines.archive import must_be_archive, open_archive
 from outbox_spark.pipelines.follower import read_topics
+from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.positions import Positions, flat
 from outbox_spark.topics.ranges import TopicLog
 
@@ -99,14 +100,14 @@ class Sides:
         with closing(TopicLog(self._kafka, topics)) as log:
             start = log.starting("earliest")
         reader = read_topics(self._spark, self._kafka, topics, streaming=False, starting=start)
-        tasks = str(2 * self._spark.sparkContext.defaultParallelism)
+        tasks = str(2 * tasks_at_once(self._spark))
         rows: DataFrame = reader.option("minPartitions", tasks).load()
         return rows.drop("headers").withColumnRenamed("header_list", "headers")
 
     def _table(self, table: SnapshotTable) -> DataFrame:
         ranges, name, outbox = extent_of(table)
         frame = self._spark.createDataFrame(ranges, "first BIGINT, last BIGINT")
-        spread = frame.repartition(max(1, min(len(ranges), 4 * self._spark.sparkContext.defaultParallelism)))
+        spread = frame.repartition(max(1, min(len(ranges), 4 * tasks_at_once(self._spark))))
         return spread.mapInArrow(_ReadTable(table.dsn, name, outbox), _SIDE)
 
 

@@ -21,7 +21,7 @@ import operator
 import re
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,6 +52,7 @@ _STOP_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _DOUBLINGS = 5  # of a second, to the longest pause; more would be no float after some hours
 _ATTEMPTS = 6  # failures without progress that end a run: any with `once`, else those of one cause, no outages
+_MOST_ENDS = 1000
 _OUTAGE = re.compile(r"Unavailable|OperationalError|InterfaceError")
 _CHANGING = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+")
 
@@ -91,12 +92,16 @@ class Target(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchReport:
-    """The outcome of one batch; `counts` are the targets', `lag` is the number of offsets still to be read."""
+    """The outcome of one batch; `counts` are the targets'.
+
+    `lag` is the number of offsets still to be read; the first of them has waited for at least `lag_seconds`.
+    """
 
     number: int
     counts: Mapping[str, int]
     seconds: float
     lag: int
+    lag_seconds: float = 0.0
 
     def __str__(self) -> str:
         records = self.counts.get("records", 0)
@@ -104,8 +109,23 @@ class BatchReport:
         others = "".join(f", {count:,} {name}" for name, count in self.counts.items() if name != "records" and count)
         return (
             f"batch {self.number}: {records:,} records in {self.seconds:.1f} s ({rate:,.0f}/s){others}; "
-            f"lag {self.lag:,}"
+            f"lag {self.lag:,} ({self.lag_seconds:.0f} s)"
         )
+
+
+class Lag:
+    """The lag: what is still to be read of topics, in offsets and in seconds, by the ends that were seen so far."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Positions]] = deque()  # ends that are not reached, the oldest first
+
+    def behind(self, reached: Position, ends: Positions, now: float) -> tuple[int, float]:
+        """Return the number of offsets behind a position, and the time (in seconds) for which they are known."""
+        if len(self._seen) < _MOST_ENDS:
+            self._seen.append((now, ends))
+        while self._seen and not _offsets_between(reached, self._seen[0][1]):
+            self._seen.popleft()
+        return _offsets_between(reached, ends), now - self._seen[0][0] if self._seen else 0.0
 
 
 @dataclass
@@ -118,6 +138,7 @@ class Follower:
     targets: Sequence[Target]
     report: Callable[[BatchReport], None]
     totals: Counter[str] = field(default_factory=Counter)
+    _lag: Lag = field(default_factory=Lag)
     _error: BaseException | None = None
     _failures: int = 0
     _causes: list[str] = field(default_factory=list)
@@ -198,7 +219,7 @@ class Follower:
             .load()
             .writeStream.foreachBatch(self._batch)
             .queryName(settings.name)
-            .option("checkpointLocation", settings.checkpoint)
+            .option("checkpointLocation", self._checkpoint.url)
             .trigger(**trigger)
             .start()
         )
@@ -229,7 +250,9 @@ class Follower:
         self.totals.update(counts)
         self._failures = 0
         self._causes.clear()
-        self.report(BatchReport(number=number, counts=counts, seconds=time.monotonic() - began, lag=self._lag(number)))
+        now = time.monotonic()
+        lag, lag_seconds = self._lag.behind(self._logged(number) or {}, self._log.bounds()[1], now)
+        self.report(BatchReport(number=number, counts=counts, seconds=now - began, lag=lag, lag_seconds=lag_seconds))
         for target in self.targets:
             target.compact()
 
@@ -269,11 +292,6 @@ class Follower:
                     f"delete {self.settings.checkpoint} to go on where the target is"
                 )
 
-    def _lag(self, number: int) -> int:
-        reached = self._logged(number) or {}
-        ends = self._log.bounds()[1]
-        return sum(end - min(end, reached.get(topic, {}).get(partition, 0)) for topic, partition, end in flat(ends))
-
 
 def read_topics(
     spark: SparkSession, kafka: Mapping[str, str], topics: Sequence[str], *, streaming: bool, starting: Position
@@ -297,6 +315,10 @@ def parse_offset_log(text: str) -> Position:
         raise PipelineFailed("the checkpoint's offset log is not of this pipeline; take another checkpoint") from None
     position: Position = found
     return position
+
+
+def _offsets_between(reached: Position, ends: Positions) -> int:
+    return sum(end - min(end, reached.get(topic, {}).get(partition, 0)) for topic, partition, end in flat(ends))
 
 
 def _without(records: DataFrame, known: Positions, begin: Position | None) -> DataFrame:

@@ -11,10 +11,11 @@ from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TableName
 from outbox_spark.config import PostgresTarget as PostgresSettings
 from outbox_spark.config import ProjectSettings
-from outbox_spark.pipelines.typed_rows import parse
+from outbox_spark.pipelines.typed_rows import is_replay, parse
 from outbox_spark.postgres.projection import POSITIONS_TABLE, Misfit, ProjectedRecord, Projection, Totals
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.runtime import utc
+from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class PostgresTarget:
         self._dsn = target.dsn
         self._types = types
         self._projection = _projection(settings, target, types)
-        self._tasks = max(2, spark.sparkContext.defaultParallelism)
+        self._spark = spark
 
     @property
     def name(self) -> str:
@@ -75,8 +76,10 @@ class PostgresTarget:
         """Write records in the transactions of several tasks; return counts."""
         # `ProjectionStore.write` needs whole partitions of the topics in one task, in order.
         rows = (
-            _for_copy(parse(records, self._settings), self._settings, self._types)
-            .repartition(self._tasks, "topic", "partition")
+            _for_copy(
+                parse(records, self._settings, keyed=self._settings.keep == "latest"), self._settings, self._types
+            )
+            .repartition(tasks_at_once(self._spark), "topic", "partition")
             .sortWithinPartitions("topic", "partition", "offset")
         )
         task = _WriteTask(self._dsn, self._projection, positions)
@@ -134,14 +137,17 @@ def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, Da
     from pyspark.sql import functions as F  # noqa: N812
 
     values = ", ".join(f"{_as_text(f'row.`{name}`', kind)} AS `{name}`" for name, kind in types.items())
-    texts = rows.withColumn("rows", F.expr(f"transform(rows, row -> struct({values}))")).withColumn(
-        "key_text", F.expr("try_validate_utf8(cast(key AS STRING))")
-    )
-    checked = texts.withColumn("problem", F.expr(_misfit(settings, types)))
-    is_replay = F.coalesce(F.exists("headers", lambda header: header["key"] == settings.replay_header), F.lit(False))
+    texts = rows.withColumn("rows", F.expr(f"transform(rows, row -> struct({values}))"))
+    checked = texts.withColumn("problem", F.expr(_misfit(types)))
     return checked.select(
         *("topic", "partition", "offset", F.expr(utc.text("timestamp")).alias("time"), "outbox_id"),
-        *("key_text", "problem", F.expr("value IS NULL").alias("is_tombstone"), is_replay.alias("is_replay"), "rows"),
+        *(
+            "key_text",
+            "problem",
+            F.expr("value IS NULL").alias("is_tombstone"),
+            is_replay(settings).alias("is_replay"),
+            "rows",
+        ),
         *(F.expr(f"IF(problem IS NULL, NULL, {name})").alias(name) for name in ("key", "value", "headers")),
     )
 
@@ -155,16 +161,13 @@ def _as_text(value: str, kind: DataType) -> str:
     return f"cast({value} AS STRING)" if name in ("date", "timestamp_ntz") else value
 
 
-def _misfit(settings: ProjectSettings, types: Mapping[str, DataType]) -> str:
+def _misfit(types: Mapping[str, DataType]) -> str:
     """Return a SQL expression of the reason why PostgreSQL cannot hold a parsed record, or of its earlier problem."""
     nul = "PostgreSQL cannot store the character U+0000, which is in"
     cases = [
-        ("key IS NOT NULL AND key_text IS NULL", "the key is not UTF-8 text"),
         ("contains(key_text, char(0))", f"{nul} the key"),
         ("contains(outbox_id, char(0))", f"{nul} the outbox id"),
     ]
-    if settings.keep == "latest":
-        cases.append(("key IS NULL", "there is no key, by which the latest record could be known"))
     for name, kind in types.items():
         sign = "'\\\\u0000'" if kind.typeName() in _NESTED else "char(0)"
         if kind.typeName() == "string" or kind.typeName() in _NESTED:

@@ -33,14 +33,14 @@ from outbox_core.errors import (
 )
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.identity import TransactionalIdentity
-from outbox_core.kafka.topics import ensure_tracking_topic
 from outbox_core.kafka.tracking import ForeignLedger
 from outbox_spark.relay import fencing
-from outbox_spark.relay.batch import publish, refuse_functions
+from outbox_spark.relay.batch import has_ended, publish, refuse_functions
 from outbox_spark.relay.leadership import Contender
 from outbox_spark.relay.plan import MOST_ROWS, BatchPlan, Planner, ShardOutcome, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
+from outbox_spark.runtime.secrets import filled_harvest
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -59,8 +59,8 @@ _IDLE_SECONDS = 0.2
 _EMPTY_CHECK_SECONDS = 0.5
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
-_SETTLE_SECONDS = 60.0
 _CLEAN_UP_SECONDS = 30.0
+_ROTATE_SECONDS = 3600.0
 # Another try does not mend these.
 _PERMANENT = (InvalidConfig, InvalidRecord, MarkedRowsFound, OutboxTableError, TrackingTopicError, ForeignLedger)
 _PERMANENT_NAMES = {error.__name__ for error in _PERMANENT}
@@ -135,17 +135,20 @@ class _Relay:
         self._config = config
         self._on_progress = on_progress
         self._stopping = stopping
-        self._store = ShardStore.of(config.harvest)
+        self._harvest = filled_harvest(config.harvest)
+        self._store = ShardStore.of(self._harvest)
         self._pause = _FIRST_PAUSE_SECONDS
         self._batches = 0
+        self._rotate_at = float("-inf")
         self._plan = BatchPlan(harvest=config.harvest, rows=config.batch_records, transform=transform)
 
     def run(self, *, once: bool) -> None:
-        harvest = self._config.harvest
+        harvest = self._harvest
         self._identity = TransactionalIdentity.of(harvest, self._store.check())
         check_connection(harvest.base_kafka_config)
         server_id = self._store.server_id()
-        self._plan = replace(self._plan, outbox=self._identity.outbox, server_id=server_id)
+        found = self._store.found_in(self._config.harvest)  # as it is given: tasks look up secrets themselves
+        self._plan = replace(self._plan, harvest=found, outbox=self._identity.outbox, server_id=server_id)
         contender = Contender(harvest, self._identity.outbox, server_id)
         contender.start()
         try:
@@ -181,9 +184,13 @@ class _Relay:
             return contender.leads(lease) and not self._stopping.is_set()
 
         planner: Planner | None = None
+        is_settled = False
         while leads():
             try:
-                planner = planner or self._begin(leads, once=once)
+                if not is_settled:
+                    self._settle(leads)
+                planner, is_settled = planner or self._begin(once=once), True
+                self._rotate_archive()
                 ranges = planner.next()
             except _PERMANENT:
                 raise
@@ -191,34 +198,39 @@ class _Relay:
                 self._wait_after(str(error))
                 continue
             if ranges:
-                self._publish(planner, ranges, lease.term, leads)
+                # After a failure the topic of the manifests may be gone, or a torn transaction take long to read back.
+                is_settled = self._publish(planner, ranges, lease.term, leads)
             elif once:
                 return True
             else:
                 self._stopping.wait(_IDLE_SECONDS)
         return False
 
-    def _begin(self, leads: Callable[[], bool], *, once: bool) -> Planner:
-        """Settle what the last term left behind. Raises KafkaUnavailable, StoreUnavailable, MarkedRowsFound."""
-        ensure_tracking_topic(self._identity.kafka, self._identity.relay_topic, width=self._config.shards)
-        give_up_at = now() + _SETTLE_SECONDS
-        fencing.fence_and_purge(self._identity, self._store, lambda: now() > give_up_at or not leads())
+    def _settle(self, leads: Callable[[], bool]) -> None:
+        """Settle what was left behind. Raises KafkaUnavailable, StoreUnavailable."""
+        fencing.ensure_shards(self._identity, self._config.shards)
+        fencing.fence_and_purge(self._identity, self._store, lambda: not leads())
+
+    def _begin(self, *, once: bool) -> Planner:
+        """Return the positions of a new term. Raises StoreUnavailable, MarkedRowsFound."""
         fencing.refuse_marked_rows(self._identity, self._store)
         up_to = self._store.highest_id() if once else None
         return Planner(self._store, self._config.shards, up_to=up_to)
 
-    def _publish(self, planner: Planner, ranges: tuple[ShardRange, ...], term: int, leads: Callable[[], bool]) -> None:
-        """Publish a batch. Raises RelayFailed if another try would not mend what went wrong."""
+    def _publish(self, planner: Planner, ranges: tuple[ShardRange, ...], term: int, leads: Callable[[], bool]) -> bool:
+        """Publish a batch; tell whether that went well. Raises RelayFailed if another try would not mend it."""
         plan = replace(self._plan, term=term, ranges=ranges, holds=planner.holds)
         began = time.monotonic()
         try:
             outcomes = publish(self._spark, plan, leads)
         except Exception as error:
             _log.debug("%s", error)
+            if leads() and has_ended(self._spark):  # nobody else can lead while we do
+                raise RelayFailed(f"Spark has ended, start the relay again: {reason_of(error)}") from None
             self._wait_after(reason_of(error))
-            return
+            return False
         if outcomes is None:
-            return
+            return False
         for outcome in outcomes:
             planner.finished(outcome)
         settled = sum(outcome.settled for outcome in outcomes)
@@ -231,6 +243,7 @@ class _Relay:
                 raise RelayFailed(failure.message)
         if failures and leads():
             self._wait_after(failures[0].message)
+        return not failures
 
     def _report(self, outcomes: Sequence[ShardOutcome], seconds: float) -> None:
         published = sum(outcome.published for outcome in outcomes)
@@ -251,6 +264,16 @@ class _Relay:
             )
         self._batches += 1
 
+    def _rotate_archive(self) -> None:
+        """Make and drop partitions of the archive, if there is one: among relays alone nobody else does."""
+        if time.monotonic() < self._rotate_at:
+            return
+        self._rotate_at = time.monotonic() + _ROTATE_SECONDS
+        try:
+            self._store.rotate_archive()
+        except OutboxError as error:
+            _log.warning("the archive's partitions are made and dropped in an hour: %s", error)
+
     def _wait_after(self, failure: str) -> None:
         _log.warning("the relay goes on in %.0f s: %s", self._pause, failure.strip()[:500])
         self._stopping.wait(self._pause)
@@ -258,7 +281,7 @@ class _Relay:
 
     def _clean_up(self, holds: Callable[[], bool]) -> bool:
         """Leave no open transaction and no published row to a successor; tell whether that succeeded."""
-        give_up_at = now() + _CLEAN_UP_SECONDS
+        give_up_at = now() + _CLEAN_UP_SECONDS + self._config.shards
         try:
             fencing.fence_and_purge(self._identity, self._store, lambda: now() > give_up_at or not holds())
         except OutboxError as error:

@@ -28,6 +28,8 @@ from outbox_core.kafka.transactions import Aborted, Ended, Outcome, Transactiona
 from outbox_spark.config import ReplaySettings
 from outbox_spark.pipelines.archive import must_be_archive, open_archive
 from outbox_spark.runtime import utc
+from outbox_spark.runtime.secrets import filled
+from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.ranges import TopicLog
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ def run(
     if not planned or not publish:
         return counts
     _check_targets(kafka, table.positions, settings, planned)
-    shards = rows.repartition(max(2, spark.sparkContext.defaultParallelism), "topic", "partition").sortWithinPartitions(
+    shards = rows.repartition(tasks_at_once(spark), "topic", "partition").sortWithinPartitions(
         "topic", "partition", "offset"
     )
     columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers", F.col("timestamp"))
@@ -179,7 +181,7 @@ class _PublishTask:
 
 class _Shard:
     def __init__(self, kafka: Mapping[str, str], settings: ReplaySettings, topic: str, partition: int) -> None:
-        self._kafka = kafka
+        self._kafka = filled(kafka)
         self._settings = settings
         self._partition = partition
         self._name = f"outbox-replay.{settings.name}.{topic}.{partition}"

@@ -1,1 +1,1 @@
-"""PostgreSQL tables as targets: projections of pipelines, and the format `outbox_postgres`."""
+"""PostgreSQL tables as targets of projections."""

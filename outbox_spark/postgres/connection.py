@@ -10,6 +10,7 @@ from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_core.stores.postgres.connection import pin_search_path
+from outbox_spark.runtime.secrets import filled
 
 _CONNECT_SECONDS = 10
 
@@ -33,7 +34,11 @@ def connect(
     except psycopg.ProgrammingError:
         # Without the driver's words: they quote the DSN, perhaps its password.
         raise InvalidConfig(f"dsn of {what}: libpq cannot read it") from None
-    settings: dict[str, Any] = {"connect_timeout": _CONNECT_SECONDS, "application_name": application_name, **given}
+    settings: dict[str, Any] = {
+        "connect_timeout": _CONNECT_SECONDS,
+        "application_name": application_name,
+        **filled(given),
+    }
     try:
         connection = psycopg.connect(**settings, autocommit=True)
     except psycopg.Error as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,16 @@ from outbox_core.config import HarvestConfig
 from outbox_core.errors import InvalidConfig
 from outbox_spark.relay.plan import BatchPlan, ShardOutcome
 from outbox_spark.relay.shard_task import ShardTask
+from outbox_spark.runtime.secrets import filled_harvest
+from outbox_spark.session import is_connect
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import SparkSession
 
-_OUTCOME = "number int, published long, settled long, reached string, seconds double, error string, message string"
+_OUTCOME = (
+    "number int, published long, settled long, reached string, rows int, seconds double, error string, message string"
+)
 _TAG = "outbox-relay-batch"
 _POLL_SECONDS = 0.05
 
@@ -30,6 +34,8 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
 
     def run() -> list[Any]:
         spark.addTag(_TAG)  # of this thread
+        if not is_connect(spark):
+            spark.sparkContext.setJobDescription(f"relay {plan.outbox}: {len(plan.ranges)} shards, term {plan.term}")
         shards = spark.range(0, len(plan.ranges), 1, len(plan.ranges))
         return shards.mapInArrow(partial(_publish_shards, plan), _OUTCOME).collect()
 
@@ -37,21 +43,32 @@ def publish(spark: SparkSession, plan: BatchPlan, go_on: Callable[[], bool]) -> 
         job = thread.submit(run)
         is_ended = False
         while not job.done():
-            if not is_ended and not go_on():
+            if is_ended or not go_on():
                 is_ended = True
-                spark.interruptTag(_TAG)
+                spark.interruptTag(_TAG)  # more than once: the job may not have begun
             wait([job], _POLL_SECONDS)
         if is_ended:
             return None
         return [ShardOutcome(**{**row.asDict(), "reached": int(row.reached)}) for row in job.result()]
 
 
+def has_ended(spark: SparkSession) -> bool:
+    """Tell whether the session can run no more jobs: its JVM, its server or its context is gone."""
+    try:
+        _ = spark.version  # asks the JVM
+        context = getattr(spark, "_sc", None)  # none with Spark Connect
+        return context is not None and bool(context._jsc.sc().isStopped())  # noqa: SLF001
+    except Exception:
+        return True
+
+
 def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Publish the shards of these numbers, on a worker."""
     import pyarrow as pa
 
-    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.float64(), pa.string(), pa.string()]
+    kinds = [pa.int32(), pa.int64(), pa.int64(), pa.string(), pa.int32(), pa.float64(), pa.string(), pa.string()]
     schema = pa.schema([(name.split()[0], kind) for name, kind in zip(_OUTCOME.split(", "), kinds, strict=True)])
+    plan = replace(plan, harvest=filled_harvest(plan.harvest))
     for batch in batches:
         outcomes = [ShardTask(plan, number).run() for number in batch.column(0).to_pylist()]
         # As text: what is below every id is no 64-bit number.

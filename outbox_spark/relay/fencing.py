@@ -21,11 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from outbox_core.election.lease import now
 from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.record_producer import RecordProducer
-from outbox_core.kafka.topics import topic_exists
+from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
 from outbox_core.kafka.tracking import Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended, GiveUp
 from outbox_core.stores.postgres.store import PostgresStore
@@ -35,32 +36,57 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_AT_ONCE = 8
+_SECONDS_EACH = 60.0
 _FENCED = (KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)  # noqa: SLF001
 
 
+def ensure_shards(identity: TransactionalIdentity, shards: int) -> None:
+    """Make the topic of the manifests, or give it more partitions. Raises KafkaUnavailable, TrackingTopicError."""
+    # A topic of one partition is a harvester's, which must have no more: here there may have been more shards before.
+    ensure_tracking_topic(identity.kafka, identity.relay_topic, width=max(2, shards))
+
+
 def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_up: GiveUp) -> int:
-    """Fence every publisher of this outbox, and delete the rows that it published; return their number."""
+    """Fence every publisher of this outbox, and delete the rows that it published (rule 7); return their number."""
     shards = identity.relay_shards()
-    count = 0
+    server, count = store.server_id(), 0
     if topic_exists(identity.kafka, identity.tracking_topic):
-        with fenced(identity, give_up) as producer:
-            ledger, server = ledger_after_fence(identity, producer, give_up), store.server_id()
-            identity.is_of_other_server(ledger, server)  # raises
-            count += delete_published(identity, ledger, store, give_up)
-            # A harvester that is deposed without knowing must see this trace.
-            _adopt(identity, producer, server, ledger, give_up)
-    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(shards))), thread_name_prefix="outbox-fence") as threads:
-        ledgers = list(threads.map(lambda shard: _fence(shard, give_up), shards))
-    server = store.server_id()
+        # A harvester that is deposed without knowing must see a trace of us.
+        count += _settle_and_leave_trace(identity, store, server, give_up)
+    ledgers = _fence_all(shards, give_up)
     for shard, ledger in zip(shards, ledgers, strict=True):
-        has_moved = shard.is_of_other_server(ledger, server)  # raises
-        count += delete_published(shard, ledger, store, give_up)
-        if has_moved:
-            with fenced(shard, give_up) as producer:
-                _adopt(shard, producer, server, ledger_after_fence(shard, producer, give_up), give_up)
+        # Of another server's rows, or of a torn transaction, no later term must read again.
+        if shard.is_of_other_server(ledger, server) or ledger.opening is not None:
+            count += _settle_and_leave_trace(shard, store, server, give_up)
+        else:
+            count += delete_published(shard, ledger, store, give_up)
     if count:
         _log.info("purged %d rows that the last term had published", count)
     return count
+
+
+def _fence_all(shards: list[TransactionalIdentity], give_up: GiveUp) -> list[Ledger]:
+    """Fence some at a time; the first failure ends all, and is raised."""
+    failures: list[BaseException] = []
+
+    def fence(shard: TransactionalIdentity) -> Ledger:
+        try:
+            return _fence(shard, _soon(lambda: bool(failures) or give_up()))
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    with ThreadPoolExecutor(max(1, min(_MOST_AT_ONCE, len(shards))), thread_name_prefix="outbox-fence") as threads:
+        fenced_shards = [threads.submit(fence, shard) for shard in shards]
+    if failures:
+        raise failures[0]
+    return [shard.result() for shard in fenced_shards]
+
+
+def _soon(give_up: GiveUp) -> GiveUp:
+    """Limit the time for one transactional.id: there may be a thousand."""
+    late_at = now() + _SECONDS_EACH
+    return lambda: give_up() or now() > late_at
 
 
 def _fence(identity: TransactionalIdentity, give_up: GiveUp) -> Ledger:
@@ -68,11 +94,15 @@ def _fence(identity: TransactionalIdentity, give_up: GiveUp) -> Ledger:
         return ledger_after_fence(identity, producer, give_up)
 
 
-def _adopt(
-    identity: TransactionalIdentity, producer: RecordProducer, server: str, purged: Ledger, give_up: GiveUp
-) -> None:
-    """Write a manifest of no rows that names this database server."""
-    unless_ended(identity.adopt(producer, server, purged, give_up), f"tracking topic {identity.tracking_topic}")
+def _settle_and_leave_trace(identity: TransactionalIdentity, store: PostgresStore, server: str, give_up: GiveUp) -> int:
+    """Fence, delete the published rows, and write a manifest of no rows; return how many were deleted."""
+    with fenced(identity, _soon(give_up)) as producer:
+        ledger = ledger_after_fence(identity, producer, _soon(give_up))
+        identity.is_of_other_server(ledger, server)  # raises
+        count = delete_published(identity, ledger, store, give_up)  # topics may take long to read
+        left = identity.adopt(producer, server, ledger, _soon(give_up))
+        unless_ended(left, f"tracking topic {identity.tracking_topic}")
+    return count
 
 
 def delete_published(identity: TransactionalIdentity, ledger: Ledger, store: PostgresStore, give_up: GiveUp) -> int:
@@ -104,7 +134,7 @@ def refuse_marked_rows(identity: TransactionalIdentity, store: PostgresStore) ->
 
 @contextmanager
 def fenced(identity: TransactionalIdentity, give_up: GiveUp) -> Iterator[RecordProducer]:
-    """Yield a producer of this transactional.id that has fenced the last one. Raises KafkaUnavailable."""
+    """Yield a producer of this transactional.id that has fenced the last one (rule 2). Raises KafkaUnavailable."""
     producer = identity.new_producer()
     try:
         unless_ended(producer.init(give_up), f"transactional.id {identity.transactional_id}")
@@ -131,5 +161,8 @@ def unless_ended(outcome: T | Ended, what: str = "") -> T:
     """Return an outcome. Raises KafkaUnavailable if the producer is of no more use, Fenced if it was fenced."""
     if isinstance(outcome, Ended):
         is_fenced = any(error is not None and error.code() in _FENCED for error in (outcome.error, outcome.cause))
-        raise (Fenced if is_fenced else KafkaUnavailable)(f"{what}: {outcome.reason}" if what else outcome.reason)
+        reason = f"{what}: {outcome.reason}" if what else outcome.reason
+        if is_fenced:
+            raise Fenced(f"{reason} (by another attempt, or as a transaction was open for longer than its time-out)")
+        raise KafkaUnavailable(reason)
     return outcome

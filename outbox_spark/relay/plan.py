@@ -30,6 +30,7 @@ MOST_ROWS = 50_000  # of a transaction: its manifest is one record, and brokers 
 SLICE_SECONDS = 10.0
 _PATIENCE_SECONDS = 90.0
 _FROM_HEAD_SECONDS = 60.0
+_FROM_HEAD_REST = 30  # times as long as it took: there may be millions of held rows
 _IDLE_SECONDS = 5.0
 
 Transform = Callable[[StoredRecord], StoredRecord | None]
@@ -46,7 +47,7 @@ class BatchPlan:
         term: number of the claim under which the batch is published.
         ranges: what each shard reads.
         holds: what is left out.
-        rows: maximum number of records in a transaction.
+        rows: maximum number of records in a transaction, however quick it is.
         seconds: time after which a shard begins no other transaction.
         patience: time for which it endures outages.
         transform: row -> record to publish, or None for none.
@@ -73,6 +74,7 @@ class ShardOutcome:
         published: records committed.
         settled: rows that had been published before, and were deleted.
         reached: no row of the shard up to this id is left, but for those that the plan's holds keep back.
+        rows: maximum number of rows of a transaction that proved right; 0 for none.
         seconds: the task's own time.
         error: the name of the error that ended it, '' for none.
         message: its text.
@@ -82,6 +84,7 @@ class ShardOutcome:
     published: int = 0
     settled: int = 0
     reached: int = NO_FLOOR.id
+    rows: int = 0
     seconds: float = 0.0
     error: str = ""
     message: str = ""
@@ -93,15 +96,17 @@ class SettledIds:
     def __init__(self) -> None:
         self.id = NO_FLOOR.id
         self.place: Place | None = None
+        self._connection: object = None
         self._pending = NO_FLOOR.id
         self._writers: frozenset[str] = frozenset()
 
     def see(self, sight: Sight) -> bool:
-        """Take in a sight; tell whether earlier positions still hold."""
-        holds = sight.place is not None and sight.place == self.place and sight.last_id >= self.id
+        """Take in a sight; tell whether earlier positions still hold (rule 8)."""
+        is_same_place = sight.place == self.place and sight.connection is self._connection
+        holds = sight.place is not None and is_same_place and sight.last_id >= self.id
         if not holds:
             self.id, self.place, self._writers = NO_FLOOR.id, sight.place, frozenset()
-            self._pending = NO_FLOOR.id
+            self._pending, self._connection = NO_FLOOR.id, sight.connection
         self._writers &= sight.writers
         if not self._writers:
             self.id = max(self.id, self._pending)
@@ -120,6 +125,7 @@ class Planner:
         self._up_to = up_to  # of a run that publishes what is there
         self._settled = SettledIds()
         self._positions = [NO_FLOOR.id] * shards
+        self._rows: list[int | None] = [None] * shards  # of a transaction
         self.holds: HoldSet = NO_HOLDS  # of the last plan
         self._left_out: frozenset[Hashable] = frozenset()
         self._from_head_at = float("-inf")
@@ -133,21 +139,23 @@ class Planner:
         lowest = min(self._positions)
         found = self._first_above(lowest)
         self._is_idle = found is None
+        settled = self._settled.id if self._up_to is None else min(self._settled.id, self._up_to)
+        # One below is found if the database does not recognise the place.
+        is_settled = found is not None and lowest < found <= settled
+        if not is_settled:  # none is left up to there, but for held ones, which need not be walked through again
+            self._positions = [max(position, settled) for position in self._positions]
         if found is None:
             return ()
-        settled = self._settled.id if self._up_to is None else min(self._settled.id, self._up_to)
-        is_settled = lowest < found <= settled  # one below is found if the database does not recognise the place
-        if not is_settled:  # none is left up to there
-            self._positions = [max(position, settled) for position in self._positions]
         place = self._settled.place
         return tuple(
-            ShardRange(number, self._shards, position, settled if is_settled else self._up_to, is_settled, place)
-            for number, position in enumerate(self._positions)
+            ShardRange(number, self._shards, position, settled if is_settled else self._up_to, is_settled, place, rows)
+            for number, (position, rows) in enumerate(zip(self._positions, self._rows, strict=True))
         )
 
     def finished(self, outcome: ShardOutcome) -> None:
         """Take in a shard's outcome. A position only rises: what it was proven for is looked at by the next plan."""
         self._positions[outcome.number] = max(self._positions[outcome.number], outcome.reached)
+        self._rows[outcome.number] = outcome.rows or None
 
     def _see_holds(self) -> None:
         holds = self._store.holds.read() or NO_HOLDS
@@ -165,13 +173,13 @@ class Planner:
         if not self._settled.see(sight):
             self._begin_at_head()
         elif time.monotonic() - self._from_head_at >= (_IDLE_SECONDS if self._is_idle else _FROM_HEAD_SECONDS):
-            lowest = min(self._positions)
+            lowest, began = min(self._positions), time.monotonic()
             found = self._first_above(NO_FLOOR.id)
             if found is not None and found <= lowest:
                 self._turn_off(
                     f"record {found} appeared below {lowest}, when no open transaction could have had its id"
                 )
-            self._from_head_at = time.monotonic()
+            self._from_head_at = time.monotonic() + _FROM_HEAD_REST * (time.monotonic() - began)
 
     def _turn_off(self, reason: str) -> None:
         self._off = reason

@@ -11,16 +11,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
+from outbox_core.errors import OutboxTableError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.tracking import Ledger
 from outbox_core.kafka.transactions import GiveUp
-from outbox_core.stores.interface import NO_FLOOR, NO_HOLDS, NewHold, RowQuery, StoredRecord
+from outbox_core.stores.interface import NO_FLOOR, NO_HOLDS, HoldSet, NewHold, RowQuery, StoredRecord
 from outbox_spark.relay.fencing import delete_published
 from outbox_spark.relay.plan import BatchPlan
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 
 T = TypeVar("T")
 
+_QUICK = 1 / 4  # records may take two thirds
 MOST_BYTES = 64 * 2**20  # no row is added to a transaction of that much: a task has two of them in memory
 
 
@@ -29,14 +31,16 @@ class ShardRows:
 
     Attributes:
         settled: number of rows that were published before, and are deleted.
+        most: number of rows of a transaction, at most; it follows the time that they take.
     """
 
     def __init__(self, plan: BatchPlan, wanted: ShardRange) -> None:
         self.settled = 0
+        self.most = min(wanted.rows or plan.rows, plan.rows)
         self._plan = plan
         self._range = wanted
         self._holds = plan.holds
-        self._holds_more = False  # than the plan does
+        self._holds_more = False  # than the plan does: then no position is told
         self._store = ShardStore.of(plan.harvest)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outbox-shard")
         self._is_exhausted = False  # the last scan found no row
@@ -68,8 +72,17 @@ class ShardRows:
 
     def _scan_from(self, after: int) -> Future[Sequence[StoredRecord]]:
         wanted = replace(self._range, after=after)
-        query = RowQuery(self._plan.rows, MOST_BYTES, holds=self._holds)
+        query = RowQuery(self.most, MOST_BYTES, holds=self._holds)
         return self._thread.submit(lambda: self._store.scan_shard(query, wanted))
+
+    def failed(self, count: int) -> None:
+        """Read fewer rows at once, after a transaction of `count` failed: its records may not have come in time."""
+        self.most = max(1, count // 2)
+
+    def succeeded(self, share: float) -> None:
+        """Read more rows at once, if a transaction took so small a share of its time-out that twice as many fit."""
+        if share < _QUICK:
+            self.most = min(2 * self.most, self._plan.rows)
 
     def purge(self, rows: Sequence[StoredRecord]) -> None:
         """Begin to delete rows that are published."""
@@ -94,6 +107,26 @@ class ShardRows:
             self._purge = None  # what it was to delete is in the manifest
             self._range = replace(self._range, after=NO_FLOOR.id, is_settled=False, place=None)
 
+    def look_around(self) -> None:
+        """See whether this is the driver's server, and what is held by now. Raises OutboxTableError."""
+        self._ask(self._refuse_other_server)
+        self._ask(self._see_holds)
+
+    def _refuse_other_server(self, store: ShardStore) -> None:
+        found, wanted = store.server_id(), self._plan.server_id
+        if found and wanted and found != wanted:
+            raise OutboxTableError(
+                f"a worker's database server has the system identifier {found}, the driver's has {wanted}: dataSource "
+                "must lead to the same server everywhere; name its host"
+            )
+
+    def _see_holds(self, store: ShardStore) -> None:
+        # What was released since the plan stays left out: the position may be behind it already.
+        held, known = store.holds.read() or NO_HOLDS, self._holds
+        if not held.items <= known.items:
+            self._holds = HoldSet(held.topics | known.topics, held.lanes | known.lanes, held.ids | known.ids, {}, {})
+            self._holds_more = True
+
     def delete_published(self, ledger: Ledger, identity: TransactionalIdentity, give_up: GiveUp) -> None:
         """Delete the rows that the last transactions have published."""
         self.settled += self._ask(lambda store: delete_published(identity, ledger, store, give_up))
@@ -107,8 +140,7 @@ class ShardRows:
         """Hold records that no producer takes, with their keys, from the next scan on."""
         holds = [NewHold(record.topic, record.key, record.id, "refused", error) for record, error in refused]
         self._ask(lambda store: store.holds.add(holds))
-        self._holds = self._ask(lambda store: store.holds.read()) or NO_HOLDS
-        self._holds_more = True
+        self._ask(self._see_holds)
 
     def _ask(self, question: Callable[[ShardStore], T]) -> T:
         return self._thread.submit(question, self._store).result()

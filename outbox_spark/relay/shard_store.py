@@ -21,13 +21,14 @@ from outbox_core.stores.postgres.connection import one_line
 from outbox_core.stores.postgres.conversion import stored_records
 from outbox_core.stores.postgres.store import PostgresStore, scan_parts
 
-# The sign is cut off: a remainder of a negative number is negative.
+# Rule 1 of docs/spark-relay.md: a key is in one shard, and each row is in one. The sign is cut off: a remainder of a
+# negative number is negative.
 _IN_SHARD = """
 (CASE WHEN kafka_key IS NULL THEN id::bigint ELSE hashtextextended(kafka_key::text, 0) END
  & 9223372036854775807) %% %(shards)s::bigint = %(shard)s::bigint
 """
 
-# What was proven holds for one incarnation of table and sequence, on one run of one server.
+# Rule 8: what was proven holds for one incarnation of table and sequence, on one run of one server.
 _SAME_PLACE = """
 pg_relation_filenode(to_regclass(%(name)s::text)) = %(table_file)s::oid
 AND pg_relation_filenode(to_regclass(%(sequence)s::text)) = %(sequence_file)s::oid
@@ -71,12 +72,16 @@ _NOWHERE = Place("pg_catalog.pg_class", "0", "0", "")
 
 
 class Sight(NamedTuple):
-    """The last id drawn, the open writers after that, and the place; without one `unusable` has the reason."""
+    """The last id drawn, the open writers after that, and the place; without one `unusable` has the reason.
+
+    `connection` is the driver's: one that was lost may mean that the server crashed, which sets sequences back.
+    """
 
     last_id: int
     writers: frozenset[str]
     place: Place | None
     unusable: str = ""
+    connection: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class ShardRange:
     up_to: int | None = None
     is_settled: bool = False
     place: Place | None = None
+    rows: int | None = None  # of a transaction at first; None: as many as the plan allows
 
 
 class ShardStore(PostgresStore):
@@ -109,6 +115,14 @@ class ShardStore(PostgresStore):
             archive_days=config.archive_days if config.retention == "archive" else None,
         )
 
+    def found_in(self, config: HarvestConfig) -> HarvestConfig:
+        """Return settings with the table's schema: in a session of a worker another path may lead to another table."""
+        self.table.connected()
+        table, holds = self.table.found
+        if holds.schema != table.schema:  # which only the path finds
+            return config
+        return config.model_copy(update={"outbox_table": table.quoted})
+
     def sight(self) -> Sight:
         """Read the last id drawn; then, by a later statement, the open writers."""
         snapshot = self.sequence.snapshot()
@@ -119,7 +133,7 @@ class ShardStore(PostgresStore):
             return Sight(NO_FLOOR.id, frozenset(), None, "table or sequence have no file of their own")
         started = str(self.table.query(_STARTED)[0][0])
         place = Place(files["sequence"], files["table_file"], files["sequence_file"], started)
-        return Sight(snapshot.last_id, snapshot.writers, place)
+        return Sight(snapshot.last_id, snapshot.writers, place, connection=self.table.connected())
 
     def scan_shard(self, query: RowQuery, wanted: ShardRange) -> Sequence[StoredRecord]:
         """Return the earliest rows of a shard, by ascending id, unchanged; `query.after` does not count.

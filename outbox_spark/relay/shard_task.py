@@ -9,8 +9,11 @@ shard's transactional.id reads that manifest and deletes its rows before it read
 
 The task reads the leader topic once after each fence, up to a message that it writes there itself, for a claim higher
 than its own (`outbox_core.election.observer`); a later leader fences it. So a producer that has to be replaced (R13 of
-docs/explanation-exactly-once.md) is not: the task begins again with the fence. An attempt that is fenced ends, as
-another attempt of the same task has come after it.
+docs/explanation-exactly-once.md) is not: the task begins again with the fence. Only before its first transaction it
+may keep rows that took long to read (`_open_anew`). An attempt that is fenced ends, as another attempt of the same task
+has come after it.
+
+Rules are those of docs/spark-relay.md.
 
 In a settled range (`plan.py`) the next rows are read while a transaction is under way. Scans and purges come from one
 thread with one connection, in their order.
@@ -22,6 +25,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from typing import NoReturn
 
 from outbox_core.config.kafka_settings import batch_settings
 from outbox_core.election.observer import highest_claim
@@ -31,13 +35,15 @@ from outbox_core.kafka.clients import KafkaConfig, KafkaError
 from outbox_core.kafka.errors import ErrorKind, explained, kind_of
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
+from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.record_producer import RecordProducer, Reports
 from outbox_core.kafka.topics import TopicLimits
-from outbox_core.kafka.tracking import opening_key
+from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted
-from outbox_core.stores.interface import OversizedValue, StoredRecord, held_key
+from outbox_core.stores.interface import OversizedValue, StoredRecord, held_key, row_id
+from outbox_core.topic_names import topic_problem
 from outbox_spark.relay.fencing import Fenced, fenced, ledger_after_fence, unless_ended
-from outbox_spark.relay.plan import BatchPlan, ShardOutcome
+from outbox_spark.relay.plan import BatchPlan, ShardOutcome, Transform
 from outbox_spark.relay.shard_rows import ShardRows
 
 _log = logging.getLogger(__name__)
@@ -85,8 +91,6 @@ class ShardTask:
         with closing(self._limits), closing(self._rows):
             try:
                 self._retry()
-            except Fenced:
-                _log.info("shard %d was fenced: another attempt goes on with it", self._identity.tracking_partition)
             except OutboxError as error:
                 failure = error
             return ShardOutcome(
@@ -94,6 +98,7 @@ class ShardTask:
                 self._published,
                 self._rows.settled,
                 self._rows.reached,
+                self._rows.most,
                 time.monotonic() - self._began_at,
                 type(failure).__name__ if failure is not None else "",
                 str(failure) if failure is not None else "",
@@ -126,17 +131,22 @@ class ShardTask:
         with fenced(self._identity.fitting(self._fitted), self._is_late) as producer:
             self._failpoint("fenced")
             self._check_claim()
-            is_open = self._settle(producer)
-            began, rows = time.monotonic(), self._rows.next()
-            if is_open and time.monotonic() - began > self._identity.timeout / 3:
-                is_open = False  # it would not last for the records
-                unless_ended(producer.abort())
+            self._rows.look_around()
+            began, is_open = time.monotonic(), True
+            ledger = self._settle(producer)
+            rows = self._rows.next()
+            if rows and time.monotonic() - began > self._identity.timeout / 3:
+                self._open_anew(producer, ledger)
             while rows:
                 self._failpoint("scanned")
                 if not is_open:
                     self._begin(producer)
                 is_open = False
-                self._publish(producer, rows)
+                try:
+                    self._publish(producer, rows)
+                except KafkaUnavailable:
+                    self._rows.failed(len(rows))  # they, or their manifest, may be too much at once
+                    raise
                 if self._is_over():
                     break
                 rows = self._rows.next()
@@ -145,26 +155,37 @@ class ShardTask:
             self._rows.join()
 
     def _check_claim(self) -> None:
+        """Raise Deposed unless the claim of our plan is the highest one, now that we have fenced (rule 6)."""
         plan, term = self._plan, self._plan.term
         leader = plan.harvest.leader_names(plan.outbox)
         claim = highest_claim(self._identity.kafka, leader, term)
         if claim > term:
             raise Deposed(f"claim {claim} on {leader.topic} is higher than ours, {term}: another one leads")
+        if claim < term:  # a new topic counts from 0
+            raise Deposed(f"{leader.topic} does not show our claim, {term}: it was deleted or emptied meanwhile")
 
-    def _settle(self, producer: RecordProducer) -> bool:
-        """Delete what was published and not purged; tell whether a transaction is open, that of the reading."""
-        ledger = ledger_after_fence(self._identity, producer, self._is_late, stays_open=True)
+    def _settle(self, producer: RecordProducer) -> Ledger:
+        """Delete what was published and not purged (rule 3); return what was read, and leave that transaction open."""
+        identity = self._identity
+        ledger = ledger_after_fence(identity, producer, self._is_late, stays_open=True)
         if ledger.opening is None:
-            self._rows.delete_published(ledger, self._identity, self._is_late)
-            return True
+            self._rows.delete_published(ledger, identity, self._is_late)
+            return ledger
         unless_ended(producer.abort())  # reading topics may take longer than a transaction may
-        self._rows.delete_published(ledger, self._identity, self._is_late)
-        self._begin(producer)
-        self._send_manifest(producer, [])  # it is read back once
-        unless_ended(producer.commit())
-        return False
+        self._rows.delete_published(ledger, identity, self._is_late)
+        # It is read back once. This may replace the producer, so the claims have to be looked at again.
+        unless_ended(identity.adopt(producer, self._plan.server_id, ledger, self._is_late))
+        raise _Replaced
+
+    def _open_anew(self, producer: RecordProducer, ledger: Ledger) -> None:
+        """Replace a transaction that would not last for the records; their rows were read, which took long."""
+        unless_ended(producer.abort())
+        # To begin the attempt again would take as long again. If another one has published since, this one ends.
+        unless_ended(self._identity.begin(producer, ledger, self._is_late))
+        self._check_claim()
 
     def _begin(self, producer: RecordProducer) -> None:
+        """Open the next transaction, unless that takes another producer (rule 5)."""
         if producer.must_replace:
             raise _Replaced
         unless_ended(producer.begin())
@@ -173,26 +194,39 @@ class ShardTask:
 
     def _publish(self, producer: RecordProducer, rows: Sequence[StoredRecord]) -> None:
         """Commit a transaction of these rows, and begin to purge them. What cannot be sent at all is held."""
+        began = time.monotonic()
         fitting, refused = _without_too_large(rows)
         transform = self._plan.transform
-        records = fitting if transform is None else [made for row in fitting if (made := transform(row)) is not None]
+        records = fitting if transform is None else _transformed(fitting, transform)
         sent, more = self._send(producer, records) if records else ([], [])
         refused += more
+        may_hold = bool(refused) and self._rows.may_hold()
         for record, error in refused:
-            if kind_of(error) is not ErrorKind.POISON or not self._rows.may_hold():
+            if kind_of(error) is not ErrorKind.POISON or not may_hold:
                 unless_ended(producer.abort())
                 raise _refusal([record], error, self._identity.kafka)
         if sent:
-            self._commit(producer, sent)
+            misdirected = self._commit(producer, sent)
+            if misdirected:
+                self._hold(rows, misdirected)
+            self._rows.succeeded((time.monotonic() - began) / self._identity.timeout)
         else:
-            unless_ended(producer.abort())
+            cause = producer.failure
+            unless_ended(producer.abort(cause))
+            if records and not refused:  # what was read ahead comes after them
+                why = "" if cause is None else f": {cause.str()}"
+                raise KafkaUnavailable(f"the transaction failed before its first record{why}")
         unsent = {record.id for record in records} - {record.id for record in sent}
         self._rows.purge([row for row in fitting if row.id not in unsent] if unsent else fitting)
         self._failpoint("purged")
         if refused:
-            by_id, kafka = {row.id: row for row in rows}, self._identity.kafka
-            self._rows.hold([(by_id[record.id], explained(error, kafka)) for record, error in refused])
-            raise _Replaced  # and read on without them and their keys
+            self._hold(rows, refused)
+
+    def _hold(self, rows: Sequence[StoredRecord], refused: Sequence[_Refused]) -> NoReturn:
+        """Hold records with their keys, and read on without them."""
+        by_id, kafka = {row.id: row for row in rows}, self._identity.kafka
+        self._rows.hold([(by_id[record.id], explained(error, kafka)) for record, error in refused])
+        raise _Replaced
 
     def _send(
         self, producer: RecordProducer, records: Sequence[StoredRecord]
@@ -200,9 +234,11 @@ class ShardTask:
         """Put opening and records into the transaction; return those sent, and those that the client refuses."""
         self._fit(producer, records)
         identity = self._identity
-        opening = Opening.of(identity.outbox, self._plan.server_id, records).encode()
-        topic, partition, key = identity.tracking_topic, identity.tracking_partition, opening_key(self._id)
-        unless_ended(producer.send_manifest(topic, opening, partition, key=key))
+        legal = _with_legal_topics(records)  # a thousand others may be longer than a record may be
+        if legal:
+            opening = Opening.of(identity.outbox, self._plan.server_id, legal).encode()
+            topic, partition, key = identity.tracking_topic, identity.tracking_partition, opening_key(self._id)
+            unless_ended(producer.send_manifest(topic, opening, partition, key=key))
         self._reports = Reports() if self._wants_reports else None
         sent = unless_ended(producer.send(records, self._is_late, self._reports))
         if sent is None:
@@ -210,8 +246,10 @@ class ShardTask:
         self._failpoint("sent")
         return sent.records, [(failure.record, failure.error) for failure in sent.refused]
 
-    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
-        # The manifest is written once every record is in Kafka, and the last transaction's rows are out of the table.
+    def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> list[_Refused]:
+        """Commit; or abort, and return the records to hold for it, or raise its error."""
+        # The manifest is written once every record is in Kafka, and the last transaction's rows are out of the table:
+        # rule 4.
         if producer.all_arrive(self._identity.timeout, self._is_late):
             self._rows.join()
             self._send_manifest(producer, records)
@@ -219,9 +257,14 @@ class ShardTask:
         else:
             outcome = unless_ended(producer.abort(producer.failure))
         if isinstance(outcome, Aborted):
+            failures = self._reports.failures if self._reports is not None else []
+            misdirected = [(failure.record, failure.error) for failure in failures if _is_misdirected(failure)]
+            if misdirected and self._rows.may_hold():
+                return misdirected
             raise self._reason_of(outcome, records)
         self._published += len(records)
         self._failpoint("committed")
+        return []
 
     @property
     def _id(self) -> str:
@@ -259,10 +302,36 @@ class ShardTask:
             return _refusal([failure.record for failure in refused], refused[0].error, self._identity.kafka)
         if outcome.error is None:
             return KafkaUnavailable("the transaction was aborted")
-        if kind_of(outcome.error) in _REFUSALS:
+        is_named_next = outcome.error.code() == KafkaError._UNKNOWN_PARTITION and not self._wants_reports  # noqa: SLF001
+        if kind_of(outcome.error) in _REFUSALS and not is_named_next:
             return _refusal(missing, outcome.error, self._identity.kafka)
         self._wants_reports = True  # the next try tells which record failed
         return KafkaUnavailable(outcome.error.str())
+
+
+def _is_misdirected(failure: Failure) -> bool:
+    """Tell whether a record names a partition that its topic does not have: this alone is never a batch's fault."""
+    return failure.error.code() == KafkaError._UNKNOWN_PARTITION and failure.record.partition >= 0  # noqa: SLF001
+
+
+def _transformed(rows: Sequence[StoredRecord], transform: Transform) -> Sequence[StoredRecord]:
+    """Return what a transform makes of rows. Raises InvalidRecord if it changes what tells them apart."""
+    records = []
+    for row in rows:
+        record = transform(row)
+        if record is None:
+            continue
+        if row_id(record) != row_id(row):
+            raise InvalidRecord(f"record {row.id}: a transform must keep id and create_time; it made {row_id(record)}")
+        records.append(record)
+    return records
+
+
+def _with_legal_topics(records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
+    """Return records without those that name no legal topic; the producer refuses these."""
+    if not any(map(topic_problem, {record.topic for record in records})):
+        return records
+    return [record for record in records if topic_problem(record.topic) is None]
 
 
 def _without_too_large(rows: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], list[_Refused]]:

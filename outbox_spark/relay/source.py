@@ -9,14 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 
 import pyarrow as pa
+from pydantic import Field
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 from pyspark.sql.types import StructType
 
 from outbox_spark.relay.rows import SCHEMA, to_arrow
 from outbox_spark.relay.shard_store import ShardStore
-from outbox_spark.runtime.options import Options
+from outbox_spark.runtime.options import SourceOptions
 
-_DEFAULT_SHARDS = 2
+
+class _Options(SourceOptions):
+    dsn: str = Field(repr=False)
+    table: str = "outbox"
+    shards: int = Field(default=2, ge=1, le=1000)
+    outbox_name: str | None = Field(default=None, validation_alias="outboxName")
 
 
 class OutboxSource(DataSource):
@@ -41,10 +47,10 @@ class OutboxReader(DataSourceReader):
     """A read of the table by shards; pickled to the workers. Raises InvalidConfig."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
-        options = Options("outbox", given, ("dsn", "table", "shards", "outboxName"), takes_kafka=False)
-        self._table = options.text("dsn"), options.text("table", "outbox")
-        self._shards = options.number("shards", _DEFAULT_SHARDS, at_most=1000) or _DEFAULT_SHARDS
-        self._outbox_name = options.optional("outboxName")
+        options = _Options.read("outbox", given)
+        self._table = options.dsn, options.table
+        self._shards = options.shards
+        self._outbox_name = options.outbox_name
 
     def partitions(self) -> Sequence[InputPartition]:
         """Return the shards, once the table is known to be an outbox."""

@@ -7,26 +7,21 @@ some linear algebra). `JavaRuntime.home_for_spark` gives Spark a `JAVA_HOME` tha
 from __future__ import annotations
 
 import atexit
-import fcntl
 import functools
+import hashlib
 import importlib.util
 import os
 import re
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from outbox_core.errors import OutboxError
 
 OLDEST = 17
-_HOME_PREFIX = "outbox-spark-java-"
-_LOCK = "lock"
-_LOCKS: list[TextIO] = []  # open for the life of this process
 _OPTIONAL_MODULE = "jdk.incubator.vector"
 _WITHOUT_MODULE = """#!/bin/sh
 # Starts Java without a module that this runtime does not have.
@@ -104,36 +99,24 @@ def _output_of(java: Path, option: str) -> str | None:
 
 @functools.cache
 def _home_without_module(java: Path) -> Path:
-    _remove_abandoned_homes()
-    home = Path(tempfile.mkdtemp(prefix=_HOME_PREFIX))
-    _LOCKS.append(_lock(home))
-    atexit.register(shutil.rmtree, home, ignore_errors=True)
-    starter = home / "bin" / "java"
-    starter.parent.mkdir()
-    starter.write_text(_WITHOUT_MODULE.format(module=_OPTIONAL_MODULE, java=java.resolve()))
-    starter.chmod(0o755)
-    return home
-
-
-def _remove_abandoned_homes() -> None:
-    """Remove the homes of our killed processes: their locks ended with them."""
-    for home in Path(tempfile.gettempdir()).glob(f"{_HOME_PREFIX}*"):
-        try:
-            status = home.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or not (home / _LOCK).exists():
-                continue  # another user's, or only just made
-            with _lock(home):
-                shutil.rmtree(home, ignore_errors=True)
-        except OSError:  # in use, or gone by now
-            continue
-
-
-def _lock(home: Path) -> TextIO:
-    """Lock a home for as long as the file is open. Raises OSError if another process has it."""
-    lock = (home / _LOCK).open("w")
+    """Return a home whose program leaves out the module: one for each Java, in the user's cache, made once."""
+    program = _WITHOUT_MODULE.format(module=_OPTIONAL_MODULE, java=java.resolve())
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    name = f"java-{hashlib.sha256(program.encode()).hexdigest()[:16]}"
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise
-    return lock
+        return _made(Path(cache).expanduser() / "kafka-outbox" / name, program)
+    except (OSError, RuntimeError):  # no home, or one that cannot be written to
+        home = Path(tempfile.mkdtemp(prefix="outbox-spark-java-"))
+        atexit.register(shutil.rmtree, home, ignore_errors=True)
+        return _made(home, program)
+
+
+def _made(home: Path, program: str) -> Path:
+    starter = home / "bin" / "java"
+    if not starter.exists():
+        starter.parent.mkdir(parents=True, exist_ok=True)
+        draft = starter.with_name(f"java.{os.getpid()}")
+        draft.write_text(program)
+        draft.chmod(0o755)
+        draft.replace(starter)
+    return home

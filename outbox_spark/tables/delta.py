@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
-from outbox_spark.tables.log import CommitConflict, DataFile, changed_topics, day_of, for_library
+from outbox_spark.tables.log import CommitConflict, DataFile, Written, changed_topics, day_of, for_library
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -111,23 +111,26 @@ class DeltaLog:
             for day in partition.values()
         ]
 
-    def commit(self, added: Collection[str], removed: Collection[str], positions: Positions) -> list[DataFile]:
+    def commit(self, added: Written, removed: Collection[str], positions: Positions) -> list[DataFile]:
         """Add and remove files, by URL, and advance the positions; return the added ones. Raises CommitConflict."""
         table = self._open()
         files = self._described(added)
         # Merged rows are no new ones: to readers of the table's changes they have not changed.
-        added_files = [self._add(file, is_new=not removed) for file in files]
+        is_change = positions != self.positions
+        added_files = [self._add(file, is_new=is_change) for file in files]
         self._name_topics(positions)
         transactions = [
             deltalake.Transaction(f"{topic}/{number}", of.get(str(number), _UNKNOWN))
             for topic, of in changed_topics(positions, self.positions).items()
             for number in range(max(map(int, of), default=-1) + 1)
         ]
-        self._transact([*added_files, *self._removals(removed)], "append", table.schema(), transactions)
+        self._transact(
+            [*added_files, *self._removals(removed, is_change=is_change)], "append", table.schema(), transactions
+        )
         self.positions = positions
         return files
 
-    def rewrite(self, added: Collection[str], schema: pa.Schema) -> list[DataFile]:
+    def rewrite(self, added: Written, schema: pa.Schema) -> list[DataFile]:
         """Replace all files and the schema in one commit; return the added files. Raises CommitConflict."""
         files = self._described(added)
         self._transact(
@@ -173,7 +176,7 @@ class DeltaLog:
             if table.version() != before + 1:
                 raise CommitConflict("another process has changed the table while its topics were named")
 
-    def _described(self, urls: Iterable[str]) -> list[DataFile]:
+    def _described(self, written: Written) -> list[DataFile]:
         """Return the files of these URLs, with the number of rows in their footers."""
         from deltalake.fs import DeltaStorageHandler
         from pyarrow import parquet
@@ -181,9 +184,10 @@ class DeltaLog:
 
         with _translated(self._uri):
             system, files = PyFileSystem(DeltaStorageHandler.from_table(self._open()._table)), []  # noqa: SLF001
-            for url in urls:
+            for url in written.urls:
                 with system.open_input_file(self._relative(url)) as opened:
                     files.append(DataFile(url, opened.size(), parquet.read_metadata(opened).num_rows, day_of(url)))
+        written.must_be_complete(file.rows for file in files)
         return files
 
     def _add(self, file: DataFile, *, is_new: bool) -> AddAction:
@@ -193,12 +197,12 @@ class DeltaLog:
         days = {self._date: file.day}
         return AddAction(self._relative(file.url), file.size, days, _now(), is_new, statistics)
 
-    def _removals(self, urls: Collection[str]) -> Iterator[RemoveAction]:
+    def _removals(self, urls: Collection[str], *, is_change: bool) -> Iterator[RemoveAction]:
         from deltalake.transaction import RemoveAction
 
         for file in self.files() if urls else ():
             if file.url in urls:
-                yield RemoveAction(self._relative(file.url), False, _now(), file.size, {self._date: file.day})
+                yield RemoveAction(self._relative(file.url), is_change, _now(), file.size, {self._date: file.day})
 
     def _relative(self, url: str) -> str:
         return url.removeprefix(f"{self._url}/")

@@ -6,7 +6,8 @@ import uuid
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from outbox_core.errors import OutboxError
+from outbox_core.errors import InvalidConfig, OutboxError
+from outbox_spark.session import is_connect
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -28,6 +29,11 @@ class Folder:
     """A folder, through Spark's file system classes (local, HDFS, S3A, ...), on the driver. Paths are relative."""
 
     def __init__(self, spark: SparkSession, url: str) -> None:
+        if is_connect(spark):
+            raise InvalidConfig(
+                f"{url}: clients of Spark Connect do not reach Spark's file systems. Run this with a driver of its "
+                "own: set spark.master to the cluster's URL"
+            )
         jvm: Any = spark._jvm  # noqa: SLF001  there is no public way to Hadoop's file systems
         self._jvm = jvm
         root: Any = self._jvm.org.apache.hadoop.fs.Path(url)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
 from outbox_spark.tables.folder import Folder
-from outbox_spark.tables.log import CommitConflict, DataFile, for_library, for_spark
+from outbox_spark.tables.log import CommitConflict, DataFile, Written, for_library, for_spark
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -115,14 +115,15 @@ class IcebergLog:
         """List the table's files."""
         return [_described(file) for file in self._files()]
 
-    def commit(self, added: Collection[str], removed: Collection[str], positions: Positions) -> list[DataFile]:
+    def commit(self, added: Written, removed: Collection[str], positions: Positions) -> list[DataFile]:
         """Add and remove files, by URL, and advance the positions; return the added ones. Raises CommitConflict."""
         from pyiceberg.io.pyarrow import parquet_file_to_data_file
         from pyiceberg.table import Transaction
 
         table, gone = self._open(), {for_library(url) for url in removed}
         with _translated(self._name):
-            files = [parquet_file_to_data_file(table.io, table.metadata, for_library(url)) for url in added]
+            files = [parquet_file_to_data_file(table.io, table.metadata, for_library(url)) for url in added.urls]
+            added.must_be_complete(file.record_count for file in files)
             transaction = Transaction(table)
             if table.name_mapping() is None:  # Spark's files name columns, and do not number them
                 transaction.set_properties({_MAPPING: table.schema().name_mapping.model_dump_json()})
@@ -137,7 +138,7 @@ class IcebergLog:
         self.positions = positions
         return [_described(file) for file in files]
 
-    def rewrite(self, added: Collection[str], schema: pa.Schema) -> list[DataFile]:
+    def rewrite(self, added: Written, schema: pa.Schema) -> list[DataFile]:
         """Iceberg reads old files in wider types."""
         raise NotImplementedError
 

@@ -7,11 +7,11 @@ repeated blindly: a conflict with another writer is told to the caller, who look
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from outbox_core.errors import OutboxError
+from outbox_core.errors import OutboxError, OutboxTableError
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -27,6 +27,22 @@ class DataFile(NamedTuple):
     size: int
     rows: int
     day: str | None
+
+
+class Written(NamedTuple):
+    """New files by their URLs, as the driver sees them, and the number of rows that the executors wrote."""
+
+    urls: Collection[str]
+    rows: int
+
+    def must_be_complete(self, files: Iterable[int]) -> None:
+        """Raise OutboxTableError unless files of these numbers of rows are all that was written."""
+        found = sum(files)
+        if found != self.rows:
+            raise OutboxTableError(
+                f"executors wrote {self.rows:,} rows, and the driver finds {found:,} of them: not all machines share "
+                "the folder. Name one on shared storage (s3a://, hdfs://, a network file system)"
+            )
 
 
 class CommitConflict(Exception):
@@ -70,10 +86,15 @@ class TableLog(Protocol):
     def files(self) -> list[DataFile]:
         """List the table's files."""
 
-    def commit(self, added: Collection[str], removed: Collection[str], positions: Positions) -> list[DataFile]:
-        """Add and remove files, by URL, and advance the positions; return the added ones. Raises CommitConflict."""
+    def commit(self, added: Written, removed: Collection[str], positions: Positions) -> list[DataFile]:
+        """Add and remove files, by URL, and advance the positions; return the added ones.
 
-    def rewrite(self, added: Collection[str], schema: pa.Schema) -> list[DataFile]:
+        Raises:
+            CommitConflict: another commit came first.
+            OutboxTableError: files are missing.
+        """
+
+    def rewrite(self, added: Written, schema: pa.Schema) -> list[DataFile]:
         """Replace all files and the schema in one commit; return the added files. Raises CommitConflict."""
 
     def expire(self, before: datetime) -> int:

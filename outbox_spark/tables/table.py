@@ -17,13 +17,14 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from outbox_core.errors import StoreUnavailable
 from outbox_spark.config import LakehouseTable
 from outbox_spark.runtime import utc
 from outbox_spark.tables import ledger
 from outbox_spark.tables.folder import Folder
-from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, TableTaken
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, TableTaken, Written, for_library
 from outbox_spark.topics.positions import Positions
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Table:
     def read(self, *, since: str | None = None) -> DataFrame:
         """Read the rows of all committed files, or of days from `since` (ISO) on, and of no day."""
         files = [file for file in self._log.files() if since is None or file.day is None or file.day >= since]
-        return self._read(files) if files else self._spark.createDataFrame([], self._schema())
+        return self._read(files)
 
     def append(self, rows: DataFrame, positions: Positions) -> int:
         """Write rows, in their order, and commit them with the positions after them; return their number.
@@ -121,6 +122,34 @@ class Table:
             TableTaken: another process has changed the positions meanwhile.
         """
         added = self._commit(self._write(rows), positions=positions)
+        self._note_small(added)
+        return sum(file.rows for file in added)
+
+    def with_keys(self, keys: DataFrame) -> tuple[list[DataFile], DataFrame]:
+        """Return the files that have rows with these values of the columns of `keys`, and all rows of these files."""
+        files = self._log.files()
+        if files:
+            found = self._read(files).select(*keys.columns, "_metadata.file_path").join(keys, keys.columns, "left_semi")
+            paths = {for_library(unquote(row.file_path)) for row in found.select("file_path").distinct().collect()}
+            files = [file for file in files if for_library(file.url) in paths]
+        return files, self._read(files)
+
+    def replace(self, files: Collection[DataFile], rows: DataFrame, positions: Positions) -> int:
+        """Write rows in place of files, and commit them with the positions after them; return their number.
+
+        Raises:
+            TableTaken: another process has changed the positions meanwhile.
+            StoreUnavailable: another process has merged the files; try again.
+        """
+        gone = {file.url for file in files}
+        order = [self._layout.date, *(name for name in _ORDER if name in rows.columns)]
+        spread = rows.repartitionByRange(max(1, self._targets(files)), *order).sortWithinPartitions(*order)
+        try:
+            added = self._commit(self._write(spread), gone, positions)
+        except CommitConflict as conflict:
+            raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
+        for day, small in self._small.items():
+            self._small[day] = [file for file in small if file.url not in gone]
         self._note_small(added)
         return sum(file.rows for file in added)
 
@@ -142,7 +171,7 @@ class Table:
 
     def _merge(self, files: Collection[DataFile]) -> list[DataFile]:
         frame = self._read(files)
-        number = math.ceil(sum(file.size for file in files) / self._layout.target_size)
+        number = self._targets(files)
         order = [name for name in _ORDER if name in frame.columns]
         spread = frame.repartitionByRange(number, *order) if number > 1 else frame.coalesce(1)
         return self._commit(self._write(spread.sortWithinPartitions(*order)), [file.url for file in files])
@@ -156,7 +185,7 @@ class Table:
             raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
 
     def _commit(
-        self, added: Collection[str], removed: Collection[str] = (), positions: Positions | None = None
+        self, added: Written, removed: Collection[str] = (), positions: Positions | None = None
     ) -> list[DataFile]:
         """Commit files, and positions if there are new ones; return the added files."""
         before, gone = self.positions, set(removed)
@@ -167,9 +196,9 @@ class Table:
             except CommitConflict as conflict:
                 reason = conflict
             present = {file.url: file for file in self._load()}
-            is_ours = present.keys() >= set(added) and not present.keys() & gone
+            is_ours = present.keys() >= set(added.urls) and not present.keys() & gone
             if is_ours and positions in (None, self.positions):
-                return [present[url] for url in added]  # the answer to our own commit was lost
+                return [present[url] for url in added.urls]  # the answer to our own commit was lost
             if positions is not None and self.positions != before:
                 raise TableTaken(f"{self.url} was changed by another process: run one driver for each table")
             if not present.keys() >= gone:
@@ -201,28 +230,38 @@ class Table:
 
         return to_arrow_schema(self._schema(), timezone="UTC")
 
+    def _targets(self, files: Collection[DataFile]) -> int:
+        """Return the number of files of the wanted size that these become."""
+        return math.ceil(sum(file.size for file in files) / self._layout.target_size)
+
     def _read(self, files: Collection[DataFile]) -> DataFrame:
         from pyspark.sql import functions as F  # noqa: N812
 
+        if not files:
+            return self._spark.createDataFrame([], self._schema())
         # Days are not in the files. Without a lookup below folders, Spark would look for columns in their names.
         reader = self._spark.read.schema(self._layout.schema).option("recursiveFileLookup", "true")
         rows = reader.parquet(*sorted(file.url for file in files))
         return rows.withColumn(self._layout.date, F.expr(utc.day(self._layout.time)))
 
-    def _write(self, rows: DataFrame) -> list[str]:
-        """Write files of one day each, in a folder of their own; return their URLs."""
+    def _write(self, rows: DataFrame) -> Written:
+        """Write files of one day each, in a folder of their own."""
+        from pyspark.sql import Observation
         from pyspark.sql import functions as F  # noqa: N812
 
         place = f"data/{uuid.uuid4().hex}"
         kinds = {column.name: column.dataType for column in self._schema()}
         named = rows.select(*(F.col(name).cast(kind).alias(name) for name, kind in kinds.items()))
+        written = Observation()
+        named = named.observe(written, F.count(F.lit(1)).alias("rows"))
         # Neither format knows Spark's older form of timestamps.
         named.sparkSession.conf.set("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
         folder = Folder(self._spark, self.url)
         # A mark of success would stay for ever: it belongs to no version, and its name keeps it from being deleted.
         writer = named.write.option("mapreduce.fileoutputcommitter.marksuccessfuljobs", "false")
         writer.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
-        return [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
+        urls = [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
+        return Written(urls, written.get["rows"])
 
 
 @dataclass(frozen=True)

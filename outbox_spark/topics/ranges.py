@@ -24,6 +24,7 @@ from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition, make_consumer
 from outbox_core.kafka.errors import CONSUMER_RECOVERS, why_unreadable
 from outbox_core.kafka.reader import PartitionReader
+from outbox_spark.runtime.secrets import filled
 
 Position = dict[str, dict[str, int]]
 """Topic -> partition, as text -> offset. JSON has no numbers as keys."""
@@ -56,7 +57,7 @@ class OffsetRange:
         return f"{self.topic}[{self.partition}]"
 
 
-def parse_offsets(option: str, text: str) -> Position | Literal["earliest", "latest"]:
+def parse_offsets(text: str) -> Position | Literal["earliest", "latest"]:
     """Read `earliest`, `latest`, or `{"topic": {"0": 17, "1": -2}}` with -2 for earliest. Raises InvalidConfig."""
     word = text.strip().lower()
     if word == "earliest":
@@ -72,7 +73,7 @@ def parse_offsets(option: str, text: str) -> Position | Literal["earliest", "lat
         position = {}
     if not position or any(offset < EARLIEST for offsets in position.values() for offset in offsets.values()):
         raise InvalidConfig(
-            f'option {option} must be earliest, latest, or JSON like {{"topic": {{"0": 17, "1": -2}}}} '
+            f'must be earliest, latest, or JSON like {{"topic": {{"0": 17, "1": -2}}}} '
             f"(-2 for earliest, -1 for latest), is {text!r}"
         )
     return position
@@ -213,7 +214,7 @@ def _make_consumer(kafka: Mapping[str, Any]) -> Consumer:
             "isolation.level": "read_committed",
             "fetch.wait.max.ms": 50,
             "queued.max.messages.kbytes": 32_768,
-            **{name: value for name, value in kafka.items() if name != "group.instance.id"},
+            **{name: value for name, value in filled(kafka).items() if name != "group.instance.id"},
             "enable.auto.commit": False,
             "enable.auto.offset.store": False,
             "enable.partition.eof": True,

@@ -11,18 +11,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pyarrow as pa
+from pydantic import BeforeValidator, Field
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from outbox_core.kafka.clients import TIMESTAMP_NOT_AVAILABLE, Message
 from outbox_core.kafka.messages import UnreadableHeaders, headers_of
-from outbox_spark.runtime.options import Options
+from outbox_spark.runtime.options import SourceOptions
 from outbox_spark.topics.ranges import (
     LATEST,
     OffsetRange,
@@ -54,47 +54,37 @@ _ARROW = pa.schema(
         pa.field("outbox_id", pa.string()),
     ]
 )
-_OPTIONS = (
-    "subscribe",
-    "startingOffsets",
-    "endingOffsets",
-    "maxOffsetsPerTrigger",
-    "minPartitions",
-    "failOnDataLoss",
-    "idHeader",
-)
 _LAST_MILLISECOND = 253_402_300_799_999  # of the year 9999, the last of Python; brokers take any time
 
 
-@dataclass(frozen=True)
-class KafkaSourceOptions:
-    """Options of the source, see docs/reference-spark-formats.md."""
+Offsets = Position | Literal["earliest", "latest"]
 
-    kafka: Mapping[str, Any] = field(repr=False)
-    topics: tuple[str, ...]
-    starting: Position | Literal["earliest", "latest"]
-    ending: Position | Literal["earliest", "latest"]
-    limit: int | None
-    min_partitions: int
-    fail_on_loss: bool
-    id_header: str
+
+def _names(text: object) -> object:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if isinstance(text, str) else text
+
+
+class KafkaSourceOptions(SourceOptions):
+    """Options of the source, see docs/reference-spark-formats.md; `starting` is by default `latest` for a stream."""
+
+    kafka: dict[str, Any] = Field(repr=False)
+    topics: Annotated[tuple[str, ...], BeforeValidator(_names), Field(min_length=1)] = Field(
+        validation_alias="subscribe"
+    )
+    starting: Annotated[Offsets, BeforeValidator(parse_offsets)] = Field(validation_alias="startingOffsets")
+    ending: Annotated[Offsets, BeforeValidator(parse_offsets)] = Field(
+        default="latest", validation_alias="endingOffsets"
+    )
+    limit: Annotated[int, Field(ge=1)] | None = Field(default=None, validation_alias="maxOffsetsPerTrigger")
+    min_partitions: int = Field(default=1, ge=1, validation_alias="minPartitions")
+    fail_on_loss: bool = Field(default=True, validation_alias="failOnDataLoss")
+    id_header: str = Field(default="outbox-id", validation_alias="idHeader")
 
     @classmethod
     def of(cls, given: Mapping[str, str], *, streaming: bool) -> KafkaSourceOptions:
         """Read the options. Raises InvalidConfig."""
-        options = Options("outbox_kafka", given, _OPTIONS)
-        return cls(
-            kafka=options.kafka(),
-            topics=options.names("subscribe"),
-            starting=parse_offsets(
-                "startingOffsets", options.text("startingOffsets", "latest" if streaming else "earliest")
-            ),
-            ending=parse_offsets("endingOffsets", options.text("endingOffsets", "latest")),
-            limit=options.number("maxOffsetsPerTrigger", None),
-            min_partitions=options.number("minPartitions", 1) or 1,
-            fail_on_loss=options.flag("failOnDataLoss", default=True),
-            id_header=options.text("idHeader", "outbox-id"),
-        )
+        begin = {"startingoffsets": "latest" if streaming else "earliest"}
+        return cls.read("outbox_kafka", begin | {name.lower(): text for name, text in given.items() if text.strip()})
 
 
 class KafkaSource(DataSource):

@@ -11,6 +11,7 @@ from tests.chaos.late import LateArrival
 _SHOWN = 40
 _FROZEN_KINDS = ("freeze-leader", "stop:")
 _LATE_SECONDS = 15.0
+BROKER_FORGOT = "ends of transactions forgotten by the broker (KAFKA-20734), which explain what follows or hide it"
 DRAIN_SECONDS = 30.0
 """Within which nothing waits any more once the last fault is over."""
 
@@ -51,6 +52,7 @@ class Report:
         drained: seconds from the end of the last fault and of the load until the outboxes were empty; None if they
             never were.
         odd: records of hostile rows that were published.
+        forgotten_ends: times that a broker did not tell the partitions of a transaction how it ended (KAFKA-20734).
         hostile: counts of hostile rows, by the database's answer to them.
         setting: of the run, for readers of the report.
     """
@@ -80,6 +82,7 @@ class Report:
     left_in_outbox: int = 0
     drained: float | None = None
     odd: int = 0
+    forgotten_ends: int = 0
     hostile: dict[str, int] = field(default_factory=dict)
     setting: dict[str, Any] = field(default_factory=dict)
 
@@ -113,7 +116,10 @@ class Report:
         frozen = sum(fault.kind.startswith(_FROZEN_KINDS) for fault in self.faults)
         if self.excused > 20 * max(1, frozen):
             found["violations after a freeze, too many to be what was on its way"] = self.excused
-        return [f"{what}: {number}" for what, number in found.items() if number]
+        problems = [f"{what}: {number}" for what, number in found.items() if number]
+        if problems and self.forgotten_ends and self.delivery == "exactly-once":
+            problems.insert(0, f"{BROKER_FORGOT}: {self.forgotten_ends}")
+        return problems
 
     def write(self, directory: Path) -> Path:
         """Write `report.json` and `report.md`; return the path of the latter."""

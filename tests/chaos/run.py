@@ -91,6 +91,7 @@ class ChaosRun:
         self._missed: list[str] = []
         self._errors: list[BaseException] = []
         self._began_at = 0.0
+        self._forgotten_before = 0
         self._reported = 0
 
     def __enter__(self) -> Self:
@@ -180,6 +181,7 @@ class ChaosRun:
         """Run load and harvesters within the context, which begins when every outbox has begun to deliver."""
         for outbox in self.outboxes:
             outbox.start()
+        self._forgotten_before = self.services.forgotten_ends()
         self.reader.start()
         self.load.start()
         for outbox in self.outboxes:
@@ -381,6 +383,7 @@ class ChaosRun:
             unread=unread,
             left_in_outbox=left,
             odd=self.reader.odd,
+            forgotten_ends=self.services.forgotten_ends() - self._forgotten_before,
             hostile=dict(sum((writer.written for writer in self._hostile), Counter())),
             setting={
                 "deck": self.schedule.deck,

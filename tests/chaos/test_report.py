@@ -47,6 +47,15 @@ def test_at_least_once_may_repeat_a_record_at_once():
     assert _report(delivery="at-least-once", repeated_distant=1).problems
 
 
+def test_what_a_broker_has_forgotten_comes_first():
+    """What a broker has forgotten is named before what may follow from it, and alone is no problem."""
+    problems = _report(forgotten_ends=2, strangers=1).problems
+    assert [problem.endswith(end) for problem, end in zip(problems, (": 2", ": 1"), strict=True)] == [True, True]
+    assert "KAFKA-20734" in problems[0]
+    assert not _report(forgotten_ends=2).problems
+    assert len(_report(delivery="at-least-once", forgotten_ends=2, strangers=1).problems) == 1
+
+
 def test_late_requests_are_counted_by_what_they_did(tmp_path):
     """Late requests are counted by their effect, without those that were lost with their connection."""
     faults = [

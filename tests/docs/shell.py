@@ -21,6 +21,7 @@ NOT_RUN = {
     "docker": "needs an engine",
     "psql": "not among the development tools",
     "spark-submit": "needs a cluster",
+    "spark-class": "needs machines; devstack/spark.py runs the same commands",
     "alembic": "tests/integration/sqlalchemy/test_alembic.py runs it",
     "celery": "runs until it is stopped; tests/docs runs the task",
     "uvicorn": "runs until it is stopped; tests/docs runs the application",
@@ -73,7 +74,7 @@ def _split(words: list[str]) -> Iterator[list[str]]:
 def check(command: list[str]) -> None:
     """Parse a command as its program would; raise ValueError for one that nothing here knows."""
     program, *arguments = command
-    program = program.rpartition("/")[2] if program.startswith((".venv/", "packed/", "/srv/")) else program
+    program = program.rpartition("/")[2] if program.startswith((".venv/", "/srv/")) else program
     if program == "outbox":
         _parse_outbox(arguments)
     elif program == "outbox-spark":
@@ -90,7 +91,7 @@ def check(command: list[str]) -> None:
         from devstack.__main__ import _parser
 
         _parser().parse_args(command[3:])
-    elif program not in NOT_RUN and program not in {"pytest", "pre-commit", "venv-pack", "ls"}:
+    elif program not in NOT_RUN and program not in {"pytest", "pre-commit", "ls"}:
         raise ValueError(
             f"{program}: tests/docs/shell.py does not know this command; add it to NOT_RUN with the reason"
         )

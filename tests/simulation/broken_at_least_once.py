@@ -78,3 +78,8 @@ def never_in_doubt(self: StoreCall[Any]) -> Any:
 def finish_at_once(self: AtLeastOnce) -> None:
     """End a leadership without waiting for the records in flight."""
     del self
+
+
+def knows_what_is_held(lanes: Any, records: Any) -> bool:
+    """Know what is in the lanes, and not what has left them since the mark began."""
+    return any(record.id in lanes._held for record in records)

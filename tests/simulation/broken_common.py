@@ -8,7 +8,7 @@ from typing import Any
 
 from outbox_core.election.config import NeliConfig
 from outbox_core.election.protocol import Ownership, State
-from outbox_core.events import LeaderAcquired, LeaderFenced
+from outbox_core.events import LeaderAcquired
 from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.harvest.watermark import LowWatermark, ScanPlan
 from outbox_core.stores.interface import HoldSet, OpenWriter, RowQuery, SequenceSnapshot, StoredRecord
@@ -131,13 +131,6 @@ def never_expires(self: Ownership, now: float) -> None:
     del now
     if self.leadership is not None:
         self.leadership = self.leadership.renewed(self.leadership.deadline, 3600.0)
-
-
-def unlead_and_forget(self: Ownership, state: State, reason: str) -> LeaderFenced | None:
-    """End a lease, and lead again as soon as another one can be had."""
-    lease, self.leadership = self.leadership, None
-    self._become(state)
-    return LeaderFenced(lease.leader_id, reason, lease.term) if lease is not None else None
 
 
 def lead_from_now(self: Ownership, sent_at: float, now: float) -> LeaderAcquired | None:

@@ -94,6 +94,12 @@ _LATE_SLOW_MARKS = {
     **_LATE_MARKS, "longest_late": 1.0, "slow_statements": 0.7, "slowest_statement": 0.5, "writers": 1, "pause": 0.4,
     "harvesters": 1,
 }  # fmt: skip
+# It comes late, before a mark whose answer takes longer than the publishing of two records of a key.
+_LATE_ANSWERS = {
+    "faults": ("break",), "late_changes": 0.1, "late": 1.0, "longest_late": 0.6, "latency": 0.004, "pause": 0.3,
+    "writers": 4, "seconds": 60.0, "poison": 0.0, "database_distance": 1.0, "harvesters": 1, "slow_statements": 0.0,
+    "slow_answers": 0.2, "slowest_statement": 0.6,
+}  # fmt: skip
 _NEAR = {"latency": 0.001, "database_distance": 1.0}
 # The group removes its owner, which leads again at once, while records of before are on their way.
 _OFTEN_REMOVED = {
@@ -258,7 +264,10 @@ RULES = {
         Double(loop.AtLeastOnce, "_succeed", at_least_once.succeed_and_move_on),
     ),
     "selected is compared with updated": _at_least(Store, "mark", at_least_once.mark_believed, plan=_LATE_SLOW_MARKS),
-    "a mark of a row in our lanes is a rival's": _at_least(Lanes, "holds_any", lambda *_: False, plan=_LATE_MARKS),
+    "a mark of a row in our lanes is a rival's": _at_least(Lanes, "knows_any", lambda *_: False, plan=_LATE_MARKS),
+    "a mark of a row that we purged meanwhile is a rival's": _at_least(
+        Lanes, "knows_any", at_least_once.knows_what_is_held, shows="comes after", plan=_LATE_ANSWERS
+    ),
     "a short purge forces a remark": _at_least(Store, "purge", at_least_once.purge_believed, plan=_LATE_MARKS),
     "a purge matches the leader ID": _at_least(
         Store,
@@ -326,7 +335,7 @@ RULES = {
         plan={"faults": ("reassign",), "harvesters": 2, "pause": 0.1, "writers": 5, **_NEAR},
     ),
     "no lease begins while an earlier one of its own may run": _at_least(
-        Ownership, "_unlead", common.unlead_and_forget, shows="comes after", plan=_OFTEN_REMOVED
+        protocol.Predecessor, "suspect", lambda *_: None, shows="comes after", plan=_OFTEN_REMOVED
     ),
     "no lease begins while an earlier one may run": _both(
         protocol.Predecessor,

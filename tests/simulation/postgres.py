@@ -66,6 +66,7 @@ class Database:
     rows: dict[int, Row] = field(default_factory=dict)
     slow_statements: float = 0.1  # the share of statements that take up to `slowest_statement`
     slowest_statement: float = 0.02  # seconds
+    slow_answers: float = 0.0  # the share of statements that take effect up to `slowest_statement` before their answer
     late_changes: float = 0.0  # the share of statements that change rows whose connection breaks before they arrive
     reading: set[Process] = field(default_factory=set)  # that have a mark or scan under way
     last_id: int = 0
@@ -160,7 +161,12 @@ class Store:
             def run(number: int) -> None:
                 result = steps[number]()
                 if number + 1 == len(steps):
-                    respond((result,))
+                    slow = self._database.slow_answers
+                    if slow and self._scheduler.random.random() < slow:
+                        pause = self._database.slowest_statement * self._scheduler.random.random()
+                        self._scheduler.after(pause, lambda: respond((result,)))
+                    else:
+                        respond((result,))
                 else:
                     is_slow = self._scheduler.random.random() < self._database.slow_statements
                     pause = self._database.slowest_statement if is_slow else 0.0003

@@ -267,10 +267,12 @@ class Producer(clients.Producer):
         _at_call("abort_transaction")
         super().abort_transaction(timeout)
 
-    def produce(self, topic: str, value: Any = None, key: Any = None, partition: int = -1, **more: Any) -> None:
+    def produce(
+        self, topic: str, value: Any = None, key: Any = None, partition: int = -1, *report: Any, **more: Any
+    ) -> None:
         if partition < 0 and self.settings.get("partitioner") == "random":
             partition = self.scheduler.random.randrange(len(self.cluster.topics.get(topic, ())) or 1)
-        super().produce(topic, value, key, partition, **more)
+        super().produce(topic, value, key, partition, *report, **more)
 
     def send_offsets_to_transaction(self, places: list[TopicPartition], member: Who, timeout: float) -> None:
         """Add offsets to the open transaction; a call that timed out goes on until the transaction ends."""

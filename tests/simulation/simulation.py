@@ -86,6 +86,7 @@ class Plan:
     late_changes: float = 0.0  # the share of statements that change rows whose connection breaks before they arrive
     database_distance: float = 1.0  # by which the latency is multiplied
     slow_statements: float = 0.1  # the share of statements that take up to `slowest_statement`
+    slow_answers: float = 0.0  # the share of statements that take effect up to `slowest_statement` before their answer
     slowest_statement: float = 0.02  # seconds
     poison: float = 0.0  # the share of records that Kafka refuses
     step_faults: tuple[str, ...] = ("crash", "suspend", "cut", "break", "break")
@@ -469,6 +470,7 @@ class Simulation:
         self.cluster.is_late = lambda: self.network.is_late
         self.database = Database(self.scheduler)
         self.database.slow_statements, self.database.slowest_statement = plan.slow_statements, plan.slowest_statement
+        self.database.slow_answers = plan.slow_answers
         self.database.late_changes, self.database.server.distance = plan.late_changes, plan.database_distance
         self.database.on_hidden = lambda record: self.broken(f"the floor hides row {record.id}, which nobody has seen")
         self.committed: set[str] = set()
@@ -880,7 +882,8 @@ class Simulation:
         self.scheduler.note("everything is mended")
         self.is_faulty = False
         self._last_fault_at = self.scheduler.now
-        self.network.late_ends = self.network.late_produces = self.database.late_changes = 0.0
+        self.network.late_ends = self.network.late_produces = 0.0
+        self.database.late_changes = self.database.slow_answers = 0.0
         self.database.set_holds([])
         self.database.server.is_up = True
         for process, server in list(self.network.cut):

@@ -1,7 +1,6 @@
 """The choice of a Java for Spark, without starting Spark."""
 
 import subprocess
-import tempfile
 
 import pytest
 
@@ -67,15 +66,17 @@ def test_the_wheel_has_a_java_that_starts():
     assert "version" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def test_homes_of_killed_processes_are_removed(tmp_path, monkeypatch):
-    """The home of a killed process is removed by the next process; homes in use stay."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = {name: tmp_path / f"outbox-spark-java-{name}" for name in ("abandoned", "used", "just-made")}
-    for home in made.values():
-        home.mkdir()
-    java._lock(made["abandoned"]).close()
-    with java._lock(made["used"]):
-        java._remove_abandoned_homes()
-    assert not made["abandoned"].exists()
-    assert made["used"].exists()
-    assert made["just-made"].exists()
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_home_is_made_once(tmp_path, monkeypatch, is_writable):
+    """A home is kept in the user's cache for the next process; where there can be none, it is a temporary folder."""
+    cache = tmp_path / "cache"
+    (cache / "kafka-outbox").mkdir(parents=True) if is_writable else cache.write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    found = find_java({"JAVA_HOME": str(make_java(tmp_path / "home", "25")), "PATH": ""})
+    home = found.home_for_spark()
+    assert home.is_relative_to(cache) == is_writable
+    java._home_without_module.cache_clear()
+    starter = home / "bin" / "java"
+    before = starter.stat().st_mtime_ns
+    assert (found.home_for_spark() == home) == is_writable
+    assert starter.stat().st_mtime_ns == before

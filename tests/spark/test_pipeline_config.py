@@ -65,7 +65,13 @@ def test_shows_no_secrets(load):
         ("trigger: 500ms", "trigger: 5", "needs a unit"),
         ("name: lines", "name: ../lines", "project.name"),
         ("table: lines", "table: a.b.c", "project.postgres.table"),
-        ("schema: n BIGINT", "schema: n BIGINT\n  keep: latest\n  lakehouse: {path: /x}", "project.keep"),
+        ("schema: n BIGINT", "schema: n BIGINT\n  format: avro", "project.registry.url: is missing"),
+        ("schema: n BIGINT", "schema: n BIGINT\n  registry: {url: http://r}", "project.registry: is for the formats"),
+        (
+            "schema: n BIGINT",
+            "schema: n BIGINT\n  registry: {basic: {auth: x}}",
+            "project.registry.basic: must be a single",
+        ),
         ("table: lines}", "table: lines}\n  lakehouse: {}", "project.lakehouse: needs exactly one of path, iceberg"),
         ("table: lines}", "table: lines}\n  lakehouse: {iceberg: {table: x}}", "project.lakehouse.iceberg.table"),
         ("project:", "projekt:", "projekt: unknown field; did you mean project?"),
@@ -101,6 +107,15 @@ def test_kafka_must_be_named(load, pipeline, section, kafka):
     """Pipelines that read topics need Kafka's address."""
     with pytest.raises(InvalidConfig, match=rf"kafka\.bootstrap\.servers: is missing: `{pipeline}` needs it"):
         load(f"{kafka}{pipeline}: {section}\n", pipeline)
+
+
+def test_a_schema_registry(load):
+    """A registry's properties keep their types, and its password is not shown."""
+    registry = "{url: 'http://r', timeout: 5, basic.auth.user.info: 'me:hunter3'}"
+    text = _PROJECT.replace("schema: n BIGINT", f"schema: n BIGINT\n  format: avro\n  registry: {registry}")
+    file = load(text, SERVERS="x")
+    assert file.settings.registry == {"url": "http://r", "timeout": 5, "basic.auth.user.info": "me:hunter3"}
+    assert "hunter3" not in repr(file)
 
 
 def test_tables_of_a_lakehouse(load):
@@ -148,9 +163,8 @@ class _Session:
 
     def __init__(self):
         self.cancelled, self.stopped = threading.Event(), False
-        self.sparkContext = self
 
-    def cancelAllJobs(self):  # noqa: N802  Spark's name
+    def interruptAll(self):  # noqa: N802  Spark's name
         self.cancelled.set()
 
     def stop(self):

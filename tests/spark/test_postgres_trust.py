@@ -16,7 +16,6 @@ from outbox_spark.config import ProjectSettings, SnapshotTable
 from outbox_spark.pipelines.audit_sides import _ReadTable, extent_of
 from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection, Totals
 from outbox_spark.postgres.projection_store import ProjectionStore
-from outbox_spark.postgres.upsert import Task, Upsert, UpsertTarget
 from outbox_spark.relay.plan import Planner
 from outbox_spark.relay.shard_store import ShardStore
 
@@ -87,17 +86,6 @@ def test_a_projection_calls_no_functions_of_others(among_others, keep):
     assert amount == (3 if keep == "latest" else 9) / 2
 
 
-def test_an_upsert_calls_no_functions_of_others(among_others):
-    """An upsert calls no functions of others when it finds the table and its types, and writes rows and the note."""
-    with psycopg.connect(among_others, autocommit=True) as connection:
-        connection.execute("CREATE TABLE sales (product varchar PRIMARY KEY, total numeric)")
-    writer = Upsert(UpsertTarget(among_others, "sales", ("product",)), ("product", "total"))
-    for batch in range(2):
-        assert writer.write([("tea", batch)], Task("q", "run", batch, 0)).rows == 1
-    with psycopg.connect(among_others) as connection:
-        assert connection.execute("SELECT count(*) FROM public.outbox_spark_progress").fetchone() == (1,)
-
-
 def test_an_audit_and_the_doctor_call_no_functions_of_others(among_others):
     """Neither an audit of an outbox nor the doctor's check of tables calls functions of others."""
     database = psycopg.conninfo.conninfo_to_dict(among_others)["dbname"]
@@ -154,19 +142,15 @@ def test_tables_are_found_and_made_by_the_sessions_own_path(database):
     """A table without a schema is looked up along the session's path, and made in the first schema of it."""
     with psycopg.connect(database, autocommit=True) as connection:
         connection.execute("CREATE SCHEMA mine")
-        connection.execute("CREATE TABLE public.sales (product text PRIMARY KEY, total int)")
     dsn = psycopg.conninfo.make_conninfo(database, options="-csearch_path=mine,public")
     with ProjectionStore(dsn, _projection()) as store:
         store.prepare()
         store.advance({"t": {"0": 5}})
-    Upsert(UpsertTarget(dsn, "sales", ("product",)), ("product", "total")).write([("tea", 1)], Task("q", "r", 0, 0))
     with psycopg.connect(database) as connection:
         statement = "SELECT relname, nspname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace"
         where = " WHERE relkind = 'r' AND nspname IN ('mine', 'public')"
         found = dict(connection.execute(statement + where).fetchall())
-        assert connection.execute("SELECT total FROM public.sales").fetchone() == (1,)
-    in_mine = ("lines", "odd", "totals", "outbox_spark_positions", "outbox_spark_progress")
-    assert found == {"sales": "public", **dict.fromkeys(in_mine, "mine")}
+    assert found == dict.fromkeys(("lines", "odd", "totals", "outbox_spark_positions"), "mine")
 
 
 def test_names_with_percent_signs(database):
@@ -187,7 +171,6 @@ def test_no_connection_shows_a_password(dsn):
     """A DSN that libpq cannot read is not quoted in errors, as any part of it may be the password."""
     table = SnapshotTable.model_construct(dsn=dsn, table="outbox", outbox_name=None)
     tries = [
-        lambda: Upsert(UpsertTarget(dsn, "t"), ("a",)).write([(1,)]),
         lambda: ProjectionStore(dsn, _projection()),
         lambda: extent_of(table),
         lambda: look_at_table(dsn, "outbox"),

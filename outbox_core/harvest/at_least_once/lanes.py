@@ -79,6 +79,7 @@ class Lanes:
         self._held_bytes = 0
         self._returning: dict[RowId, LaneOrRow] = {}  # rows whose marks are being cleared
         self._released: set[LaneOrRow] = set()  # since the last mark started
+        self._purged: set[int] = set()  # the same
 
     @property
     def held(self) -> int:
@@ -113,15 +114,20 @@ class Lanes:
         """Return True if this row is in a lane, or its mark is being cleared."""
         return row in self._returning or row.id in self._held
 
-    def holds_any(self, records: Sequence[StoredRecord]) -> bool:
-        """Return True if any of these records is in a lane already."""
-        return not self._held.keys().isdisjoint(map(_id_of, records))
+    def knows_any(self, records: Sequence[StoredRecord]) -> bool:
+        """Return True if any of these records is in a lane already, or has been purged since the last mark started."""
+        held, purged = self._held.keys(), self._purged
+        return not (held.isdisjoint(map(_id_of, records)) and purged.isdisjoint(map(_id_of, records)))
 
     # -- from the table into Kafka
 
     def mark_starts(self) -> None:
-        """Note that a mark starts, which leaves out `full` and `returning`."""
+        """Note that a mark starts, which leaves out `full` and `returning`.
+
+        What is purged from now on it may return, if another leader's mark came before it.
+        """
         self._released.clear()
+        self._purged.clear()
 
     def admit(
         self, records: Sequence[StoredRecord], is_held: Callable[[StoredRecord], bool] | None = None
@@ -185,6 +191,7 @@ class Lanes:
         lanes = self._followers
         expected = len(self._held) - len(records)
         self._forget(records)
+        self._purged.update(map(_id_of, records))
         strange = len(self._held) - expected
         must(not strange, "a purge must move only lanes of records under way; %d of %d are not", strange, len(records))
         for record in records:

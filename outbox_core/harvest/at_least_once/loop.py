@@ -9,8 +9,8 @@ threads that own a store each.
 
 - **Mark.** One statement claims and returns the earliest rows without our leader ID, from the head of the table (or
   from an id below which no row can appear, `watermark`). So the next mark finds a later commit with a lower id, and
-  a dead leader's rows, without a recovery branch. If it returns a row of our lanes, another leader marked it in
-  between: force remark, or it would be published again after its followers.
+  a dead leader's rows, without a recovery branch. If it returns a row of our lanes, or one that was purged since it
+  began, another leader marked it in between: force remark, or it would be published again after its followers.
 - **Send.** At most one record of a key is under way (`lanes`). The lease is checked immediately before each send, and
   must have at least `delivery_timeout` left (`send_window`): the producer gives up a record before the lease it was
   sent under can end, so a successor never meets the sends of its predecessor.
@@ -295,7 +295,7 @@ class AtLeastOnce:
         batch = marked.batch
         if request.plan is not None:
             self._see(batch.records, request.limit, marked.took)
-        is_ours_alone = batch.selected == len(batch.records) and not self._lanes.holds_any(batch.records)
+        is_ours_alone = batch.selected == len(batch.records) and not self._lanes.knows_any(batch.records)
         if request.limit and (self._remark or not is_ours_alone):
             self._to_settle.reset.extend(map(row_id, batch.records))
             self._force_remark()

@@ -186,7 +186,9 @@ def test_relay(scene, broker, topic_name):
     identity = store.check()
     named = {
         "transactional.ids": [(TRANSACTIONAL_ID, f"kafka-outbox:{identity}:shard-{shard}") for shard in range(_SHARDS)],
-        "topic of the manifests, compacted, one partition for each shard": [(TOPIC, f"{identity}.relay-manifests")],
+        "topic of the manifests, compacted, one partition for each shard, two at least": [
+            (TOPIC, f"{identity}.relay-manifests")
+        ],
         "topics it publishes to": [(TOPIC, topic)],
         "leader topic": [(TOPIC, f"{identity}.neli")],
         "leader group": [(GROUP, identity)],

@@ -14,7 +14,7 @@ from outbox_queue.redelivery import redeliverer as redelivery
 from outbox_queue.redelivery.in_progress import Unfinished
 from outbox_queue.redelivery.redeliverer import Redeliverer
 from tests.kafka_reader import read_topic
-from tests.queueing import Markers, dead_letters_in, ended_ids, eventually, messages_in, tracking
+from tests.queueing import Markers, dead_letters_in, ended_ids, eventually, messages_in, start_marker, tracking
 
 pytestmark = pytest.mark.real_broker
 
@@ -98,7 +98,7 @@ def _markers_in(bootstrap, config):
 
 
 def _start(number):
-    value = wire.start_marker(0, number, 60_000, b"q", b"p", attempt=1, enqueued_at_ms=1, max_attempts=0)
+    value = start_marker(0, number, 60_000, b"q", b"p", attempt=1, enqueued_at_ms=1, max_attempts=0)
     return MarkerRecord(0, b"q", value)
 
 
@@ -134,7 +134,7 @@ def test_starts_and_offsets_are_not_torn(frames, kafka_bootstrap, config, group,
 
 
 def _expired(number, payload=b"payload"):
-    value = wire.start_marker(0, number, 1, b"q", payload, attempt=1, enqueued_at_ms=1, max_attempts=0)
+    value = start_marker(0, number, 1, b"q", payload, attempt=1, enqueued_at_ms=1, max_attempts=0)
     return Unfinished((0, number), b"q", number, 0.0, 0.0, (b"q", value))
 
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from outbox_core.errors import InvalidConfig, StoreUnavailable
-from outbox_spark.pipelines.follower import Follower, PipelineFailed
+from outbox_spark.pipelines.follower import Follower, Lag, PipelineFailed
 
 
 class _Log:
@@ -47,6 +47,16 @@ def test_gives_up_what_does_not_pass():
     with pytest.raises(PipelineFailed, match="DIVIDE_BY_ZERO"):
         follower.run(once=False, stop=_Never())
     assert follower.queries == 6
+
+
+def test_lag_in_offsets_and_seconds():
+    """The lag lasts since the first look at an end that is not reached, and ends when all known ones are."""
+    lag = Lag()
+    assert lag.behind({"t": {"0": 5}}, {"t": {"0": 5}}, 0.0) == (0, 0.0)
+    assert lag.behind({"t": {"0": 5}}, {"t": {"0": 9, "1": 2}}, 10.0) == (6, 0.0)
+    assert lag.behind({"t": {"0": 7, "1": 2}}, {"t": {"0": 20, "1": 2}}, 14.0) == (13, 4.0)
+    assert lag.behind({"t": {"0": 9, "1": 2}}, {"t": {"0": 20, "1": 2}}, 19.0) == (11, 5.0)
+    assert lag.behind({"t": {"0": 20, "1": 2}}, {"t": {"0": 20, "1": 2}}, 21.0) == (0, 0.0)
 
 
 def test_bears_outages():

@@ -13,7 +13,7 @@ from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_spark.config import ProjectSettings
 from outbox_spark.pipelines import project
 from tests.raw_records import NOT_UTF8, produce_raw
-from tests.spark.pipelines.lakes import FORMATS, by_polars, place_of
+from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
 from tests.spark.pipelines.runs import SCHEMA, forget_last_commit, produce, run_and_die, run_once
 
 pytestmark = [pytest.mark.real_broker, pytest.mark.timeout(900)]
@@ -195,6 +195,84 @@ def test_projects_to_a_lakehouse_without_repeats(spark, settings, tmp_path, kafk
     assert by_polars(place)["n"].sort().to_list() == list(range(30))
     quarantine = f"{place['path']}_quarantine" if kind == "delta" else "shop.archive_quarantine"
     assert by_polars(place, quarantine)["reason"].to_list() == ["the value is not JSON"]
+
+
+def _kept(place, *columns):
+    """Return the rows of a table as Polars and DuckDB read them, which must agree."""
+    found = sorted(by_polars(place).select(columns).rows())
+    assert found == sorted(by_duckdb(place, f"SELECT {', '.join(columns)} FROM found"))
+    return found
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_latest_record_of_a_key_stays_in_a_lakehouse(spark, settings, tmp_path, kafka_bootstrap, kind):
+    """A record replaces the rows of its key, a tombstone removes them, in batches that Spark repeats, too."""
+    place = place_of(kind, tmp_path)
+    columns = {"n": "cast(n AS INT)", "sku": "item.sku", "cents": "item.cents"}
+    chosen = settings(keep="latest", postgres=None, lakehouse=place, columns=columns)
+    topic = chosen.topics[0]
+    one, two = (
+        b'{"n":%d,"items":[{"sku":"a","cents":%d},{"sku":"b","cents":5}]}' % pair for pair in ((1, 10), (2, 20))
+    )
+    _send(kafka_bootstrap, topic, (b"x", one), (b"y", two), (b"z", one), (b"z", two), (None, one))
+    counts = run_once(project, spark, kafka_bootstrap, chosen)
+    assert (counts["rows"], counts["quarantined"]) == (6, 1)
+    _send(kafka_bootstrap, topic, (b"x", two), (b"y", None), (b"z", one), (b"z", None), (b"z", two))
+    counts = run_once(project, spark, kafka_bootstrap, chosen)
+    assert (counts["rows"], counts["replaced"], counts["tombstones"]) == (4, 6, 2)
+    rows = [("x", 2, "a", 20), ("x", 2, "b", 5), ("z", 2, "a", 20), ("z", 2, "b", 5)]
+    assert _kept(place, "_key", "n", "sku", "cents") == rows
+    forget_last_commit(chosen.checkpoint)
+    _send(kafka_bootstrap, topic, (b"x", one))
+    run_once(project, spark, kafka_bootstrap, chosen)
+    shutil.rmtree(chosen.checkpoint)
+    big = b'{"n":10000000000,"items":[{"sku":"c","cents":1}]}'
+    _send(kafka_bootstrap, topic, (b"y", big))
+    wider = settings(keep="latest", postgres=None, lakehouse=place, columns={**columns, "n": "n", "amount": "amount"})
+    run_once(project, spark, kafka_bootstrap, wider)
+    rows = [("x", 1, "a", 10), ("x", 1, "b", 5), ("y", 10_000_000_000, "c", 1), *rows[2:]]
+    assert _kept(place, "_key", "n", "sku", "cents") == rows
+    assert by_polars(place)["amount"].null_count() == len(rows)
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_replay_replaces_no_later_record_in_a_lakehouse(spark, settings, tmp_path, kafka_bootstrap, kind):
+    """A replay counts as the latest only for a key that has nothing newer, in its batch and in the table."""
+    place = place_of(kind, tmp_path)
+    chosen = settings(keep="latest", postgres=None, lakehouse=place, explode=None, columns={"n": "n"})
+
+    def send(key, number, *headers):
+        pairs = [("outbox-id", f"db.public.outbox:{number}".encode()), *((name, b"again") for name in headers)]
+        producer.produce(chosen.topics[0], b'{"n":%d}' % number, key, headers=pairs)
+
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    for key, number in (("x", 1), ("x", 3), ("y", 2)):
+        send(key, number)
+    producer.flush()
+    run_once(project, spark, kafka_bootstrap, chosen)
+    for key, number in (("x", 1), ("x", 3), ("y", 5), ("z", 4)):  # repeats, a later one, a key without rows
+        send(key, number, "outbox-replay")
+    send("w", 7)
+    send("w", 6, "outbox-replay")
+    producer.flush()
+    run_once(project, spark, kafka_bootstrap, chosen)
+    assert _kept(place, "_key", "n") == [("w", 7), ("x", 3), ("y", 5), ("z", 4)]
+
+
+@pytest.mark.complete
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_lakehouse_of_latest_records_survives_a_killed_driver(settings, tmp_path, spark, kafka_bootstrap, kind):
+    """A driver killed between the table's commit and Spark's neither loses nor repeats a change."""
+    place = place_of(kind, tmp_path)
+    chosen = settings(keep="latest", postgres=None, lakehouse=place, explode=None, columns={"n": "n"})
+    produce(kafka_bootstrap, chosen.topics[0], range(30))
+    run_and_die("project", kafka_bootstrap, chosen)
+    assert _kept(place, "n") == [(n,) for n in range(25, 30)]
+    produce(kafka_bootstrap, chosen.topics[0], range(30, 32))
+    assert run_once(project, spark, kafka_bootstrap, chosen)["replaced"] == 2
+    assert _kept(place, "n") == [(n,) for n in range(27, 32)]
 
 
 @pytest.mark.parametrize(

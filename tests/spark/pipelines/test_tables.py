@@ -7,10 +7,11 @@ from pathlib import Path
 import pyiceberg.catalog
 import pytest
 
-from outbox_core.errors import InvalidConfig, OutboxTableError
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_spark.config import AuditSettings, IcebergTable
 from outbox_spark.pipelines import archive, audit
 from outbox_spark.tables import Layout, open_table
+from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, TableTaken
 from tests.docs.blocks import BLOCKS
 from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
@@ -77,6 +78,20 @@ def test_of_two_writers_one_commits(spark, opened, place):
     assert _numbers(place) == list(range(8))
 
 
+@each_format
+def test_files_on_the_disk_of_another_machine(spark, opened, place, monkeypatch):
+    """Rows that executors wrote where the driver does not see them stop the writer; the position stays."""
+    table = opened()
+    table.append(_rows(spark, 0, 2), _reach(2))
+    files = Folder.files
+    monkeypatch.setattr(Folder, "files", lambda folder, path: files(folder, path)[1:])
+    with pytest.raises(OutboxTableError, match="wrote 2 rows, and the driver finds 1 of them"):
+        table.append(_rows(spark, 2, 4), _reach(4))
+    monkeypatch.undo()
+    assert opened().positions == _reach(2)
+    assert _numbers(place) == [0, 1]
+
+
 @pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=_COMPLETE)])
 def test_a_lost_answer_to_a_commit(spark, opened, place, monkeypatch):
     """A commit that succeeded, but seemed to have lost a race, is not repeated."""
@@ -111,6 +126,27 @@ def test_small_batches_are_merged(spark, opened, place, batches):
     assert _numbers(place) == list(range(2 * batches))
     days = {str(row["date"]): row["count"] for row in table.read().groupBy("date").count().collect()}
     assert days == {"2026-09-21": batches, "2026-09-22": batches}
+
+
+@_COMPLETE
+@each_format
+def test_rows_are_replaced_while_others_merge(spark, opened, place):
+    """Rows take the place of files in one commit; of files that another process has merged, in the next attempt."""
+    table, other = opened(), opened()
+    for first in (0, 4):
+        table.append(_rows(spark, first, first + 4), _reach(first + 4))
+    files, rows = table.with_keys(spark.range(1, 2).selectExpr("cast(id AS INT) AS n"))
+    assert len(files) == 1
+    assert sum(file.rows for file in files) == rows.count() == 2
+    other.recover()
+    assert other.compact(2) == 4
+    with pytest.raises(StoreUnavailable, match="another process"):
+        table.replace(files, rows.where("n != 1"), _reach(9))
+    table.recover()
+    files, rows = table.with_keys(spark.range(1, 2).selectExpr("cast(id AS INT) AS n"))
+    assert table.replace(files, rows.where("n != 1"), _reach(9)) == 3
+    assert _numbers(place) == [0, *range(2, 8)]
+    assert opened().positions == _reach(9)
 
 
 @each_format

@@ -92,14 +92,14 @@ def test_a_topic_made_anew_is_noticed(available_now):
 @pytest.mark.parametrize("text", ["", "first", "{}", '{"t": 3}', '{"t": {"0": "x"}}', '{"t": {"0": -3}}', "[1]"])
 def test_offsets_that_are_none_are_refused(text):
     """Text that is no position is refused by the name of its option."""
-    with pytest.raises(InvalidConfig, match="startingOffsets must be earliest, latest, or JSON"):
-        parse_offsets("startingOffsets", text)
+    with pytest.raises(InvalidConfig, match="must be earliest, latest, or JSON"):
+        parse_offsets(text)
 
 
 def test_offsets_as_spark_writes_them():
     """Offsets are words, in upper or lower case, or JSON."""
-    assert parse_offsets("x", " Earliest ") == "earliest"
-    assert parse_offsets("x", '{"t": {"0": 17, "1": -2}}') == {"t": {"0": 17, "1": -2}}
+    assert parse_offsets(" Earliest ") == "earliest"
+    assert parse_offsets('{"t": {"0": 17, "1": -2}}') == {"t": {"0": 17, "1": -2}}
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,18 @@ def test_offsets_as_spark_writes_them():
     [
         ({"subscribe": "t"}, "kafka.bootstrap.servers is missing"),
         ({"kafka.bootstrap.servers": "h:1"}, "subscribe is missing"),
-        ({"kafka.bootstrap.servers": "h:1", "subscribe": " , "}, "subscribe names nothing"),
-        ({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "maxOffsetsPerTrigger": "0"}, "must be from 1"),
-        ({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "failOnDataLoss": "perhaps"}, "must be true or false"),
+        ({"kafka.bootstrap.servers": "h:1", "subscribe": " , "}, "subscribe must not be empty"),
+        (
+            {"kafka.bootstrap.servers": "h:1", "subscribe": "t", "maxOffsetsPerTrigger": "0"},
+            "maxOffsetsPerTrigger must be 1 or more",
+        ),
+        (
+            {"kafka.bootstrap.servers": "h:1", "subscribe": "t", "failOnDataLoss": "perhaps"},
+            "failOnDataLoss must be true or false",
+        ),
         (
             {"kafka.bootstrap.servers": "h:1", "subscribe": "t", "startingOffset": "1"},
-            r"unknown option\(s\) startingoffset",
+            "startingoffset unknown field; did you mean startingOffsets",
         ),
         ({"kafka.bootstrap.servers": "h:1", "subscribe": "t", "path": "/x"}, "takes no path"),
     ],

@@ -6,7 +6,8 @@ from uuid import uuid4
 from confluent_kafka import Producer
 
 from outbox_core.kafka.identity import TransactionalIdentity
-from outbox_core.kafka.topics import ensure_leader_topic, ensure_tracking_topic
+from outbox_core.kafka.record_producer import RecordProducer
+from outbox_core.kafka.topics import ensure_leader_topic
 from outbox_spark.relay import fencing
 from outbox_spark.relay.plan import BatchPlan, Planner
 from outbox_spark.relay.shard_store import ShardStore
@@ -20,6 +21,19 @@ class Killed(BaseException):
     """An error that stands for the death of a task and its driver."""
 
 
+def slow_ends(monkeypatch):
+    """Let each commit and abort count as one that may have been sent twice."""
+    end = RecordProducer._end
+
+    def slow(producer, *arguments):
+        try:
+            end(producer, *arguments)
+        finally:
+            producer._must_replace = True
+
+    monkeypatch.setattr(RecordProducer, "_end", slow)
+
+
 class RelayScene(Scene):
     """An outbox and the relays that publish it, one term after the other."""
 
@@ -31,7 +45,7 @@ class RelayScene(Scene):
         self.transactions = TransactionalIdentity.of(self.settings, self.identity)
         self.leader_topic = self.settings.leader_names(self.identity).topic
         ensure_leader_topic(self.transactions.kafka, self.leader_topic)
-        ensure_tracking_topic(self.transactions.kafka, self.transactions.relay_topic, width=SHARDS)
+        fencing.ensure_shards(self.transactions, SHARDS)
         self.sent = 0
 
     def close(self):
@@ -52,7 +66,7 @@ class RelayScene(Scene):
 
     def plan(self, term, planner, *, shards=SHARDS, rows=20, **options):
         """Return the plan of the next batch, None if there is none."""
-        ensure_tracking_topic(self.transactions.kafka, self.transactions.relay_topic, width=shards)
+        fencing.ensure_shards(self.transactions, shards)
         ranges, server = planner.next(), options.pop("server_id", self.store.server_id())
         options |= {"harvest": self.settings, "outbox": self.identity, "term": term, "server_id": server}
         return BatchPlan(ranges=ranges, holds=planner.holds, rows=rows, **options) if ranges else None

@@ -177,6 +177,21 @@ def test_an_executor_that_dies(scene, make_topic, relay_of, fault_of):
 
 
 @pytest.mark.complete
+def test_a_relay_whose_jvm_dies_ends(scene, make_topic, relay_of):
+    """A driver whose JVM was killed does not go on leading without one: it ends, and says why."""
+    relay = relay_of(scene)
+    relay.wait_for("leads")
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) == relay.process.pid and (process / "comm").read_text() == "java\n":
+                os.kill(int(process.name), signal.SIGKILL)
+    scene.fill(make_topic(), 10)
+    assert relay.wait() == 1
+    assert "Spark has ended, start the relay again" in relay.text()
+    assert scene.count() == 10
+
+
+@pytest.mark.complete
 def test_a_harvester_and_a_relay_never_both_publish(scene, make_topic, relay_of):
     """Of a harvester and a relay one publishes, and takes over when the other is killed; all arrives once, in order."""
     topic = make_topic()

@@ -177,6 +177,33 @@ def test_a_table_whose_ids_prove_nothing_is_read_from_its_head():
     assert (wanted.is_settled, wanted.after, wanted.up_to) == (False, NO_FLOOR.id, None)
 
 
+def test_held_rows_are_walked_through_once():
+    """An idle relay does not look through all held rows again and again; a release begins at the head."""
+    world = World(held=frozenset({("t", "a")}))
+    for _ in range(5):
+        world.write(0, "a")
+    world.commit(0)
+    planner, looked = Planner(world, 1), []
+    scan = world.scan_shard
+    world.scan_shard = lambda query, wanted: looked.append(wanted.after) or scan(query, wanted)
+    assert [planner.next() for _ in range(3)] == [()] * 3
+    assert looked == [NO_FLOOR.id, 5, 5]
+    world.held = frozenset()
+    assert planner.next()[0].after == NO_FLOOR.id
+
+
+def test_a_shard_begins_with_as_many_rows_as_proved_right():
+    """The size of transactions that a shard has come to is that of its next batch."""
+    world = World()
+    for key in "abcd":
+        world.write(0, key)
+    world.commit(0)
+    planner = Planner(world, 2)
+    assert {wanted.rows for wanted in planner.next()} == {None}
+    planner.finished(ShardOutcome(1, rows=7))
+    assert [wanted.rows for wanted in planner.next()] == [None, 7]
+
+
 def test_a_run_of_what_is_there_ends():
     """A run up to an id hands out no later rows."""
     world = World()

@@ -14,6 +14,7 @@ from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_core.stores.interface import OversizedValue, StoredRecord
 from outbox_spark.relay import shard_task
 from outbox_spark.relay.plan import BatchPlan
+from outbox_spark.relay.shard_rows import ShardRows
 from outbox_spark.relay.shard_store import ShardRange
 from outbox_spark.relay.shard_task import ShardTask
 
@@ -28,9 +29,13 @@ class _Transactions:
     def __init__(self):
         self.producer = {}
         self.fitted = []
+        self.begun = []
 
     def of_shard(self, _):
         return self
+
+    def begin(self, _, known, __):
+        self.begun.append(known)
 
     def fitting(self, max_batch_bytes):
         self.fitted.append(max_batch_bytes)
@@ -44,18 +49,29 @@ class _Rows:
         purged: the ids of those that are.
     """
 
-    settled, reached, is_exhausted = 0, 0, True
+    settled, reached, most = 0, 0, 20
 
     made = None
 
     def __init__(self, *_):
-        self.purged, self.held = [], {}
+        self.purged, self.held, self.adapted = [], {}, []
+        self.asked = 0
         type(self).made = self
+
+    def look_around(self):
+        pass
+
+    def failed(self, count):
+        self.adapted.append(count)
+
+    def succeeded(self, share):
+        self.adapted.append(share)
 
     def next(self):
         return [row for row in _ROWS if row.id not in (*self.purged, *self.held)]
 
     def may_hold(self):
+        self.asked += 1
         return True
 
     def hold(self, refused):
@@ -128,7 +144,10 @@ class _Producer:
         return True
 
     def commit(self):
-        return self._outcomes.pop(0)
+        outcome = self._outcomes.pop(0) if self._outcomes else Committed()
+        if isinstance(outcome, Committed):
+            self._reports = []
+        return outcome
 
     def abort(self, *_):
         pass
@@ -144,18 +163,19 @@ def _aborted(code):
 @pytest.fixture
 def write(monkeypatch):
     """Return a function that publishes three records by a producer whose commits have these outcomes."""
-    monkeypatch.setattr(shard_task, "highest_claim", lambda *_: 0)
+    monkeypatch.setattr(shard_task, "highest_claim", lambda *_: 1)
     monkeypatch.setattr(shard_task, "ledger_after_fence", lambda *_, **__: Ledger())
     monkeypatch.setattr(shard_task, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(shard_task, "TopicLimits", _Limits)
     monkeypatch.setattr(shard_task, "ShardRows", _Rows)
 
-    def run(*outcomes, reports=(), patience=30.0):
+    def run(*outcomes, reports=(), patience=30.0, transform=None):
         producer = _Producer(list(outcomes), reports)
         monkeypatch.setattr(shard_task, "fenced", lambda *_: nullcontext(producer))
         monkeypatch.setattr(shard_task.TransactionalIdentity, "of", lambda *_: run.transactions)
         harvest = HarvestConfig(data_source="dbname=x", base_kafka_config={"bootstrap.servers": "h:1"})
-        plan = BatchPlan(harvest=harvest, outbox="d.s.t", term=1, ranges=(ShardRange(0, 1),), patience=patience)
+        ranges = (ShardRange(0, 1),)
+        plan = BatchPlan(harvest=harvest, outbox="d.s.t", term=1, ranges=ranges, patience=patience, transform=transform)
         return ShardTask(plan, 0).run(), producer
 
     run.transactions = _Transactions()
@@ -179,9 +199,10 @@ def test_a_long_outage_is_no_bad_record(write):
 
 
 def test_an_attempt_that_is_fenced_ends(write):
-    """An attempt that another one has fenced does not fence that one in its turn."""
+    """An attempt that another one has fenced does not fence that one in its turn, and says what may have happened."""
     outcome, producer = write(Ended("fenced", error=KafkaError(KafkaError._FENCED)))
-    assert (outcome.published, outcome.error) == (0, "")
+    assert (outcome.published, outcome.error) == (0, "Fenced")
+    assert "or as a transaction was open for longer than its time-out" in outcome.message
     assert producer.with_reports == [False]
 
 
@@ -194,6 +215,17 @@ def test_a_bad_record_is_named(write):
     reports = [Failure(_ROWS[1], KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))]
     outcome, _ = write(*inconsistent, reports=reports)
     assert outcome.message.startswith("record 8 for topic 'orders'")
+
+
+def test_a_record_for_a_partition_that_is_missing_is_held(write, monkeypatch):
+    """Delivery reports name such a record for certain: it is held, the others go on."""
+    missing = KafkaError._UNKNOWN_PARTITION
+    row = _ROWS[1]._replace(partition=99)
+    monkeypatch.setattr(f"{__name__}._ROWS", [_ROWS[0], row, _ROWS[2]])
+    outcome, producer = write(_aborted(missing), _aborted(missing), reports=[Failure(row, KafkaError(missing))])
+    assert producer.with_reports[:2] == [False, True]
+    assert list(_Rows.made.held) == [8]
+    assert outcome.error == ""
 
 
 def test_what_no_client_takes_is_held(write, monkeypatch):
@@ -234,3 +266,96 @@ def test_a_limit_that_is_not_known_is_found(write, monkeypatch):
     outcome, _ = write(*[too_large] * 7)
     assert outcome.message.startswith("one of records 7 to 9")
     assert write.transactions.fitted[-1] == 16_384
+
+
+class _ReadOn(_Rows):
+    """Rows of a settled range: each is read once, unless the task begins again."""
+
+    passed = 0
+
+    def next(self):
+        rows, self.passed = _ROWS[self.passed :], len(_ROWS)
+        return rows
+
+    def begin_again(self, **_):
+        self.passed = len(self.purged)
+
+
+class _Unsent(_Producer):
+    """A producer whose first transaction fails before its first record."""
+
+    def send(self, records, give_up, failures=None):
+        sent = super().send(records, give_up, failures)
+        return Sent([], []) if len(self.with_reports) == 1 else sent
+
+
+def test_what_was_not_sent_is_read_again(write, monkeypatch):
+    """Rows of a transaction that failed before its first record are neither purged nor passed over."""
+    monkeypatch.setattr(shard_task, "ShardRows", _ReadOn)
+    monkeypatch.setattr(f"{__name__}._Producer", _Unsent)
+    outcome, producer = write(Committed())
+    assert (outcome.published, len(producer.with_reports)) == (3, 2)
+    assert _ReadOn.made.purged == [7, 8, 9]
+
+
+def test_it_is_asked_once_whether_many_records_may_be_held(write, monkeypatch):
+    """A thousand bad records in an open transaction do not cost a thousand questions."""
+    monkeypatch.setattr(_Producer, "refuses", (7, 8, 9))
+    outcome, _ = write()
+    assert (outcome.published, _Rows.made.asked) == (0, 1)
+    assert list(_Rows.made.held) == [7, 8, 9]
+
+
+def test_slow_reads_and_slow_ends_do_not_stop_a_task(write, monkeypatch):
+    """Rows that took long to read go into a new transaction, if nobody has published since; they are not read again."""
+    ledger = Ledger(offset=5)
+    monkeypatch.setattr(shard_task, "ledger_after_fence", lambda *_, **__: ledger)
+    monkeypatch.setattr(_Transactions, "timeout", 1e-9)
+    monkeypatch.setattr(_Producer, "must_replace", True)
+    reads = []
+    read = _Rows.next
+    monkeypatch.setattr(_Rows, "next", lambda self: reads.append(1) or read(self))
+    outcome, _ = write(Committed())
+    assert (outcome.published, outcome.error, len(reads)) == (3, "", 2)
+    assert write.transactions.begun == [ledger]
+
+
+def test_transactions_get_smaller_until_they_arrive_in_time(write):
+    """A transaction that failed for no clear reason is followed by one of half as many rows."""
+    outcome, _ = write(_aborted(KafkaError._MSG_TIMED_OUT), Committed())
+    assert outcome.published == 3
+    failed, share = _Rows.made.adapted
+    assert failed == 3
+    assert 0 <= share < 1
+
+
+def test_the_rows_of_a_transaction_follow_its_success():
+    """Half as many are read after a failure, twice as many after a quick success, and never more than planned."""
+    harvest = HarvestConfig(data_source="dbname=x", base_kafka_config={"bootstrap.servers": "h:1"})
+    rows = ShardRows(BatchPlan(harvest=harvest, rows=100), ShardRange(0, 1, rows=40))
+    sizes = [rows.most]
+    for step, value in [("failed", 40), ("succeeded", 0.3), ("succeeded", 0.1), ("failed", 1)]:
+        getattr(rows, step)(value)
+        sizes.append(rows.most)
+    rows.close()
+    assert sizes == [40, 20, 20, 40, 1]
+    rows.most = 80
+    rows.succeeded(0.1)
+    assert rows.most == 100
+
+
+@pytest.mark.parametrize("claim", [0, 2])
+def test_a_task_needs_the_claim_that_it_was_planned_under(write, monkeypatch, claim):
+    """A higher claim is another leader's; if ours is not there, the topic was deleted, and one may be hidden."""
+    monkeypatch.setattr(shard_task, "highest_claim", lambda *_: claim)
+    outcome, producer = write()
+    assert (outcome.published, outcome.error) == (0, "Deposed")
+    assert producer.with_reports == []
+
+
+def test_a_transform_keeps_what_tells_rows_apart(write):
+    """A transform that changes an id would have its row published again, so it ends the task, with the id."""
+    outcome, _ = write(transform=lambda row: row._replace(id=row.id + 100))
+    assert (outcome.published, outcome.error) == (0, "InvalidRecord")
+    assert outcome.message.startswith("record 7: a transform must keep id and create_time")
+    assert _Rows.made.purged == []

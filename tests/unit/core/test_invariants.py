@@ -35,11 +35,11 @@ from outbox_queue.consuming.buffer import PrefetchBuffer
 from outbox_queue.consuming.marker_writer import MarkerRecord
 from outbox_queue.consuming.start_writers import PlainStartWriter
 from outbox_queue.metrics import QueueMetrics
-from outbox_queue.protocol import markers as wire
 from outbox_queue.redelivery import loop as tracker_loop
 from outbox_queue.redelivery.loop import TrackerLoop
 from outbox_queue.redelivery.partition import MarkerPartition
 from outbox_queue.redelivery.tracker import RedeliveryTracker
+from tests.queueing import start_marker
 from tests.unit.harvest.term_world import World
 
 QUEUES = QueueConfig(bootstrap_servers="nowhere:1")
@@ -363,7 +363,7 @@ def test_a_lease_is_renewed_by_its_timeout_at_most():
 
 def marker(markers, offset, number, stamp=1000):
     """Have a start marker read."""
-    value = wire.start_marker(0, number, 100, b"q", b"p", attempt=1, enqueued_at_ms=1, max_attempts=3)
+    value = start_marker(0, number, 100, b"q", b"p", attempt=1, enqueued_at_ms=1, max_attempts=3)
     markers.read(offset, (CREATE_TIME, stamp), b"key", value, 0.0)
 
 

@@ -359,7 +359,7 @@ def test_losing_the_partition_fences_once():
 
 
 def test_who_has_lost_the_partition_waits_for_its_own_lease():
-    """What it had sent may still be on its way: it leads again only when its earlier lease would have run out."""
+    """It leads again only when its earlier lease would have run out, as its records may still be on their way."""
     owner = leading(at=0.0)
     owner.ownership.end("gone")
     again = Owner(owner.log, predecessor=owner.predecessor)

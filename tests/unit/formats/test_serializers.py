@@ -22,7 +22,6 @@ from outbox_core.record import json_default
 from outbox_django import OutboxTable
 from outbox_queue.protocol.markers_pb2 import Marker
 from outbox_sqlalchemy import Outbox
-from tests.schema_registry import registry
 
 AVRO = json.dumps(
     {
@@ -34,19 +33,6 @@ AVRO = json.dumps(
 JSON_SCHEMA = json.dumps(
     {"title": "Order", "type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
 )
-
-
-@pytest.fixture(scope="module")
-def server():
-    """Return a schema registry."""
-    with registry() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    """Return a client of the registry."""
-    return SchemaRegistryClient({"url": server.url})
 
 
 def _context(topic, headers=None):

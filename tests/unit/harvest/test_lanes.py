@@ -175,6 +175,20 @@ def test_same_key_in_two_topics_is_two_lanes():
     assert [row[0] for row in lanes.take(10)] == [1, 2]
 
 
+def test_what_is_purged_while_a_mark_runs_is_known_to_its_end():
+    """A record is known while it is in a lane, and until the mark ends during which it was purged."""
+    lanes, first, second = Lanes(10), record(1, "a"), record(2, "a")
+    lanes.admit([first, second])
+    lanes.mark_starts()
+    lanes.take(1)
+    lanes.purged([first])
+    assert lanes.knows_any([record(3, "a"), first])
+    assert not lanes.knows_any([record(3, "a")])
+    lanes.mark_starts()
+    assert not lanes.knows_any([first])
+    assert lanes.knows_any([second])
+
+
 def test_a_lane_is_full_until_half_of_it_has_gone():
     """A full lane is reported as full until it is half empty, so that marks come in batches."""
     lanes = Lanes(4)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from outbox_core.kafka.clients import TIMESTAMP_LOG_APPEND_TIME
 from outbox_queue.protocol import markers as wire
 from outbox_queue.redelivery.partition import MarkerPartition
+from tests.queueing import start_marker
 
 CREATE_TIME = 1
 MANY = (1000, 1_000_000)
@@ -24,7 +25,7 @@ class Log:
         self.records.append((len(self.records), (self.kind, int(self.now + self.set_by) + 10**12), b"key", value))
 
     def start(self, number, after):
-        self.append(wire.start_marker(0, number, after, b"q", b"p", attempt=1, enqueued_at_ms=1, max_attempts=3))
+        self.append(start_marker(0, number, after, b"q", b"p", attempt=1, enqueued_at_ms=1, max_attempts=3))
 
     def keep_alive(self, number, after, **more):
         self.append(wire.keep_alive_marker(0, number, after, **more))

@@ -34,7 +34,8 @@ def test_histograms_observe_seconds():
     counters = metrics.of("a")
     counters.count("produced", 3, 0.02)
     counters.count("consumed", 1, 2.0)
-    counters.processing_seconds(7200.0, 2)
+    for _ in range(2):
+        counters.settled("acknowledged", 7200.0, was_in_progress=True)
     assert value(metrics, "production_seconds_count", queue="a") == 3
     assert value(metrics, "production_seconds_bucket", queue="a", le="0.05") == 3
     assert value(metrics, "production_seconds_bucket", queue="a", le="0.01") == 0
@@ -47,8 +48,10 @@ def test_gauges_show_what_is():
     """The number of messages in progress goes up and down; an unknown lag is not shown."""
     metrics = QueueMetrics()
     counters = metrics.of("a")
-    counters.in_progress(3)
+    counters.in_progress(4)
     counters.in_progress(-1)
+    counters.settled("nacked", 1.0, was_in_progress=True)
+    counters.settled(None, 1.0, was_in_progress=False)
     counters.lag(7)
     assert value(metrics, "processing", queue="a") == 2
     assert value(metrics, "lag_records", queue="a") == 7

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from outbox_queue.protocol import headers
 from outbox_queue.protocol import markers as wire
+from tests.queueing import start_marker
 
 names = st.text(min_size=1, max_size=20).filter(lambda text: "\0" not in text and not text.startswith("kmq-"))
 pairs = st.lists(st.tuples(names, st.none() | st.binary(max_size=20)), max_size=5)
@@ -46,7 +47,7 @@ def test_fields_one_to_six_are_those_of_go(place, after, key, value):
 
 def test_go_finds_its_fields_before_ours():
     """A start marker of ours begins with Go's fields; ours have numbers that Go does not know."""
-    marker = wire.start_marker(
+    marker = start_marker(
         3, 9, 500, b"q", b"v", attempt=2, enqueued_at_ms=7, max_attempts=5, origin=(0, 0), headers=[("h", b"1")]
     )
     assert marker.startswith(_go_marker(wire.START, (3, 9), 500, b"q", b"v"))
@@ -61,7 +62,7 @@ def test_go_finds_its_fields_before_ours():
 )
 def test_a_start_marker_keeps_what_a_copy_needs(place, origin, attempt, enqueued, users):
     """A start marker keeps attempt, time, first place and headers, with None and empty values told apart."""
-    data = wire.start_marker(
+    data = start_marker(
         *place, 1, b"q", b"v", attempt=attempt, enqueued_at_ms=enqueued, max_attempts=0, origin=origin, headers=users
     )
     read = wire.Marker.FromString(data)
@@ -70,6 +71,28 @@ def test_a_start_marker_keeps_what_a_copy_needs(place, origin, attempt, enqueued
     if origin is not None:
         assert (read.origin.partition, read.origin.offset) == origin
     assert [(header.name, header.value if header.HasField("value") else None) for header in read.headers] == users
+
+
+messages = st.fixed_dictionaries(
+    {
+        "place": places,
+        "redeliver_after_ms": st.integers(0, 2**40),
+        "value": st.binary(max_size=20),
+        "attempt": st.integers(0, 2**31 - 1),
+        "enqueued_at_ms": st.integers(0, 2**50),
+        "origin": st.none() | places,
+        "headers": pairs,
+    }
+)
+
+
+@given(st.lists(messages, max_size=5))
+def test_encoders_keep_nothing_of_the_marker_before(started):
+    """An encoder that has encoded other markers makes the same one as a new encoder."""
+    starts, ends = wire.StartEncoder(b"q", 3), wire.EndEncoder()
+    for message in started:
+        assert starts.encode(**message) == wire.StartEncoder(b"q", 3).encode(**message)
+        assert ends.encode(message["place"]) == wire.end_marker(*message["place"])
 
 
 @given(users=pairs, attempt=st.integers(1, 2**31 - 2), enqueued=st.integers(1, 2**50), origin=places)
@@ -89,7 +112,7 @@ def test_strangers_headers_never_break_a_consumer(written):
     assert 1 <= travelled.attempt < 2**31
     assert travelled.headers == ()
     place = travelled.origin or (0, 0)
-    wire.start_marker(
+    start_marker(
         *place, 1, b"q", b"", attempt=travelled.attempt, enqueued_at_ms=0, max_attempts=0, origin=travelled.origin
     )
 

@@ -1,0 +1,265 @@
+"""Avro and Protobuf values, whose schemas are in a schema registry, as typed columns.
+
+Confluent-kafka's deserializers read a value by the schema that its writer has registered, and Arrow converts it to the
+declared schema. A value that cannot be read or does not fit is a misfit with its reason. A registry that is away or
+refuses is an error instead, so that no record goes to quarantine for it.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from datetime import UTC, time
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import pyarrow as pa
+
+from outbox_core.config import redact
+from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError, StoreUnavailable
+from outbox_spark.runtime.secrets import filled
+
+if TYPE_CHECKING:
+    from confluent_kafka.schema_registry import SchemaRegistryClient
+    from pyspark.sql import Column
+    from pyspark.sql.types import StructType
+
+Headers = Sequence[tuple[str, bytes | None]]
+Reader = Callable[[bytes, str, Headers], Any]
+
+_SERIALIZED = "serialized"  # the form of a Protobuf schema as descriptors, instead of text
+_NOT_FOUND, _TOO_MANY, _SERVER_ERRORS = 404, 429, 500
+_SHOWN = 300  # characters of a library's reason
+_DOES_NOT_FIT = (ValueError, TypeError, OverflowError)  # Arrow's errors are of these
+
+
+class UnreadableValue(Exception):
+    """A value that the schema of its writer does not describe."""
+
+
+def decoded(kind: str, registry: Mapping[str, Any], schema: StructType) -> Callable[..., Column]:
+    """Return a function of the columns value, topic and headers: a struct of `value`, NULL for a misfit, and `problem`.
+
+    Args:
+        kind: `avro` or `protobuf`.
+        registry: properties of confluent-kafka's `SchemaRegistryClient`.
+        schema: the fields of `value`.
+
+    Raises:
+        MissingExtra: confluent-kafka lacks what it needs for this format.
+        InvalidConfig: the client refuses the properties.
+    """
+    from pyspark.sql.pandas.functions import arrow_udf
+    from pyspark.sql.pandas.types import to_arrow_schema
+    from pyspark.sql.types import StringType, StructField, StructType
+
+    properties = tuple(sorted(registry.items()))
+    make_reader(kind, properties)
+    optional = StructType.fromJson(json.loads(schema.json(), object_hook=_nullable))
+    result = StructType([StructField("value", optional), StructField("problem", StringType())])
+    columns = pa.struct(list(to_arrow_schema(optional, timezone="UTC")))
+
+    def decode(values: pa.Array, topics: pa.Array, headers: pa.Array) -> pa.Array:
+        return typed(make_reader(kind, properties), columns, values, topics, headers)
+
+    made: Callable[..., Column] = arrow_udf(decode, result)  # type: ignore[call-overload]  # by the hints of `decode`
+    return made
+
+
+def _nullable(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a type in Spark's JSON without NOT NULL, which is checked later."""
+    return {name: name in ("nullable", "containsNull", "valueContainsNull") or item for name, item in part.items()}
+
+
+def typed(read: Reader, columns: pa.StructType, *arrays: pa.Array) -> pa.StructArray:
+    """Read arrays of values, topics and lists of headers into structs of `value` and `problem`."""
+    rows: list[Any] = []
+    problems: list[str | None] = []
+    for value, topic, headers in zip(*(array.to_pylist() for array in arrays), strict=True):
+        rows.append(None)
+        problems.append(None)
+        if value is not None:
+            try:
+                rows[-1] = read(value, topic, [(header["key"], header["value"]) for header in headers or ()])
+            except UnreadableValue as error:
+                problems[-1] = str(error)
+    try:
+        found = pa.array(rows, columns)
+    except _DOES_NOT_FIT:
+        for place, row in enumerate(rows):
+            if row is not None and (problem := _misfit(row, columns)):
+                rows[place], problems[place] = None, problem
+        found = pa.array(rows, columns)
+    return pa.StructArray.from_arrays([found, pa.array(problems, pa.string())], ["value", "problem"])
+
+
+def _misfit(row: Any, columns: pa.StructType) -> str | None:
+    if not isinstance(row, Mapping):
+        return "the value is not a record with fields"
+    names = []
+    for field in columns:
+        try:
+            pa.array([row.get(field.name)], field.type)
+        except _DOES_NOT_FIT:
+            names.append(f"{field.name} is no {field.type}")
+    return f"the value does not fit the schema: {', '.join(names)}" if names else None
+
+
+@functools.cache
+def make_reader(kind: str, properties: tuple[tuple[str, Any], ...]) -> Reader:
+    """Return the reader of this process, with its connection and schemas. Raises MissingExtra and InvalidConfig."""
+    try:
+        from confluent_kafka.schema_registry import SchemaRegistryClient
+
+        client = SchemaRegistryClient(filled(dict(properties)))
+        return functools.partial(_read, kind.upper(), _Avro(client) if kind == "avro" else _Protobuf(client))
+    except ImportError as error:
+        wanted = f"pip install 'confluent-kafka[{kind},schemaregistry]'"
+        raise MissingExtra(f"format: {kind} needs a client of the schema registry ({error}): {wanted}") from None
+    except (ValueError, TypeError) as error:
+        raise InvalidConfig(f"registry: {redact(str(error))}") from None
+
+
+def _read(kind: str, decode: Callable[[bytes, Any, Any], Any], value: bytes, topic: str, headers: Headers) -> Any:
+    """Read a value. Raises UnreadableValue; other errors are the registry's."""
+    from confluent_kafka.schema_registry import dual_schema_id_deserializer
+    from confluent_kafka.schema_registry.serde import SchemaId
+    from confluent_kafka.serialization import MessageField, SerializationContext
+
+    context, writer = SerializationContext(topic, MessageField.VALUE, list(headers)), SchemaId(kind)
+    try:
+        dual_schema_id_deserializer(value, context, writer)
+    except Exception:
+        raise UnreadableValue("neither the value nor its headers have the id of a schema") from None
+    try:
+        return decode(value, context, writer)
+    except Exception as error:
+        refusal = _refusal(error)
+        if refusal is not None:
+            raise refusal from None
+        reason = str(error) or type(error).__name__
+        words = f"the value is not as the schema {writer.id or writer.guid} says: {reason}"
+        raise UnreadableValue(words[:_SHOWN]) from None
+
+
+class _Avro:
+    """Values as dictionaries, lists and scalars."""
+
+    def __init__(self, client: SchemaRegistryClient) -> None:
+        from confluent_kafka.schema_registry.avro import AvroDeserializer
+
+        self._deserialize = AvroDeserializer(client)
+
+    def __call__(self, value: bytes, context: Any, writer: Any) -> Any:
+        del writer
+        return _plain(self._deserialize(value, context))
+
+
+class _Protobuf:
+    """Messages as dictionaries, by the descriptors in the registry: no generated classes."""
+
+    def __init__(self, client: SchemaRegistryClient) -> None:
+        from confluent_kafka.schema_registry.protobuf import ProtobufDeserializer
+
+        self._client = client
+        self._make = ProtobufDeserializer
+        self._deserializers: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, value: bytes, context: Any, writer: Any) -> Any:
+        key = (writer.id, writer.guid, *writer.message_indexes)
+        if key not in self._deserializers:
+            message = self._message(writer)
+            self._deserializers[key] = self._make(message, {"use.deprecated.format": False}, self._client)
+        return _fields(self._deserializers[key](value, context))
+
+    def _message(self, writer: Any) -> Any:
+        """Return the class of the message whose place in its file the value names."""
+        from google.protobuf.descriptor_pool import DescriptorPool
+        from google.protobuf.message_factory import GetMessageClass
+
+        if writer.id is not None:
+            schema = self._client.get_schema(writer.id, fmt=_SERIALIZED)
+        else:
+            schema = self._client.get_schema_by_guid(str(writer.guid), fmt=_SERIALIZED)
+        pool, name = DescriptorPool(), f"{writer.id or writer.guid}.proto"
+        self._add(pool, name, schema)
+        first, *within = writer.message_indexes
+        message: Any = list(pool.FindFileByName(name).message_types_by_name.values())[first]
+        for place in within:
+            message = message.nested_types[place]
+        return GetMessageClass(message)
+
+    def _add(self, pool: Any, name: str, schema: Any) -> None:
+        """Add a file to a pool, behind those that it imports: references in the registry, or Protobuf's own."""
+        from google.protobuf import descriptor_pb2, descriptor_pool
+
+        file = descriptor_pb2.FileDescriptorProto.FromString(base64.b64decode(schema.schema_str))
+        file.name = name
+        references = {reference.name: reference for reference in schema.references or ()}
+        for imported in file.dependency:
+            if reference := references.get(imported):
+                version = self._client.get_version(reference.subject, reference.version, True, _SERIALIZED)
+                self._add(pool, imported, version.schema)
+            else:  # confluent-kafka's module has imported them
+                _copy(descriptor_pool.Default().FindFileByName(imported), pool)
+        pool.Add(file)
+
+
+def _copy(file: Any, pool: Any) -> None:
+    for imported in file.dependencies:
+        _copy(imported, pool)
+    pool.AddSerializedFile(file.serialized_pb)
+
+
+def _refusal(error: Exception) -> OutboxError | None:
+    """Return the error to raise for one of the registry or the way to it; None for one of the value."""
+    from confluent_kafka.schema_registry.error import SchemaRegistryError
+
+    text = f"the schema registry: {redact(str(error) or type(error).__name__)}"
+    if isinstance(error, SchemaRegistryError):
+        status = error.http_status_code
+        if status == _NOT_FOUND:
+            return None
+        return StoreUnavailable(text) if status in (-1, _TOO_MANY) or status >= _SERVER_ERRORS else InvalidConfig(text)
+    is_transport = isinstance(error, OSError) or type(error).__module__.startswith(("httpx", "httpcore", "authlib"))
+    return StoreUnavailable(text) if is_transport else None
+
+
+def _plain(value: Any) -> Any:
+    """Return an Avro value in types that Arrow converts."""
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, UUID | time) else value
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """Return a message's fields by their names; None for those that can be absent and are."""
+    found: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if isinstance(value, MutableMapping):
+            of = field.message_type.fields_by_name["value"]
+            found[field.name] = {key: _scalar(of, value[key]) for key in value}
+        elif isinstance(value, MutableSequence):
+            found[field.name] = [_scalar(field, item) for item in value]
+        else:
+            is_absent = field.has_presence and not message.HasField(field.name)
+            found[field.name] = None if is_absent else _scalar(field, value)
+    return found
+
+
+def _scalar(field: Any, value: Any) -> Any:
+    if field.enum_type is not None:
+        named = field.enum_type.values_by_number.get(value)
+        return value if named is None else named.name
+    if field.message_type is None:
+        return value
+    if field.message_type.full_name == "google.protobuf.Timestamp":
+        return value.ToDatetime(tzinfo=UTC)
+    if field.message_type.file.name == "google/protobuf/wrappers.proto":
+        return value.value
+    return _fields(value)

@@ -1,0 +1,36 @@
+"""The packages for executors; tests/spark/test_clusters.py unpacks and uses them."""
+
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from outbox_spark.cli import pack
+
+_IMPORTS = (
+    "import outbox_spark.topics.ranges, outbox_spark.relay.shard_task, outbox_spark.pipelines.replay, pyarrow, fastavro"
+)
+
+
+def test_what_is_packed():
+    """The packages of tasks, with their compiled libraries, and neither the cluster's nor the driver's own."""
+    names = [name for _, name in pack._files()]
+    tops = {name.partition("/")[0] for name in names}
+    assert {"outbox_core", "outbox_spark", "pyarrow", "confluent_kafka", "psycopg", "psycopg_binary", "yaml"} <= tops
+    assert {"fastavro", "authlib", "google"} <= tops  # values of a schema registry
+    assert any(name.startswith("confluent_kafka.libs/librdkafka") for name in names) or sys.platform != "linux"
+    assert tops.isdisjoint({"pyspark", "pandas", "deltalake", "pyiceberg", "pytest", "__pycache__"})
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.complete
+def test_tasks_need_no_more(tmp_path):
+    """With the archive, Python imports all that tasks need, but for PySpark; it has less than 150 MB."""
+    archive = tmp_path / "packages.tar.gz"
+    assert pack.main(str(archive)) == 0
+    assert archive.stat().st_size < 150e6
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path / "packages", filter="data")
+    subprocess.run([sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append('packages'); {_IMPORTS}"],
+                   cwd=tmp_path, check=True)  # fmt: skip

@@ -1,0 +1,185 @@
+"""Avro and Protobuf values as typed columns: a schema registry over real HTTP, without Spark."""
+
+import datetime as dt
+import json
+from decimal import Decimal
+from uuid import UUID
+
+import pyarrow as pa
+import pytest
+from confluent_kafka.schema_registry import header_schema_id_serializer
+from confluent_kafka.schema_registry.avro import AvroSerializer
+from confluent_kafka.schema_registry.protobuf import ProtobufSerializer
+from confluent_kafka.serialization import MessageField, SerializationContext
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from outbox_core.errors import InvalidConfig, StoreUnavailable
+from outbox_spark.registry_values import make_reader, typed
+
+_NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
+_AVRO = {
+    "type": "record",
+    "name": "Order",
+    "fields": [
+        {"name": "n", "type": "long"},
+        {"name": "amount", "type": {"type": "bytes", "logicalType": "decimal", "precision": 10, "scale": 2}},
+        {"name": "at", "type": {"type": "long", "logicalType": "timestamp-micros"}},
+        {"name": "id", "type": {"type": "string", "logicalType": "uuid"}},
+        {"name": "tags", "type": {"type": "map", "values": "long"}},
+        {"name": "note", "type": ["null", "string"], "default": None},
+    ],
+}
+_ORDER = {"n": 7, "amount": Decimal("1.50"), "at": _NOON, "id": UUID(int=5), "tags": {"a": 1}, "note": None}
+_COLUMNS = pa.struct(
+    {
+        "n": pa.int64(),
+        "amount": pa.decimal128(10, 2),
+        "at": pa.timestamp("us", tz="UTC"),
+        "id": pa.string(),
+        "tags": pa.map_(pa.string(), pa.int64()),
+        "later": pa.string(),
+    }
+)
+_HEADERS = pa.list_(pa.struct({"key": pa.string(), "value": pa.binary()}))
+
+
+def _serialized(serializer, value, headers=None):
+    return serializer(value, SerializationContext("orders", MessageField.VALUE, headers))
+
+
+def _typed(kind, server, columns, values, headers=None):
+    read = make_reader(kind, (("url", server.url),))
+    count = len(values)
+    arrays = pa.array(values, pa.binary()), pa.array(["orders"] * count), pa.array(headers or [None] * count, _HEADERS)
+    return typed(read, columns, *arrays).to_pylist()
+
+
+def test_avro(client, server):
+    """A value has the types of the declared columns; a field that its writer did not know is NULL."""
+    value = _serialized(AvroSerializer(client, json.dumps(_AVRO)), _ORDER)
+    found, none = _typed("avro", server, _COLUMNS, [value, None])
+    assert found == {
+        "value": {
+            "n": 7,
+            "amount": Decimal("1.50"),
+            "at": _NOON,
+            "id": str(UUID(int=5)),
+            "tags": [("a", 1)],
+            "later": None,
+        },
+        "problem": None,
+    }
+    assert none == {"value": None, "problem": None}
+
+
+def test_avro_with_the_schema_in_a_header(client, server):
+    """A schema's id may stand in a header instead of the value."""
+    headers = []
+    serializer = AvroSerializer(client, json.dumps(_AVRO), conf={"schema.id.serializer": header_schema_id_serializer})
+    value = _serialized(serializer, _ORDER, headers)
+    pairs = [{"key": name, "value": content} for name, content in headers]
+    (found,) = _typed("avro", server, pa.struct({"n": pa.int64()}), [value], [pairs])
+    assert found["value"] == {"n": 7}
+
+
+def test_misfits_have_a_reason(client, server):
+    """A value that cannot be read or does not fit is named with its reason, and harms no other one."""
+    value = _serialized(AvroSerializer(client, json.dumps(_AVRO)), _ORDER)
+    long = _serialized(AvroSerializer(client, '"long"'), 3)
+    values = [value, b'{"n":1}', b"", value[:6], b"\0\0\1\0\0" + value[5:], long]
+    good, *bad = _typed("avro", server, pa.struct({"n": pa.int64()}), values)
+    assert good == {"value": {"n": 7}, "problem": None}
+    no_id = "neither the value nor its headers have the id of a schema"
+    assert [row["problem"] for row in bad[:2]] == [no_id, no_id]
+    assert "is not as the schema" in bad[2]["problem"]
+    assert "65536" in bad[3]["problem"]
+    assert bad[4]["problem"] == "the value is not a record with fields"
+    (unfit,) = _typed("avro", server, pa.struct({"n": pa.int64(), "amount": pa.bool_(), "id": pa.int32()}), [value])
+    assert unfit["problem"] == "the value does not fit the schema: amount is no bool, id is no int32"
+
+
+def _message_class(pool, name):
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(name))
+
+
+def _file(pool, name, text):
+    """Add a file with these parts to a pool."""
+    file = descriptor_pb2.FileDescriptorProto(name=name, package="shop", syntax="proto3", **text)
+    pool.Add(file)
+
+
+def _field(name, number, kind, *, label="LABEL_OPTIONAL", of=None):
+    field = descriptor_pb2.FieldDescriptorProto
+    return field(name=name, number=number, type=f"TYPE_{kind}", label=label, type_name=of)
+
+
+def test_protobuf(client, server):
+    """A message is read by the registry's descriptors, with what it imports, and needs no generated class."""
+    pool = descriptor_pool.DescriptorPool()
+    for known in ("google/protobuf/timestamp.proto", "google/protobuf/wrappers.proto"):
+        pool.AddSerializedFile(descriptor_pool.Default().FindFileByName(known).serialized_pb)
+    line = descriptor_pb2.DescriptorProto(name="Line", field=[_field("sku", 1, "STRING")])
+    _file(pool, "line.proto", {"message_type": [line]})
+    tag = descriptor_pb2.DescriptorProto(
+        name="TagsEntry", field=[_field("key", 1, "STRING"), _field("value", 2, "INT64")], options={"map_entry": True}
+    )
+    order = descriptor_pb2.DescriptorProto(
+        name="Order",
+        nested_type=[tag],
+        field=[
+            _field("n", 1, "INT64"),
+            _field("at", 2, "MESSAGE", of=".google.protobuf.Timestamp"),
+            _field("note", 3, "MESSAGE", of=".google.protobuf.StringValue"),
+            _field("lines", 4, "MESSAGE", label="LABEL_REPEATED", of=".shop.Line"),
+            _field("tags", 5, "MESSAGE", label="LABEL_REPEATED", of=".shop.Order.TagsEntry"),
+            _field("state", 6, "ENUM", of=".shop.State"),
+            _field("codes", 7, "INT32", label="LABEL_REPEATED"),
+            _field("other", 8, "MESSAGE", of=".shop.Line"),
+        ],
+    )
+    state = {"name": "State", "value": [{"name": "NEW", "number": 0}, {"name": "PAID", "number": 1}]}
+    imports = ["line.proto", "google/protobuf/timestamp.proto", "google/protobuf/wrappers.proto"]
+    _file(pool, "order.proto", {"message_type": [_nothing(), order], "enum_type": [state], "dependency": imports})
+    order = _message_class(pool, "shop.Order")
+    message = order(n=2**40, at=_NOON, lines=[{"sku": "a"}], tags={"x": 3}, state=1, codes=[1, 2], note={"value": "hi"})
+    value = _serialized(ProtobufSerializer(order, client, {"use.deprecated.format": False}), message)
+    columns = pa.struct(
+        {
+            "n": pa.int64(),
+            "at": pa.timestamp("us", tz="UTC"),
+            "note": pa.string(),
+            "lines": pa.list_(pa.struct({"sku": pa.string()})),
+            "tags": pa.map_(pa.string(), pa.int64()),
+            "state": pa.string(),
+            "codes": pa.list_(pa.int32()),
+            "other": pa.struct({"sku": pa.string()}),
+        }
+    )
+    (found, torn) = _typed("protobuf", server, columns, [value, value[:-3]])
+    assert found["problem"] is None
+    assert found["value"] == {
+        "n": 2**40,
+        "at": _NOON,
+        "note": "hi",
+        "lines": [{"sku": "a"}],
+        "tags": [("x", 3)],
+        "state": "PAID",
+        "codes": [1, 2],
+        "other": None,
+    }
+    assert "is not as the schema" in torn["problem"]
+
+
+def _nothing():
+    """Return a message before the wanted one, so that its place in the file counts."""
+    return descriptor_pb2.DescriptorProto(name="Nothing")
+
+
+def test_a_registry_that_is_away_or_refuses(server):
+    """No value is a misfit because of the registry: an outage is endured, a refusal ends the pipeline."""
+    value = pa.array([b"\0\0\0\0\1\2"]), pa.array(["orders"]), pa.array([None], _HEADERS)
+    away = make_reader("avro", (("max.retries", 0), ("url", "http://127.0.0.1:9")))
+    with pytest.raises(StoreUnavailable, match="the schema registry"):
+        typed(away, _COLUMNS, *value)
+    with pytest.raises(InvalidConfig, match="registry: Unrecognized properties: urls"):
+        make_reader("avro", (("url", server.url), ("urls", "x")))
