@@ -39,7 +39,7 @@ from typing import Final, NamedTuple
 from uuid import UUID, uuid4
 
 from outbox_core.election.lease import now
-from outbox_core.errors import OutboxError, RowsHeld, RowsRemain, StoreUnavailable
+from outbox_core.errors import OutboxError, RowsHeld, StoreUnavailable
 from outbox_core.events import LeaderRefreshed
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.at_least_once.publisher import ProducerLimits, Publisher
@@ -54,7 +54,7 @@ from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
-from outbox_core.kafka.messages import DeadLetter, Failure
+from outbox_core.kafka.messages import Failure
 from outbox_core.printable import plural
 from outbox_core.stores.interface import (
     NO_HOLDS,
@@ -101,10 +101,9 @@ class _Marked(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows to delete, those of dead letters with their holds; and rows whose marks must be cleared."""
+    """Rows to delete, and rows whose marks must be cleared."""
 
     purge: list[StoredRecord]
-    letters: list[StoredRecord]
     reset: list[RowId]
 
 
@@ -136,8 +135,8 @@ class AtLeastOnce:
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._rivals_backoff = 0.0
         self._settle: StoreCall[bool] = StoreCall(ctx.purger, ctx)
-        self._being_settled = _Rows([], [], [])
-        self._to_settle = _Rows([], [], [])
+        self._being_settled = _Rows([], [])
+        self._to_settle = _Rows([], [])
 
     @property
     def in_flight_records(self) -> int:
@@ -209,7 +208,7 @@ class AtLeastOnce:
         if failures.must_hold or not hold_cache.is_known:
             self._start_holding()
             return
-        is_blocked = self._ctx.removal.is_ongoing
+        is_blocked = self._is_blocked()
         rows, letters = ([], []) if is_blocked else failures.rows_to_try(self._lanes)
         limit = 0 if is_blocked or self._schedule.due_in() else self._room()
         was_tried = self._request.rows or self._request.letters
@@ -219,6 +218,10 @@ class AtLeastOnce:
             self._start_marking(limit)
         elif hold_cache.is_stale and (failures.holds or self._lanes.held):
             self._start_holding()
+
+    def _is_blocked(self) -> bool:
+        """Return True while what is published cannot be deleted: marks would only publish more of the same."""
+        return self._ctx.removal.is_ongoing and (bool(self._to_settle.purge) or self._settle.is_running)
 
     def _start_holding(self) -> None:
         """Write the holds that wait for it, and read all."""
@@ -306,10 +309,11 @@ class AtLeastOnce:
             if not batch.records:
                 self._check_drained()
         elif (request.rows or request.letters) and not self._remark:
-            letters = failures.take_in_tried(request.rows, request.letters, batch.records, marked.letters)
-            self._admit(batch.records)
+            rows, letters = failures.take_in_tried(request.rows, request.letters, batch.records, marked.letters)
+            self._release(record for record in batch.records if record not in rows)
+            self._admit(rows)
             self._ctx.batches.meet(set(map(_topic_of, letters)))
-            self._lanes.admit(letters)
+            self._release(self._lanes.admit(letters))
 
     def _see(self, records: Sequence[StoredRecord], limit: int, took: float) -> None:
         """Schedule the next mark by what the last one found."""
@@ -395,18 +399,12 @@ class AtLeastOnce:
         self._ctx.metrics.in_flight(publisher.in_flight)
 
     def _succeed(self, delivered: list[StoredRecord]) -> None:
-        ordinary = delivered
-        if self._failures.tried:
-            letters = [record for record in delivered if isinstance(record, DeadLetter)]
-            ordinary = [record for record in delivered if not isinstance(record, DeadLetter)]
-            self._to_settle.letters.extend(letters)
-            self._ctx.metrics.dead_letters(len(letters))
+        ordinary = self._failures.succeeded(delivered)
         self._to_settle.purge.extend(ordinary)
         self._ctx.metrics.published(ordinary)
         arrived = now()
         for sent_at, count in self._publisher.take_send_times().items():
             self._ctx.metrics.publish_latency(arrived - sent_at, count)
-        self._failures.succeeded(delivered)
         self._ctx.kafka.succeeded(all_of_it=not self._failures.backoffs.is_unreachable)
         self._ctx.count_published(len(ordinary))
 
@@ -435,35 +433,31 @@ class AtLeastOnce:
     # -- purge and reset
 
     def _start_settling(self) -> None:
+        self._failures.start_deleting()
         rows = self._to_settle
         if not any(rows) or not self._settle.can_start:
             return
-        # By themselves, as what keeps the holds from being deleted must not have others repeated.
-        letters = [] if rows.purge or rows.reset else rows.letters
-        self._being_settled = rows._replace(letters=letters)
-        self._to_settle = _Rows([], [] if letters else rows.letters, [])
+        self._being_settled, self._to_settle = rows, _Rows([], [])
         leader_id, reset_ids = self.leader_id, [row.id for row in rows.reset]
-        gone = letters or rows.purge
-        ids, create_times = [record.id for record in gone], [record.create_time for record in gone]
+        ids, create_times = [record.id for record in rows.purge], [record.create_time for record in rows.purge]
 
         def settle(store: OutboxStore) -> bool:
             purged = 0
-            if letters:
-                _delete_dead_lettered(store, ids, create_times)
-            elif ids:
+            if ids:
                 began = now()
                 purged = store.purge(leader_id, ids, create_times)
                 self._ctx.metrics.purge_took(now() - began, purged)
             if reset_ids:
                 store.reset(leader_id, reset_ids)
-            return bool(letters) or purged == len(ids)
+            return purged == len(ids)
 
         self._settle.start(settle)
 
     def _collect_settled(self) -> None:
+        self._purged(self._failures.collect_deleted())
         if not self._settle.is_done:
             return
-        settled, self._being_settled = self._being_settled, _Rows([], [], [])
+        settled, self._being_settled = self._being_settled, _Rows([], [])
         try:
             is_whole = self._settle.result()
         except StoreUnavailable:
@@ -475,13 +469,17 @@ class AtLeastOnce:
         if is_whole:
             if settled.purge:
                 self._rivals_backoff /= 2
-            self._lanes.purged(settled.purge or settled.letters)
-            if self._drain and not self._lanes.held:
-                self._ctx.commits.notify()  # the next mark tells if that was all
+            self._purged(settled.purge)
         else:
             _log.info("not all of %s were purged: some carry another leader's mark", plural(len(settled.purge), "row"))
             self._force_remark()
             self._leave_room_for_rivals()
+
+    def _purged(self, records: list[StoredRecord]) -> None:
+        if records:
+            self._lanes.purged(records)
+            if self._drain and not self._lanes.held:
+                self._ctx.commits.notify()  # the next mark tells if that was all
 
     def _leave_room_for_rivals(self) -> None:
         """Back off, as another leader (of another group perhaps) marks the same rows: both would send all of them."""
@@ -511,14 +509,15 @@ class AtLeastOnce:
         return bool(self._publisher.in_flight) or self._busy_with_database()
 
     def _busy_with_database(self) -> bool:
-        return self._mark.is_running or self._settle.is_running or any(self._to_settle)
+        is_settling = self._settle.is_running or any(self._to_settle) or self._failures.is_deleting
+        return self._mark.is_running or is_settling
 
     # -- wait and finish
 
     def _patience(self) -> float:
         due = _IDLE_SECONDS
         time = now()
-        if not self._mark.is_running and not self._remark and self._room():
+        if not self._mark.is_running and not self._remark and not self._is_blocked() and self._room():
             due = min(due, self._schedule.due_in())
         if any(self._to_settle) and not self._settle.is_running:
             due = min(due, self._settle.retry_at - time)
@@ -575,13 +574,6 @@ class AtLeastOnce:
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()
-
-
-def _delete_dead_lettered(store: OutboxStore, ids: list[int], create_times: list[int]) -> None:
-    try:
-        store.holds.delete_dead_lettered(ids, create_times)
-    except RowsRemain as error:  # marks go on all the same: only dead letters wait
-        raise StoreUnavailable(str(error)) from error
 
 
 def _was_batch_too_large(failure: Failure) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
@@ -111,7 +111,9 @@ class Term:
         self._request = _ScanRequest()
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._failures = leadership.failures
-        self._owes_batch = False  # the last transaction tried destinations again, or had a dead letter alone
+        # The last transaction tried destinations again, had a dead letter alone, or ended the producer, perhaps by one
+        # of these: others come before the next try, or would wait for as long as each try ends a term.
+        self._owes_batch = self._failures.batch.ends > 0
         self._server = ""  # ID of the database server
         self._ledger = Ledger()  # what the tracking topic says
         self._over_since: float | None = None
@@ -316,11 +318,13 @@ class Term:
             too_large = batches.too_large(records)
         if too_large:
             kept = without(records, too_large)
-            lanes = {lane_of(record) for record in kept} - {None}
-            # Only the first of its key is held: a hold keeps back records before it, if they are not committed.
-            first = [record for record in too_large if lane_of(record) not in lanes]
-            self._failures.refused([Failure(record, too_large_for(record), alone=True) for record in first])
+            self._refuse([Failure(record, too_large_for(record), alone=True) for record in too_large], kept)
             self._leave_out(records, kept)
+
+    def _refuse(self, failures: Iterable[Failure], kept: Iterable[StoredRecord]) -> None:
+        """Hold what is first of its key: a hold keeps back records before it, too, and these may not be committed."""
+        lanes = {lane_of(record) for record in kept} - {None}
+        self._failures.refused([failure for failure in failures if lane_of(failure.record) not in lanes])
 
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], reports: Reports | None
@@ -334,7 +338,7 @@ class Term:
             return sent
         self._transactions.reached(Failpoint.AFTER_PRODUCE)
         if sent is not None and sent.refused:
-            self._failures.refused(sent.refused)
+            self._refuse(sent.refused, sent.records)
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)

@@ -71,6 +71,9 @@ class _Backoff:
 
 _until = attrgetter("until")
 
+MOST_ENDS = 3
+"""So many times a topic may end the producer, with commits of others between, before it is held."""
+
 
 def _is_never_busy(_: RowId) -> bool:
     return False
@@ -96,6 +99,10 @@ class Backoffs:
 
     def __len__(self) -> int:
         return len(self._active)
+
+    def covers(self, record: StoredRecord) -> bool:
+        """Return True if scans that start now leave a record out."""
+        return (record.topic, None) in self._active or lane_or_row(record) in self._keys
 
     @property
     def waiting_keys(self) -> int:
@@ -231,9 +238,9 @@ class Backoffs:
         return ended
 
     def committed(self) -> None:
-        """Note a commit: suspects of other topics are tried again."""
+        """Note a commit: suspects of other topics are tried again, unless they are proven and cannot be held."""
         for backoff in self._active.values():
-            if backoff.ends and not backoff.others_committed:
+            if 0 < backoff.ends < MOST_ENDS and not backoff.others_committed:
                 backoff.others_committed = True
                 backoff.until = min(backoff.until, self._clock())
 

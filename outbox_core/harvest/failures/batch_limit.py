@@ -48,7 +48,8 @@ class BatchLimit:
     def ended(self, records: int) -> None:
         """Note a transaction that ended its producer."""
         self.ends += 1
-        self.limit = max(1, min(self.limit, records) // 2)
+        if records > 1:  # else it is known which one it was
+            self.limit = max(1, min(self.limit, records) // 2)
 
     def committed(self) -> None:
         """Note a commit."""

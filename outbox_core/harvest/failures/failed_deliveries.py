@@ -22,10 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from outbox_core.election.lease import now
+from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, longest_backoff_of
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, destination_of
+from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.stores.interface import (
@@ -51,6 +53,9 @@ class FailedDeliveries(FailureHandler):
         self.tried: dict[RowId, StoredRecord] = {}
         self._letters: set[int] = set()  # read, and still among the requests that were read before
         self._to_hold: list[Failure] = []
+        self._arrived: list[StoredRecord] = []  # dead letters, whose rows and holds are to be deleted
+        self._being_deleted: list[StoredRecord] = []
+        self._deletion: StoreCall[None] = StoreCall(ctx.purger, ctx)
 
     # -- failures
 
@@ -85,12 +90,47 @@ class FailedDeliveries(FailureHandler):
         is_new, (topic, part) = self._back_off(failure), destination_of(failure)
         return lanes.release_unsent(lambda other: other.topic == topic) if part is None and is_new else []
 
-    def succeeded(self, delivered: Sequence[StoredRecord]) -> None:
-        """Note delivered records."""
+    def succeeded(self, delivered: list[StoredRecord]) -> list[StoredRecord]:
+        """Note delivered records; return those that are to be purged, which dead letters are not."""
         self._succeeded(delivered)
-        if self.tried:
-            for record in delivered:
-                self.tried.pop(row_id(record), None)
+        if not self.tried:
+            return delivered
+        letters = [record for record in delivered if isinstance(record, DeadLetter)]
+        self._arrived.extend(letters)
+        self._ctx.metrics.dead_letters(len(letters))
+        ordinary = [record for record in delivered if not isinstance(record, DeadLetter)] if letters else delivered
+        for record in ordinary:
+            self.tried.pop(row_id(record), None)
+        return ordinary
+
+    # -- dead letters that have arrived
+
+    def start_deleting(self) -> None:
+        """Delete their rows and holds: by themselves, as what keeps the holds there must not have others repeated."""
+        if self._arrived and self._deletion.can_start:
+            self._being_deleted, self._arrived = self._arrived, []
+            ids = [record.id for record in self._being_deleted]
+            create_times = [record.create_time for record in self._being_deleted]
+            self._deletion.start(lambda store: _delete_dead_lettered(store, ids, create_times))
+
+    def collect_deleted(self) -> list[StoredRecord]:
+        """Return dead letters that are deleted."""
+        if not self._deletion.is_done:
+            return []
+        letters, self._being_deleted = self._being_deleted, []
+        try:
+            self._deletion.result()
+        except StoreUnavailable:
+            self._arrived = letters + self._arrived
+            return []
+        for letter in letters:
+            self.tried.pop(row_id(letter), None)
+        return letters
+
+    @property
+    def is_deleting(self) -> bool:
+        """True while that is under way or can begin; False for a while after it failed."""
+        return self._deletion.is_running or (bool(self._arrived) and self._deletion.can_start)
 
     # -- trying again
 
@@ -130,14 +170,19 @@ class FailedDeliveries(FailureHandler):
 
     def take_in_tried(
         self, rows: Iterable[RowId], ids: Iterable[int], found: Sequence[StoredRecord], letters: Letters
-    ) -> list[DeadLetter]:
-        """Take in what was found of rows and dead letters to try; return the letters that may be sent."""
-        self._end_gone(rows, [*found, *letters.records])
+    ) -> tuple[list[StoredRecord], list[DeadLetter]]:
+        """Take in what was found of rows and dead letters to try; return the rows, and the letters, that may be sent.
+
+        A row that was released as a dead letter, or has another topic or key by now, is left to the other marks:
+        earlier rows of its key may wait for these.
+        """
+        waiting = [record for record in found if self.backoffs.covers(record)]
+        self._end_gone(rows, [*waiting, *letters.records])
         sendable = self.sendable(letters)
         if letters.problem is None:
             self._letters.update(ids)
-        self.tried.update((row_id(record), record) for record in (*found, *sendable))
-        return sendable
+        self.tried.update((row_id(record), record) for record in (*waiting, *sendable))
+        return waiting, sendable
 
     def forget_tried(self, records: Iterable[StoredRecord]) -> None:
         """Forget records that are released to the table, and not known to have failed: they are tried again."""
@@ -148,7 +193,11 @@ class FailedDeliveries(FailureHandler):
     # -- marks and holds
 
     def leader_id_renewed(self) -> None:
-        """Forget what was under way: all of it is in the table, without a mark of ours."""
+        """Forget what was under way: all of it is in the table, without a mark of ours.
+
+        So are dead letters that could not be deleted: they are sent again.
+        """
+        self._arrived.clear()
         self.tried.clear()
         self._letters.clear()
 
@@ -181,3 +230,10 @@ class FailedDeliveries(FailureHandler):
     def held(self, count: int) -> None:
         """Note that so many waiting holds are written."""
         del self._to_hold[:count]
+
+
+def _delete_dead_lettered(store: OutboxStore, ids: list[int], create_times: list[int]) -> None:
+    try:
+        store.holds.delete_dead_lettered(ids, create_times)
+    except RowsRemain as error:  # marks go on all the same: only dead letters wait
+        raise StoreUnavailable(str(error)) from error

@@ -27,6 +27,7 @@ from operator import attrgetter
 from outbox_core.election.lease import now
 from outbox_core.errors import TrackingTopicError
 from outbox_core.harvest.context import HarvestContext
+from outbox_core.harvest.failures.backoffs import MOST_ENDS
 from outbox_core.harvest.failures.batch_limit import BatchLimit
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide
@@ -53,8 +54,6 @@ _log = logging.getLogger(__name__)
 _REST_FACTOR = 3  # the search, and what is tried again, take at most a quarter of the time
 _LONGEST_REST_SECONDS = 5.0
 _MOST_TRIED_AGAIN = 10
-_MOST_DEAD_LETTERS = 50  # at once: values may be large
-_MOST_ENDS = 3
 
 
 class FailedTransactions(FailureHandler):
@@ -134,7 +133,10 @@ class FailedTransactions(FailureHandler):
         return self.backoffs.due_together(min(_MOST_TRIED_AGAIN, self.batch.limit))
 
     def read_again(self, rows: Sequence[RowId]) -> list[StoredRecord]:
-        """Read such rows; the backoff of one that is gone, or is held, ends."""
+        """Read such rows; the backoff of one that is gone, is held, or has another topic or key by now, ends.
+
+        Only what scans leave out is tried: another record may be in a scan that is under way, and would be twice.
+        """
         hold_cache, holds, ids = self.hold_cache, self.holds, [row.id for row in rows]
         query = RowQuery(len(rows), self._ctx.limits.mark_query_bytes, holds=holds, only_rows=rows)
 
@@ -147,10 +149,11 @@ class FailedTransactions(FailureHandler):
         if answer is None:
             return []
         found, letters, self.holds = answer
-        records = [record for record in found if not self.holds.covers(record)]
-        self._end_gone(rows, [*records, *letters.records])
-        records += self.sendable(letters)
-        return sorted((record for record in records if row_id(record) in rows), key=attrgetter("id"))
+        waiting = [record for record in found if not self.holds.covers(record) and self.backoffs.covers(record)]
+        waiting_letters = [letter for letter in letters.records if self.backoffs.covers(letter)]
+        self._end_gone(rows, [*waiting, *waiting_letters])
+        waiting += self.sendable(letters._replace(records=waiting_letters)) if waiting_letters else []
+        return sorted(waiting, key=attrgetter("id"))
 
     # -- the ends of transactions
 
@@ -240,10 +243,10 @@ class FailedTransactions(FailureHandler):
             return
         self.batch.ended(len(records))
         record, topics = records[0], {record.topic for record in records}
-        if len(topics) > 1 or (self.batch.ends < _MOST_ENDS and not self.backoffs.is_suspect(record.topic)):
+        if len(topics) > 1 or (self.batch.ends < MOST_ENDS and not self.backoffs.is_suspect(record.topic)):
             return
         ends = self.backoffs.suspect(record, ended.reason)
-        if ends < _MOST_ENDS or isinstance(record, DeadLetter):
+        if ends < MOST_ENDS or isinstance(record, DeadLetter):
             return
         if not self.hold_cache.is_writable:
             what = "records for topic %s end every term (%s); without a table of holds it cannot be held"

@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF_FACTOR = 20
 _MOST_DEAD_LETTERS = 50  # at once: values may be large
+_NAMED = 10  # records in one line of the log
 
 
 class Exclusion(NamedTuple):
@@ -109,13 +110,15 @@ class FailureHandler:
     def _holding(self, failures: Sequence[Failure]) -> Callable[[OutboxStore], HoldSet]:
         """Return what holds the records of failures, or their topics, and leaves dead letters held; it returns all."""
         ctx, cache = self._ctx, self.hold_cache
-        refused: dict[str, list[int]] = {}
+        refused: dict[str, set[int]] = {}
         holds: dict[tuple[str, int | None], NewHold] = {}
         for failure in failures:
             record = failure.record
             if isinstance(record, DeadLetter):
                 why = why_no_dead_letter(failure.error, ctx.grant_write, ctx.limits.max_message_bytes)
-                refused.setdefault(why, []).append(record.id)
+                # Without the right to write to their topic, all others would fail, too, each batch with its term.
+                others = self.holds.requests if failure.kind is ErrorKind.UNAUTHORIZED else ()
+                refused.setdefault(why, set()).update((record.id, *others))
             else:
                 limits = size_limits(ctx.batches.limit_of(record.topic), ctx.limits.max_message_bytes)
                 hold = new_hold(failure, ctx.grant_write, dead_letter=ctx.dead_letters.on_poison, limits=limits)
@@ -123,8 +126,9 @@ class FailureHandler:
 
         def write(store: OutboxStore) -> HoldSet:
             for why, ids in refused.items():
-                store.holds.refuse_dead_letters(ids, why)
-                _log.warning("record %s stays held: %s", ", ".join(map(str, ids)), why)
+                store.holds.refuse_dead_letters(sorted(ids), why)
+                more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+                _log.warning("record %s%s stays held: %s", ", ".join(map(str, sorted(ids)[:_NAMED])), more, why)
             return cache.write(store, list(holds.values())) if holds else cache.read(store)
 
         return write

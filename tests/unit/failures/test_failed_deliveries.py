@@ -1,10 +1,12 @@
 """At-least-once delivery after failures, step by step, without a database or a broker."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestLimits
 from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler
@@ -68,8 +70,32 @@ def failures(clock):
         batches=SimpleNamespace(limit_of=lambda _: None),
         dead_letters=SimpleNamespace(on_poison=False, topic="dead"),
         grant_write="grant WRITE on it",
+        purger=Purger(),
+        database=SimpleNamespace(recovered=lambda: None),
+        note_outage=lambda _: 1.0,
     )
     return FailedDeliveries(ctx)
+
+
+class Purger:
+    """The purger's thread, whose work is done at once; `error` is raised by it."""
+
+    def __init__(self):
+        self.deleted, self.error = [], None
+
+    def submit(self, work):
+        done = Future()
+        try:
+            done.set_result(work(SimpleNamespace(holds=self)))
+        except StoreUnavailable as error:
+            done.set_exception(error)
+        return done
+
+    def delete_dead_lettered(self, ids, create_times):
+        if self.error is not None:
+            raise self.error
+        assert len(ids) == len(create_times)
+        self.deleted += ids
 
 
 def record(identity, key, topic="t", size=10):
@@ -231,12 +257,22 @@ def test_dead_letters_are_read_once(failures):
     lanes = Lanes(10)
     request(failures, lanes, 1, 2)
     assert failures.rows_to_try(lanes) == ([], [1, 2])
-    letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
+    _, letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
     assert ids(letters) == [1, 2]
     lanes.admit(letters)
     request(failures, lanes, 1, 2, 3)
     assert failures.rows_to_try(lanes) == ([], []), "some are under way"
-    failures.succeeded(letters)
+    assert failures.succeeded(letters) == []
+    failures._ctx.purger.error = StoreUnavailable("away")
+    failures.start_deleting()
+    assert failures.collect_deleted() == []
+    assert failures.rows_to_try(lanes) == ([], []), "others wait until they are deleted"
+    failures._ctx.purger.error, failures._deletion.retry_at = None, 0.0
+    assert failures.is_deleting
+    failures.start_deleting()
+    assert failures.collect_deleted() == letters
+    assert failures._ctx.purger.deleted == [1, 2]
+    assert not failures.is_deleting
     lanes.purged(letters)
     assert failures.rows_to_try(lanes) == ([], [3])
     failures.apply_holds(NO_HOLDS, lanes)
@@ -244,18 +280,29 @@ def test_dead_letters_are_read_once(failures):
     assert failures.rows_to_try(lanes) == ([], [1]), "it is another one's"
 
 
+def test_a_row_that_is_no_dead_letter_any_more_is_left_to_the_other_marks(failures, clock):
+    """The row of a dead letter that waits, and is released, is not tried by itself: others of its key may be before."""
+    lanes, row = Lanes(10), record(7, "k")
+    failures.backoffs.failed(dead_letter(row, "dead", "boo"), ("dead", None))
+    clock(1.0)
+    rows, _ = failures.rows_to_try(lanes)
+    assert failures.take_in_tried(rows, [], [row], NO_LETTERS) == ([], [])
+    assert not failures.backoffs
+    assert not failures.tried
+
+
 def test_dead_letter_that_is_refused_stays_held(failures):
-    """A dead letter that its topic refuses stays held, with the reason; one that cannot be sent now is sent later."""
+    """Dead letters that may not be written stay held, with the reason, also those that were not tried."""
     lanes, why = Lanes(10), []
     request(failures, lanes, 1, 2)
-    letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
+    _, letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
     lanes.admit(letters)
     lanes.take(10)
     failures.handle([failed(letters[0], DENIED, alone=True), failed(letters[1], TIMED_OUT, alone=True)], lanes)
     store = Store(NO_HOLDS)
     store.refuse_dead_letters = lambda ids, reason: why.append((ids, reason))
     failures.holding()(store)
-    assert why == [([1], f"the dead-letter topic refused it: {DENIED.str()}; grant WRITE on it")]
+    assert why == [([1, 2], f"the dead-letter topic refused it: {DENIED.str()}; grant WRITE on it")]
     assert failures.backoffs.topics == {"dead"}
     assert failures.rows_to_try(lanes)[1] == [], "the topic is backed off"
 
@@ -265,16 +312,18 @@ def test_dead_letter_topic_that_cannot_be_made_is_backed_off(failures, clock):
     lanes = Lanes(10)
     request(failures, lanes, 1, 2)
     letters = Letters([letter(1), letter(2)], NO_TOPIC)
-    assert failures.take_in_tried([], [1, 2], [], letters) == []
+    assert failures.take_in_tried([], [1, 2], [], letters) == ([], [])
     assert failures.rows_to_try(lanes) == ([], [])
     clock(1.0)
     (row,), _ = failures.rows_to_try(lanes)
-    assert failures.take_in_tried([row], [], [], Letters([letter(1)], NO_TOPIC)) == []
+    assert failures.take_in_tried([row], [], [], Letters([letter(1)], NO_TOPIC)) == ([], [])
     assert failures.backoffs, "the row is not gone"
     clock(1.0)
     (row,), _ = failures.rows_to_try(lanes)
-    (first,) = failures.take_in_tried([row], [], [], Letters([letter(1)]))
+    _, (first,) = failures.take_in_tried([row], [], [], Letters([letter(1)]))
     failures.succeeded([first])
+    failures.start_deleting()
+    failures.collect_deleted()
     assert 2 in failures.rows_to_try(lanes)[1]
 
 

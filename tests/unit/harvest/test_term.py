@@ -449,3 +449,61 @@ def test_too_large_record_is_held_once_it_is_the_first_of_its_key(monkeypatch):
     assert [hold.record_id for hold in world.table.held] == [2]
     assert world.table.left() == [2, 3]
     assert 1 in world.cluster.published["t"]
+
+
+def test_what_scans_do_not_leave_out_is_not_tried(world):
+    """A row that waited as a dead letter, and was released, or that has another topic by now, is left to the scans."""
+    world.table.add("bad", key="k")
+    failures, record = world.delivery.failures, world.table.rows[1]
+    failures.backoffs.failed(dead_letter(record, LETTERS, "boo"), (LETTERS, None))
+    assert failures.read_again([row_id(record)]) == []
+    assert not failures.backoffs
+    failures.backoffs.failed(record._replace(topic="elsewhere"), ("elsewhere", None))
+    assert failures.read_again([row_id(record)]) == []
+    assert not failures.backoffs
+    world.close()
+
+
+def test_a_suspect_keeps_nobody_waiting_after_a_term_has_ended(hasty, monkeypatch):
+    """After a term that ended with its producer others are published before the suspect is tried again."""
+    hasty.table.add("poisoned")
+    hasty.cluster.breaking = {"poisoned"}
+    terms = []
+    hasty.settle = terms.append
+    failures = hasty.delivery.failures
+    monkeypatch.setattr(failures.backoffs, "_first", 0.0)  # it is due whenever a term begins
+    monkeypatch.setattr(failures.backoffs, "_longest", 0.0)
+    with hasty.running():
+        wait_until(lambda: failures.backoffs, "it is a suspect")
+        hasty.table.add("t", 50)
+        before = len(terms)
+        wait_until(lambda: hasty.cluster.published.get("t"), "others are published")
+        assert len(terms) - before < 10
+
+
+def test_dead_letters_that_may_not_be_written_are_refused_together(monkeypatch):
+    """One refusal for a missing right is that of all dead letters: others would each end a term."""
+    for name in ("_FIRST_BACKOFF_SECONDS", "_LONGEST_BACKOFF_SECONDS", "_TICK_SECONDS"):
+        monkeypatch.setattr(exactly_once, name, 0.001)
+    world = World(monkeypatch, batch=10, on_poison=True)
+    for _ in range(500):
+        world.table.request(world.table.add("bad"))
+    world.table.add("t", 10)
+    world.cluster.forbidden = {LETTERS}
+    with world.running():
+        wait_until(lambda: world.cluster.published.get("t"), "ordinary records are published")
+        assert len(world.cluster.transactions) < 10
+        wait_until(lambda: len(world.table.kept) == 500, "all stay held")
+
+
+def test_one_refused_by_the_client_does_not_hold_those_before_it(monkeypatch):
+    """Records before one that the client refuses are published, though their transaction is aborted for another."""
+    world = World(monkeypatch, batch=10, on_poison=False)
+    world.table.add("t", 2, key="k")
+    refused = world.table.add("t", value=POISON, key="k")
+    world.table.add("silent")
+    world.table.add("t", 5)
+    world.cluster.silent = {"silent"}
+    with world.running():
+        wait_until(lambda: len(world.cluster.published.get("t", ())) == 7, "those before it, and the others")
+        wait_until(lambda: [hold.record_id for hold in world.table.held] == [refused], "it is held by itself")
