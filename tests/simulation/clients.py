@@ -484,19 +484,28 @@ class Producer(Client):
     def _ask_for_id(self) -> None:
         if self._is_asking_for_id or any(lane.under_way for lane in self._lanes.values()):
             return
+        if self._producer >= 0:  # with nothing on its way it raises its epoch by itself, and asks nobody
+            self._epoch += 1
+            self._has_renewed()
+            for lane in self._lanes.values():
+                self._pump(lane)
+            return
         self._is_asking_for_id = True
 
         def got(answer: Any) -> None:
             self._is_asking_for_id = False
             if answer is not LOST:
                 self._producer, self._epoch = answer
-                self._must_renew = False
-                for lane in self._lanes.values():
-                    lane.next_sequence = lane.acknowledged = 0
+                self._has_renewed()
             for lane in self._lanes.values():
                 self._pump(lane)
 
         self.ask(self.cluster.new_producer, 5.0, got)
+
+    def _has_renewed(self) -> None:
+        self._must_renew = False
+        for lane in self._lanes.values():
+            lane.next_sequence = lane.acknowledged = 0
 
     def poll(self, timeout: float = -1) -> int:
         """Serve delivery reports; wait for the first."""
