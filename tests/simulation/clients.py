@@ -337,7 +337,7 @@ class Producer(Client):
                 self._register(lane)
                 return
         elif self._is_idempotent and (self._producer < 0 or self._must_renew):
-            self._ask_for_id()
+            self._renew_id()
             return
         many = min(len(lane.waiting), self._most_in_batch)
         messages = [lane.waiting.popleft() for _ in range(many)]
@@ -429,7 +429,7 @@ class Producer(Client):
 
     def _after_batch(self, lane: _Lane) -> None:
         if self._must_renew:
-            self._ask_for_id()
+            self._renew_id()
         self._pump(lane)
 
     def _give_up(self, lane: _Lane, code: int, *, waiting: bool = False) -> None:
@@ -481,31 +481,25 @@ class Producer(Client):
         if self._looks:
             self.process.after(_LOOK_SECONDS, self._look_for_old)
 
-    def _ask_for_id(self) -> None:
+    def _renew_id(self) -> None:
         if self._is_asking_for_id or any(lane.under_way for lane in self._lanes.values()):
             return
-        if self._producer >= 0:  # with nothing on its way it raises its epoch by itself, and asks nobody
-            self._epoch += 1
-            self._has_renewed()
-            for lane in self._lanes.values():
-                self._pump(lane)
-            return
-        self._is_asking_for_id = True
 
         def got(answer: Any) -> None:
             self._is_asking_for_id = False
             if answer is not LOST:
                 self._producer, self._epoch = answer
-                self._has_renewed()
+                self._must_renew = False
+                for lane in self._lanes.values():
+                    lane.next_sequence = lane.acknowledged = 0
             for lane in self._lanes.values():
                 self._pump(lane)
 
-        self.ask(self.cluster.new_producer, 5.0, got)
-
-    def _has_renewed(self) -> None:
-        self._must_renew = False
-        for lane in self._lanes.values():
-            lane.next_sequence = lane.acknowledged = 0
+        if self._producer >= 0:  # with nothing on its way it raises its epoch by itself
+            got((self._producer, self._epoch + 1))
+        else:
+            self._is_asking_for_id = True
+            self.ask(self.cluster.new_producer, 5.0, got)
 
     def poll(self, timeout: float = -1) -> int:
         """Serve delivery reports; wait for the first."""
