@@ -8,6 +8,7 @@ from typing import Any
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
+from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.stores.interface import MarkedBatch, StoredRecord, bytes_of, size_of
 from tests.simulation.postgres import Row, Store
@@ -83,3 +84,9 @@ def finish_at_once(self: AtLeastOnce) -> None:
 def knows_what_is_held(lanes: Any, records: Any) -> bool:
     """Know what is in the lanes, and not what has left them since the mark began."""
     return any(record.id in lanes._held for record in records)
+
+
+def renew_always(self: Publisher) -> None:
+    """Begin each leadership with a new producer, whose epochs keep no earlier record out."""
+    self._fatal = False
+    self.renew()

@@ -161,12 +161,7 @@ class Store:
             def run(number: int) -> None:
                 result = steps[number]()
                 if number + 1 == len(steps):
-                    slow = self._database.slow_answers
-                    if slow and self._scheduler.random.random() < slow:
-                        pause = self._database.slowest_statement * self._scheduler.random.random()
-                        self._scheduler.after(pause, lambda: respond((result,)))
-                    else:
-                        respond((result,))
+                    self._answer(lambda: respond((result,)))
                 else:
                     is_slow = self._scheduler.random.random() < self._database.slow_statements
                     pause = self._database.slowest_statement if is_slow else 0.0003
@@ -184,6 +179,14 @@ class Store:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
         return found[0][0]
+
+    def _answer(self, respond: Callable[[], None]) -> None:
+        """Send an answer, at once or late."""
+        random, share = self._scheduler.random, self._database.slow_answers
+        if share and random.random() < share:
+            self._scheduler.after(self._database.slowest_statement * random.random(), respond)
+        else:
+            respond()
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
