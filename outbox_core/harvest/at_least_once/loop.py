@@ -81,7 +81,7 @@ _LONGEST_RIVALS_BACKOFF_SECONDS = 5.0
 
 
 class _MarkRequest(NamedTuple):
-    """The mark under way: of the head of the table, of `rows` to try (and `letters`), or none: of holds alone."""
+    """The mark under way: of the head of the table, or of `rows` to try (and `letters`)."""
 
     limit: int = 0
     plan: ScanPlan | None = None
@@ -89,7 +89,6 @@ class _MarkRequest(NamedTuple):
     holds: HoldSet = NO_HOLDS
     rows: Sequence[RowId] = ()
     letters: Sequence[int] = ()
-    written: int = 0  # holds
 
 
 class _Marked(NamedTuple):
@@ -202,11 +201,11 @@ class AtLeastOnce:
         return self._ctx.limits.max_in_flight_bytes - self._lanes.held_bytes
 
     def _start_mark(self) -> None:
-        if self._over() or not self._mark.can_start:
+        failures = self._failures
+        if self._over() or self._mark.is_running or failures.is_holding:
             return  # rows that are marked after the lease are taken from the successor
-        failures, hold_cache = self._failures, self._failures.hold_cache
-        if failures.must_hold or not hold_cache.is_known:
-            self._start_holding()
+        failures.start_holding(self._lanes)
+        if not failures.may_mark or not self._mark.can_start:
             return
         is_blocked = self._is_blocked()
         rows, letters = ([], []) if is_blocked else failures.rows_to_try(self._lanes)
@@ -216,20 +215,10 @@ class AtLeastOnce:
             self._start_trying(rows, letters)
         elif limit:
             self._start_marking(limit)
-        elif hold_cache.is_stale and (failures.holds or self._lanes.held):
-            self._start_holding()
 
     def _is_blocked(self) -> bool:
         """Return True while what is published cannot be deleted: marks would only publish more of the same."""
         return self._ctx.removal.is_ongoing and (bool(self._to_settle.purge) or self._settle.is_running)
-
-    def _start_holding(self) -> None:
-        """Write the holds that wait for it, and read all."""
-        failures = self._failures
-        number, hold_cache = failures.must_hold, failures.hold_cache
-        self._request = _MarkRequest(written=number)
-        work = failures.holding() if number else hold_cache.current_or_reread
-        self._mark.start(lambda store: _Marked(_NOTHING_MARKED, work(store)))
 
     def _start_trying(self, rows: list[RowId], letters: list[int]) -> None:
         failures, holds, leader_id = self._failures, self._failures.holds, self.leader_id
@@ -281,6 +270,7 @@ class AtLeastOnce:
             raise StoreUnavailable(str(error), in_doubt=True) from error
 
     def _collect_mark(self) -> None:
+        self._release(self._failures.collect_holds(self._lanes))
         if not self._mark.is_done:
             return
         request, failures = self._request, self._failures
@@ -291,9 +281,6 @@ class AtLeastOnce:
             if error.in_doubt and request.limit:
                 self._force_remark()
             return
-        failures.held(request.written)
-        if marked.holds is not failures.holds:
-            self._ctx.commits.notify()  # something may have been released
         self._release(failures.apply_holds(marked.holds, self._lanes))
         batch = marked.batch
         if request.plan is not None:
@@ -510,24 +497,25 @@ class AtLeastOnce:
 
     def _busy_with_database(self) -> bool:
         is_settling = self._settle.is_running or any(self._to_settle) or self._failures.is_deleting
-        return self._mark.is_running or is_settling
+        return self._mark.is_running or self._failures.is_holding or is_settling
 
     # -- wait and finish
 
     def _patience(self) -> float:
         due = _IDLE_SECONDS
         time = now()
-        if not self._mark.is_running and not self._remark and not self._is_blocked() and self._room():
+        is_blocked = self._is_blocked()
+        if not self._mark.is_running and not self._remark and not is_blocked and self._room():
             due = min(due, self._schedule.due_in())
         if any(self._to_settle) and not self._settle.is_running:
             due = min(due, self._settle.retry_at - time)
         if not self._remark:
-            if not self._mark.is_running:
-                due = min(due, max(_TICK_SECONDS, self._failures.due_in(self._lanes), self._mark.retry_at - time))
+            if not self._mark.is_running and not self._failures.is_holding:
+                trial_due = max(self._failures.due_in(self._lanes), self._mark.retry_at - time)
+                trial_due = _IDLE_SECONDS if is_blocked else trial_due
+                due = min(due, max(_TICK_SECONDS, min(trial_due, self._failures.hold_due_in(self._lanes))))
             if self._ctx.batches.are_awaited:
                 due = min(due, self._ctx.batches.await_seconds)
-            if not self._mark.is_running and (self._failures.holds or self._lanes.held):
-                due = min(due, max(self._failures.hold_cache.due_in(), self._mark.retry_at - time))
             if self._ctx.send_window.has_waiting:
                 due = min(due, CHECK_EVERY_SECONDS)
         return max(0.0, due)

@@ -13,7 +13,7 @@ batch is backed off with its key, too, for no time at all: it is tried at once, 
 
 Each key fails once, before its destination is known. If a destination collects `_MOST_KEYS` of them and no record has
 arrived in its topic for a while, the whole topic is backed off instead: with the cluster away, the list of keys does
-not grow with the table.
+not grow with the table. After a minute its other partitions are tried again, too, in case that only one is still away.
 
 A topic whose records end the producer, without a reason from Kafka, is a **suspect**: it is tried alone, as soon as
 others were committed. `suspect` counts how often that ended the producer: after an outage, which ends producers too,
@@ -43,6 +43,7 @@ Destination = tuple[str, int | LaneKey | None]
 
 _MOST_KEYS = 1_000
 _QUIET_SECONDS = 5.0
+_WIDE_SECONDS = 60.0
 _NEVER = float("inf")
 LONGEST_BACKOFF_SECONDS = 10.0
 """A destination is tried again so soon after it is back, however long it was away."""
@@ -64,6 +65,7 @@ class _Backoff:
     until: float
     is_unreachable: bool  # False if Kafka answered: that a topic does not exist, for example
     why: str
+    widened_at: float = float("-inf")
     ends: int = 0  # of a suspect
     others_committed: bool = False  # since the last of them
     keys: set[LaneOrRow] = field(default_factory=set)
@@ -94,8 +96,8 @@ class Backoffs:
     def __bool__(self) -> bool:
         return bool(self._active)
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._active or item in self._keys
+    def __contains__(self, destination: object) -> bool:
+        return destination in self._active
 
     def __len__(self) -> int:
         return len(self._active)
@@ -162,8 +164,8 @@ class Backoffs:
         """Back off a destination after a failed delivery."""
         row, item, whole = row_id(record), lane_or_row(record), (destination[0], None)
         mine = self._rows.get(row)
-        if mine is not None and mine != destination and mine == destination_of_its_own(record):
-            self.end(row)  # it was tried by itself, and others are concerned
+        if mine is not None and mine != destination and self._concerns_others(mine, record, destination):
+            self.end(row)
             mine = None
         if mine is not None:  # tried again, in vain
             backoff = self._active[mine]
@@ -181,6 +183,14 @@ class Backoffs:
         quiet_since = max(known.since, self._arrived[destination[0]])
         if len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS:
             self._widen(destination)
+
+    def _concerns_others(self, mine: Destination, record: StoredRecord, destination: Destination) -> bool:
+        """Return True if not that which was tried is away: not the key alone, or not the whole topic."""
+        if mine == destination_of_its_own(record):
+            return True
+        backoff = self._active[mine]
+        is_wide = mine[1] is None and isinstance(destination[1], int) and not backoff.ends
+        return is_wide and self._clock() - backoff.widened_at > _WIDE_SECONDS
 
     def _start(self, row: RowId, destination: Destination, *, unreachable: bool, why: str) -> _Backoff:
         time = self._clock()
@@ -223,7 +233,7 @@ class Backoffs:
         return backoff is not None and backoff.ends > 0
 
     def succeeded(self, records: Iterable[StoredRecord]) -> list[Destination]:
-        """Note the arrival of records; return the destinations that were tried by them."""
+        """Note the arrival of records; return the destinations that were tried by them, and had to wait."""
         ended: list[Destination] = []
         time = self._clock()
         for record in records:
@@ -232,9 +242,10 @@ class Backoffs:
                 whole = self._active.get((record.topic, None))
                 if whole is not None:
                     whole.until = min(whole.until, time)
-            destination = self.end(row_id(record))
-            if destination is not None:
-                ended.append(destination)
+            mine = self._rows.get(row_id(record))
+            if mine is not None and self._active[mine].seconds:
+                ended.append(mine)
+            self.end(row_id(record))
         return ended
 
     def committed(self) -> None:
@@ -262,6 +273,7 @@ class Backoffs:
         """Back off the whole topic in the destination's stead."""
         backoff = self._active.pop(destination)
         self._free_keys(backoff)
+        backoff.widened_at = self._clock()
         self._active[destination[0], None] = backoff
         self._rows[backoff.row] = (destination[0], None)
 

@@ -13,13 +13,13 @@ Records that are **tried** are marked by their rows, dead letters are read witho
 others away; and each of these is sent in a batch of its own. They take at most a quarter of the room among the records
 in flight, so that the others flow.
 
-A hold of our own is written before anything else is marked. So no mark returns a row of its key, but the one that was
-under way, from which `lanes` filters it.
+Keys that are to be held are left out of the marks until that is written. So no mark returns a row of them, but the one
+that was under way, from which `lanes` filters it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from outbox_core.election.lease import now
 from outbox_core.errors import RowsRemain, StoreUnavailable
@@ -37,11 +37,13 @@ from outbox_core.stores.interface import (
     StoredRecord,
     bytes_of,
     keys_among,
+    lane_or_row,
     row_id,
     rows_among,
 )
 
 _NEVER = float("inf")
+_MOST_TO_HOLD = 1_000  # their values are in memory
 _ROOM = 4  # records that are tried take one part in so many
 
 
@@ -53,6 +55,8 @@ class FailedDeliveries(FailureHandler):
         self.tried: dict[RowId, StoredRecord] = {}
         self._letters: set[int] = set()  # read, and still among the requests that were read before
         self._to_hold: list[Failure] = []
+        self._written = 0  # of these, by the call under way
+        self._hold_call: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
         self._arrived: list[StoredRecord] = []  # dead letters, whose rows and holds are to be deleted
         self._being_deleted: list[StoredRecord] = []
         self._deletion: StoreCall[None] = StoreCall(ctx.purger, ctx)
@@ -142,9 +146,7 @@ class FailedDeliveries(FailureHandler):
             self._ctx.kafka.expire_after(limits.delivery_timeout + longest_backoff_of(limits))
 
     def due_in(self, lanes: Lanes) -> float:
-        """Return the seconds until a record can be tried again, or a hold written."""
-        if self._to_hold:
-            return 0.0
+        """Return the seconds until a record can be tried again."""
         if not (self.backoffs or self.holds.requests) or self._room(lanes) <= 0:
             return _NEVER
         return 0.0 if self._letters_due(lanes) else max(0.0, self.backoffs.next_due(lanes.is_busy) - now())
@@ -203,33 +205,66 @@ class FailedDeliveries(FailureHandler):
 
     def exclusion(self, lanes: Lanes) -> Exclusion:
         """Return the exclusion of a mark that starts now."""
-        returning, backoffs = lanes.returning, self.backoffs
+        backoffs, waiting = self.backoffs, self._to_hold
+        leaving = lanes.returning.union(lane_or_row(failure.record) for failure in waiting)
+        denied = {failure.record.topic for failure in waiting if failure.kind is ErrorKind.UNAUTHORIZED}
         return Exclusion(
-            keys_among(returning) | lanes.full | backoffs.lanes, rows_among(returning) | backoffs.rows, backoffs.topics
+            keys_among(leaving) | lanes.full | backoffs.lanes,
+            rows_among(leaving) | backoffs.rows,
+            backoffs.topics | denied,
         )
 
     def apply_holds(self, holds: HoldSet, lanes: Lanes) -> list[StoredRecord]:
         """Take in the current holds; return the records that are released to the table."""
         if holds is self.holds:
             return []
+        self._ctx.commits.notify()  # something may have been released
         self.holds = holds
         self._letters.intersection_update(holds.requests)
         if not holds:
             return []
         return lanes.release_unsent(lambda each: holds.covers(each) and not isinstance(each, DeadLetter))
 
+    def start_holding(self, lanes: Lanes) -> None:
+        """Write the holds that wait for it, or read them if they are stale: by themselves, as it may fail for long."""
+        if self.hold_due_in(lanes) > 0.0:
+            return
+        self._written = len(self._to_hold)
+        self._hold_call.start(self._holding(self._to_hold) if self._written else self.hold_cache.current_or_reread)
+
+    def collect_holds(self, lanes: Lanes) -> list[StoredRecord]:
+        """Take in the result of that; return the records that are released to the table."""
+        if not self._hold_call.is_done:
+            return []
+        try:
+            holds = self._hold_call.result()
+        except StoreUnavailable:
+            return []
+        del self._to_hold[: self._written]
+        return self.apply_holds(holds, lanes)
+
+    @property
+    def is_holding(self) -> bool:
+        """True while `start_holding` is under way."""
+        return self._hold_call.is_running
+
     @property
     def must_hold(self) -> int:
         """Number of holds that wait to be written."""
         return len(self._to_hold)
 
-    def holding(self) -> Callable[[OutboxStore], HoldSet]:
-        """Return what writes the waiting holds, and returns all; to be confirmed by `held`."""
-        return self._holding(self._to_hold)
+    @property
+    def may_mark(self) -> bool:
+        """False while the holds are not known, or too many of them cannot be written."""
+        return not self.is_holding and self.hold_cache.is_known and self.must_hold < _MOST_TO_HOLD
 
-    def held(self, count: int) -> None:
-        """Note that so many waiting holds are written."""
-        del self._to_hold[:count]
+    def hold_due_in(self, lanes: Lanes) -> float:
+        """Return the seconds until holds must be written or read."""
+        if self._to_hold or not self.hold_cache.is_known:
+            due = 0.0
+        else:
+            due = self.hold_cache.due_in() if self.holds or lanes.held else _NEVER
+        return max(due, self._hold_call.retry_at - now())
 
 
 def _delete_dead_lettered(store: OutboxStore, ids: list[int], create_times: list[int]) -> None:

@@ -38,7 +38,6 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF_FACTOR = 20
 _MOST_DEAD_LETTERS = 50  # at once: values may be large
-_NAMED = 10  # records in one line of the log
 
 
 class Exclusion(NamedTuple):
@@ -124,14 +123,7 @@ class FailureHandler:
                 hold = new_hold(failure, ctx.grant_write, dead_letter=ctx.dead_letters.on_poison, limits=limits)
                 holds[hold.topic, hold.record_id] = hold
 
-        def write(store: OutboxStore) -> HoldSet:
-            for why, ids in refused.items():
-                store.holds.refuse_dead_letters(sorted(ids), why)
-                more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-                _log.warning("record %s%s stays held: %s", ", ".join(map(str, sorted(ids)[:_NAMED])), more, why)
-            return cache.write(store, list(holds.values())) if holds else cache.read(store)
-
-        return write
+        return lambda store: cache.write(store, list(holds.values()), refused)
 
     # -- dead letters
 

@@ -102,6 +102,24 @@ def test_many_keys_become_the_topic_unless_something_arrives(clock):
     assert not backoffs
 
 
+def test_topic_does_not_wait_for_one_of_its_partitions(clock):
+    """A topic that was missing, or backed off for the keys of one partition, is tried by other rows a minute later."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    backoffs.failed(record(1, "a"), ("t", None))
+    backoffs.failed(record(1, "a"), ("t", 4))
+    assert (backoffs.topics, backoffs.lanes) == (set(), {("t", "a")}), "the topic was made, and partition 4 is away"
+    for number in range(1_002):
+        clock.time += 0.01
+        backoffs.failed(record(number, f"k{number}", "u"), ("u", 0))
+    assert backoffs.topics == {"u"}
+    for _ in range(7):
+        backoffs.failed(record(0, "k0", "u"), ("u", 0))
+        assert backoffs.topics == {"u"}
+        clock.time += 10.0
+    backoffs.failed(record(0, "k0", "u"), ("u", 0))
+    assert (backoffs.topics, ("u", "k0") in backoffs.lanes) == (set(), True)
+
+
 def test_record_that_cannot_be_held_waits_with_its_key(clock):
     """A record that failed alone and cannot be held is backed off with its key, and ends what was tried by it."""
     backoffs = Backoffs(1.0, 3.0, clock)

@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestLimits
-from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler
+from outbox_core.harvest import store_calls
+from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler, holds
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
 from outbox_core.harvest.failures.handler import NO_LETTERS, Letters
 from outbox_core.harvest.failures.holds import HoldCache
@@ -44,7 +45,7 @@ class Kafka(Outage):
 def clock(monkeypatch):
     """Return a function that moves the clock: `clock(5.0)`."""
     time = [100.0]
-    for module in (failed_deliveries, handler, backoff_report):
+    for module in (failed_deliveries, handler, backoff_report, holds, store_calls):
         monkeypatch.setattr(module, "now", lambda: time[-1])
     return lambda seconds: time.append(time[-1] + seconds)
 
@@ -70,26 +71,35 @@ def failures(clock):
         batches=SimpleNamespace(limit_of=lambda _: None),
         dead_letters=SimpleNamespace(on_poison=False, topic="dead"),
         grant_write="grant WRITE on it",
-        purger=Purger(),
+        marker=Thread(None),
+        purger=Thread(Deletions()),
+        commits=SimpleNamespace(notify=lambda: None),
         database=SimpleNamespace(recovered=lambda: None),
         note_outage=lambda _: 1.0,
     )
     return FailedDeliveries(ctx)
 
 
-class Purger:
-    """The purger's thread, whose work is done at once; `error` is raised by it."""
+class Thread:
+    """A store's thread, whose work is done at once."""
 
-    def __init__(self):
-        self.deleted, self.error = [], None
+    def __init__(self, store):
+        self.store = store
 
     def submit(self, work):
         done = Future()
         try:
-            done.set_result(work(SimpleNamespace(holds=self)))
+            done.set_result(work(self.store))
         except StoreUnavailable as error:
             done.set_exception(error)
         return done
+
+
+class Deletions:
+    """The purger's store; `error` is raised by it."""
+
+    def __init__(self):
+        self.deleted, self.error, self.holds = [], None, self
 
     def delete_dead_lettered(self, ids, create_times):
         if self.error is not None:
@@ -119,6 +129,13 @@ def sent(*records):
     lanes.admit(records)
     lanes.take(1_000)
     return lanes
+
+
+def hold(failures, lanes, store):
+    """Write the holds that wait for it into a store; return the released records."""
+    failures._ctx.marker.store = store
+    failures.start_holding(lanes)
+    return failures.collect_holds(lanes)
 
 
 def try_again(failures, lanes, *, found=()):
@@ -165,11 +182,32 @@ def test_record_that_may_be_to_blame_is_tried_alone_at_once(failures):
     assert failures.must_hold == 1
     assert not failures.backoffs
     store = Store(HoldSet(ids=frozenset({2})), HoldSet(ids=frozenset({2})))
-    holds = failures.holding()(store)
+    assert hold(failures, lanes, store) == []
     assert store.written == 1
-    failures.held(1)
-    failures.apply_holds(holds, lanes)
+    assert failures.holds.ids == {2}
     assert not failures.must_hold
+
+
+def test_what_cannot_be_held_keeps_no_others_waiting(failures, clock):
+    """While a hold cannot be written, its key and denied topics are left out of the marks, which go on."""
+    records = [record(1, "a"), record(2, None), record(3, "c", "denied"), record(4, "d")]
+    lanes = sent(*records)
+    refused = [failed(records[n], error, alone=True) for n, error in enumerate((TOO_LARGE, TOO_LARGE, DENIED))]
+    lanes.reset_done(map(row_id, failures.handle(refused, lanes)))
+    store = Store(*[NO_HOLDS] * 4)
+    store.error = StoreUnavailable("no room for holds")
+    for _ in range(2):
+        hold(failures, lanes, store)
+        assert failures.may_mark
+        assert failures.must_hold == 3
+        assert failures.exclusion(lanes) == ({("t", "a"), ("denied", "c")}, {row_id(records[1])}, {"denied"})
+        assert failures.hold_due_in(lanes) == 1.0
+        clock(1.0)
+    store.error = None
+    hold(failures, lanes, store)
+    assert (store.added, failures.must_hold, failures.exclusion(lanes)) == ([3], 0, (set(), set(), set()))
+    failures.handle([failed(records[3], TOO_LARGE, alone=True)] * 1_000, sent(records[3]))
+    assert not failures.may_mark, "values are in memory"
 
 
 def test_row_that_is_gone_ends_its_backoff(failures, clock):
@@ -263,15 +301,15 @@ def test_dead_letters_are_read_once(failures):
     request(failures, lanes, 1, 2, 3)
     assert failures.rows_to_try(lanes) == ([], []), "some are under way"
     assert failures.succeeded(letters) == []
-    failures._ctx.purger.error = StoreUnavailable("away")
+    failures._ctx.purger.store.error = StoreUnavailable("away")
     failures.start_deleting()
     assert failures.collect_deleted() == []
     assert failures.rows_to_try(lanes) == ([], []), "others wait until they are deleted"
-    failures._ctx.purger.error, failures._deletion.retry_at = None, 0.0
+    failures._ctx.purger.store.error, failures._deletion.retry_at = None, 0.0
     assert failures.is_deleting
     failures.start_deleting()
     assert failures.collect_deleted() == letters
-    assert failures._ctx.purger.deleted == [1, 2]
+    assert failures._ctx.purger.store.deleted == [1, 2]
     assert not failures.is_deleting
     lanes.purged(letters)
     assert failures.rows_to_try(lanes) == ([], [3])
@@ -299,9 +337,9 @@ def test_dead_letter_that_is_refused_stays_held(failures):
     lanes.admit(letters)
     lanes.take(10)
     failures.handle([failed(letters[0], DENIED, alone=True), failed(letters[1], TIMED_OUT, alone=True)], lanes)
-    store = Store(NO_HOLDS)
+    store = Store(NO_HOLDS, NO_HOLDS)
     store.refuse_dead_letters = lambda ids, reason: why.append((ids, reason))
-    failures.holding()(store)
+    hold(failures, lanes, store)
     assert why == [([1, 2], f"the dead-letter topic refused it: {DENIED.str()}; grant WRITE on it")]
     assert failures.backoffs.topics == {"dead"}
     assert failures.rows_to_try(lanes)[1] == [], "the topic is backed off"
@@ -333,6 +371,7 @@ class Store:
     def __init__(self, *reads):
         self.reads = list(reads)
         self.added = []
+        self.error = None
         self.holds = self
 
     @property
@@ -344,6 +383,8 @@ class Store:
         return self.reads.pop(0)
 
     def add(self, holds):
+        if self.error is not None:
+            raise self.error
         self.added.append(len(holds))
 
     def release_gone(self):
