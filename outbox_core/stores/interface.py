@@ -51,7 +51,7 @@ __all__ = [
     "lane_of",
     "lane_or_row",
     "rows_among",
-    "size_of",
+    "sizes_of",
 ]
 
 LaneKey = tuple[str, str]
@@ -168,20 +168,25 @@ _ARRAY_BYTES = 32
 _ROUNDING_BYTES = 8
 
 
-def size_of(record: StoredRecord) -> int:
-    """Return roughly the bytes that a record takes in memory: topic, key, value and headers."""
-    size = len(record.topic) + len(record.key or "") + len(record.value or "")
-    names, values = record.header_keys, record.header_values
-    if names or values:
-        for texts in (names or (), values or ()):
-            size += _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * len(texts)
-            size += sum([len(text) for text in texts if text])
+def sizes_of(records: Iterable[StoredRecord]) -> list[int]:
+    """Return roughly the bytes that each record takes in memory: topic, key, value and headers."""
+    return [
+        len(topic) + len(key or "") + len(value or "") + (_size_of_headers(names, values) if names or values else 0)
+        for _, topic, key, value, names, values, _, _ in records
+    ]
+
+
+def _size_of_headers(*columns: Sequence[bytes | str | None] | None) -> int:
+    size = 0
+    for texts in columns:
+        size += _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * len(texts or ())
+        size += sum([len(text) for text in texts or () if text])
     return size
 
 
 def bytes_of(records: Iterable[StoredRecord]) -> int:
-    """Return the bytes that records take together; see `size_of`."""
-    return sum(map(size_of, records))
+    """Return the bytes that records take together; see `sizes_of`."""
+    return sum(sizes_of(records))
 
 
 class MarkedRows(NamedTuple):
@@ -371,7 +376,7 @@ class RowQuery(NamedTuple):
 
     Attributes:
         limit: the largest number of rows.
-        max_bytes: no row is added once those before it take that much (`size_of`); one large row always fits.
+        max_bytes: no row is added once those before it take that much (`sizes_of`); one large row always fits.
         after: the floor above which rows are selected.
         only_rows: the rows among which it selects, None for all.
     """

@@ -481,6 +481,8 @@ def test_floor_of_another_connection(scene, store, make_store):
     put(scene, *(("t", str(n)) for n in range(1, 6)))
     floor = _floor(store)
     other = make_store()
+    without = RowQuery(10, after=floor, without_rows=rows(store, 1, 4))
+    assert [record.id for record in other.scan(without)] == [2, 3, 5], "also those up to the floor"
     assert _found(other, floor) == [1, 2, 3, 4, 5]
     _end_sessions(scene)
     with pytest.raises(StoreUnavailable):

@@ -10,7 +10,7 @@ from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.store_calls import StoreCall
-from outbox_core.stores.interface import MarkedBatch, StoredRecord, bytes_of, size_of
+from outbox_core.stores.interface import MarkedBatch, StoredRecord, bytes_of, sizes_of
 from tests.simulation.postgres import Row, Store
 
 _original_succeed = AtLeastOnce._succeed
@@ -24,7 +24,7 @@ class NoLanes(Lanes):
     """Lanes in which all records are ready at once."""
 
     def _admit(self, records: Sequence[StoredRecord]) -> None:
-        self._held.update({record.id: size_of(record) for record in records})
+        self._held.update(zip((record.id for record in records), sizes_of(records), strict=True))
         self._held_bytes += bytes_of(records)
         self._ready.extend(records)
 

@@ -25,10 +25,10 @@ from outbox_core.stores.interface import (
     RowQuery,
     SequenceSnapshot,
     StoredRecord,
+    bytes_of,
     held_key,
     lane_of,
     row_id,
-    size_of,
 )
 from tests.simulation.network import LOST, Connection, Network, Server
 from tests.simulation.scheduling import Process, Scheduler, current
@@ -231,7 +231,7 @@ class Store:
                 break
             found.append(row)
             self._note_reading(record)
-            taken += size_of(record)
+            taken += bytes_of([record])
             if len(found) == query.limit:
                 break
         return found

@@ -45,7 +45,7 @@ from outbox_core.stores.interface import (
     lane_of,
     lane_or_row,
     row_id,
-    size_of,
+    sizes_of,
 )
 
 _id_of = attrgetter("id")
@@ -116,8 +116,8 @@ class Lanes:
 
     def knows_any(self, records: Sequence[StoredRecord]) -> bool:
         """Return True if any of these records is in a lane already, or has been purged since the last mark started."""
-        held, purged = self._held.keys(), self._purged
-        return not (held.isdisjoint(map(_id_of, records)) and purged.isdisjoint(map(_id_of, records)))
+        ids = list(map(_id_of, records))
+        return not (self._held.keys().isdisjoint(ids) and self._purged.isdisjoint(ids))
 
     # -- from the table into Kafka
 
@@ -149,10 +149,10 @@ class Lanes:
         return back
 
     def _admit(self, records: Sequence[StoredRecord]) -> None:
-        sizes = {record.id: size_of(record) for record in records}
+        sizes = sizes_of(records)
         expected = len(self._held) + len(records)
-        self._held.update(sizes)
-        self._held_bytes += sum(sizes.values())
+        self._held.update(zip(map(_id_of, records), sizes, strict=True))
+        self._held_bytes += sum(sizes)
         must(len(self._held) == expected, "a record must be in one lane once; %d are twice", expected - len(self._held))
         lanes = self._followers
         ready = self._ready.append

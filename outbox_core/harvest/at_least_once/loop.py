@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import add, attrgetter
 from typing import Final, NamedTuple
@@ -70,7 +71,7 @@ from outbox_core.stores.interface import (
 
 _log = logging.getLogger(__name__)
 
-_topic_of = attrgetter("topic")
+_id_of, _create_time_of, _topic_of = attrgetter("id"), attrgetter("create_time"), attrgetter("topic")
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
@@ -342,8 +343,8 @@ class AtLeastOnce:
         closes_at = self._closes_at(records_wait=bool(batch))
         sent_at = now()
         for position, record in enumerate(batch):
-            send = publisher.send_unbatched if tried and row_id(record) in tried else publisher.send
-            if now() >= closes_at or elector.leadership is None or not send(record, sent_at):
+            alone = bool(tried) and row_id(record) in tried
+            if now() >= closes_at or elector.leadership is None or not publisher.send(record, sent_at, alone=alone):
                 self._lanes.put_back(batch[position:])
                 return True
         return not self._lanes.has_ready
@@ -390,7 +391,7 @@ class AtLeastOnce:
         self._to_settle.purge.extend(ordinary)
         self._ctx.metrics.published(ordinary)
         arrived = now()
-        for sent_at, count in self._publisher.take_send_times().items():
+        for sent_at, count in Counter(self._publisher.take_send_times()).items():
             self._ctx.metrics.publish_latency(arrived - sent_at, count)
         self._ctx.kafka.succeeded(all_of_it=not self._failures.backoffs.is_unreachable)
         self._ctx.count_published(len(ordinary))
@@ -425,8 +426,8 @@ class AtLeastOnce:
         if not any(rows) or not self._settle.can_start:
             return
         self._being_settled, self._to_settle = rows, _Rows([], [])
-        leader_id, reset_ids = self.leader_id, [row.id for row in rows.reset]
-        ids, create_times = [record.id for record in rows.purge], [record.create_time for record in rows.purge]
+        leader_id, reset_ids = self.leader_id, list(map(_id_of, rows.reset))
+        ids, create_times = list(map(_id_of, rows.purge)), list(map(_create_time_of, rows.purge))
 
         def settle(store: OutboxStore) -> bool:
             purged = 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 
 from outbox_core.election.lease import now
@@ -33,6 +34,7 @@ _NAMED = 3
 
 _NONE_REFUSED: Mapping[str, Collection[int]] = MappingProxyType({})
 _UNKNOWN = float("-inf")
+_value_of = attrgetter("value")
 _OLD = 0.0
 
 
@@ -64,8 +66,8 @@ class HoldCache:
 
     def current_or_reread(self, store: OutboxStore, records: Sequence[StoredRecord] = ()) -> HoldSet:
         """Return holds that are not stale; of these records hold those that were too large to be read."""
-        withheld = [record for record in records if isinstance(record.value, OversizedValue)]
-        if withheld:
+        if OversizedValue in set(map(type, map(_value_of, records))):
+            withheld = [record for record in records if isinstance(record.value, OversizedValue)]
             return self.write(store, [_too_large(record) for record in withheld])
         if self.is_stale:
             self.read(store)

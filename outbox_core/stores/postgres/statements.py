@@ -64,7 +64,7 @@ def _of_headers(expression: str) -> str:
     return "".join(f" + ({expression.format(array=array).strip()})" for array in arrays)
 
 
-# About what a row takes in memory (`size_of` in Python). Known without reading values that are stored out of line,
+# About what a row takes in memory (`sizes_of` in Python). Known without reading values that are stored out of line,
 # except compressed headers.
 SIZE = f"{_TEXTS} + coalesce(octet_length(kafka_topic), 0){_of_headers(_ARRAY_SIZE)}"
 

@@ -7,9 +7,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from outbox_core.errors import StoreUnavailable
+from outbox_core.harvest import store_calls
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestLimits
-from outbox_core.harvest import store_calls
 from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler, holds
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
 from outbox_core.harvest.failures.handler import NO_LETTERS, Letters

@@ -199,7 +199,7 @@ def test_batches_are_apart(traces):
     publisher.send(_stored(1), 1.0)
     publisher.send(_stored(2, "u"), 1.0)
     publisher.send(_stored(3), 2.0)
-    publisher.send_unbatched(_stored(4), 2.0)
+    publisher.send(_stored(4), 2.0, alone=True)
     _deliver(producer, None, None, None, None)
     sent = traces.named("send")
     assert [(span.name, span.attributes["messaging.batch.message_count"]) for span in sent] == [
