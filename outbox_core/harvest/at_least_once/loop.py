@@ -504,22 +504,29 @@ class AtLeastOnce:
 
     def _patience(self) -> float:
         due = _IDLE_SECONDS
-        time = now()
-        is_blocked = self._is_blocked()
-        if not self._mark.is_running and not self._remark and not is_blocked and self._room():
-            due = min(due, self._schedule.due_in())
         if any(self._to_settle) and not self._settle.is_running:
-            due = min(due, self._settle.retry_at - time)
+            due = min(due, self._settle.retry_at - now())
         if not self._remark:
-            if not self._mark.is_running and not self._failures.is_holding:
-                trial_due = max(self._failures.due_in(self._lanes), self._mark.retry_at - time)
-                trial_due = _IDLE_SECONDS if is_blocked else trial_due
-                due = min(due, max(_TICK_SECONDS, min(trial_due, self._failures.hold_due_in(self._lanes))))
+            due = min(due, self._mark_due_in())
             if self._ctx.batches.are_awaited:
                 due = min(due, self._ctx.batches.await_seconds)
             if self._ctx.send_window.has_waiting:
                 due = min(due, CHECK_EVERY_SECONDS)
         return max(0.0, due)
+
+    def _mark_due_in(self) -> float:
+        """Return the seconds until a mark, or reading the holds, can start; the end of either wakes this thread."""
+        failures = self._failures
+        if self._mark.is_running or failures.is_holding:
+            return _IDLE_SECONDS
+        due = failures.hold_due_in(self._lanes)
+        if failures.may_mark and not self._is_blocked():
+            mark_due = min(
+                self._schedule.due_in() if self._room() else _IDLE_SECONDS,
+                max(_TICK_SECONDS, failures.due_in(self._lanes)),
+            )
+            due = min(due, max(mark_due, self._mark.retry_at - now()))
+        return due
 
     def _wait(self, seconds: float) -> None:
         publisher, wake = self._publisher, self._ctx.wake

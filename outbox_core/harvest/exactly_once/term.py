@@ -393,6 +393,9 @@ class Term:
         unpurged = len(self._unpurged)
         must(not unpurged, "a commit must come after the purge of the last transaction; %d rows wait for it", unpurged)
         self._transactions.reached(Failpoint.COMMIT_SENT)
+        return self._end(producer)
+
+    def _end(self, producer: RecordProducer) -> Outcome:
         outcome = producer.commit(self._is_late)
         if isinstance(outcome, Committed):
             self._ledger = Ledger(offset=producer.manifest_offset)
@@ -406,7 +409,7 @@ class Term:
         ordinary = [record for record in records if not isinstance(record, DeadLetter)] if letters else records
         self._ctx.metrics.published(ordinary)
         self._ctx.metrics.publish_latency(took, len(ordinary))
-        self._failures.committed(records)
+        self._failures.committed(records, took)
         self._ctx.count_published(len(ordinary))
 
     def _publication_is_committed(self, records: list[StoredRecord]) -> None:

@@ -61,7 +61,7 @@ class FailedTransactions(FailureHandler):
 
     def __init__(self, ctx: HarvestContext, wait: LeadershipWait, tracking_topic: str) -> None:
         super().__init__(ctx)
-        self.batch = BatchLimit(ctx.limits.mark_query_records)
+        self.batch = BatchLimit(ctx.limits.mark_query_records, ctx.limits.most_in_transaction)
         self._wait = wait
         self._tracking_topic = tracking_topic
         self._rests: dict[str, float] = {}  # topic -> until when
@@ -157,9 +157,9 @@ class FailedTransactions(FailureHandler):
 
     # -- the ends of transactions
 
-    def committed(self, records: list[StoredRecord]) -> None:
-        """Note published records."""
-        self.batch.committed()
+    def committed(self, records: list[StoredRecord], took: float) -> None:
+        """Note published records, and the seconds that their transaction took."""
+        self.batch.committed(len(records), took)
         self._succeeded(records)
         self.backoffs.committed()
         self._ctx.kafka.succeeded(all_of_it=not self.backoffs.is_unreachable)

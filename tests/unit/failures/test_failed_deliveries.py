@@ -56,6 +56,7 @@ def failures(clock):
     del clock
     limits = HarvestLimits(
         mark_query_records=50,
+        most_in_transaction=50,
         max_in_flight_records=100,
         max_in_flight_bytes=40_000,
         lane_capacity=1_000,

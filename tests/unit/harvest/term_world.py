@@ -305,6 +305,7 @@ class World:
         self.ensured = self.looks_for_marks = 0
         limits = HarvestLimits(
             mark_query_records=batch,
+            most_in_transaction=batch,
             max_in_flight_records=4 * batch,
             max_in_flight_bytes=2**20,
             lane_capacity=batch,
