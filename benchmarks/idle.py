@@ -7,27 +7,18 @@ sends, its metrics included. CPU time is the harvester process's own.
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
+from benchmarks.stage import ROOT, Services, cpu_seconds, fill, fresh_topic, machine, services
 from outbox_core.schema import TableName, notify_sql
 
 _SETTLE_SECONDS = 15  # pauses have grown to their ceiling by then
-_TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def idle(at: Services, delivery: str, seconds: float, *, notify: bool) -> tuple[float, float]:

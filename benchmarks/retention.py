@@ -8,16 +8,14 @@ Beside the rate stands the CPU time of harvester and database together, which ot
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-from pathlib import Path
 from typing import NamedTuple
 
 import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stage import VALUE_BYTES, Services, fill, fresh_topic, harvest, machine, services
+from benchmarks.stage import VALUE_BYTES, Services, cpu_seconds, fill, fresh_topic, harvest, machine, services
 from outbox_core.retention.archive import archive_statements, drop_archive_statements
 from outbox_core.schema import TableName, create_history_sql, events_beside, statistics_beside
 
@@ -68,29 +66,10 @@ def _one_run(place: Services, kind: str, delivery: str, rows: int) -> _Run:
         if kind == "archive":
             for statement in archive_statements(_NAME):
                 connection.execute(statement)
-        before = _database_seconds(connection)
-        measured = harvest(place, delivery, rows=rows, limits=_KINDS[kind])
-        seconds = _database_seconds(connection) - before + measured["cpu_seconds"]
+    before = cpu_seconds(place.postgres_pid)
+    measured = harvest(place, delivery, rows=rows, limits=_KINDS[kind])
+    seconds = cpu_seconds(place.postgres_pid) - before + measured["cpu_seconds"]
     return _Run(measured["rate"], seconds / rows * 1_000_000)
-
-
-def _database_seconds(connection: psycopg.Connection[tuple[int]]) -> float:
-    """Return the CPU time of the server's processes, of those that have ended, too."""
-    (backend,) = connection.execute("SELECT pg_backend_pid()").fetchone() or (0,)
-    server = int(_times(backend)[1])
-    processes = [_times(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    of_server = [times for times in processes if times and int(times[1]) == server]
-    ticks = sum(int(times[11]) + int(times[12]) for times in of_server)
-    own = _times(server)
-    return (ticks + sum(map(int, own[11:15]))) / os.sysconf("SC_CLK_TCK")
-
-
-def _times(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat behind the name: state, parent, ..., utime and stime at 11 and 12."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
 
 
 def _print(console: Console, title: str, rounds: list[dict[str, _Run]]) -> None:

@@ -25,10 +25,12 @@ VALUE_BYTES = 100
 
 @dataclass(frozen=True)
 class Services:
-    """A database and a broker for one benchmark."""
+    """A database and a broker for one benchmark, with the processes that they began with."""
 
     dsn: str
     bootstrap: str
+    postgres_pid: int = 0  # 0: somebody else's
+    broker_pid: int = 0
 
 
 @contextmanager
@@ -36,7 +38,22 @@ def services() -> Iterator[Services]:
     """Start a real Postgres and a real broker for this run."""
     with DevStack(embedded=False) as stack:
         dsn = stack.postgres.create_database("bench")
-        yield Services(dsn, stack.kafka.bootstrap)
+        bootstrap = stack.kafka.bootstrap
+        yield Services(dsn, bootstrap, stack.postgres.pid or 0, stack.kafka.pid or 0)
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and its children, ended ones included."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if pid in (int(entry.name), int(fields[1])):
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def fill(dsn: str, topic: str, *, rows: int, keys: int, table: str = "outbox") -> None:

@@ -96,7 +96,8 @@ class Limits(Settings):
         max_in_flight_records: the most records in memory, marked and not yet purged.
         max_in_flight_bytes: the most bytes of their values and headers. One statement fetches a quarter of that, or a
             single larger record. The Kafka client holds a second copy of records under way.
-        mark_query_records: the most records that one statement marks.
+        mark_query_records: the most records that one statement marks, and of a transaction of exactly-once delivery.
+            While there is a backlog, and transactions are quick, they grow up to half of `max_in_flight_records`.
         lane_capacity: the most records of one key that wait in memory for their turn.
         min_metrics_interval: the shortest time between two `MeterRead` events.
         transaction_timeout: the time after which Kafka aborts an open transaction of exactly-once delivery; readers
@@ -137,6 +138,11 @@ class Limits(Settings):
         if self.mark_query_records > self.max_in_flight_records:
             raise ValueError("markQueryRecords must not be more than maxInFlightRecords")
         return self
+
+    @property
+    def most_in_transaction(self) -> int:
+        """The most records of a transaction of exactly-once delivery; two of them are in memory."""
+        return max(self.mark_query_records, min(self.max_in_flight_records // 2, _MOST_ROWS_OF_A_MANIFEST))
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():

@@ -168,7 +168,7 @@ def _examine_kafka(config: HarvestConfig, learned: _Learned, connecting: KafkaCo
     if learned.identity and members.verdict is Verdict.OK:  # else there are none, or they are not ours
         yield _leader(config, identity, learned.server_id)
     # The head names the outbox; ids and times take eight bytes each.
-    manifest_bytes = 2048 + 16 * config.limits.mark_query_records
+    manifest_bytes = 2048 + 16 * config.limits.most_in_transaction
     yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
     yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
     yield from kafka.relay_topic(tracking.relay_topic)

@@ -31,6 +31,7 @@ class HarvestLimits:
     """The limits of `outbox_core.config.Limits` that harvesting needs, with durations in seconds."""
 
     mark_query_records: int
+    most_in_transaction: int
     max_in_flight_records: int
     max_in_flight_bytes: int
     lane_capacity: int
@@ -46,6 +47,7 @@ class HarvestLimits:
         limits = config.limits
         return cls(
             mark_query_records=limits.mark_query_records,
+            most_in_transaction=limits.most_in_transaction,
             max_in_flight_records=limits.max_in_flight_records,
             max_in_flight_bytes=limits.max_in_flight_bytes,
             lane_capacity=limits.lane_capacity,

@@ -28,10 +28,8 @@ from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable, must
 from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
-from outbox_core.harvest.backlog import BacklogObserver
 from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
-from outbox_core.harvest.exhaustion import ExhaustionMonitor
 from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
 from outbox_core.harvest.polling import CommitFlag
@@ -47,6 +45,8 @@ from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.outage import Outage
 from outbox_core.printable import escape_log_lines
 from outbox_core.stores.interface import OutboxStore, RowQuery, StoreFactory
+from outbox_core.upkeep.backlog import BacklogObserver
+from outbox_core.upkeep.exhaustion import ExhaustionMonitor
 
 _log = logging.getLogger(__name__)
 

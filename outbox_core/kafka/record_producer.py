@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,9 @@ from outbox_core.kafka.row_topics import RowTopics
 from outbox_core.kafka.transactions import Ended, GiveUp, TransactionalProducer
 from outbox_core.stores.interface import LaneKey, StoredRecord, lane_of
 
+_MOST_TOPICS_TO_LEARN = 20
+_METADATA_SECONDS = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Sent:
@@ -21,6 +25,14 @@ class Sent:
 
     records: list[StoredRecord]
     refused: list[Failure]  # by the client itself
+
+
+class Reports:
+    """Delivery reports of the records of one transaction; collateral failures are left out."""
+
+    def __init__(self) -> None:
+        self.failures: list[Failure] = []
+        self.arrived: list[StoredRecord] = []
 
 
 class RecordProducer(TransactionalProducer):
@@ -42,23 +54,26 @@ class RecordProducer(TransactionalProducer):
         self.sent: list[StoredRecord] = []  # by the last `send`
 
     def send(
-        self, records: Iterable[StoredRecord], give_up: GiveUp, failures: list[Failure] | None = None
+        self, records: Iterable[StoredRecord], give_up: GiveUp, reports: Reports | None = None
     ) -> Sent | Ended | None:
         """Produce records in their order, without those that the client refuses and later ones of their keys.
 
-        `failures` takes the failures from delivery reports; without it there are none. None if `give_up`, asked while
-        the queue is full, said so; `Ended` if the producer is broken.
+        `reports` takes the delivery reports, which cost more than all the rest. None if `give_up`, asked while the
+        queue is full, said so; `Ended` if the producer is broken.
         """
+        if reports is not None:
+            records = list(records)
+            self._learn_partitions(records)
         sent = Sent([], [])
         self.sent = sent.records
         stopped: set[LaneKey] = set()
-        taken, produce = sent.records.append, self._produce
+        taken, produce, alone = sent.records.append, self._produce, self.is_unbatched
         for record in records:
             if stopped and lane_of(record) in stopped:
                 continue
             try:
                 if not produce(
-                    record, give_up, {} if failures is None else {"on_delivery": partial(_note, failures, record)}
+                    record, give_up, {} if reports is None else {"on_delivery": partial(_note, reports, record, alone)}
                 ):
                     return None
                 taken(record)
@@ -76,6 +91,17 @@ class RecordProducer(TransactionalProducer):
             if lane is not None:
                 stopped.add(lane)
         return sent
+
+    def _learn_partitions(self, records: Iterable[StoredRecord]) -> None:
+        """Have the client know the partitions of named ones: it then refuses those that do not exist by itself.
+
+        A new producer knows none, takes all, and fails them, with their transaction, once it has learned better.
+        """
+        named = {record.topic: record for record in records if record.partition >= 0}
+        for topic, record in list(named.items())[:_MOST_TOPICS_TO_LEARN]:
+            with suppress(KafkaException, ValueError):  # the record will tell
+                self._topics.check(record)
+                self._producer.list_topics(topic, timeout=_METADATA_SECONDS)
 
     def _produce(self, record: StoredRecord, give_up: GiveUp, more: dict[str, Any]) -> bool:
         """Produce one record. False if `give_up` said so while the queue was full."""
@@ -95,7 +121,15 @@ class RecordProducer(TransactionalProducer):
         return True
 
 
-def _note(failures: list[Failure], record: StoredRecord, error: KafkaError | None, message: Message) -> None:
-    if error is not None and not is_collateral(error):
+def _note(
+    reports: Reports,
+    record: StoredRecord,
+    alone: bool,
+    error: KafkaError | None,
+    message: Message,
+) -> None:
+    if error is None:
+        reports.arrived.append(record)
+    elif not is_collateral(error):
         partition = message.partition()
-        failures.append(Failure(record, error, partition=-1 if partition is None else partition))
+        reports.failures.append(Failure(record, error, alone, -1 if partition is None else partition))

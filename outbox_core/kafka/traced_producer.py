@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from outbox_core.kafka.clients import KafkaError
-from outbox_core.kafka.messages import Failure
-from outbox_core.kafka.record_producer import RecordProducer, Sent
+from outbox_core.kafka.record_producer import RecordProducer, Reports, Sent
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, GiveUp, Outcome, never
 from outbox_core.stores.interface import StoredRecord
 from outbox_core.tracing.batches import SendBatches
@@ -23,11 +22,11 @@ class TracedRecordProducer(RecordProducer):
         self._transaction = 0
 
     def send(
-        self, records: Iterable[StoredRecord], give_up: GiveUp, failures: list[Failure] | None = None
+        self, records: Iterable[StoredRecord], give_up: GiveUp, reports: Reports | None = None
     ) -> Sent | Ended | None:
         """Produce records as `RecordProducer.send` does, and note them."""
         given, began_ns = list(records), now_ns()
-        sent = super().send(given, give_up, failures)
+        sent = super().send(given, give_up, reports)
         refused = sent.refused if isinstance(sent, Sent) else []
         tried = [*sent.records, *(failure.record for failure in refused)] if isinstance(sent, Sent) else given
         for record in tried:

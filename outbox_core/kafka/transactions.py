@@ -164,7 +164,7 @@ class TransactionalProducer:
             "retry.backoff.ms": backoff,
             "retry.backoff.max.ms": longest,
         }
-        self._batch_bytes: int | None = None
+        self._batching: Mapping[str, int] = {}
         self._give_up: GiveUp = never
         self._must_replace = False
         self._record_timeout = _record_timeout(settings)
@@ -183,8 +183,7 @@ class TransactionalProducer:
 
     def _make(self) -> Any:
         # As a rule without delivery reports: they would cost more than all the rest, and the commit vouches for all.
-        sized = {} if self._batch_bytes is None else {"batch.size": self._batch_bytes}
-        return make_producer({**self._settings, **sized})
+        return make_producer({**self._settings, **self._batching})
 
     def init(self, give_up: GiveUp = never) -> Ended | None:
         """Fence the last owner of the transactional.id and wait until its transaction is settled, or return `Ended`.
@@ -218,11 +217,20 @@ class TransactionalProducer:
         if producer is not None:
             discard(producer)
 
-    def limit_batches(self, max_bytes: int | None) -> None:
-        """Set librdkafka's `batch.size` from the next `begin` on, None for that of the settings."""
-        if max_bytes != self._batch_bytes:
-            self._batch_bytes = max_bytes
+    def limit_batches(self, max_bytes: int | None, *, unbatched: bool = False) -> None:
+        """Set librdkafka's `batch.size` from the next `begin` on, None for that of the settings.
+
+        With `unbatched` each record is a batch of its own, so that its delivery report is about no other.
+        """
+        batches = {"batch.num.messages": 1} if unbatched else {} if max_bytes is None else {"batch.size": max_bytes}
+        if batches != self._batching:
+            self._batching = batches
             self._must_replace = True
+
+    @property
+    def is_unbatched(self) -> bool:
+        """True if each record of a transaction that begins now is a batch of its own."""
+        return "batch.num.messages" in self._batching
 
     def begin(self) -> Ended | None:
         """Open a transaction, with a new producer if a late EndTxn could meet it.
@@ -370,6 +378,7 @@ class TransactionalProducer:
             try:
                 self._end(self._producer.abort_transaction, give_up)
                 self._producer.poll(0)  # what is still to be reported
+                self._must_replace = self._must_replace or bool(self._reports.awaited)
             except KafkaException as error:
                 return Ended(error.args[0].str(), cause)
         if self._is_torn(cause):

@@ -29,6 +29,7 @@ __all__ = [
     "HoldSet",
     "HoldStore",
     "LaneKey",
+    "LaneOrRow",
     "MarkStore",
     "MarkedBatch",
     "MarkedRows",
@@ -46,8 +47,11 @@ __all__ = [
     "WaitingRows",
     "bytes_of",
     "held_key",
+    "keys_among",
     "lane_of",
-    "size_of",
+    "lane_or_row",
+    "rows_among",
+    "sizes_of",
 ]
 
 LaneKey = tuple[str, str]
@@ -117,6 +121,25 @@ def row_id(record: StoredRecord) -> RowId:
     return RowId(record.id, record.create_time)
 
 
+LaneOrRow = LaneKey | RowId
+"""A key with its topic, or the row of a record without a key: the unit that fails and waits."""
+
+
+def lane_or_row(record: StoredRecord) -> LaneOrRow:
+    """Return the record's lane, or its row if it has no key."""
+    return lane_of(record) or row_id(record)
+
+
+def keys_among(items: Iterable[LaneOrRow]) -> set[LaneKey]:
+    """Return the keys among keys and rows."""
+    return {item for item in items if not isinstance(item, RowId)}
+
+
+def rows_among(items: Iterable[LaneOrRow]) -> set[RowId]:
+    """Return the rows of records without a key among keys and rows."""
+    return {item for item in items if isinstance(item, RowId)}
+
+
 class OversizedValue:
     """A stand-in for a value that was not read, as no producer takes its record.
 
@@ -145,20 +168,25 @@ _ARRAY_BYTES = 32
 _ROUNDING_BYTES = 8
 
 
-def size_of(record: StoredRecord) -> int:
-    """Return roughly the bytes that a record takes in memory: topic, key, value and headers."""
-    size = len(record.topic) + len(record.key or "") + len(record.value or "")
-    names, values = record.header_keys, record.header_values
-    if names or values:
-        for texts in (names or (), values or ()):
-            size += _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * len(texts)
-            size += sum([len(text) for text in texts if text])
+def sizes_of(records: Iterable[StoredRecord]) -> list[int]:
+    """Return roughly the bytes that each record takes in memory: topic, key, value and headers."""
+    return [
+        len(topic) + len(key or "") + len(value or "") + (_size_of_headers(names, values) if names or values else 0)
+        for _, topic, key, value, names, values, _, _ in records
+    ]
+
+
+def _size_of_headers(*columns: Sequence[bytes | str | None] | None) -> int:
+    size = 0
+    for texts in columns:
+        size += _ARRAY_BYTES + (HEADER_BYTES + _ROUNDING_BYTES) * len(texts or ())
+        size += sum([len(text) for text in texts or () if text])
     return size
 
 
 def bytes_of(records: Iterable[StoredRecord]) -> int:
-    """Return the bytes that records take together; see `size_of`."""
-    return sum(map(size_of, records))
+    """Return the bytes that records take together; see `sizes_of`."""
+    return sum(sizes_of(records))
 
 
 class MarkedRows(NamedTuple):
@@ -225,7 +253,8 @@ NO_HOLDS = HoldSet()
 class NewHold(NamedTuple):
     """A hold that the harvester sets: of a topic (no `record_id`), or of a record, with its key if it has one.
 
-    `reason` is a few words, `error` Kafka's answer; with `dead_letter` the record goes to the dead-letter topic.
+    `reason` is a few words, `error` Kafka's answer; with `dead_letter` the record goes to the dead-letter topic. With
+    a `create_time` it is of the row that has both: none is set if that is gone, and its id another row's.
     """
 
     topic: str
@@ -234,6 +263,7 @@ class NewHold(NamedTuple):
     reason: str
     error: str
     dead_letter: bool = False
+    create_time: int | None = None
 
 
 class WaitingRows(NamedTuple):
@@ -346,8 +376,9 @@ class RowQuery(NamedTuple):
 
     Attributes:
         limit: the largest number of rows.
-        max_bytes: no row is added once those before it take that much (`size_of`); one large row always fits.
+        max_bytes: no row is added once those before it take that much (`sizes_of`); one large row always fits.
         after: the floor above which rows are selected.
+        only_rows: the rows among which it selects, None for all.
     """
 
     limit: int
@@ -357,6 +388,7 @@ class RowQuery(NamedTuple):
     without_rows: Collection[RowId] = ()
     without_topics: Collection[str] = ()
     holds: HoldSet = NO_HOLDS
+    only_rows: Collection[RowId] | None = None
 
 
 class HoldStore(Protocol):
@@ -370,7 +402,7 @@ class HoldStore(Protocol):
         """
 
     def add(self, holds: Sequence[NewHold]) -> None:
-        """Add holds, but for those that are there already."""
+        """Add holds, but for those that are there already, and those of rows that are gone."""
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the held rows of these ids, by ascending id, marked or not."""

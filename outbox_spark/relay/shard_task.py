@@ -36,7 +36,7 @@ from outbox_core.kafka.errors import ErrorKind, explained, kind_of
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.messages import Failure
-from outbox_core.kafka.record_producer import RecordProducer
+from outbox_core.kafka.record_producer import RecordProducer, Reports
 from outbox_core.kafka.topics import TopicLimits
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted
@@ -83,7 +83,7 @@ class ShardTask:
         self._batches = BatchSizes(self._limits.ask, largest=largest, is_compressed=is_compressed)
         self._fitted: int | None = None  # limit of the present producer's batches
         self._wants_reports = False  # of deliveries; they cost more than all the rest
-        self._failures: list[Failure] | None = None  # that were reported of the present transaction
+        self._reports: Reports | None = None  # of the present transaction
         self._counts = PublicationCounts()
 
     def run(self) -> ShardOutcome:
@@ -241,8 +241,8 @@ class ShardTask:
             opening = Opening.of(identity.outbox, self._plan.server_id, legal).encode()
             topic, partition, key = identity.tracking_topic, identity.tracking_partition, opening_key(self._id)
             unless_ended(producer.send_manifest(topic, opening, partition, key=key))
-        self._failures = [] if self._wants_reports else None
-        sent = unless_ended(producer.send(records, self._is_late, self._failures))
+        self._reports = Reports() if self._wants_reports else None
+        sent = unless_ended(producer.send(records, self._is_late, self._reports))
         if sent is None:
             raise KafkaUnavailable("the producer's queue stayed full")
         self._failpoint("sent")
@@ -259,9 +259,8 @@ class ShardTask:
         else:
             outcome = unless_ended(producer.abort(producer.failure))
         if isinstance(outcome, Aborted):
-            misdirected = [
-                (failure.record, failure.error) for failure in self._failures or () if _is_misdirected(failure)
-            ]
+            failures = self._reports.failures if self._reports is not None else []
+            misdirected = [(failure.record, failure.error) for failure in failures if _is_misdirected(failure)]
             if misdirected and self._rows.may_hold():
                 return misdirected
             raise self._reason_of(outcome, records)
@@ -292,7 +291,7 @@ class ShardTask:
 
     def _reason_of(self, outcome: Aborted, missing: Sequence[StoredRecord]) -> InvalidRecord | KafkaUnavailable:
         """Return the error of an aborted transaction: a refusal is final, an outage or an unclear cause is retried."""
-        failures = self._failures or []
+        failures = self._reports.failures if self._reports is not None else []
         errors = [failure.error for failure in failures] + ([outcome.error] if outcome.error is not None else [])
         if any(error.code() == KafkaError.MSG_SIZE_TOO_LARGE for error in errors):
             # Smaller batches may be possible: the limit of the topic is not known.

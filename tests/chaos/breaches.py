@@ -20,6 +20,7 @@ from outbox_core.kafka.reader import reader_settings
 from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.tracking import LedgerReader
 from outbox_core.kafka.transactions import Aborted, Committed, Ended
+from outbox_core.stores.interface import row_id
 from outbox_core.stores.postgres.store import PostgresStore
 
 # -- 1. The set of ids in flight is copied before the scan is sent, and that copy applies
@@ -46,7 +47,7 @@ class ScansWhatIsInFlight(ForcedOverlap):
     """A term whose scan excludes records that await their purge, but not the batch that is being published."""
 
     def _start_scan(self):
-        in_flight, self._in_flight = self._in_flight, {record[0] for record in self._unpurged}
+        in_flight, self._in_flight = self._in_flight, set(self._unpurged)
         super()._start_scan()
         self._in_flight = in_flight
 
@@ -61,7 +62,7 @@ class ExcludesAfterTheScan(ForcedOverlap):
 
     def _collect_scan(self):
         scanned = super()._collect_scan()
-        return scanned._replace(records=[record for record in scanned.records if record[0] not in self._in_flight])
+        return scanned._replace(records=[each for each in scanned.records if row_id(each) not in self._in_flight])
 
 
 # -- 2. An abort throws away scanned rows that are not published
@@ -125,7 +126,7 @@ class CommitsBeforePurge(Term):
 
     def _commit(self, producer, records):
         producer.all_arrive(10)
-        return self._send_manifest(producer, records) or producer.commit()
+        return self._send_manifest(producer, records) or self._end(producer)
 
 
 class NeverPurges(PostgresStore):
@@ -232,7 +233,7 @@ class TakesTransactionsForWhole(Term):
     def _commit(self, producer, records):
         if not self._purge_is_committed(now() + self._transactions.timeout / 2) or not self._leadership.leads():
             return producer.abort()
-        return self._send_manifest(producer, records) or producer.commit()
+        return self._send_manifest(producer, records) or self._end(producer)
 
 
 class Gate:

@@ -11,7 +11,7 @@ from tests.chaos.late import LateArrival
 _SHOWN = 40
 _FROZEN_KINDS = ("freeze-leader", "stop:")
 _LATE_SECONDS = 15.0
-BROKER_FORGOT = "ends of transactions forgotten by the broker (KAFKA-20734), which explain what follows or hide it"
+_BROKER_FORGOT = "ends of transactions forgotten by the broker (KAFKA-20734), which explain what follows or hide it"
 DRAIN_SECONDS = 30.0
 """Within which nothing waits any more once the last fault is over."""
 
@@ -118,7 +118,7 @@ class Report:
             found["violations after a freeze, too many to be what was on its way"] = self.excused
         problems = [f"{what}: {number}" for what, number in found.items() if number]
         if problems and self.forgotten_ends and self.delivery == "exactly-once":
-            problems.insert(0, f"{BROKER_FORGOT}: {self.forgotten_ends}")
+            problems.insert(0, f"{_BROKER_FORGOT}: {self.forgotten_ends}")
         return problems
 
     def write(self, directory: Path) -> Path:

@@ -48,7 +48,7 @@ def test_at_least_once_may_repeat_a_record_at_once():
 
 
 def test_what_a_broker_has_forgotten_comes_first():
-    """What a broker has forgotten is named before what may follow from it, and alone is no problem."""
+    """A report names what a broker has forgotten before what may follow from it; alone it is no problem."""
     problems = _report(forgotten_ends=2, strangers=1).problems
     assert [problem.endswith(end) for problem, end in zip(problems, (": 2", ": 1"), strict=True)] == [True, True]
     assert "KAFKA-20734" in problems[0]

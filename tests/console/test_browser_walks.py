@@ -114,6 +114,7 @@ def test_topic_is_paused_and_resumed(console, world):
     dialog.get_by_label("Topic", exact=True).press("Tab")
     dialog.get_by_label("Do it all the same").check()
     expect(dialog.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
+    expect(dialog.get_by_label("Do it all the same")).to_be_checked()
     confirm(console, "Pause", "ledger migration", f"{topic} is paused")
     world.stash(topic, b"1", b"2", b"3")
     expect(tile(console, "held")).to_have_text("3")

@@ -17,7 +17,7 @@ import pytest
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql, drop_checks_sql
-from outbox_core.stores.interface import NO_FLOOR, Backlog, Floor, HoldSet, OutboxStore, RowQuery, row_id
+from outbox_core.stores.interface import NO_FLOOR, Backlog, Floor, HoldSet, OutboxStore, RowId, RowQuery, row_id
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.contract.accept_contract import wait_for_a_blocked_session
 from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
@@ -129,6 +129,20 @@ def test_find_reads_rows_by_id(scene, store, make_store):
     assert [tuple(record) for record in store.find([4, 99, 2])] == [tuple(scanned[2][:8]), tuple(scanned[4][:8])]
     fresh = make_store()
     assert [record[0] for record in fresh.find([1])] == [1], "on a connection that has read nothing yet"
+
+
+def test_mark_and_scan_among_given_rows(scene, store):
+    """A query of given rows returns those of them that are there, are not held, and are not marked by this leader."""
+    scene.fill("t", 6)
+    (one, two, four, five), me = rows(store, 1, 2, 4, 5), uuid4()
+    store.mark(me, RowQuery(1))
+    query = RowQuery(10, only_rows=[five, two, one, four._replace(create_time=4), RowId(99, 0)])
+    assert ids(store.mark(me, query)) == [2, 5]
+    assert [record.id for record in store.scan(query)] == [1, 2, 5]
+    holds = HoldSet(lanes=frozenset({(record.topic, record.key) for record in store.find([2])}))
+    assert [record.id for record in store.scan(query._replace(holds=holds))] == [1, 5]
+    assert [record.id for record in store.scan(query._replace(limit=1))] == [1]
+    assert ids(store.mark(uuid4(), query._replace(only_rows=()))) == []
 
 
 def test_server_has_an_id(store, make_store):
@@ -467,6 +481,8 @@ def test_floor_of_another_connection(scene, store, make_store):
     put(scene, *(("t", str(n)) for n in range(1, 6)))
     floor = _floor(store)
     other = make_store()
+    without = RowQuery(10, after=floor, without_rows=rows(store, 1, 4))
+    assert [record.id for record in other.scan(without)] == [2, 3, 5], "also those up to the floor"
     assert _found(other, floor) == [1, 2, 3, 4, 5]
     _end_sessions(scene)
     with pytest.raises(StoreUnavailable):

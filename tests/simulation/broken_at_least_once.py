@@ -8,8 +8,9 @@ from typing import Any
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
+from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.store_calls import StoreCall
-from outbox_core.stores.interface import MarkedBatch, StoredRecord, bytes_of, size_of
+from outbox_core.stores.interface import MarkedBatch, StoredRecord, bytes_of, sizes_of
 from tests.simulation.postgres import Row, Store
 
 _original_succeed = AtLeastOnce._succeed
@@ -22,23 +23,13 @@ _original_result = StoreCall.result
 class NoLanes(Lanes):
     """Lanes in which all records are ready at once."""
 
-    def admit(self, records: Sequence[StoredRecord]) -> None:
-        self._held.update({record.id: size_of(record) for record in records})
+    def _admit(self, records: Sequence[StoredRecord]) -> None:
+        self._held.update(zip((record.id for record in records), sizes_of(records), strict=True))
         self._held_bytes += bytes_of(records)
         self._ready.extend(records)
 
     def purged(self, records: Sequence[StoredRecord]) -> None:
         self._forget(records)
-
-    def release(self, record: StoredRecord) -> list[StoredRecord]:
-        self._forget([record])
-        return [record]
-
-    def release_all(self) -> list[StoredRecord]:
-        dropped = list(self._ready)
-        self._ready.clear()
-        self._forget(dropped)
-        return dropped
 
 
 class EarlyLanes(Lanes):
@@ -93,3 +84,9 @@ def finish_at_once(self: AtLeastOnce) -> None:
 def knows_what_is_held(lanes: Any, records: Any) -> bool:
     """Know what is in the lanes, and not what has left them since the mark began."""
     return any(record.id in lanes._held for record in records)
+
+
+def renew_always(self: Publisher) -> None:
+    """Begin each leadership with a new producer, whose epochs keep no earlier record out."""
+    self._fatal = False
+    self.renew()

@@ -208,10 +208,10 @@ def commit_before_the_purge(self: Term, producer: RecordProducer, records: Seque
     return self._send_manifest(producer, records) or _and_note(self, producer, producer.commit(self._is_late))
 
 
-def purge_with_the_last(self: Term, records: list[StoredRecord], *, are_dead_letters: bool) -> None:
+def purge_with_the_last(self: Term, records: list[StoredRecord]) -> None:
     """Purge a batch together with the last one, where that is not purged yet."""
     before = self._unpurged
-    _original_conclude(self, records, are_dead_letters=are_dead_letters)
+    _original_conclude(self, records)
     if before:
         self._unpurged = before + self._unpurged
         self._purge.abandon()

@@ -335,7 +335,12 @@ RULES = {
         plan={"faults": ("reassign",), "harvesters": 2, "pause": 0.1, "writers": 5, **_NEAR},
     ),
     "no lease begins while an earlier one of its own may run": _at_least(
-        protocol.Predecessor, "suspect", lambda *_: None, shows="comes after", plan=_OFTEN_REMOVED
+        protocol.Predecessor,
+        "suspect",
+        lambda *_: None,
+        Double(Publisher, "renew_if_broken", at_least_once.renew_always),
+        shows="comes after",
+        plan=_OFTEN_REMOVED,
     ),
     "no lease begins while an earlier one may run": _both(
         protocol.Predecessor,

@@ -337,7 +337,7 @@ class Producer(Client):
                 self._register(lane)
                 return
         elif self._is_idempotent and (self._producer < 0 or self._must_renew):
-            self._ask_for_id()
+            self._renew_id()
             return
         many = min(len(lane.waiting), self._most_in_batch)
         messages = [lane.waiting.popleft() for _ in range(many)]
@@ -429,7 +429,7 @@ class Producer(Client):
 
     def _after_batch(self, lane: _Lane) -> None:
         if self._must_renew:
-            self._ask_for_id()
+            self._renew_id()
         self._pump(lane)
 
     def _give_up(self, lane: _Lane, code: int, *, waiting: bool = False) -> None:
@@ -481,10 +481,9 @@ class Producer(Client):
         if self._looks:
             self.process.after(_LOOK_SECONDS, self._look_for_old)
 
-    def _ask_for_id(self) -> None:
+    def _renew_id(self) -> None:
         if self._is_asking_for_id or any(lane.under_way for lane in self._lanes.values()):
             return
-        self._is_asking_for_id = True
 
         def got(answer: Any) -> None:
             self._is_asking_for_id = False
@@ -496,7 +495,11 @@ class Producer(Client):
             for lane in self._lanes.values():
                 self._pump(lane)
 
-        self.ask(self.cluster.new_producer, 5.0, got)
+        if self._producer >= 0:  # with nothing on its way it raises its epoch by itself
+            got((self._producer, self._epoch + 1))
+        else:
+            self._is_asking_for_id = True
+            self.ask(self.cluster.new_producer, 5.0, got)
 
     def poll(self, timeout: float = -1) -> int:
         """Serve delivery reports; wait for the first."""

@@ -25,10 +25,10 @@ from outbox_core.stores.interface import (
     RowQuery,
     SequenceSnapshot,
     StoredRecord,
+    bytes_of,
     held_key,
     lane_of,
     row_id,
-    size_of,
 )
 from tests.simulation.network import LOST, Connection, Network, Server
 from tests.simulation.scheduling import Process, Scheduler, current
@@ -161,12 +161,7 @@ class Store:
             def run(number: int) -> None:
                 result = steps[number]()
                 if number + 1 == len(steps):
-                    slow = self._database.slow_answers
-                    if slow and self._scheduler.random.random() < slow:
-                        pause = self._database.slowest_statement * self._scheduler.random.random()
-                        self._scheduler.after(pause, lambda: respond((result,)))
-                    else:
-                        respond((result,))
+                    self._answer(lambda: respond((result,)))
                 else:
                     is_slow = self._scheduler.random.random() < self._database.slow_statements
                     pause = self._database.slowest_statement if is_slow else 0.0003
@@ -184,6 +179,14 @@ class Store:
             self._connection = None
             raise StoreUnavailable("the connection is lost", in_doubt=True)
         return found[0][0]
+
+    def _answer(self, respond: Callable[[], None]) -> None:
+        """Send an answer, at once or late."""
+        random, share = self._scheduler.random, self._database.slow_answers
+        if share and random.random() < share:
+            self._scheduler.after(self._database.slowest_statement * random.random(), respond)
+        else:
+            respond()
 
     def close(self) -> None:
         connection, self._connection = self._connection, None
@@ -205,6 +208,7 @@ class Store:
         if floor.place == here and database.last_id >= floor.id:
             lowest = floor.id
         rows, keys, topics = set(query.without_rows), set(query.without_keys), set(query.without_topics)
+        only = None if query.only_rows is None else set(query.only_rows)
         found: list[Row] = []
         taken = 0
         # Hidden from nobody: a row that another leader has taken from our hands, and one that has left them after this
@@ -212,6 +216,8 @@ class Store:
         for identity in sorted(database.rows):
             row = database.rows[identity]
             record = row.record
+            if only is not None and row_id(record) not in only:
+                continue
             if not is_wanted(row) or record.topic in topics or query.holds.covers(record):
                 continue
             if lane_of(record) in keys or row_id(record) in rows:
@@ -225,7 +231,7 @@ class Store:
                 break
             found.append(row)
             self._note_reading(record)
-            taken += size_of(record)
+            taken += bytes_of([record])
             if len(found) == query.limit:
                 break
         return found
@@ -329,7 +335,14 @@ class Store:
         return self._known[1]
 
     def add(self, holds: Sequence[NewHold]) -> None:
-        self._statement(lambda: self._database.set_holds([*self._database.holds, *holds]))
+        def insert() -> None:
+            self._database.set_holds([*self._database.holds, *filter(self._is_there, holds)])
+
+        self._statement(insert)
+
+    def _is_there(self, hold: NewHold) -> bool:
+        row = None if hold.record_id is None else self._database.rows.get(hold.record_id)
+        return hold.create_time is None or (row is not None and row.record.create_time == hold.create_time)
 
     def fetch(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         return self.find(ids)

@@ -478,7 +478,7 @@ class Simulation:
         self.rolled_back: set[str] = set()
         self.skipped: set[str] = set()  # by an operator
         self.truncated: set[str] = set()
-        self._refused_and_gone: set[tuple[str, int]] = set()  # topics and ids of truncated rows
+        self._outdated_holds: set[NewHold] = set()  # of truncated rows
         self._last_fault_at = 0.0
         self.is_writing = self.is_faulty = True
         self.is_over = False
@@ -525,14 +525,7 @@ class Simulation:
 
     def run(self) -> None:
         """Run writers and faults for the plan's time, mend everything, and wait until nothing waits."""
-        for topic, width in _TOPICS.items():
-            self.cluster.create(topic, width, {})
-        if self.plan.foreign:
-            self._write_foreign_manifest()
-        if self.plan.neighbour:
-            self.scheduler.after(3.0, self._begin_beside)
-        if self.plan.changes_to:
-            self.scheduler.after(self.plan.seconds / 2, self._change_delivery)
+        self._set_up()
         for node in self.nodes:
             node.start()
         for writer in self._writers:
@@ -551,6 +544,16 @@ class Simulation:
             self._end_all()
         for node in self.nodes:
             node.crash()
+
+    def _set_up(self) -> None:
+        for topic, width in _TOPICS.items():
+            self.cluster.create(topic, width, {})
+        if self.plan.foreign:
+            self._write_foreign_manifest()
+        if self.plan.neighbour:
+            self.scheduler.after(3.0, self._begin_beside)
+        if self.plan.changes_to:
+            self.scheduler.after(self.plan.seconds / 2, self._change_delivery)
 
     def _end_all(self) -> None:
         """Ask all harvesters to stop: each ends in time, and leaves no thread."""
@@ -607,7 +610,7 @@ class Simulation:
                 del rows[row.record.id]
                 self.skipped.add(str(row.record.value, "utf-8"))
                 self._last_fault_at = self.scheduler.now
-            elif row is not None and (hold.topic, hold.record_id) in self._refused_and_gone:
+            elif row is not None and hold in self._outdated_holds:
                 self.seen["held for a row that is gone"] += 1  # its id has come back
             elif row is not None:
                 self.seen["held without need"] += 1
@@ -844,12 +847,11 @@ class Simulation:
         self.scheduler.after(random.random() * 4 * self.plan.outage, lambda: setattr(server, "is_up", True))
 
     def _fault_truncate(self, random: Random) -> None:
-        records = [row.record for row in self.database.rows.values()]
-        tokens = {str(record.value, "utf-8") for record in records}
+        tokens = {str(row.record.value, "utf-8") for row in self.database.rows.values()}
         if random.random() < 0.3 and self.database.truncate():
             self.seen["truncated"] += 1
             self.truncated |= tokens
-            self._refused_and_gone |= {(each.topic, each.id) for each in records if POISON in (each.value or b"")}
+            self._outdated_holds.update(self.database.holds)
             self.scheduler.note("TRUNCATE ... RESTART IDENTITY of %d rows", len(tokens))
 
     def _fault_restart(self, random: Random) -> None:

@@ -46,6 +46,10 @@ def _begin(self: TransactionalProducer) -> Ended | None:
     return None
 
 
+def _limit_nothing(self: TransactionalProducer, max_bytes: int | None, *, unbatched: bool = False) -> None:
+    """Keep the producer and its batches: `begin` does not replace it."""
+
+
 def _commit(self: TransactionalProducer, give_up: Callable[[], bool] = never) -> Outcome:
     del give_up
     try:
@@ -111,6 +115,7 @@ def _last_manifest(
 
 DOUBLES = (
     (TransactionalProducer, "_make", _make),
+    (TransactionalProducer, "limit_batches", _limit_nothing),
     (TransactionalProducer, "begin", _begin),
     (TransactionalProducer, "commit", _commit),
     (TransactionalProducer, "abort", _abort),

@@ -62,7 +62,7 @@ function previewOf(spec, state) {
   if (problem) {
     lines.push(h("p", {}, problem.message), problem.remedy && remedyLine(problem.remedy), suggestionsOf(problem), forceOf(problem, state));
   } else if (preview) {
-    lines.push(h("p", {}, h("strong", {}, preview.text)), preview.count === 0 ? h("p", { class: "muted" }, "Nothing is there to do it to (any more).") : null);
+    lines.push(h("p", {}, h("strong", {}, preview.text)), preview.count === 0 ? h("p", { class: "muted" }, "Nothing is there to do it to (any more).") : null, forceOf(null, state));
   } else {
     lines.push(h("p", { class: "muted" }, state.asked ? "Looking what would happen…" : "Fill in the fields to see what would happen."));
   }
@@ -75,11 +75,11 @@ function suggestionsOf(problem) {
 }
 
 function forceOf(problem, state) {
-  if (problem.code !== "unknown_target" && problem.code !== "already_restashed") return null;
+  if (!state.force && problem?.code !== "unknown_target" && problem?.code !== "already_restashed") return null;
   const set = (event) => {
     state.force = event.target.checked;
   };
-  return h("label", { class: "check" }, h("input", { type: "checkbox", id: "force", checked: state.force, onchange: set }), "Do it all the same");
+  return h("label", { class: "check", key: "force" }, h("input", { type: "checkbox", id: "force", checked: state.force, onchange: set }), "Do it all the same");
 }
 
 /** Ask what would happen, and show it. An answer that is overtaken by another question is dropped. */

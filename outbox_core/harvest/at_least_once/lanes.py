@@ -7,10 +7,23 @@ The acknowledgement is too early to move on. Suppose R0 is acknowledged, R1 is s
 is purged. The successor sends R0 R1 again: the topic has R0 R1 R0 R1, an order reversal. With lanes the worst case is
 R0 R0 R1, a plain repeat.
 
+A record that failed, or is held, is **released** to the table together with those behind it: their marks are cleared.
+Until that is committed, and for as long as a mark that began earlier may still return rows of the key, none of them may
+be sent: a later record would overtake a released one. So such a key, or a record without one,
+
+- is left out of every mark that starts before the marks of its rows are cleared (`returning`);
+- is filtered from the result of a mark that was under way at the release (`admit`). Those rows are released, too.
+
+           .--------------------- the purge of its last record ---------------------.
+           v                                                                        |
+    in the table --mark--> ready --take--> sent --acknowledgement--> waits for its purge
+           ^                 |              |
+           '-- marks cleared -- returning <-'  hold, failure
+
 Invariants, for any sequence of calls (proven by tests/unit/harvest/test_lanes.py):
 
 - of each key at most one record is under way;
-- records of a key become ready in the order in which they were admitted;
+- records of a key become ready in the order of their ids;
 - `held` counts the records that were admitted and neither purged nor released, `held_bytes` their bytes.
 
 The structure is pure and belongs to one thread.
@@ -24,7 +37,16 @@ from itertools import repeat
 from operator import attrgetter
 
 from outbox_core.errors import must
-from outbox_core.stores.interface import LaneKey, StoredRecord, lane_of, size_of
+from outbox_core.stores.interface import (
+    LaneKey,
+    LaneOrRow,
+    RowId,
+    StoredRecord,
+    lane_of,
+    lane_or_row,
+    row_id,
+    sizes_of,
+)
 
 _id_of = attrgetter("id")
 
@@ -45,7 +67,7 @@ def without(records: Iterable[StoredRecord], refused: Iterable[StoredRecord]) ->
 
 
 class Lanes:
-    """The records that a harvester has in memory, by key."""
+    """The records that a harvester has in memory, by key, and the keys whose rows are on the way back to the table."""
 
     def __init__(self, capacity: int) -> None:
         # a soft limit: marked records are admitted however many wait in a lane
@@ -55,7 +77,9 @@ class Lanes:
         self._full: set[LaneKey] = set()
         self._held: dict[int, int] = {}  # id -> size
         self._held_bytes = 0
-        self._purged: set[int] = set()  # since a mark began
+        self._returning: dict[RowId, LaneOrRow] = {}  # rows whose marks are being cleared
+        self._released: set[LaneOrRow] = set()  # since the last mark started
+        self._purged: set[int] = set()  # the same
 
     @property
     def held(self) -> int:
@@ -73,25 +97,62 @@ class Lanes:
         return frozenset(self._full)
 
     @property
+    def returning(self) -> set[LaneOrRow]:
+        """Keys, and rows without one, whose marks are being cleared; leave them out of the next mark, too."""
+        return set(self._returning.values())
+
+    @property
     def has_ready(self) -> bool:
         """True if `take` would return a record."""
         return bool(self._ready)
 
-    def mark_begins(self) -> None:
-        """Remember what is purged from now on: a mark may return it, if another leader's came before."""
-        self._purged.clear()
+    def holds_id(self, identity: int) -> bool:
+        """Return True if a record with this id is in a lane."""
+        return identity in self._held
+
+    def is_busy(self, row: RowId) -> bool:
+        """Return True if this row is in a lane, or its mark is being cleared."""
+        return row in self._returning or row.id in self._held
 
     def knows_any(self, records: Sequence[StoredRecord]) -> bool:
-        """Return True if any of these records is in a lane already, or has been purged since the mark began."""
-        held, purged = self._held.keys(), self._purged
-        return not (held.isdisjoint(map(_id_of, records)) and purged.isdisjoint(map(_id_of, records)))
+        """Return True if any of these records is in a lane already, or has been purged since the last mark started."""
+        ids = list(map(_id_of, records))
+        return not (self._held.keys().isdisjoint(ids) and self._purged.isdisjoint(ids))
 
-    def admit(self, records: Sequence[StoredRecord]) -> None:
-        """Take in marked records, by ascending id."""
-        sizes = {record.id: size_of(record) for record in records}
+    # -- from the table into Kafka
+
+    def mark_starts(self) -> None:
+        """Note that a mark starts, which leaves out `full` and `returning`.
+
+        What is purged from now on it may return, if another leader's mark came before it.
+        """
+        self._released.clear()
+        self._purged.clear()
+
+    def admit(
+        self, records: Sequence[StoredRecord], is_held: Callable[[StoredRecord], bool] | None = None
+    ) -> list[StoredRecord]:
+        """Take in the records of the last mark, by ascending id; return those that are released again."""
+        back: list[StoredRecord] = []
+        if self._released or is_held is not None:
+            released = self._released
+            back = [
+                record
+                for record in records
+                if (released and lane_or_row(record) in released) or (is_held is not None and is_held(record))
+            ]
+        if back:
+            self._return(back)
+            rows = set(map(row_id, back))
+            records = [record for record in records if row_id(record) not in rows]
+        self._admit(records)
+        return back
+
+    def _admit(self, records: Sequence[StoredRecord]) -> None:
+        sizes = sizes_of(records)
         expected = len(self._held) + len(records)
-        self._held.update(sizes)
-        self._held_bytes += sum(sizes.values())
+        self._held.update(zip(map(_id_of, records), sizes, strict=True))
+        self._held_bytes += sum(sizes)
         must(len(self._held) == expected, "a record must be in one lane once; %d are twice", expected - len(self._held))
         lanes = self._followers
         ready = self._ready.append
@@ -146,60 +207,53 @@ class Lanes:
             if self._full and len(followers) <= self._capacity // 2:
                 self._full.discard(lane)
 
+    # -- back to the table
+
     def release(self, record: StoredRecord) -> list[StoredRecord]:
         """Drop a record that is under way and not in flight any more, with its followers; return them all."""
-        lane = lane_of(record)
-        dropped = [record, *((self._followers.pop(lane, None) or ()) if lane is not None else ())]
-        if lane is not None:
-            self._full.discard(lane)
-        self._forget(dropped)
-        return dropped
-
-    def release_followers(self, record: StoredRecord) -> list[StoredRecord]:
-        """Drop and return the records behind one that stays under way."""
-        lane = lane_of(record)
-        followers = self._followers.get(lane) if lane is not None else None
-        if lane is None or not followers:
-            return []
-        self._followers[lane] = None
-        self._full.discard(lane)
-        self._forget(followers)
-        return list(followers)
+        return self._release([record], [])
 
     def release_unsent(self, covers: Callable[[StoredRecord], bool]) -> list[StoredRecord]:
         """Drop and return covered records that are not taken. A record under way keeps its lane, without followers."""
-        dropped = [record for record in self._ready if covers(record)]
-        if dropped:
+        first = [record for record in self._ready if covers(record)]
+        if first:
             self._ready = deque(record for record in self._ready if not covers(record))
-        for record in list(dropped):
+        return self._release(first, [lane for lane, rest in self._followers.items() if rest and covers(rest[0])])
+
+    def release_all(self) -> list[StoredRecord]:
+        """Drop and return every record that has not been taken. A record under way keeps its lane."""
+        first = list(self._ready)
+        self._ready.clear()
+        return self._release(first, [lane for lane, followers in self._followers.items() if followers])
+
+    def reset_done(self, rows: Iterable[RowId]) -> None:
+        """Note rows whose marks are cleared."""
+        if self._returning:
+            for row in rows:
+                self._returning.pop(row, None)
+
+    def _release(self, first: Iterable[StoredRecord], lanes: Iterable[LaneKey]) -> list[StoredRecord]:
+        """Drop the first records of lanes with their followers, and the followers alone of other lanes."""
+        dropped: list[StoredRecord] = []
+        for record in first:
+            dropped.append(record)
             lane = lane_of(record)
             if lane is not None:
                 dropped.extend(self._followers.pop(lane, None) or ())
                 self._full.discard(lane)
-        for lane, followers in self._followers.items():
-            if followers and covers(followers[0]):
-                dropped.extend(followers)
+        for lane in lanes:
+            dropped.extend(self._followers.get(lane) or ())
+            if lane in self._followers:
                 self._followers[lane] = None
-                self._full.discard(lane)
+            self._full.discard(lane)
         self._forget(dropped)
+        self._return(dropped)
         return dropped
 
-    def release_all(self) -> list[StoredRecord]:
-        """Drop and return every record that has not been taken. A record under way keeps its lane."""
-        ready = list(self._ready)
-        dropped = list(ready)
-        self._ready.clear()
-        for record in ready:
-            lane = lane_of(record)
-            if lane is not None:
-                dropped.extend(self._followers.pop(lane) or ())
-        for lane, followers in self._followers.items():
-            if followers:
-                dropped.extend(followers)
-                self._followers[lane] = None
-        self._full.clear()
-        self._forget(dropped)
-        return dropped
+    def _return(self, records: Iterable[StoredRecord]) -> None:
+        items = {row_id(record): lane_or_row(record) for record in records}
+        self._returning.update(items)
+        self._released.update(items.values())
 
     def _forget(self, records: Iterable[StoredRecord]) -> None:
         self._held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))

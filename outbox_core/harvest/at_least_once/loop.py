@@ -17,7 +17,8 @@ threads that own a store each.
 - **Purge.** Acknowledged rows are deleted where they still carry our leader ID. Fewer than asked means that another
   leader has marked them since: no lane moves, and everything is marked again.
 - **Reset.** A failed delivery concerns its own key, its partition or its topic (`failures`): their rows lose our leader
-  ID and are left out of the marks for a while, or held. All others flow.
+  ID and are left out of the marks for a while, or held. All others flow. What is tried again is marked by its rows
+  alone, and sent in batches of one record; so are dead letters, which are not marked.
 - **Force remark**, where more is in doubt: release all records that are not yet sent, let those in flight finish under
   the old leader ID, take a new one (`LeaderRefreshed`), and mark again from the head.
 - **Unknown outcomes.** A mark that the connection did not survive may have marked rows unknown to us: force remark. A
@@ -32,8 +33,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
-from operator import attrgetter
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from operator import add, attrgetter
 from typing import Final, NamedTuple
 from uuid import UUID, uuid4
 
@@ -44,8 +46,8 @@ from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.at_least_once.publisher import ProducerLimits, Publisher
 from outbox_core.harvest.at_least_once.send_window import CHECK_EVERY_SECONDS
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.dead_letters import DeadLetters
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
+from outbox_core.harvest.failures.handler import NO_LETTERS, Letters
 from outbox_core.harvest.failures.policy import Remark, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
@@ -69,7 +71,7 @@ from outbox_core.stores.interface import (
 
 _log = logging.getLogger(__name__)
 
-_topic_of = attrgetter("topic")
+_id_of, _create_time_of, _topic_of = attrgetter("id"), attrgetter("create_time"), attrgetter("topic")
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _IDLE_SECONDS = 1.0
@@ -80,17 +82,22 @@ _LONGEST_RIVALS_BACKOFF_SECONDS = 5.0
 
 
 class _MarkRequest(NamedTuple):
+    """The mark under way: of the head of the table, or of `rows` to try (and `letters`)."""
+
     limit: int = 0
     plan: ScanPlan | None = None
     excludes: bool = False
     holds: HoldSet = NO_HOLDS
+    rows: Sequence[RowId] = ()
+    letters: Sequence[int] = ()
 
 
 class _Marked(NamedTuple):
     batch: MarkedBatch
-    evidence: Evidence | None
-    took: float
     holds: HoldSet
+    evidence: Evidence | None = None
+    took: float = 0.0
+    letters: Letters = NO_LETTERS
 
 
 class _Rows(NamedTuple):
@@ -98,10 +105,6 @@ class _Rows(NamedTuple):
 
     purge: list[StoredRecord]
     reset: list[RowId]
-
-    @property
-    def any(self) -> bool:
-        return bool(self.purge or self.reset)
 
 
 class AtLeastOnce:
@@ -126,13 +129,12 @@ class AtLeastOnce:
         self._stopping = False
         self._lanes = Lanes(ctx.limits.lane_capacity)
         self._failures = FailedDeliveries(ctx)
-        self._dead_letters = DeadLetters(ctx)
         self._remark = False
         self._mark: StoreCall[_Marked] = StoreCall(ctx.marker, ctx)
         self._request = _MarkRequest()
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._rivals_backoff = 0.0
-        self._settle: StoreCall[int] = StoreCall(ctx.purger, ctx)
+        self._settle: StoreCall[bool] = StoreCall(ctx.purger, ctx)
         self._being_settled = _Rows([], [])
         self._to_settle = _Rows([], [])
 
@@ -167,15 +169,13 @@ class AtLeastOnce:
                 return
             self._collect_mark()
             self._collect_settled()
-            self._release(self._failures.collect_written(self._lanes))
-            self._dead_letters.advance(self._failures.holds)
+            self._failures.update()
             sent_all = True
             if self._remark:
                 self._refresh_when_quiet()
             else:
                 sent_all = self._send()
                 self._start_mark()
-            self._failures.start_writing()
             self._start_settling()
             if not self.drained:
                 self._wait(self._patience() if sent_all else 0.0)
@@ -202,97 +202,124 @@ class AtLeastOnce:
         return self._ctx.limits.max_in_flight_bytes - self._lanes.held_bytes
 
     def _start_mark(self) -> None:
-        failures, hold_cache = self._failures, self._failures.hold_cache
-        is_blocked = self._schedule.due_in() or not hold_cache.is_known or self._ctx.removal.is_ongoing
-        limit = 0 if is_blocked else self._room()
-        if self._mark.is_running or self._over() or not (limit or self._wants_holds()):
+        failures = self._failures
+        if self._over() or self._mark.is_running or failures.is_holding:
             return  # rows that are marked after the lease are taken from the successor
-        if not limit:
-            self._request = _MarkRequest()
-            self._mark.start(lambda store: _Marked(_NOTHING_MARKED, None, 0.0, hold_cache.current_or_reread(store)))
+        failures.start_holding(self._lanes)
+        if not failures.may_mark or not self._mark.can_start:
             return
-        exclusion = failures.exclusion()
-        lanes, rows, topics = exclusion.lanes | self._lanes.full, exclusion.rows, exclusion.topics
+        is_blocked = self._is_blocked()
+        rows, letters = ([], []) if is_blocked else failures.rows_to_try(self._lanes)
+        limit = 0 if is_blocked or self._schedule.due_in() else self._room()
+        was_tried = self._request.rows or self._request.letters
+        if (rows or letters) and not (limit and was_tried):  # in turns
+            self._start_trying(rows, letters)
+        elif limit:
+            self._start_marking(limit)
+
+    def _is_blocked(self) -> bool:
+        """Return True while what is published cannot be deleted: marks would only publish more of the same."""
+        return self._ctx.removal.is_ongoing and (bool(self._to_settle.purge) or self._settle.is_running)
+
+    def _start_trying(self, rows: list[RowId], letters: list[int]) -> None:
+        failures, holds, leader_id = self._failures, self._failures.holds, self.leader_id
+        ids = [*letters, *(row.id for row in rows if row.id in holds.requests)]
+        self._request = _MarkRequest(len(rows), None, excludes=True, holds=holds, rows=rows, letters=letters)
+        query = RowQuery(len(rows), self._ctx.limits.mark_query_bytes, holds=holds, only_rows=rows)
+        self._lanes.mark_starts()
+
+        def mark(store: OutboxStore) -> _Marked:
+            found = failures.read_letters(store, ids, holds)
+            batch = self._marked_by(store, leader_id, query) if rows else _NOTHING_MARKED
+            return _Marked(batch, self._holds_after(store, batch), letters=found)
+
+        self._mark.start(mark)
+
+    def _start_marking(self, limit: int) -> None:
+        lanes, rows, topics = self._failures.exclusion(self._lanes)
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
-        holds = failures.holds
+        holds = self._failures.holds
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
         self._request = _MarkRequest(limit, plan, bool(lanes or rows or topics), holds)
         query = RowQuery(limit, self._ctx.limits.mark_query_bytes, plan.floor, lanes, rows, topics, holds)
         leader_id = self.leader_id
+        self._lanes.mark_starts()
 
         def mark(store: OutboxStore) -> _Marked:
             evidence = plan.gather(store)
             began = now()
-            try:
-                batch = store.mark(leader_id, query)
-            except RowsHeld:
-                hold_cache.invalidate()
-                raise
+            batch = self._marked_by(store, leader_id, query)
             took = now() - began
             self._ctx.metrics.mark_took(took)
-            if not batch.records and not holds:
-                return _Marked(batch, evidence, took, holds)
-            try:
-                return _Marked(batch, evidence, took, hold_cache.current_or_reread(store, batch.records))
-            except StoreUnavailable as error:  # rows may be marked, and the harvest thread does not know them
-                raise StoreUnavailable(str(error), in_doubt=True) from error
+            after = self._holds_after(store, batch) if batch.records or holds else holds
+            return _Marked(batch, after, evidence, took)
 
         self._schedule.poll_starts()
-        self._lanes.mark_begins()
         self._mark.start(mark)
 
-    def _wants_holds(self) -> bool:
-        hold_cache = self._failures.hold_cache
-        if now() < self._mark.retry_at:
-            return False
-        return not hold_cache.is_known or (hold_cache.is_stale and bool(self._failures.holds or self._lanes.held))
+    def _marked_by(self, store: OutboxStore, leader_id: UUID, query: RowQuery) -> MarkedBatch:
+        try:
+            return store.mark(leader_id, query)
+        except RowsHeld:
+            self._failures.hold_cache.invalidate()
+            raise
+
+    def _holds_after(self, store: OutboxStore, batch: MarkedBatch) -> HoldSet:
+        try:
+            return self._failures.hold_cache.current_or_reread(store, batch.records)
+        except StoreUnavailable as error:  # rows may be marked, and the harvest thread does not know them
+            raise StoreUnavailable(str(error), in_doubt=True) from error
 
     def _collect_mark(self) -> None:
+        self._release(self._failures.collect_holds(self._lanes))
         if not self._mark.is_done:
             return
-        limit, plan, _, _ = self._request
+        request, failures = self._request, self._failures
         try:
-            batch, evidence, took, holds = self._mark.result()
+            marked = self._mark.result()
         except StoreUnavailable as error:
             self._schedule.retry_in(self._ctx.limits.io_error_backoff)
-            if error.in_doubt and limit:
+            if error.in_doubt and request.limit:
                 self._force_remark()
             return
-        if holds is not self._failures.holds:
-            self._ctx.commits.notify()  # something may have been released
-        self._release(self._failures.apply_holds(holds, self._lanes))
-        if not limit:
-            return
-        records = batch.records
+        self._release(failures.apply_holds(marked.holds, self._lanes))
+        batch = marked.batch
+        if request.plan is not None:
+            self._see(batch.records, request.limit, marked.took)
+        is_ours_alone = batch.selected == len(batch.records) and not self._lanes.knows_any(batch.records)
+        if request.limit and (self._remark or not is_ours_alone):
+            self._to_settle.reset.extend(map(row_id, batch.records))
+            self._force_remark()
+            self._leave_room_for_rivals()
+        elif request.plan is not None:
+            self._ctx.watermark.scanned(request.plan, marked.evidence, batch.records, marked.took)
+            self._admit(batch.records)
+            if not batch.records:
+                self._check_drained()
+        elif (request.rows or request.letters) and not self._remark:
+            rows, letters = failures.take_in_tried(request.rows, request.letters, batch.records, marked.letters)
+            self._release(record for record in batch.records if record not in rows)
+            self._admit(rows)
+            self._ctx.batches.meet(set(map(_topic_of, letters)))
+            self._release(self._lanes.admit(letters))
+
+    def _see(self, records: Sequence[StoredRecord], limit: int, took: float) -> None:
+        """Schedule the next mark by what the last one found."""
         if records:
             is_full = len(records) == limit or bytes_of(records) >= self._ctx.limits.mark_query_bytes
             self._schedule.found_rows(more=is_full)
         else:
             self._schedule.found_none(took)
             self._ctx.count_published(0)
-        if self._remark or batch.selected != len(records) or self._lanes.knows_any(records):
-            self._to_settle.reset.extend(map(row_id, records))
-            self._force_remark()
-            self._leave_room_for_rivals()
-            return
-        if plan is not None:
-            self._ctx.watermark.scanned(plan, evidence, records, took)
+
+    def _admit(self, records: Sequence[StoredRecord]) -> None:
         if records:
             self._ctx.batches.meet(set(map(_topic_of, records)))
-            records, back = self._failures.admissible(records)
-            self._release(back)
-            self._lanes.admit(records)
-        else:
-            self._check_drained()
+            holds = self._failures.holds
+            self._release(self._lanes.admit(records, holds.covers if holds else None))
 
     def _check_drained(self) -> None:
-        if (
-            not self._drain
-            or self._request.excludes
-            or self._lanes.held
-            or self._failures.is_writing
-            or self._dead_letters.is_busy
-        ):
+        if not self._drain or self._request.excludes or self._lanes.held or self._failures.must_hold:
             return
         holds, hold_cache = self._failures.holds, self._failures.hold_cache
         if holds is not self._request.holds:
@@ -312,15 +339,12 @@ class AtLeastOnce:
         if not self._producer_fits():
             return True
         batch = self._lanes.take(_SEND_CHUNK)
-        elector = self._ctx.elector
-        closes_at = self._closes_at(records_wait=bool(batch) or self._failures.has_due or self._dead_letters.has_ready)
-        send = self._publisher.send
+        elector, publisher, tried = self._ctx.elector, self._publisher, self._failures.tried
+        closes_at = self._closes_at(records_wait=bool(batch))
         sent_at = now()
-        if not self._send_unbatched(closes_at):
-            self._lanes.put_back(batch)
-            return True
         for position, record in enumerate(batch):
-            if now() >= closes_at or elector.leadership is None or not send(record, sent_at):
+            alone = bool(tried) and row_id(record) in tried
+            if now() >= closes_at or elector.leadership is None or not publisher.send(record, sent_at, alone=alone):
                 self._lanes.put_back(batch[position:])
                 return True
         return not self._lanes.has_ready
@@ -354,35 +378,23 @@ class AtLeastOnce:
             limits["delivery.timeout.ms"] = max(1, int(timeout * 1000))
         return limits
 
-    def _send_unbatched(self, closes_at: float) -> bool:
-        """Send records that must be judged by themselves; return False if no more can be sent now."""
-        for source in (self._failures, self._dead_letters):
-            due = source.take_due()
-            for position, record in enumerate(due):
-                if now() >= closes_at or not self._publisher.send_unbatched(record, now()):
-                    source.put_back(due[position:])
-                    return False
-        return True
-
     def _collect_reports(self) -> None:
-        publisher, metrics = self._publisher, self._ctx.metrics
+        publisher = self._publisher
         if publisher.delivered:
-            delivered = publisher.take_delivered()
-            self._succeed(self._dead_letters.delivered(delivered) if self._dead_letters.is_busy else delivered)
+            self._succeed(publisher.take_delivered())
         if publisher.failed:
-            failures = publisher.take_failed()
-            self._fail(self._dead_letters.failed(failures) if self._dead_letters.is_busy else failures)
-        metrics.in_flight(publisher.in_flight)
+            self._fail(publisher.take_failed())
+        self._ctx.metrics.in_flight(publisher.in_flight)
 
     def _succeed(self, delivered: list[StoredRecord]) -> None:
-        self._to_settle.purge.extend(delivered)
-        self._ctx.metrics.published(delivered)
+        ordinary = self._failures.succeeded(delivered)
+        self._to_settle.purge.extend(ordinary)
+        self._ctx.metrics.published(ordinary)
         arrived = now()
-        for sent_at, count in self._publisher.take_send_times().items():
+        for sent_at, count in Counter(self._publisher.take_send_times()).items():
             self._ctx.metrics.publish_latency(arrived - sent_at, count)
-        self._failures.succeeded(delivered)
         self._ctx.kafka.succeeded(all_of_it=not self._failures.backoffs.is_unreachable)
-        self._ctx.count_published(len(delivered))
+        self._ctx.count_published(len(ordinary))
 
     def _fail(self, failures: list[Failure]) -> None:
         broken = [each for each in failures if isinstance(decide(each, alone=each.alone, can_hold=True), Remark)]
@@ -400,57 +412,62 @@ class AtLeastOnce:
 
     def _release(self, records: Iterable[StoredRecord]) -> None:
         """Clear the marks of records that are in no lane any more."""
-        rows = list(map(row_id, records))
-        if rows:
+        released = list(records)
+        if released:
             self._ctx.watermark.reset("records went back to the table")
-            self._to_settle.reset.extend(rows)
+            self._to_settle.reset.extend(map(row_id, released))
+            self._failures.forget_tried(released)
 
     # -- purge and reset
 
     def _start_settling(self) -> None:
-        if not self._to_settle.any or not self._settle.can_start:
+        self._failures.start_deleting()
+        rows = self._to_settle
+        if not any(rows) or not self._settle.can_start:
             return
-        self._being_settled, self._to_settle = self._to_settle, _Rows([], [])
-        leader_id, reset_ids = self.leader_id, [row.id for row in self._being_settled.reset]
-        purge_ids = [record.id for record in self._being_settled.purge]
-        create_times = [record.create_time for record in self._being_settled.purge]
+        self._being_settled, self._to_settle = rows, _Rows([], [])
+        leader_id, reset_ids = self.leader_id, list(map(_id_of, rows.reset))
+        ids, create_times = list(map(_id_of, rows.purge)), list(map(_create_time_of, rows.purge))
 
-        def settle(store: OutboxStore) -> int:
+        def settle(store: OutboxStore) -> bool:
             purged = 0
-            if purge_ids:
+            if ids:
                 began = now()
-                purged = store.purge(leader_id, purge_ids, create_times)
+                purged = store.purge(leader_id, ids, create_times)
                 self._ctx.metrics.purge_took(now() - began, purged)
             if reset_ids:
                 store.reset(leader_id, reset_ids)
-            return purged
+            return purged == len(ids)
 
         self._settle.start(settle)
 
     def _collect_settled(self) -> None:
+        self._purged(self._failures.collect_deleted())
         if not self._settle.is_done:
             return
         settled, self._being_settled = self._being_settled, _Rows([], [])
         try:
-            purged = self._settle.result()
+            is_whole = self._settle.result()
         except StoreUnavailable:
-            self._to_settle = _Rows(settled.purge + self._to_settle.purge, settled.reset + self._to_settle.reset)
+            self._to_settle = _Rows(*map(add, settled, self._to_settle))
             return
-        self._failures.reset_done(settled.reset)
+        self._lanes.reset_done(settled.reset)
         if settled.purge:
             self._ctx.removal.recovered()
-        if purged == len(settled.purge):
-            if purged:
+        if is_whole:
+            if settled.purge:
                 self._rivals_backoff /= 2
-            self._lanes.purged(settled.purge)
-            if self._drain and not self._lanes.held:
-                self._ctx.commits.notify()  # the next mark tells if that was all
+            self._purged(settled.purge)
         else:
-            _log.info(
-                "purged %d of %s: the rest carry another leader's mark", purged, plural(len(settled.purge), "row")
-            )
+            _log.info("not all of %s were purged: some carry another leader's mark", plural(len(settled.purge), "row"))
             self._force_remark()
             self._leave_room_for_rivals()
+
+    def _purged(self, records: list[StoredRecord]) -> None:
+        if records:
+            self._lanes.purged(records)
+            if self._drain and not self._lanes.held:
+                self._ctx.commits.notify()  # the next mark tells if that was all
 
     def _leave_room_for_rivals(self) -> None:
         """Back off, as another leader (of another group perhaps) marks the same rows: both would send all of them."""
@@ -464,7 +481,6 @@ class AtLeastOnce:
         """Release all records that have not been sent, and send no more under this leader ID."""
         self._remark = True
         self._release(self._lanes.release_all())
-        self._release(self._failures.release_waiting())
 
     def _refresh_when_quiet(self) -> None:
         if self._busy():
@@ -478,33 +494,39 @@ class AtLeastOnce:
         self._ctx.emit(LeaderRefreshed(self.leader_id))
 
     def _busy(self) -> bool:
-        return bool(self._publisher.in_flight) or self._busy_with_database() or self._failures.is_writing
+        return bool(self._publisher.in_flight) or self._busy_with_database()
 
     def _busy_with_database(self) -> bool:
-        return bool(
-            self._mark.is_running or self._settle.is_running or self._to_settle.any or self._dead_letters.is_deleting
-        )
+        is_settling = self._settle.is_running or any(self._to_settle) or self._failures.is_deleting
+        return self._mark.is_running or self._failures.is_holding or is_settling
 
     # -- wait and finish
 
     def _patience(self) -> float:
         due = _IDLE_SECONDS
-        time = now()
-        if not self._mark.is_running and not self._remark and self._room():
-            due = min(due, self._schedule.due_in())
-        if self._to_settle.any and not self._settle.is_running:
-            due = min(due, self._settle.retry_at - time)
+        if any(self._to_settle) and not self._settle.is_running:
+            due = min(due, self._settle.retry_at - now())
         if not self._remark:
-            # What is due cannot be sent before there is room in the lease: that comes with a heartbeat.
-            soonest = CHECK_EVERY_SECONDS if self._ctx.send_window.has_waiting else _TICK_SECONDS
-            due = min(due, max(soonest, self._failures.due_in()), self._dead_letters.due_in())
+            due = min(due, self._mark_due_in())
             if self._ctx.batches.are_awaited:
                 due = min(due, self._ctx.batches.await_seconds)
-            if not self._mark.is_running and (self._failures.holds or self._lanes.held):
-                due = min(due, max(self._failures.hold_cache.due_in(), self._mark.retry_at - time))
             if self._ctx.send_window.has_waiting:
                 due = min(due, CHECK_EVERY_SECONDS)
         return max(0.0, due)
+
+    def _mark_due_in(self) -> float:
+        """Return the seconds until a mark, or reading the holds, can start; the end of either wakes this thread."""
+        failures = self._failures
+        if self._mark.is_running or failures.is_holding:
+            return _IDLE_SECONDS
+        due = failures.hold_due_in(self._lanes)
+        if failures.may_mark and not self._is_blocked():
+            mark_due = min(
+                self._schedule.due_in() if self._room() else _IDLE_SECONDS,
+                max(_TICK_SECONDS, failures.due_in(self._lanes)),
+            )
+            due = min(due, max(mark_due, self._mark.retry_at - now()))
+        return due
 
     def _wait(self, seconds: float) -> None:
         publisher, wake = self._publisher, self._ctx.wake
@@ -538,7 +560,6 @@ class AtLeastOnce:
             self._ctx.wake.clear()
             self._collect_mark()
             self._collect_settled()
-            self._dead_letters.finish()
             self._start_settling()
             if self._publisher.in_flight:
                 give_up_at = now() + self._ctx.limits.drain_timeout

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final
@@ -64,23 +63,17 @@ class Publisher:
         self.lingers = False
         self.delivered: list[StoredRecord] = []
         self.failed: list[Failure] = []
-        self.send_times: Counter[float] = Counter()
+        self.send_times: list[float] = []  # of the delivered ones
 
-    def send(self, record: StoredRecord, sent_at: float) -> bool:
-        """Hand a record to the producer; return False if its queue is full: poll and try again."""
-        return self._hand_over(self._producer, record, partial(self._report, record, sent_at))
+    def send(self, record: StoredRecord, sent_at: float, *, alone: bool = False) -> bool:
+        """Hand a record to the producer; return False if its queue is full: poll and try again.
 
-    def send_unbatched(self, record: StoredRecord, sent_at: float) -> bool:
-        """Send a record in a batch of its own: if it fails, no other record is to blame."""
-        if self._unbatched_producer is None:
-            self._unbatched_producer = self._make_unbatched_producer(self._made_for)
-        before = self.in_flight
-        taken = self._hand_over(self._unbatched_producer, record, partial(self._report_alone, record, sent_at))
-        self._unbatched_in_flight += self.in_flight - before
-        return taken
-
-    def _hand_over(self, producer: Producer, record: StoredRecord, on_delivery: Callable[..., None]) -> bool:
+        One that goes `alone` is in a batch of its own: if it fails, no other record is to blame.
+        """
         _, topic, key, value, _, _, partition, _ = record
+        producer, on_delivery = self._producer, partial(self._report, record, sent_at)
+        if alone:
+            producer, on_delivery = self._unbatched(), partial(self._report_alone, record, sent_at)
         try:
             headers = message_headers(record, self._id_header, self._id_prefix)
             if topic not in self._topics.known:
@@ -98,14 +91,20 @@ class Publisher:
             self._note_failure(Failure(record, cause, alone=True))
             return True
         self.in_flight += 1
+        self._unbatched_in_flight += alone
         self.lingers = True
         return True
+
+    def _unbatched(self) -> Producer:
+        if self._unbatched_producer is None:
+            self._unbatched_producer = self._make_unbatched_producer(self._made_for)
+        return self._unbatched_producer
 
     def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message | None) -> None:
         self.in_flight -= 1
         if error is None:
             self.delivered.append(record)
-            self.send_times[sent_at] += 1
+            self.send_times.append(sent_at)
         else:
             self._note_failure(Failure(record, error, alone=False, partition=_partition(message)))
 
@@ -178,9 +177,9 @@ class Publisher:
         alone, total = self._unbatched_in_flight, self.in_flight
         must(0 <= alone <= total, "each record must be reported once; %d of %d in flight are alone", alone, total)
 
-    def take_send_times(self) -> Counter[float]:
-        """Return the send times of the records delivered since the last call, with how many were sent at each."""
-        send_times, self.send_times = self.send_times, Counter()
+    def take_send_times(self) -> list[float]:
+        """Return the send times of the records delivered since the last call."""
+        send_times, self.send_times = self.send_times, []
         return send_times
 
     def close(self) -> None:

@@ -19,17 +19,11 @@ class TracedPublisher(Publisher):
         super().__init__(*makers, outbox_name=outbox_name, **options)
         self._batches = SendBatches(spans, outbox_name)
 
-    def send(self, record: StoredRecord, sent_at: float) -> bool:
+    def send(self, record: StoredRecord, sent_at: float, *, alone: bool = False) -> bool:
         """Hand a record to the producer, and note it."""
-        return self._noted(super().send(record, sent_at), record, sent_at)
-
-    def send_unbatched(self, record: StoredRecord, sent_at: float) -> bool:
-        """Send a record in a batch of its own, and note it."""
-        return self._noted(super().send_unbatched(record, sent_at), record, ("unbatched", record.id))
-
-    def _noted(self, is_taken: bool, record: StoredRecord, batch: object) -> bool:
+        is_taken = super().send(record, sent_at, alone=alone)
         if is_taken:
-            self._batches.handed_over(record, batch)
+            self._batches.handed_over(record, ("unbatched", record.id) if alone else sent_at)
             failure = self.failed[-1] if self.failed else None
             if failure is not None and failure.record is record:  # the client refused it at once
                 self._batches.failed(record, failure.error.name())

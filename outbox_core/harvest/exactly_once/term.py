@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol, cast
 
@@ -10,11 +10,9 @@ from outbox_core.election.lease import now
 from outbox_core.errors import must
 from outbox_core.harvest.at_least_once.lanes import without
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.denied_topics import DeniedTopics
 from outbox_core.harvest.failures.failed_transactions import FailedTransactions
+from outbox_core.harvest.failures.handler import Letters
 from outbox_core.harvest.failures.policy import too_large_for
-from outbox_core.harvest.failures.suspect_topics import SuspectTopics
-from outbox_core.harvest.failures.transactional_dead_letters import TransactionalDeadLetters
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.store_calls import LeadershipWait, StoreCall
@@ -22,8 +20,8 @@ from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
-from outbox_core.kafka.messages import Failure
-from outbox_core.kafka.record_producer import RecordProducer
+from outbox_core.kafka.messages import DeadLetter, Failure
+from outbox_core.kafka.record_producer import RecordProducer, Reports
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, Outcome
 from outbox_core.stores.interface import (
@@ -35,16 +33,30 @@ from outbox_core.stores.interface import (
     StoredRecord,
     bytes_of,
     lane_of,
+    row_id,
 )
 
-_topic_of = attrgetter("topic")
+_id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 # Plain tuples equal to RowIds, made several times as fast.
 _row_id_of = cast("Callable[[StoredRecord], RowId]", attrgetter("id", "create_time"))
 _IDLE_SECONDS = 1.0
 _QUIET_SECONDS = 10.0
 
 
-_Scan = tuple[Sequence[StoredRecord], Evidence | None, float, HoldSet]
+# Everything else waits while a destination is tried again: not for long.
+_PATIENCE_SECONDS = 1.0
+
+
+class _Scan(NamedTuple):
+    records: Sequence[StoredRecord]
+    evidence: Evidence | None
+    took: float
+    holds: HoldSet
+    letters: Letters
+
+
+def _is_dead_letter(record: StoredRecord) -> bool:
+    return isinstance(record, DeadLetter)
 
 
 class Scanned(NamedTuple):
@@ -68,8 +80,7 @@ class LeadershipOfTerm(Protocol):
     drained: bool
     in_flight_records: int
     marks_are_settled: bool
-    dead_letters: TransactionalDeadLetters
-    suspects: SuspectTopics
+    failures: FailedTransactions
 
     def over(self) -> bool:
         """Return True if no more may be started."""
@@ -94,16 +105,15 @@ class Term:
         self._transactions = transactions
         self._in_flight: set[RowId] = set()  # scanned, and their purge is not committed: scans exclude them
         self._unpurged: list[RowId] = []  # published, and their purge is not committed
-        self._are_dead_letters = False  # of the unpurged rows: then their holds are deleted, too
+        self._unpurged_letters: frozenset[RowId] = frozenset()  # of them: their holds are deleted, too
         self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx)
         self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx)
         self._request = _ScanRequest()
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
-        self._dead_letters = leadership.dead_letters
-        self._suspects = leadership.suspects
-        denied = DeniedTopics(ctx, transactions.tracking_topic)
-        self._failures = FailedTransactions(ctx, self._wait, denied)
-        self._owes_batch = False  # the last transaction was a retry, or of dead letters
+        self._failures = leadership.failures
+        # The last transaction tried destinations again, had a dead letter alone, or ended the producer, perhaps by one
+        # of these: others come before the next try, or would wait for as long as each try ends a term.
+        self._owes_batch = self._failures.batch.ends > 0
         self._server = ""  # ID of the database server
         self._ledger = Ledger()  # what the tracking topic says
         self._over_since: float | None = None
@@ -116,7 +126,6 @@ class Term:
             return self._run(producer)
         finally:
             producer.discard()
-            self._failures.end()
 
     def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
@@ -126,16 +135,11 @@ class Term:
             self._server, self._ledger = recovery.server_id(), recovery.ledger
             self._refuse_marks(recovery)
             self._failures.read_holds()
-            self._hold_guilty()
         while ended is None and not over():
             ended = self._turn(producer)
         self._join_scan()
         self._purge_is_committed(now() + self._ctx.limits.drain_timeout)
         return None if over() else ended
-
-    def _hold_guilty(self) -> None:
-        if self._suspects.guilty is not None and self._failures.hold_topic(*self._suspects.guilty):
-            self._suspects.guilty_is_held()
 
     def _refuse_marks(self, recovery: Recovery) -> None:
         """Hold marked rows, once in a leadership: no other marks meanwhile, and the search reads the whole table."""
@@ -144,19 +148,13 @@ class Term:
             self._leadership.marks_are_settled = True
 
     def _turn(self, producer: RecordProducer) -> Ended | None:
-        """Run one transaction, if any: of the next rows, or, every other time, a retry or dead letters."""
-        failures = self._failures
-        failures.collect_due_probes()
-        if failures.must_retry:
-            return self._retry(producer)
+        """Run one transaction, if any: of the next rows, or, every other time, of rows that are tried again."""
         if not self._owes_batch:
-            self._owes_batch = True
-            if failures.may_retry:
-                return self._retry(producer)
-            letters = self._dead_letters.next(failures.holds.requests)
-            if letters:
-                return self._publish_dead_letters(producer, letters)
-        self._owes_batch = False
+            rows = self._failures.rows_to_try()
+            records = self._failures.read_again(rows) if rows else []
+            if records:
+                self._owes_batch = True
+                return self._try_again(producer, records)
         records = self._next_batch()
         return self._publish(producer, records) if records else None
 
@@ -165,9 +163,10 @@ class Term:
     def _next_batch(self) -> list[StoredRecord]:
         self._purge_is_committed(now())
         if not self._scan.is_running:
-            self._wait.pause(min(_IDLE_SECONDS, self._schedule.due_in(), self._due_in()))
+            self._wait.pause(min(_IDLE_SECONDS, self._schedule.due_in(), self._failures.due_in()))
             self._failures.read_holds_if_stale()
             if self._schedule.due_in() or self._leadership.over():
+                self._owes_batch = False
                 return []
             self._start_scan()
         scanned = self._collect_scan()
@@ -176,14 +175,12 @@ class Term:
             self._schedule.found_rows(more=True)  # the transaction between this scan and the next is pause enough
             self._take_in_flight(records)
             self._transactions.reached(Failpoint.AFTER_SCAN)
-            self._failures.scanned(found=True)
         else:
-            self._failures.scanned(found=False)
             self._schedule.found_none(scanned.took)
             self._ctx.count_published(0)
             if scanned.is_all:
-                self._suspects.scan_found_none()
-                if not self._suspects.is_failing:
+                self._failures.found_none()
+                if not self._failures.batch.ends:
                     self._ctx.kafka.expire_after(_QUIET_SECONDS)  # nothing is there to be committed
                 self._check_drained()
         return records
@@ -194,20 +191,20 @@ class Term:
         again = expected - len(self._in_flight)
         must(not again, "a scan must return no row in flight, and none twice; %d of %d were", again, len(records))
 
-    def _due_in(self) -> float:
-        failures = self._failures
-        return min(failures.due_in(), self._dead_letters.due_in(failures.holds.requests))
-
     def _start_scan(self) -> None:
-        lanes, rows, topics = self._failures.exclusion()
+        failures, limit = self._failures, self._failures.batch.limit
+        lanes, rows, topics = failures.exclusion()
         # a copy: the set as it is before the statement begins
         excluded = self._in_flight.union(rows)
-        topics |= self._suspects.excluded
+        letters = [] if limit == 1 and self._owes_batch else failures.letters_to_read(excluded)
+        if letters and limit == 1:  # a batch of one is what finds the bad ones
+            self._start_reading_letter(letters)
+            return
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
-        hold_cache, holds = self._failures.hold_cache, self._failures.holds
+        hold_cache, holds = failures.hold_cache, failures.holds
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
-        limits = self._suspects.limit, self._ctx.limits.mark_query_bytes
-        query = RowQuery(*limits, plan.floor, lanes, excluded, topics, holds)
+        most = max(1, limit - len(letters)), self._ctx.limits.mark_query_bytes
+        query = RowQuery(*most, plan.floor, lanes, excluded, topics, holds)
         self._request = _ScanRequest(plan, bool(lanes or rows or topics), holds)
 
         def scan(store: OutboxStore) -> _Scan:
@@ -217,10 +214,21 @@ class Term:
             took = now() - began
             self._ctx.metrics.mark_took(took)
             current = hold_cache.current_or_reread(store, records) if records or holds else holds
-            return records, evidence, took, current
+            return _Scan(records, evidence, took, current, failures.read_letters(store, letters, current))
 
         self._schedule.poll_starts()
         self._scan.start(scan)
+
+    def _start_reading_letter(self, letters: list[int]) -> None:
+        failures, hold_cache = self._failures, self._failures.hold_cache
+        self._request = _ScanRequest(None, excludes=True, holds=failures.holds)
+
+        def read(store: OutboxStore) -> _Scan:
+            current = hold_cache.current_or_reread(store)
+            return _Scan((), None, 0.0, current, failures.read_letters(store, letters, current))
+
+        self._schedule.poll_starts()
+        self._scan.start(read)
 
     def _collect_scan(self) -> Scanned:
         if not self._scan.is_running:
@@ -231,10 +239,15 @@ class Term:
         result = self._wait.result(self._scan)
         if result is None:
             return Scanned([])
-        records, evidence, took, holds = result
-        if self._request.plan is not None:
-            self._ctx.watermark.scanned(self._request.plan, evidence, records, took)
-        return Scanned(self._failures.admissible(records, holds), took, not records)
+        records, evidence, took, holds, letters = result
+        plan = self._request.plan
+        self._owes_batch = plan is None
+        if plan is not None:
+            self._ctx.watermark.scanned(plan, evidence, records, took)
+        admissible = self._failures.admissible(records, holds)
+        if letters.records:
+            admissible = sorted([*admissible, *self._failures.sendable(letters)], key=_id_of)
+        return Scanned(admissible, took, is_all=not records and plan is not None)
 
     def _join_scan(self) -> None:
         if self._scan.is_running:
@@ -255,8 +268,8 @@ class Term:
 
     def _publish(self, producer: RecordProducer, records: list[StoredRecord]) -> Ended | None:
         self._count_in_flight(len(records))
-        began = now()
-        is_full = len(records) == self._suspects.limit or bytes_of(records) >= self._ctx.limits.mark_query_bytes
+        began, failures = now(), self._failures
+        is_full = len(records) >= failures.batch.limit or bytes_of(records) >= self._ctx.limits.mark_query_bytes
         self._refuse_too_large(records)  # before the next scan, which brings what is left out again
         if not records:
             self._count_in_flight(0)
@@ -266,29 +279,30 @@ class Term:
             # is scanned now would leave out all that is committed while this batch is, which would then have to wait
             # for the transaction after the next.
             self._start_scan()
-        outcome = self._fill(producer, records, self._failures.handle_refused) or self._commit(producer, records)
+        reports = Reports() if failures.batch.is_searching else None
+        outcome = self._fill(producer, records, reports) or self._commit(producer, records)
         self._count_in_flight(0)
         took = now() - began
-        self._failures.spent_publishing(took)
         if isinstance(outcome, Ended):
             self._blame(outcome, records)
             return outcome
         if isinstance(outcome, Aborted):
             self._discard(outcome, records)
+            if failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
+                failures.aborted(outcome, records, reports or Reports(), took)
         elif records:
             self._succeed(records, took)
         return None
 
     def _blame(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
-        self._failures.hold_denied_topics(ended.cause, records)
         if not self._leadership.over():
-            self._suspects.term_ended(records, ended.reason)
+            self._failures.ended(ended, records)
 
     def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
         batches = self._ctx.batches
         batches.meet(set(map(_topic_of, records)))
         self._await_limits()
-        producer.limit_batches(batches.limit)
+        producer.limit_batches(batches.limit, unbatched=self._failures.batch.is_unbatched)
 
     def _await_limits(self) -> None:
         batches = self._ctx.batches
@@ -304,29 +318,27 @@ class Term:
             too_large = batches.too_large(records)
         if too_large:
             kept = without(records, too_large)
-            lanes = {lane_of(record) for record in kept} - {None}
-            # Only the first of its key is held: a hold keeps back records before it, if they are not committed.
-            first = [record for record in too_large if lane_of(record) not in lanes]
-            self._failures.handle_refused([Failure(record, too_large_for(record), alone=True) for record in first])
+            self._refuse([Failure(record, too_large_for(record), alone=True) for record in too_large], kept)
             self._leave_out(records, kept)
 
+    def _refuse(self, failures: Iterable[Failure], kept: Iterable[StoredRecord]) -> None:
+        """Hold what is first of its key: a hold keeps back records before it, too, and these may not be committed."""
+        lanes = {lane_of(record) for record in kept} - {None}
+        self._failures.refused([failure for failure in failures if lane_of(failure.record) not in lanes])
+
     def _fill(
-        self,
-        producer: RecordProducer,
-        records: list[StoredRecord],
-        tell_refused: Callable[[Sequence[Failure]], None],
-        failures: list[Failure] | None = None,
+        self, producer: RecordProducer, records: list[StoredRecord], reports: Reports | None
     ) -> Aborted | Ended | None:
         self._fit_batches(producer, records)
         ended = self._begin(producer) or self._send_opening(producer, records)
         if ended is not None:
             return ended
-        sent = producer.send(records, self._leadership.over, failures)
+        sent = producer.send(records, self._leadership.over, reports)
         if isinstance(sent, Ended):
             return sent
         self._transactions.reached(Failpoint.AFTER_PRODUCE)
         if sent is not None and sent.refused:
-            tell_refused(sent.refused)
+            self._refuse(sent.refused, sent.records)
             self._leave_out(records, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)
@@ -362,7 +374,8 @@ class Term:
 
     def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
         self._ctx.watermark.reset("records were left out of a transaction")
-        self._in_flight.difference_update(set(map(_row_id_of, records)).difference(map(_row_id_of, sent)))
+        self._join_scan()  # it may have found others of their keys
+        self._in_flight = {*self._unpurged, *map(_row_id_of, sent)}
         records[:] = sent
 
     def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
@@ -380,41 +393,45 @@ class Term:
         unpurged = len(self._unpurged)
         must(not unpurged, "a commit must come after the purge of the last transaction; %d rows wait for it", unpurged)
         self._transactions.reached(Failpoint.COMMIT_SENT)
+        return self._end(producer)
+
+    def _end(self, producer: RecordProducer) -> Outcome:
         outcome = producer.commit(self._is_late)
         if isinstance(outcome, Committed):
             self._ledger = Ledger(offset=producer.manifest_offset)
         return outcome
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
-        self._publication_is_committed(records, are_dead_letters=False)
-        self._ctx.metrics.published(records)
-        self._ctx.metrics.publish_latency(took, len(records))
-        self._failures.succeeded(records)
-        self._suspects.committed(records)
-        self._ctx.count_published(len(records))
+        self._publication_is_committed(records)
+        letters = sum(isinstance(record, DeadLetter) for record in records) if self._unpurged_letters else 0
+        if letters:
+            self._ctx.metrics.dead_letters(letters)
+        ordinary = [record for record in records if not isinstance(record, DeadLetter)] if letters else records
+        self._ctx.metrics.published(ordinary)
+        self._ctx.metrics.publish_latency(took, len(ordinary))
+        self._failures.committed(records, took)
+        self._ctx.count_published(len(ordinary))
 
-    def _publication_is_committed(self, records: list[StoredRecord], *, are_dead_letters: bool) -> None:
+    def _publication_is_committed(self, records: list[StoredRecord]) -> None:
         self._transactions.reached(Failpoint.COMMITTED)
         self._ctx.kafka.recovered()  # not before: a term that begins well may never commit anything
         self.committed = True
         self._unpurged = list(map(_row_id_of, records))
-        self._are_dead_letters = are_dead_letters
+        if self._failures.holds.requests:
+            self._unpurged_letters = frozenset(map(row_id, filter(_is_dead_letter, records)))
         self._transactions.reached(Failpoint.BEFORE_PURGE)
         self._start_purge()
 
     def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
-        if aborted.error is not None and aborted.record_at_fault and not self._sizes_explain(aborted.error, records):
-            self._failures.retry_later(records)
-        self._forget_scanned()
-        if aborted.error is not None:
+        """Forget an aborted transaction, and what was scanned meanwhile."""
+        del records
+        if aborted.error is not None:  # else it was our own choice
             self._ctx.metrics.publish_error()
-            if not aborted.record_at_fault:
-                self._ctx.kafka.failed(aborted.error.str())
-                self._wait.back_off(self._ctx.limits.io_error_backoff)
+        self._forget_scanned()
 
-    def _sizes_explain(self, error: KafkaError, records: Sequence[StoredRecord]) -> bool:
+    def _sizes_explain(self, error: KafkaError | None, records: Sequence[StoredRecord]) -> bool:
         """Return True if a batch was too large, and smaller ones, or fewer records, can help."""
-        if error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
+        if error is None or error.code() != KafkaError.MSG_SIZE_TOO_LARGE:
             return False
         batches = self._ctx.batches
         before = batches.limit
@@ -427,65 +444,33 @@ class Term:
         self._purge_is_committed(None)
         self._in_flight = set(self._unpurged)
 
-    # -- retries and dead letters
+    # -- what is tried again
 
-    def _retry(self, producer: RecordProducer) -> Ended | None:
-        group, patience = self._failures.next_group()
-        records = list(group)
-        began = now()
-        # Exactly these: scans must find those that were released.
-        self._in_flight = {*self._unpurged, *map(_row_id_of, records)}
-        if records:
-            self._count_in_flight(len(records))
-            failures: list[Failure] = []
-            unfinished = self._fill(producer, records, self._failures.handle_refused, failures)
-            outcome = unfinished or self._commit_in_time(producer, records, failures, patience)
-            self._count_in_flight(0)
-            if isinstance(outcome, Ended):
-                self._blame(outcome, records)
-                return outcome
-            self._conclude(outcome, records, failures, now() - began)
-        self._failures.spent_retrying(now() - began)
+    def _try_again(self, producer: RecordProducer, records: list[StoredRecord]) -> Ended | None:
+        """Publish a row of each destination that is due, and do not wait for long: it may still be away."""
+        self._count_in_flight(len(records))
+        self._in_flight.update(map(_row_id_of, records))
+        began, reports = now(), Reports()
+        outcome = self._fill(producer, records, reports) or self._commit_in_time(producer, records)
+        self._count_in_flight(0)
+        if isinstance(outcome, Ended):
+            self._blame(outcome, records)
+            return outcome
+        if isinstance(outcome, Committed):
+            self._succeed(records, now() - began)
+        else:
+            self._discard(outcome, records)
+            self._failures.tried_again(records, outcome, reports, now() - began)
         return None
 
-    def _commit_in_time(
-        self,
-        producer: RecordProducer,
-        records: list[StoredRecord],
-        failures: list[Failure],
-        patience: float | None,
-    ) -> Outcome:
-        if patience is not None and not producer.all_arrive(patience, self._is_late):
-            failure = producer.failure
-            aborted = producer.abort(failure, self._is_late)
-            if failure is not None or isinstance(aborted, Ended):
-                return aborted
-            return self._failures.timed_out(records, failures)
-        return self._commit(producer, records)
-
-    def _conclude(
-        self, outcome: Committed | Aborted, records: list[StoredRecord], failures: list[Failure], took: float
-    ) -> None:
-        if isinstance(outcome, Committed):
-            self._succeed(records, took)
-            return
-        if records:
-            self._failures.handle(outcome, records, failures)
-        self._forget_scanned()
-
-    def _publish_dead_letters(self, producer: RecordProducer, letters: Sequence[StoredRecord]) -> Ended | None:
-        records: list[StoredRecord] = list(letters)
-        failures: list[Failure] = []
-        self._in_flight.update(map(_row_id_of, records))
-        unfinished = self._fill(producer, records, failures.extend, failures)
-        outcome = unfinished or self._commit_in_time(producer, records, failures, self._dead_letters.patience)
-        if isinstance(outcome, Committed):
-            self._publication_is_committed(records, are_dead_letters=True)
-            self._ctx.metrics.dead_letters(len(records))
-        elif isinstance(outcome, Aborted):
-            self._forget_scanned()
-        self._dead_letters.concluded(records, failures, outcome)
-        return outcome if isinstance(outcome, Ended) else None
+    def _commit_in_time(self, producer: RecordProducer, records: list[StoredRecord]) -> Outcome:
+        if producer.all_arrive(_PATIENCE_SECONDS, self._is_late):
+            return self._commit(producer, records)
+        failure = producer.failure
+        aborted = producer.abort(failure, self._is_late)
+        if failure is not None or isinstance(aborted, Ended) or self._leadership.over():
+            return aborted
+        return Aborted(KafkaError(KafkaError._MSG_TIMED_OUT, "not acknowledged in time"), record_at_fault=True)  # noqa: SLF001
 
     def _count_in_flight(self, count: int) -> None:
         self._leadership.in_flight_records = count
@@ -494,13 +479,14 @@ class Term:
     # -- purge
 
     def _start_purge(self) -> None:
-        ids, create_times = [row for row, _ in self._unpurged], [create_time for _, create_time in self._unpurged]
-        are_dead_letters = self._are_dead_letters
+        letters = self._unpurged_letters
+        rows, held = [row for row in self._unpurged if row not in letters], list(letters)
 
         def purge(store: OutboxStore) -> int:
             began = now()
-            delete = store.holds.delete_dead_lettered if are_dead_letters else store.delete_published
-            count = delete(ids, create_times)
+            count = store.delete_published([row[0] for row in rows], [row[1] for row in rows]) if rows else 0
+            if held:
+                count += store.holds.delete_dead_lettered([row.id for row in held], [row.create_time for row in held])
             self._ctx.metrics.purge_took(now() - began, count)
             return count
 
@@ -516,7 +502,7 @@ class Term:
             elif self._wait.result(self._purge) is not None:
                 self._ctx.removal.recovered()
                 self._in_flight.difference_update(self._unpurged)
-                self._unpurged = []
+                self._unpurged, self._unpurged_letters = [], frozenset()
                 self._transactions.reached(Failpoint.AFTER_PURGE)
             elif self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                 return False

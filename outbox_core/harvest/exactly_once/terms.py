@@ -40,9 +40,7 @@ from uuid import UUID
 from outbox_core.election.lease import now
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.exactly_once.term import Term
-from outbox_core.harvest.failures.denied_topics import DeniedTopics
-from outbox_core.harvest.failures.suspect_topics import SuspectTopics
-from outbox_core.harvest.failures.transactional_dead_letters import TransactionalDeadLetters
+from outbox_core.harvest.failures.failed_transactions import FailedTransactions
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import TransactionalIdentity
 
@@ -52,7 +50,7 @@ _LONGEST_BACKOFF_SECONDS = 5.0
 
 
 class ExactlyOnce:
-    """The terms of one leadership, and their shared state: dead letters, suspect topics, and if marks are settled."""
+    """The terms of one leadership, and their shared state: failures, and if marks are settled."""
 
     def __init__(
         self,
@@ -67,9 +65,7 @@ class ExactlyOnce:
         self.drained = False
         self.in_flight_records = 0
         self.marks_are_settled = False
-        self.suspects = SuspectTopics(ctx.limits.mark_query_records)
-        denied = DeniedTopics(ctx, transactions.tracking_topic)
-        self.dead_letters = TransactionalDeadLetters(ctx, LeadershipWait(self.over, ctx), denied)
+        self.failures = FailedTransactions(ctx, LeadershipWait(self.over, ctx), transactions.tracking_topic)
         self._ctx = ctx
         self._transactions = transactions
         self._stopping = False
@@ -91,6 +87,12 @@ class ExactlyOnce:
 
     def run(self) -> None:
         """Harvest, term after term, until the leadership ends, `stop` is called or a drained table is empty."""
+        try:
+            self._run()
+        finally:
+            self.failures.end()
+
+    def _run(self) -> None:
         backoff = _FIRST_BACKOFF_SECONDS
         while not self.over():
             term = Term(self, self._ctx, self._transactions)

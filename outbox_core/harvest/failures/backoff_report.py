@@ -1,4 +1,4 @@
-"""A report of waiting records: destinations that are backed off, and records of failed transactions.
+"""A report of waiting records: destinations that are backed off.
 
 These are in memory only, so neither the table nor its holds show them. The log names them once one has waited for a
 while, again every minute, and says when the last wait is over; gauges count them. Belongs to the harvest thread.
@@ -22,15 +22,19 @@ _NAMED = 3
 
 
 class BackoffReport:
-    """The report of one leadership or term; `longest` is the longest backoff, in seconds."""
+    """The report of one leadership; `longest` is the longest backoff, in seconds."""
 
-    def __init__(self, metrics: HarvestMetrics, backoffs: Backoffs, longest: float = LONGEST_BACKOFF_SECONDS) -> None:
+    def __init__(
+        self,
+        metrics: HarvestMetrics,
+        backoffs: Backoffs,
+        longest: float = LONGEST_BACKOFF_SECONDS,
+    ) -> None:
         self._metrics = metrics
         self._backoffs = backoffs
         self._longest = longest
         self._next_at = 0.0
         self._logged_at: float | None = None
-        self._in_retry_since: float | None = None
         self._warned_of = -1
 
     def warn(self, what: str, error: str) -> None:
@@ -43,9 +47,9 @@ class BackoffReport:
             self._warned_of = identity
             self.warn(what, error)
 
-    def update(self, in_retry: int = 0) -> None:
-        """Set the gauges, and log if records wait for long; `in_retry` counts those of failed transactions."""
-        if not self._backoffs and not in_retry:
+    def update(self) -> None:
+        """Set the gauges, and log if records wait for long."""
+        if not self._backoffs:
             if self._next_at:
                 self.end()
             return
@@ -53,20 +57,16 @@ class BackoffReport:
         if time < self._next_at:
             return
         self._next_at = time + _INTERVAL_SECONDS
-        self._metrics.waiting(len(self._backoffs), self._backoffs.waiting_keys + in_retry)
-        self._in_retry_since = (self._in_retry_since or time) if in_retry else None
+        self._metrics.waiting(len(self._backoffs), self._backoffs.waiting_keys)
         old = [info for info in self._backoffs.infos if time - info.since >= _LOG_AFTER_SECONDS]
-        is_long = bool(old) or (in_retry and time - (self._in_retry_since or time) >= _LOG_AFTER_SECONDS)
-        if is_long and (self._logged_at is None or time - self._logged_at >= _LOG_AGAIN_SECONDS):
+        if old and (self._logged_at is None or time - self._logged_at >= _LOG_AGAIN_SECONDS):
             self._logged_at = time
-            self._log(old, in_retry, time)
+            self._log(old, time)
 
-    def _log(self, old: list[BackoffInfo], in_retry: int, time: float) -> None:
+    def _log(self, old: list[BackoffInfo], time: float) -> None:
         parts = [f"{name(info.destination)} for {time - info.since:.0f} s ({info.why})" for info in old[:_NAMED]]
         if len(old) > _NAMED:
             parts.append(plural(len(old) - _NAMED, "more destination"))
-        if in_retry:
-            parts.append(f"{plural(in_retry, 'record')} of failed transactions, to be tried in smaller ones")
         _log.warning(
             "waiting, with all records of %s: %s; each destination is tried again within %.0f s",
             plural(self._backoffs.waiting_keys, "key"),
@@ -77,7 +77,6 @@ class BackoffReport:
     def end(self) -> None:
         """Reset the gauges, as no record waits any more, or none that is known."""
         self._next_at = 0.0
-        self._in_retry_since = None
         self._metrics.waiting(0, 0)
         if self._logged_at is not None:
             self._logged_at = None

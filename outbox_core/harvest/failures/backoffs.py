@@ -1,44 +1,52 @@
-"""Backoff by destination: records that Kafka cannot take now wait, and all others flow.
+"""Backoff by destination: a small map `destination -> not before`, handed to scans exactly as holds are.
 
 A **destination** is a partition of a topic, a topic as a whole (one that does not exist), or a single key. When a
-delivery fails for a reason that may pass, its destination is backed off:
+record fails for a reason that may pass, its destination is backed off, and its row stays in the table like any other.
+No record is kept in memory, only
 
-- the failed record stays in memory as the **probe**. It is sent again after the backoff, which doubles each time. Other
-  records that are known to go there are not sent;
-- the keys of all records that failed there are left out of the marks. Their rows are released to the table, those
-  behind the probe in its lane too, so they take no room among the records in flight.
+- the time before which the destination is not tried again, which grows with each failure;
+- the keys that are known to go there, which scans leave out;
+- the row by which it is tried (`due`). It is read from the table again then: it may be corrected, held or gone.
 
-The probe's arrival ends the backoff. A backoff without a probe (released, held, or without room for it) expires by
-itself, and the next record that fails there becomes the probe. Only a few backoffs may be expired before the fate of
-their records is known, or these would fill all the room among the records in flight; and only `may_expire` of them
-where each holds up everything else.
+The arrival of that row ends the backoff, and all keys flow again. A record that may be to blame for the failure of its
+batch is backed off with its key, too, for no time at all: it is tried at once, alone.
 
 Each key fails once, before its destination is known. If a destination collects `_MOST_KEYS` of them and no record has
 arrived in its topic for a while, the whole topic is backed off instead: with the cluster away, the list of keys does
-not grow with the table. The structure is pure and belongs to one thread.
+not grow with the table. After a minute its other partitions are tried again, too, in case that only one is still away.
+
+A topic whose records end the producer, without a reason from Kafka, is a **suspect**: it is tried alone, as soon as
+others were committed. `suspect` counts how often that ended the producer: after an outage, which ends producers too,
+no count grows, since no others are committed meanwhile. The structure is pure and belongs to one thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
-from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row, lanes_among, rows_among
-from outbox_core.stores.interface import LaneKey, RowId, StoredRecord, row_id, size_of
+from outbox_core.stores.interface import (
+    LaneKey,
+    LaneOrRow,
+    RowId,
+    StoredRecord,
+    keys_among,
+    lane_or_row,
+    row_id,
+    rows_among,
+)
 
 Destination = tuple[str, int | LaneKey | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
 
 _MOST_KEYS = 1_000
 _QUIET_SECONDS = 5.0
-_MOST_PAST = 10_000
-_ANY_NUMBER = 2**62
-_MOST_EXPIRED = 8
+_WIDE_SECONDS = 60.0
 _NEVER = float("inf")
 LONGEST_BACKOFF_SECONDS = 10.0
 """A destination is tried again so soon after it is back, however long it was away."""
-_FORGOTTEN_AFTER_BACKOFFS = 5  # of the longest
 
 
 class BackoffInfo(NamedTuple):
@@ -49,72 +57,54 @@ class BackoffInfo(NamedTuple):
     why: str
 
 
-class _Limits(NamedTuple):
-    first: float
-    longest: float
-    most_probes: int
-    most_probe_bytes: int
-
-
 @dataclass(slots=True)
 class _Backoff:
+    row: RowId  # by which it is tried again
     since: float
     seconds: float
     until: float
-    # False if Kafka answered: that a topic does not exist, for example
-    is_unreachable: bool
+    is_unreachable: bool  # False if Kafka answered: that a topic does not exist, for example
     why: str
-    probe: StoredRecord | None = None
-    is_sent: bool = False
+    widened_at: float = float("-inf")
+    ends: int = 0  # of a suspect
+    others_committed: bool = False  # since the last of them
     keys: set[LaneOrRow] = field(default_factory=set)
 
-    def double(self, longest: float, time: float) -> None:
-        self.seconds = min(longest, self.seconds * 2)
-        self.until = time + self.seconds
-        self.is_sent = False
+
+_until = attrgetter("until")
+
+MOST_ENDS = 3
+"""So many times a topic may end the producer, with commits of others between, before it is held."""
 
 
-class _PastBackoff(NamedTuple):
-    """The memory of a backoff without a probe: it expires by itself, and its destination may fail again at once."""
-
-    seconds: float
-    since: float
-    known_until: float
+def _is_never_busy(_: RowId) -> bool:
+    return False
 
 
 class Backoffs:
-    """Destinations that are backed off, their probes, and the keys that wait for them; durations in seconds."""
+    """Destinations that are backed off, with the keys that wait for them; durations in seconds."""
 
-    def __init__(
-        self,
-        first: float,
-        longest: float,
-        clock: Callable[[], float],
-        *,
-        most_probes: int = 1_000,
-        most_probe_bytes: int = 8 * 2**20,
-    ) -> None:
-        self._limits = _Limits(first, longest, most_probes, most_probe_bytes)
+    def __init__(self, first: float, longest: float, clock: Callable[[], float]) -> None:
+        self._first = first
+        self._longest = longest
         self._clock = clock
-        self.may_expire = _ANY_NUMBER
         self._active: dict[Destination, _Backoff] = {}
-        self._probes: dict[RowId, Destination] = {}
-        self._probe_bytes = 0
+        self._rows: dict[RowId, Destination] = {}
         self._keys: dict[LaneOrRow, Destination] = {}
-        self._past: dict[Destination, _PastBackoff] = {}
-        self._prune_past_at = 0.0
         self._arrived: dict[str, float] = {}  # time of the last arrival in each topic with a backoff
-        # Expired backoffs, until a record fails or arrives there; at the latest until the time given.
-        self._expired: dict[Destination, float] = {}
 
     def __bool__(self) -> bool:
         return bool(self._active)
 
-    def __contains__(self, item: object) -> bool:
-        return item in self._active or item in self._keys
+    def __contains__(self, destination: object) -> bool:
+        return destination in self._active
 
     def __len__(self) -> int:
         return len(self._active)
+
+    def covers(self, record: StoredRecord) -> bool:
+        """Return True if scans that start now leave a record out."""
+        return (record.topic, None) in self._active or lane_or_row(record) in self._keys
 
     @property
     def waiting_keys(self) -> int:
@@ -129,204 +119,150 @@ class Backoffs:
 
     @property
     def is_unreachable(self) -> bool:
-        """True if Kafka could not be reached for any destination, as far as its probe has told."""
+        """True if Kafka could not be reached for any destination, when it was tried last."""
         return any(each.is_unreachable for each in self._active.values())
 
     @property
-    def probes(self) -> list[StoredRecord]:
-        """All probes, waiting or sent."""
-        return [each.probe for each in self._active.values() if each.probe is not None]
-
-    @property
-    def waiting_probes(self) -> list[StoredRecord]:
-        """Probes that are not sent."""
-        return [each.probe for each in self._active.values() if each.probe is not None and not each.is_sent]
-
-    @property
     def lanes(self) -> set[LaneKey]:
-        """Keys that marks leave out."""
-        return lanes_among(self._keys)
+        """Keys that scans leave out."""
+        return keys_among(self._keys)
 
     @property
     def rows(self) -> set[RowId]:
-        """Records without a key that marks leave out."""
+        """Records without a key that scans leave out."""
         return rows_among(self._keys)
 
     @property
     def topics(self) -> frozenset[str]:
-        """Topics that marks leave out."""
+        """Topics that scans leave out."""
         return frozenset(topic for topic, part in self._active if part is None)
 
-    @property
-    def has_due_probe(self) -> bool:
-        """True if a probe is due."""
-        time = self._clock() if self._probes else 0.0
-        return any(each.until <= time and not each.is_sent and each.probe is not None for each in self._active.values())
+    def next_due(self, is_busy: Callable[[RowId], bool] = _is_never_busy) -> float:
+        """Return the time at which the next destination is to be tried, but for those whose rows are busy."""
+        return min((each.until for each in self._active.values() if not is_busy(each.row)), default=_NEVER)
 
-    @property
-    def next_due(self) -> float | None:
-        """The time at which the next probe is due or the next backoff expires."""
-        soonest = _NEVER if self.may_expire <= 0 else 0.0
-        if len(self._expired) >= _MOST_EXPIRED:
-            soonest = max(soonest, min(self._expired.values()))
-        due = [
-            max(each.until, soonest) if each.probe is None else each.until
-            for each in self._active.values()
-            if not each.is_sent
-        ]
-        next_due = min(due, default=_NEVER)
-        return None if next_due == _NEVER else next_due
+    def due(self, most: int, is_busy: Callable[[RowId], bool]) -> list[RowId]:
+        """Return rows to try now that are not busy."""
+        time = self._clock()
+        due = [each for each in self._active.values() if each.until <= time and not is_busy(each.row)]
+        return [each.row for each in sorted(due, key=_until)[:most]]
+
+    def due_together(self, most: int) -> list[RowId]:
+        """Return rows to try now in one transaction, each of another topic; a suspect's row alone."""
+        time, rows = self._clock(), dict[str, RowId]()
+        for (topic, _), backoff in sorted(self._active.items(), key=lambda item: item[1].until):
+            if backoff.until > time or len(rows) >= most:
+                break
+            if backoff.ends:
+                return [*rows.values()] or [backoff.row]
+            rows.setdefault(topic, backoff.row)
+        return [*rows.values()]
 
     def failed(
         self, record: StoredRecord, destination: Destination, *, unreachable: bool = True, why: str = ""
-    ) -> bool:
-        """Back off a destination after a failed delivery; return True if the record stays in memory, as the probe."""
-        mine = self._probes.get(row_id(record))
-        if mine is not None and mine in self._active:
+    ) -> None:
+        """Back off a destination after a failed delivery."""
+        row, item, whole = row_id(record), lane_or_row(record), (destination[0], None)
+        mine = self._rows.get(row)
+        if mine is not None and mine != destination and self._concerns_others(mine, record, destination):
+            self.end(row)
+            mine = None
+        if mine is not None:  # tried again, in vain
             backoff = self._active[mine]
             backoff.is_unreachable, backoff.why = unreachable, why
-            backoff.double(self._limits.longest, self._clock())
-            return True
-        topic, whole = destination[0], (destination[0], None)
-        self._expired.pop(destination, None)
-        self._expired.pop(whole, None)
+            backoff.seconds = min(self._longest, max(self._first, backoff.seconds * 2))
+            backoff.until = self._clock() + backoff.seconds
+            return
         if whole in self._active:
             destination = whole
         known = self._active.get(destination)
         if known is None:
-            backoff = self._start(destination, unreachable=unreachable, why=why)
-            is_probe = self._keep(record, destination, backoff)
-            if not is_probe:
-                self._remember(destination, backoff)
-        else:
-            backoff = known
-            is_probe = backoff.probe is None and self._keep(record, destination, backoff)
-            if is_probe:
-                backoff.double(self._limits.longest, self._clock())
-        if is_probe or destination[1] is not None:
-            self._add_key(record, destination, backoff)
-        if not is_probe and destination[1] is not None:
-            quiet_since = max(backoff.since, self._arrived[topic])
-            if len(backoff.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS:
-                self._widen(destination)
-        return is_probe
+            known = self._start(row, destination, unreachable=unreachable, why=why)
+        if (known.row == row or destination[1] is not None) and self._keys.setdefault(item, destination) == destination:
+            known.keys.add(item)
+        quiet_since = max(known.since, self._arrived[destination[0]])
+        if len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS:
+            self._widen(destination)
 
-    def failed_alone(self, record: StoredRecord, why: str = "") -> None:
-        """Back off a record that failed alone and cannot be held, with its key."""
-        destination = _destination_of_its_own(record)
-        self._expired.pop(destination, None)
-        self.end_probe(record)
-        # Without a probe in memory, a row that is corrected or deleted meanwhile is read anew.
-        backoff = self._start(destination, unreachable=False, why=why)
-        self._remember(destination, backoff)
-        self._add_key(record, destination, backoff)
+    def _concerns_others(self, mine: Destination, record: StoredRecord, destination: Destination) -> bool:
+        """Return True if not that which was tried is away: not the key alone, or not the whole topic."""
+        if mine == destination_of_its_own(record):
+            return True
+        backoff = self._active[mine]
+        is_wide = mine[1] is None and isinstance(destination[1], int) and not backoff.ends
+        return is_wide and self._clock() - backoff.widened_at > _WIDE_SECONDS
 
-    def due_probes(self) -> Iterator[StoredRecord]:
-        """Yield the probes to send now, and let backoffs without a probe expire."""
-        if not self._active:
-            return
+    def _start(self, row: RowId, destination: Destination, *, unreachable: bool, why: str) -> _Backoff:
         time = self._clock()
-        for destination, backoff in list(self._active.items()):
-            if time < backoff.until or backoff.is_sent:
-                continue
-            if backoff.probe is not None:
-                backoff.is_sent = True
-                yield backoff.probe
-            elif self._one_more_may_expire(time):
-                self.may_expire -= 1
-                self._expired[destination] = time + 2 * self._limits.longest
-                self._end(destination)
-
-    def _one_more_may_expire(self, time: float) -> bool:
-        if self.may_expire > 0 and len(self._expired) >= _MOST_EXPIRED:
-            self._expired = {destination: until for destination, until in self._expired.items() if time < until}
-        return self.may_expire > 0 and len(self._expired) < _MOST_EXPIRED
-
-    def not_sent(self, record: StoredRecord) -> bool:
-        """Note that a record could not be sent after all; return True if it is a probe, which stays due."""
-        destination = self._probes.get(row_id(record))
-        if destination is None:
-            return False
-        self._active[destination].is_sent = False
-        return True
-
-    def succeeded(self, records: Iterable[StoredRecord]) -> list[Destination]:
-        """Note the arrival of records; return the destinations whose probes are among them."""
-        ended: list[Destination] = []
-        time = self._clock()
-        for record in records:
-            topic = record.topic
-            if topic in self._arrived:
-                self._arrived[topic] = time
-                whole = self._active.get((topic, None))
-                if whole is not None and not whole.is_sent:
-                    whole.until = min(whole.until, time)  # something arrived in the topic: its probe is due
-            if self._past:
-                self._past.pop(_destination_of_its_own(record), None)
-            if self._expired:
-                self._expired = {other: until for other, until in self._expired.items() if other[0] != topic}
-            destination = self._probes.get(row_id(record))
-            if destination is not None:
-                self.end_probe(record)
-                self._end(destination)
-                ended.append(destination)
-        return ended
-
-    def end_probe(self, record: StoredRecord) -> None:
-        """Note that a record is no probe any more: its fate is known, or it is held."""
-        destination = self._probes.pop(row_id(record), None)
-        if destination is not None:
-            backoff = self._active[destination]
-            self._probe_bytes -= size_of(record)
-            backoff.probe, backoff.is_sent = None, False
-
-    def release_probes(self) -> list[StoredRecord]:
-        """Forget all probes; return those that are not sent. Their destinations stay backed off."""
-        probes = self.waiting_probes
-        for backoff in self._active.values():
-            backoff.probe, backoff.is_sent = None, False
-        self._probes.clear()
-        self._probe_bytes = 0
-        return probes
-
-    def _start(self, destination: Destination, *, unreachable: bool, why: str) -> _Backoff:
-        """Start a backoff; if one without a probe was there lately, for twice as long."""
-        since = time = self._clock()
-        seconds, past = self._limits.first, self._past.get(destination)
-        if past is not None and time < past.known_until:
-            seconds, since = min(self._limits.longest, past.seconds * 2), past.since
-        backoff = self._active[destination] = _Backoff(since, seconds, time + seconds, unreachable, why)
+        backoff = self._active[destination] = _Backoff(
+            row, time, self._first, time + self._first, is_unreachable=unreachable, why=why
+        )
+        self._rows[row] = destination
         self._arrived.setdefault(destination[0], 0.0)
         return backoff
 
-    def _keep(self, record: StoredRecord, destination: Destination, backoff: _Backoff) -> bool:
-        size = size_of(record)
-        if len(self._probes) >= self._limits.most_probes or self._probe_bytes + size > self._limits.most_probe_bytes:
-            return False
-        backoff.probe = record
-        self._probes[row_id(record)] = destination
-        self._probe_bytes += size
-        return True
+    def failed_alone(self, record: StoredRecord, why: str = "") -> None:
+        """Back off a record that failed alone and cannot be held, with its key."""
+        own = destination_of_its_own(record)
+        if self._rows.get(row_id(record), own) != own:
+            self.end(row_id(record))
+        self.failed(record, own, unreachable=False, why=why)
 
-    def _remember(self, destination: Destination, backoff: _Backoff) -> None:
+    def try_alone(self, record: StoredRecord, why: str = "") -> None:
+        """Have a record tried at once, and by itself, as it may be to blame for the failure of its batch."""
+        own = destination_of_its_own(record)
+        self.failed(record, own, unreachable=False, why=why)
+        if own in self._active:
+            self._active[own].seconds, self._active[own].until = 0.0, self._clock()
+
+    def suspect(self, record: StoredRecord, why: str) -> int:
+        """Back off a topic that alone ended the producer; return how often it did, with commits of others between."""
+        row, whole = row_id(record), (record.topic, None)
+        if self._rows.get(row, whole) != whole:
+            self.end(row)
+        self.failed(record, whole, why=why)
+        backoff = self._active[whole]
+        if not backoff.ends or backoff.others_committed:
+            backoff.ends += 1
+        backoff.others_committed = False
+        return backoff.ends
+
+    def is_suspect(self, topic: str) -> bool:
+        """Return True if a topic has ended the producer."""
+        backoff = self._active.get((topic, None))
+        return backoff is not None and backoff.ends > 0
+
+    def succeeded(self, records: Iterable[StoredRecord]) -> list[Destination]:
+        """Note the arrival of records; return the destinations that were tried by them, and had to wait."""
+        ended: list[Destination] = []
         time = self._clock()
-        if time >= self._prune_past_at:
-            self._prune_past_at = time + self._limits.longest
-            self._past = {other: past for other, past in self._past.items() if time < past.known_until}
-        if len(self._past) >= _MOST_PAST:
-            self._past.clear()
-        known_until = backoff.until + _FORGOTTEN_AFTER_BACKOFFS * self._limits.longest
-        self._past[destination] = _PastBackoff(backoff.seconds, backoff.since, known_until)
+        for record in records:
+            if record.topic in self._arrived:
+                self._arrived[record.topic] = time
+                whole = self._active.get((record.topic, None))
+                if whole is not None:
+                    whole.until = min(whole.until, time)
+            mine = self._rows.get(row_id(record))
+            if mine is not None and self._active[mine].seconds:
+                ended.append(mine)
+            self.end(row_id(record))
+        return ended
 
-    def _add_key(self, record: StoredRecord, destination: Destination, backoff: _Backoff) -> None:
-        item = lane_or_row(record)
-        if self._keys.setdefault(item, destination) == destination:
-            backoff.keys.add(item)
+    def committed(self) -> None:
+        """Note a commit: suspects of other topics are tried again, unless they are proven and cannot be held."""
+        for backoff in self._active.values():
+            if 0 < backoff.ends < MOST_ENDS and not backoff.others_committed:
+                backoff.others_committed = True
+                backoff.until = min(backoff.until, self._clock())
 
-    def _end(self, destination: Destination) -> None:
-        self._free_keys(self._active.pop(destination))
-        if all(topic != destination[0] for topic, _ in self._active):
-            self._arrived.pop(destination[0], None)
+    def end(self, row: RowId) -> Destination | None:
+        """End and return the backoff that is tried by a row, if there is one."""
+        destination = self._rows.pop(row, None)
+        if destination is not None:
+            self._free_keys(self._active.pop(destination))
+            if all(topic != destination[0] for topic, _ in self._active):
+                self._arrived.pop(destination[0], None)
+        return destination
 
     def _free_keys(self, backoff: _Backoff) -> None:
         for item in backoff.keys:
@@ -334,18 +270,15 @@ class Backoffs:
         backoff.keys.clear()
 
     def _widen(self, destination: Destination) -> None:
-        """Back off the whole topic in the destination's stead; its probe stays."""
-        backoff = self._active[destination]
+        """Back off the whole topic in the destination's stead."""
+        backoff = self._active.pop(destination)
         self._free_keys(backoff)
-        whole: Destination = (destination[0], None)
-        if whole not in self._active:
-            del self._active[destination]
-            self._active[whole] = backoff
-            if backoff.probe is not None:
-                self._probes[row_id(backoff.probe)] = whole
+        backoff.widened_at = self._clock()
+        self._active[destination[0], None] = backoff
+        self._rows[backoff.row] = (destination[0], None)
 
 
-def _destination_of_its_own(record: StoredRecord) -> Destination:
+def destination_of_its_own(record: StoredRecord) -> Destination:
     """Return the destination that only the record and its key have."""
     item = lane_or_row(record)
     return record.topic, item if not isinstance(item, RowId) else ("", f"{item.id} {item.create_time}")

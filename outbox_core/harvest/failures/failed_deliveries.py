@@ -1,47 +1,65 @@
 """Failed deliveries and holds of at-least-once delivery, on the harvest thread.
 
-`policy` decides if a record is tried alone, held with its key, or its destination backed off. All others flow on
-unmarked. `released_keys` keeps the order while some keys are released to the table. A record that is tried alone is
-still under way in its lane, so no other of its key overtakes it.
+Failures stay in the table: a record that failed is released with those behind it in its lane, and only the holds and
+the `backoffs` tell the next mark of it. So a failed record is followed through `policy`, which decides; this module
+and its base, which carry that out; and the backoffs.
+
+    it failed in a batch, and it may be to blame ----> tried at once, alone
+    it failed alone, or the client refused it -------> held with its key, or a dead letter
+    we may not write to its topic -------------------> the topic is held
+    its destination does not answer, or is missing --> backed off, and tried again by one record
+
+Records that are **tried** are marked by their rows, dead letters are read without a mark, as their holds keep all
+others away; and each of these is sent in a batch of its own. They take at most a quarter of the room among the records
+in flight, so that the others flow.
+
+Keys that are to be held are left out of the marks until that is written. So no mark returns a row of them, but the one
+that was under way, from which `lanes` filters it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from outbox_core.election.lease import now
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.backoffs import Backoffs
-from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
+from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, longest_backoff_of
 from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, destination_of
-from outbox_core.harvest.failures.released_keys import LaneOrRow, ReleasedKeys, lane_or_row
 from outbox_core.harvest.store_calls import StoreCall
-from outbox_core.kafka.messages import Failure
-from outbox_core.stores.interface import HoldSet, NewHold, RowId, StoredRecord, row_id
+from outbox_core.kafka.errors import ErrorKind
+from outbox_core.kafka.messages import DeadLetter, Failure
+from outbox_core.stores.interface import (
+    HoldSet,
+    OutboxStore,
+    RowId,
+    StoredRecord,
+    bytes_of,
+    keys_among,
+    lane_or_row,
+    row_id,
+    rows_among,
+)
+
+_NEVER = float("inf")
+_MOST_TO_HOLD = 1_000  # their values are in memory
+_ROOM = 4  # records that are tried take one part in so many
 
 
 class FailedDeliveries(FailureHandler):
-    """Failed deliveries of one leadership."""
+    """Failed deliveries of one leadership; `tried` are the records under way that go alone."""
 
     def __init__(self, ctx: HarvestContext) -> None:
-        limits = ctx.limits
-        backoffs = Backoffs(
-            limits.io_error_backoff / 10,
-            longest_backoff_of(limits),
-            now,
-            # Probes stay in their lanes, and take room from the others.
-            most_probes=max(1, limits.max_in_flight_records // 4),
-            most_probe_bytes=limits.max_in_flight_bytes // 4,
-        )
-        super().__init__(ctx, backoffs)
-        self._released = ReleasedKeys()
-        self._suspects: deque[StoredRecord] = deque()
-        self._new_holds: list[tuple[NewHold, LaneOrRow | None]] = []
-        self._being_written: list[tuple[NewHold, LaneOrRow | None]] = []
-        self._writing: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
+        super().__init__(ctx)
+        self.tried: dict[RowId, StoredRecord] = {}
+        self._letters: set[int] = set()  # read, and still among the requests that were read before
+        self._to_hold: list[Failure] = []
+        self._written = 0  # of these, by the call under way
+        self._hold_call: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
+        self._arrived: list[StoredRecord] = []  # dead letters, whose rows and holds are to be deleted
+        self._being_deleted: list[StoredRecord] = []
+        self._deletion: StoreCall[None] = StoreCall(ctx.purger, ctx)
 
     # -- failures
 
@@ -50,154 +68,207 @@ class FailedDeliveries(FailureHandler):
         released: list[StoredRecord] = []
         for failure in failures:
             record = failure.record
+            self.tried.pop(row_id(record), None)
+            released += lanes.release(record)
+            if isinstance(record, DeadLetter) and failure.kind in (ErrorKind.POISON, ErrorKind.UNAUTHORIZED):
+                self._hold(failure)
+                continue
             match decide(failure, alone=failure.alone, can_hold=self.hold_cache.is_writable):
                 case Retry():
-                    self._suspects.append(record)
+                    self.backoffs.try_alone(record, failure.error.str())
                 case Hold():
                     self._hold(failure)
-                    released += self._release(record, lanes)
                 case Backoff(None):
                     self._back_off_alone(failure)
-                    released += self._release(record, lanes)
                 case _:
-                    released += self._back_off_and_release(failure, lanes)
+                    released += self._back_off_destination(failure, lanes)
         return released
 
     def _hold(self, failure: Failure) -> None:
-        hold = self._new_hold(failure)
-        item = None if hold.record_id is None else lane_or_row(failure.record)
-        if item is not None:
-            self._released.hold(item)
-        elif any(hold.topic == other.topic and other.record_id is None for other, _ in self._new_holds):
-            return
-        self._new_holds.append((hold, item))
+        self.backoffs.end(row_id(failure.record))
+        self._to_hold.append(failure)
 
-    def _release(self, record: StoredRecord, lanes: Lanes) -> list[StoredRecord]:
-        self.backoffs.end_probe(record)
-        return self._note_released(lanes.release(record))
+    def _back_off_destination(self, failure: Failure, lanes: Lanes) -> list[StoredRecord]:
+        if isinstance(failure.record, DeadLetter):
+            self._letters.discard(failure.record.id)
+        is_new, (topic, part) = self._back_off(failure), destination_of(failure)
+        return lanes.release_unsent(lambda other: other.topic == topic) if part is None and is_new else []
 
-    def _note_released(self, records: list[StoredRecord]) -> list[StoredRecord]:
-        self._released.release(records)
-        return records
-
-    def _back_off_and_release(self, failure: Failure, lanes: Lanes) -> list[StoredRecord]:
-        record = failure.record
-        is_probe, is_new = self._back_off(failure)
-        # A probe keeps its lane, without followers: those wait in the table.
-        released = self._note_released(lanes.release_followers(record)) if is_probe else self._release(record, lanes)
-        topic, part = destination_of(failure)
-        if part is None and is_new:
-            released += self._note_released(lanes.release_unsent(lambda other: other.topic == topic))
-        return released
-
-    def succeeded(self, delivered: list[StoredRecord]) -> None:
-        """Note delivered records."""
+    def succeeded(self, delivered: list[StoredRecord]) -> list[StoredRecord]:
+        """Note delivered records; return those that are to be purged, which dead letters are not."""
         self._succeeded(delivered)
+        if not self.tried:
+            return delivered
+        letters = [record for record in delivered if isinstance(record, DeadLetter)]
+        self._arrived.extend(letters)
+        self._ctx.metrics.dead_letters(len(letters))
+        ordinary = [record for record in delivered if not isinstance(record, DeadLetter)] if letters else delivered
+        for record in ordinary:
+            self.tried.pop(row_id(record), None)
+        return ordinary
 
-    # -- sending again
+    # -- dead letters that have arrived
 
-    def due_in(self) -> float:
-        """Return the seconds until a record must be sent again, or a hold written."""
-        due = float("inf") if self.backoffs.next_due is None else self.backoffs.next_due - now()
-        if self._new_holds and not self._writing.is_running:
-            due = min(due, self._writing.retry_at - now())
-        return 0.0 if self._suspects else max(0.0, due)
+    def start_deleting(self) -> None:
+        """Delete their rows and holds: by themselves, as what keeps the holds there must not have others repeated."""
+        if self._arrived and self._deletion.can_start:
+            self._being_deleted, self._arrived = self._arrived, []
+            ids = [record.id for record in self._being_deleted]
+            create_times = [record.create_time for record in self._being_deleted]
+            self._deletion.start(lambda store: _delete_dead_lettered(store, ids, create_times))
+
+    def collect_deleted(self) -> list[StoredRecord]:
+        """Return dead letters that are deleted."""
+        if not self._deletion.is_done:
+            return []
+        letters, self._being_deleted = self._being_deleted, []
+        try:
+            self._deletion.result()
+        except StoreUnavailable:
+            self._arrived = letters + self._arrived
+            return []
+        for letter in letters:
+            self.tried.pop(row_id(letter), None)
+        return letters
 
     @property
-    def has_due(self) -> bool:
-        """True if a record must be sent again now."""
-        return bool(self._suspects) or self.backoffs.has_due_probe
+    def is_deleting(self) -> bool:
+        """True while that is under way or can begin; False for a while after it failed."""
+        return self._deletion.is_running or (bool(self._arrived) and self._deletion.can_start)
 
-    def take_due(self) -> list[StoredRecord]:
-        """Return records to send again now, each alone."""
+    # -- trying again
+
+    def update(self) -> None:
+        """Set the gauges, log what has waited for long, and end an outage of which nothing is waited for."""
         self._report.update()
         if not self.backoffs.is_unreachable:  # what failed is held, or fails for another reason
             limits = self._ctx.limits
             self._ctx.kafka.expire_after(limits.delivery_timeout + longest_backoff_of(limits))
-        if not self._suspects and not self.backoffs:
+
+    def due_in(self, lanes: Lanes) -> float:
+        """Return the seconds until a record can be tried again."""
+        if not (self.backoffs or self.holds.requests) or self._room(lanes) <= 0:
+            return _NEVER
+        return 0.0 if self._letters_due(lanes) else max(0.0, self.backoffs.next_due(lanes.is_busy) - now())
+
+    def rows_to_try(self, lanes: Lanes) -> tuple[list[RowId], list[int]]:
+        """Return rows to try now, and ids of dead letters."""
+        if not (self.backoffs or self.holds.requests):
+            return [], []
+        room = max(0, self._room(lanes))
+        rows = self.backoffs.due(room, lanes.is_busy)
+        return rows, self._letters_due(lanes)[: room - len(rows)]
+
+    def _room(self, lanes: Lanes) -> int:
+        limits, most = self._ctx.limits, max(1, self._ctx.limits.max_in_flight_records // _ROOM)
+        if bytes_of(self.tried.values()) >= limits.max_in_flight_bytes // _ROOM:
+            return 0
+        return min(limits.mark_query_records, most - len(self.tried), limits.max_in_flight_records - lanes.held)
+
+    def _letters_due(self, lanes: Lanes) -> list[int]:
+        if not self.holds.requests or any(isinstance(record, DeadLetter) for record in self.tried.values()):
             return []
-        suspects = list(self._suspects)
-        self._suspects.clear()
-        return [*suspects, *self.backoffs.due_probes()]
+        return [each for each in self._letters_to_read(self._letters) if not lanes.holds_id(each)]
 
-    def put_back(self, records: Iterable[StoredRecord]) -> None:
-        """Take back due records that could not be sent."""
-        self._suspects.extend(record for record in records if not self.backoffs.not_sent(record))
+    def take_in_tried(
+        self, rows: Iterable[RowId], ids: Iterable[int], found: Sequence[StoredRecord], letters: Letters
+    ) -> tuple[list[StoredRecord], list[DeadLetter]]:
+        """Take in what was found of rows and dead letters to try; return the rows, and the letters, that may be sent.
 
-    def release_waiting(self) -> list[StoredRecord]:
-        """Forget and return the records that are under way in their lanes and not in flight; for a remark."""
-        waiting = [*self._suspects, *self.backoffs.release_probes()]
-        self._suspects.clear()
-        return waiting
+        A row that was released as a dead letter, or has another topic or key by now, is left to the other marks:
+        earlier rows of its key may wait for these.
+        """
+        waiting = [record for record in found if self.backoffs.covers(record)]
+        self._end_gone(rows, [*waiting, *letters.records])
+        sendable = self.sendable(letters)
+        if letters.problem is None:
+            self._letters.update(ids)
+        self.tried.update((row_id(record), record) for record in (*waiting, *sendable))
+        return waiting, sendable
+
+    def forget_tried(self, records: Iterable[StoredRecord]) -> None:
+        """Forget records that are released to the table, and not known to have failed: they are tried again."""
+        for record in records if self.tried else ():
+            if self.tried.pop(row_id(record), None) is not None:
+                self._letters.discard(record.id)
+
+    # -- marks and holds
 
     def leader_id_renewed(self) -> None:
-        """Forget released keys: no row carries the old leader ID any more."""
-        self._released = ReleasedKeys()
+        """Forget what was under way: all of it is in the table, without a mark of ours.
 
-    # -- marks
+        So are dead letters that could not be deleted: they are sent again.
+        """
+        self._arrived.clear()
+        self.tried.clear()
+        self._letters.clear()
 
-    def exclusion(self) -> Exclusion:
+    def exclusion(self, lanes: Lanes) -> Exclusion:
         """Return the exclusion of a mark that starts now."""
-        self._released.mark_starts()
-        released, backoffs = self._released, self.backoffs
-        return Exclusion(released.lanes | backoffs.lanes, released.rows | backoffs.rows, backoffs.topics)
+        backoffs, waiting = self.backoffs, self._to_hold
+        leaving = lanes.returning.union(lane_or_row(failure.record) for failure in waiting)
+        denied = {failure.record.topic for failure in waiting if failure.kind is ErrorKind.UNAUTHORIZED}
+        return Exclusion(
+            keys_among(leaving) | lanes.full | backoffs.lanes,
+            rows_among(leaving) | backoffs.rows,
+            backoffs.topics | denied,
+        )
 
     def apply_holds(self, holds: HoldSet, lanes: Lanes) -> list[StoredRecord]:
         """Take in the current holds; return the records that are released to the table."""
         if holds is self.holds:
             return []
+        self._ctx.commits.notify()  # something may have been released
         self.holds = holds
+        self._letters.intersection_update(holds.requests)
         if not holds:
             return []
-        released = self._note_released(lanes.release_unsent(holds.covers))
-        for record in [*self._suspects, *self.backoffs.waiting_probes]:
-            if holds.covers(record):
-                released += self._release(record, lanes)
-        self._suspects = deque(record for record in self._suspects if not holds.covers(record))
-        return released
+        return lanes.release_unsent(lambda each: holds.covers(each) and not isinstance(each, DeadLetter))
 
-    def admissible(self, records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], list[StoredRecord]]:
-        """Divide marked records into those that may be sent, and those that are released to the table."""
-        if not self.holds and not self._released and not self.backoffs:
-            return records, []
-        covers, must_release, backoffs = self.holds.covers, self._released.must_release, self.backoffs
-        back = [each for each in records if covers(each) or must_release(each) or lane_or_row(each) in backoffs]
-        if not back:
-            return records, []
-        self._released.release(back)
-        rows = set(map(row_id, back))
-        return [record for record in records if row_id(record) not in rows], back
+    def start_holding(self, lanes: Lanes) -> None:
+        """Write the holds that wait for it, or read them if they are stale: by themselves, as it may fail for long."""
+        if self.hold_due_in(lanes) > 0.0:
+            return
+        self._written = len(self._to_hold)
+        self._hold_call.start(self._holding(self._to_hold) if self._written else self.hold_cache.current_or_reread)
 
-    def reset_done(self, rows: Iterable[RowId]) -> None:
-        """Note rows whose marks are cleared."""
-        if self._released:
-            self._released.reset_done(rows)
-
-    # -- writing holds
+    def collect_holds(self, lanes: Lanes) -> list[StoredRecord]:
+        """Take in the result of that; return the records that are released to the table."""
+        if not self._hold_call.is_done:
+            return []
+        try:
+            holds = self._hold_call.result()
+        except StoreUnavailable:
+            return []
+        del self._to_hold[: self._written]
+        return self.apply_holds(holds, lanes)
 
     @property
-    def is_writing(self) -> bool:
-        """True while holds wait to be written, or are being written."""
-        return bool(self._new_holds or self._writing.is_running)
+    def is_holding(self) -> bool:
+        """True while `start_holding` is under way."""
+        return self._hold_call.is_running
 
-    def start_writing(self) -> None:
-        """Start to write new holds."""
-        if self._new_holds and self._writing.can_start:
-            self._being_written, self._new_holds = self._new_holds, []
-            holds, hold_cache = [hold for hold, _ in self._being_written], self.hold_cache
-            self._writing.start(lambda store: hold_cache.write(store, holds))
+    @property
+    def must_hold(self) -> int:
+        """Number of holds that wait to be written."""
+        return len(self._to_hold)
 
-    def collect_written(self, lanes: Lanes) -> list[StoredRecord]:
-        """Take in holds that have been written; return the records that are released to the table."""
-        if not self._writing.is_done:
-            return []
-        written, self._being_written = self._being_written, []
-        try:
-            holds = self._writing.result()
-        except StoreUnavailable:
-            self._new_holds = written + self._new_holds
-            return []
-        for _, item in written:
-            if item is not None:
-                self._released.hold_done(item)
-        return self.apply_holds(holds, lanes)
+    @property
+    def may_mark(self) -> bool:
+        """False while the holds are not known, or too many of them cannot be written."""
+        return not self.is_holding and self.hold_cache.is_known and self.must_hold < _MOST_TO_HOLD
+
+    def hold_due_in(self, lanes: Lanes) -> float:
+        """Return the seconds until holds must be written or read."""
+        if self._to_hold or not self.hold_cache.is_known:
+            due = 0.0
+        else:
+            due = self.hold_cache.due_in() if self.holds or lanes.held else _NEVER
+        return max(due, self._hold_call.retry_at - now())
+
+
+def _delete_dead_lettered(store: OutboxStore, ids: list[int], create_times: list[int]) -> None:
+    try:
+        store.holds.delete_dead_lettered(ids, create_times)
+    except RowsRemain as error:  # marks go on all the same: only dead letters wait
+        raise StoreUnavailable(str(error)) from error

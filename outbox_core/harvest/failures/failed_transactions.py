@@ -1,68 +1,92 @@
 """Failed transactions and holds of exactly-once delivery, on the harvest thread.
 
-`bisection` finds the record that made a transaction fail, `policy` decides on it. Holds are written before their keys
-are scanned again: until then scans leave the key out, and its records in the result of a scan under way are thrown
-away. Groups and probes take a bounded share of the time while there is ordinary work, and precede it only when too many
-records are in memory.
+Failures stay in the table. No record is kept here after its transaction, only what the next scan needs: a limit
+(`batch_limit`), the destinations that are backed off (`backoffs`), and the holds. So a failed record is followed
+through `policy`, which decides; this module and its base, which carry that out; and those two.
+
+    its transaction failed, and it may be to blame --> a smaller limit, the scan begins at the head again
+    it failed alone, or the client refused it -------> held with its key, or a dead letter
+    we may not write to its topic -------------------> the topic is held
+    its destination does not answer, or is missing --> backed off, and tried again by one record
+    it ended the producer, alone --------------------> its topic is backed off; the third time it is held
+
+**Dead letters are ordinary records whose topic is rewritten by the scan**: rows that are requested by their holds are
+read with the others, and published in the same transactions. One that the dead-letter topic refuses stays held, with
+the error.
+
+Others must not wait for that. A topic of which a record was just found to be bad rests for three times as long as that
+took, and so does everything that is tried again; an empty table ends the rests.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 
 from outbox_core.election.lease import now
+from outbox_core.errors import TrackingTopicError
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.backoffs import Backoffs
-from outbox_core.harvest.failures.bisection import Bisection, Group
-from outbox_core.harvest.failures.denied_topics import DeniedTopics
-from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, longest_backoff_of
-from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, new_hold
-from outbox_core.harvest.failures.released_keys import LaneOrRow, lane_or_row
+from outbox_core.harvest.failures.backoffs import MOST_ENDS
+from outbox_core.harvest.failures.batch_limit import BatchLimit
+from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
+from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind, kind_of
-from outbox_core.kafka.messages import Failure
-from outbox_core.kafka.transactions import Aborted
-from outbox_core.stores.interface import HoldSet, NewHold, StoredRecord, row_id
+from outbox_core.kafka.messages import DeadLetter, Failure
+from outbox_core.kafka.record_producer import Reports
+from outbox_core.kafka.transactions import Aborted, Ended
+from outbox_core.stores.interface import (
+    HoldSet,
+    LaneOrRow,
+    NewHold,
+    OutboxStore,
+    RowId,
+    RowQuery,
+    StoredRecord,
+    lane_or_row,
+    row_id,
+)
 
 _log = logging.getLogger(__name__)
 
-# Everything else waits while a probe is tried: not long, and not often.
-_PROBE_PATIENCE_SECONDS = 1.0
+_REST_FACTOR = 3  # the search, and what is tried again, take at most a quarter of the time
+_LONGEST_REST_SECONDS = 5.0
+_MOST_TRIED_AGAIN = 10
 
 
 class FailedTransactions(FailureHandler):
-    """Failed transactions of one term."""
+    """Failed transactions of one leadership."""
 
-    def __init__(self, ctx: HarvestContext, wait: LeadershipWait, denied: DeniedTopics) -> None:
-        limits = ctx.limits
-        super().__init__(ctx, Backoffs(limits.io_error_backoff / 10, longest_backoff_of(limits), now))
-        self.backoffs.may_expire = 1  # a record for such a destination fails with its whole transaction
+    def __init__(self, ctx: HarvestContext, wait: LeadershipWait, tracking_topic: str) -> None:
+        super().__init__(ctx)
+        self.batch = BatchLimit(ctx.limits.mark_query_records, ctx.limits.most_in_transaction)
         self._wait = wait
-        self._denied = denied
-        self._bisection = Bisection(4 * limits.mark_query_records, limits.mark_query_bytes)
-        self._probes: deque[StoredRecord] = deque()
-        self._tried_probe = False  # at the last turn
-        self._since_scan: set[LaneOrRow] = set()  # held or backed off since the scan under way was sent
+        self._tracking_topic = tracking_topic
+        self._rests: dict[str, float] = {}  # topic -> until when
+        self._try_again_at = 0.0
 
     # -- scans
 
     def exclusion(self) -> Exclusion:
         """Return the exclusion of a scan that starts now."""
-        self._since_scan.clear()
-        backoffs, bisection = self.backoffs, self._bisection
-        probes = {row_id(probe) for probe in [*backoffs.probes, *self._probes]}
-        return Exclusion(bisection.lanes | backoffs.lanes, bisection.rows | backoffs.rows | probes, backoffs.topics)
+        if self._rests:
+            self._rests = {topic: until for topic, until in self._rests.items() if now() < until}
+        backoffs = self.backoffs
+        return Exclusion(backoffs.lanes, backoffs.rows, backoffs.topics | self._rests.keys())
 
     def due_in(self) -> float:
-        """Return the seconds until the holds must be read, a probe sent, or a group tried."""
-        if self._bisection or self._probes:
-            return 0.0
+        """Return the seconds until the holds must be read, or a destination tried again."""
         due = self.hold_cache.due_in() if self.holds else float("inf")
-        probe_due = self.backoffs.next_due
-        return max(0.0, due if probe_due is None else min(due, probe_due - now()))
+        return max(0.0, min(due, max(self.backoffs.next_due(), self._try_again_at) - now()))
+
+    def found_none(self) -> None:
+        """Note that a scan found no rows: nothing need wait for others."""
+        self._try_again_at = 0.0
+        if self._rests:
+            self._rests.clear()
+            self._ctx.commits.notify()
 
     def read_holds(self) -> bool:
         """Read the holds; return False if the leadership ended first."""
@@ -80,204 +104,218 @@ class FailedTransactions(FailureHandler):
 
     def admissible(self, records: Sequence[StoredRecord], holds: HoldSet) -> list[StoredRecord]:
         """Return those of a scan's records that may be published."""
+        if holds.requests and holds is not self.holds:
+            self._ctx.commits.notify()
         self.holds = holds
-        if not holds and not self._since_scan:
-            return list(records)
-        since = self._since_scan
-        kept = [record for record in records if not holds.covers(record) and lane_or_row(record) not in since]
+        kept = [record for record in records if not holds.covers(record)] if holds else list(records)
         if len(kept) < len(records):
             self._ctx.watermark.reset("records that were read are held")
         return kept
 
-    def scanned(self, *, found: bool) -> None:
-        """Note if a scan found any rows."""
-        self._bisection.is_idle = not found
-        if not found:
-            self.backoffs.may_expire = 1
-
-    # -- retries
-
     @property
     def is_busy(self) -> bool:
-        """True while records wait for a retry, or for the dead-letter topic."""
-        return bool(self._bisection or self.backoffs or self._probes or self.holds.requests)
+        """True while rows wait for a destination, or for the dead-letter topic."""
+        return bool(self.backoffs or self._rests or self.holds.requests)
 
-    @property
-    def must_retry(self) -> bool:
-        """True if so many records are in memory that groups must be tried before more are read."""
-        return self._bisection.is_over_limit
+    # -- rows that are read by their ids
 
-    @property
-    def may_retry(self) -> bool:
-        """True if there is a group or a probe to try, and time for it."""
-        return bool(self._probes or self._bisection) and self._bisection.has_time
+    def letters_to_read(self, in_flight: Collection[tuple[int, int]]) -> list[int]:
+        """Return ids of requested dead letters for the next transaction."""
+        if not self.holds.requests or self._ctx.dead_letters.topic in self._rests:
+            return []
+        return self._letters_to_read({row[0] for row in in_flight}, max(1, self.batch.limit // 2))
 
-    def collect_due_probes(self) -> None:
-        """Collect the probes that are due."""
-        if self.backoffs:
-            self._probes.extend(self.backoffs.due_probes())
-        self._report.update(self._bisection.records)
+    def rows_to_try(self) -> list[RowId]:
+        """Return rows by which destinations are to be tried again now, in a transaction of their own."""
+        self._report.update()
+        if not self.backoffs or now() < self._try_again_at:
+            return []
+        return self.backoffs.due_together(min(_MOST_TRIED_AGAIN, self.batch.limit))
 
-    def next_group(self) -> tuple[Group, float | None]:
-        """Return the next group to try, and its commit timeout in seconds (None: the default)."""
-        self._tried_probe = bool(self._probes) and not (self._bisection and (self._tried_probe or self.must_retry))
-        if self._tried_probe:
-            probe = self._probes.popleft()
-            if self.holds.covers(probe):
-                self.backoffs.end_probe(probe)
-                self._ctx.watermark.reset("a record that was tried again and again is held")
-                return (), None
-            return [probe], _PROBE_PATIENCE_SECONDS
-        group = self._bisection.next(self._is_kept_back)
-        if self._bisection.left_some_out:
-            self._ctx.watermark.reset("records of a failed transaction are held or backed off meanwhile")
-        return group, None
+    def read_again(self, rows: Sequence[RowId]) -> list[StoredRecord]:
+        """Read such rows; the backoff of one that is gone, is held, or has another topic or key by now, ends.
 
-    def _is_kept_back(self, record: StoredRecord) -> bool:
-        is_backed_off = lane_or_row(record) in self.backoffs or record.topic in self.backoffs.topics
-        return is_backed_off or self.holds.covers(record)
+        Only what scans leave out is tried: another record may be in a scan that is under way, and would be twice.
+        """
+        hold_cache, holds, ids = self.hold_cache, self.holds, [row.id for row in rows]
+        query = RowQuery(len(rows), self._ctx.limits.mark_query_bytes, holds=holds, only_rows=rows)
 
-    def retry_later(self, records: Sequence[StoredRecord]) -> None:
-        """Have the records of a failed transaction tried again, by themselves."""
-        self._bisection.add(list(records))
+        def read(store: OutboxStore) -> tuple[Sequence[StoredRecord], Letters, HoldSet]:
+            found = store.scan(query)
+            current = hold_cache.current_or_reread(store, found)
+            return found, self.read_letters(store, ids, current), current
 
-    def spent_publishing(self, seconds: float) -> None:
-        """Account for time spent on ordinary work."""
-        self._bisection.spent_publishing(seconds)
+        answer = self._wait.retry_until_done(self._ctx.marker, read)
+        if answer is None:
+            return []
+        found, letters, self.holds = answer
+        waiting = [record for record in found if not self.holds.covers(record) and self.backoffs.covers(record)]
+        waiting_letters = [letter for letter in letters.records if self.backoffs.covers(letter)]
+        self._end_gone(rows, [*waiting, *waiting_letters])
+        waiting += self.sendable(letters._replace(records=waiting_letters)) if waiting_letters else []
+        return sorted(waiting, key=attrgetter("id"))
 
-    def spent_retrying(self, seconds: float) -> None:
-        """Account for time spent on a retry."""
-        self._bisection.spent_retrying(seconds)
+    # -- the ends of transactions
 
-    def succeeded(self, records: list[StoredRecord]) -> None:
-        """Note published records."""
-        self.backoffs.may_expire = 1
+    def committed(self, records: list[StoredRecord], took: float) -> None:
+        """Note published records, and the seconds that their transaction took."""
+        self.batch.committed(len(records), took)
         self._succeeded(records)
+        self.backoffs.committed()
         self._ctx.kafka.succeeded(all_of_it=not self.backoffs.is_unreachable)
 
-    def timed_out(self, records: Sequence[StoredRecord], failures: list[Failure]) -> Aborted:
-        """Return the end of a transaction whose records did not arrive in time, after an abort of our own."""
-        error = KafkaError(KafkaError._MSG_TIMED_OUT, "not acknowledged in time")  # noqa: SLF001
+    def tried_again(self, records: Sequence[StoredRecord], aborted: Aborted, reports: Reports, took: float) -> None:
+        """Decide on destinations that were tried again, in a transaction that failed or did not arrive in time."""
+        self._try_again_at = now() + _REST_FACTOR * took
+        if aborted.error is None or not (aborted.record_at_fault or reports.failures):
+            self._note_failed_cluster(aborted)
+            return
+        self._succeeded(reports.arrived)
+        failures = [failure._replace(alone=True) for failure in reports.failures]
         if not failures:
-            failures += [Failure(record, error, partition=-1) for record in records]
-        return Aborted(failures[0].error, record_at_fault=True)
+            arrived, alone = set(map(row_id, reports.arrived)), len(records) == 1
+            late = [record for record in records if row_id(record) not in arrived]
+            failures = [Failure(record, aborted.error, alone=alone, partition=-1) for record in late]
+        self._decide(failures, records, took)
 
-    def handle(self, aborted: Aborted, group: Sequence[StoredRecord], failures: list[Failure]) -> None:
-        """Decide on a failed retry of a group."""
-        if aborted.error is None:  # our own choice
-            self._put_back(group)
+    def aborted(self, aborted: Aborted, records: Sequence[StoredRecord], reports: Reports, took: float) -> None:
+        """Decide on a transaction that had to be aborted; nothing of it is in Kafka."""
+        failures = reports.failures
+        if aborted.error is None or not (aborted.record_at_fault or failures):
+            self._note_failed_cluster(aborted)
             return
-        self._ctx.metrics.publish_error()
-        if not failures and not aborted.record_at_fault:  # it is about the cluster, and not about the group
+        if not failures and len(records) == 1:
+            failures = [Failure(records[0], aborted.error, partition=-1)]
+        if len(records) == 1:
+            failures = [failure._replace(alone=True) for failure in failures]
+        if not self._decide(failures, records, took):
+            refused = [each.error for each in failures if each.kind is ErrorKind.POISON] or [aborted.error]
+            self.batch.failed(len(records), refused=kind_of(refused[0]) is ErrorKind.POISON)
+
+    def _note_failed_cluster(self, aborted: Aborted) -> None:
+        if aborted.error is not None:
             self._ctx.kafka.failed(aborted.error.str())
-            self._put_back(group)
             self._wait.back_off(self._ctx.limits.io_error_backoff)
-            return
-        if not failures and len(group) == 1:
-            failures = [Failure(group[0], aborted.error, partition=-1)]
-        poison: list[Failure] = []
+
+    def _decide(self, failures: Sequence[Failure], records: Sequence[StoredRecord], took: float) -> bool:
+        """Carry out the policy's decisions; return False if a smaller transaction must show which record it is."""
+        bad: list[Failure] = []
         denied: list[Failure] = []
         others: list[Failure] = []
+        is_unknown = not failures
         for failure in failures:
-            match decide(failure, alone=len(group) == 1, can_hold=True):
+            match decide(failure, alone=failure.alone, can_hold=True):
                 case Retry():
-                    poison.append(failure)
-                case Hold():
-                    (poison if failure.kind is ErrorKind.POISON else denied).append(failure)
+                    is_unknown = True
+                case Hold() if failure.kind is ErrorKind.UNAUTHORIZED:
+                    denied.append(failure)
+                case Hold() | Backoff(None):
+                    bad.append(failure)
                 case _:
                     others.append(failure)
+        if bad:  # what failed beside them failed because of them, or fails again
+            self._refuse_first(bad, records, took)
+            return True
+        if is_unknown:
+            return False
         self._hold_or_back_off_topics(denied)
+        first = _first_of_keys(records) if others else {}
         for failure in others:
-            self._back_off_and_release(failure)
-        if len(group) == 1:
-            self.hold(poison)
-        else:
-            self._split(group, poison, aborted.error)
+            # A destination is tried again by a row that no other of its key precedes.
+            self._back_off(failure._replace(record=first.get(lane_or_row(failure.record), failure.record)))
+        return True
 
-    def _split(self, group: Sequence[StoredRecord], poison: Sequence[Failure], error: KafkaError) -> None:
-        gone = {record.id: record for record in group if self._is_kept_back(record)}
-        self._bisection.release(gone.values())
-        rest = [record for record in group if record.id not in gone]
-        if len(rest) == 1 or (gone and not poison):
-            self._bisection.put_first(rest)
-        elif rest:
-            code = poison[0].error.code() if poison else error.code()
-            self._bisection.split(rest, {failure.record.id for failure in poison}, code)
+    def _refuse_first(self, bad: Sequence[Failure], records: Sequence[StoredRecord], took: float) -> None:
+        """Hold bad records; but a hold keeps back earlier ones of its key, too, so those are published first."""
+        first = _first_of_keys(records)
+        ready = [failure for failure in bad if first.get(lane_or_row(failure.record), failure.record) is failure.record]
+        if not ready:
+            at = min(failure.record.id for failure in bad)
+            self.batch.cut(sum(record.id < at for record in records))
+            return
+        self.refused(ready)
+        until = now() + min(_REST_FACTOR * took, _LONGEST_REST_SECONDS)
+        self._rests.update((failure.record.topic, until) for failure in ready)
 
-    def _put_back(self, group: Sequence[StoredRecord]) -> None:
-        # A probe stays one: its key is backed off, so a group would leave it out, and its destination wait for ever.
-        self._bisection.put_first([record for record in group if not self.backoffs.not_sent(record)])
-
-    def _back_off_and_release(self, failure: Failure) -> None:
-        is_probe, _ = self._back_off(failure)
-        if not is_probe:
-            self._bisection.release([failure.record])
-        self._since_scan.add(lane_or_row(failure.record))
+    def ended(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
+        """Decide on a transaction of these records that ended the producer."""
+        if not records or self._hold_denied_cause(ended.cause, records):
+            return
+        self.batch.ended(len(records))
+        record, topics = records[0], {record.topic for record in records}
+        if len(topics) > 1 or (self.batch.ends < MOST_ENDS and not self.backoffs.is_suspect(record.topic)):
+            return
+        ends = self.backoffs.suspect(record, ended.reason)
+        if ends < MOST_ENDS or isinstance(record, DeadLetter):
+            return
+        if not self.hold_cache.is_writable:
+            what = "records for topic %s end every term (%s); without a table of holds it cannot be held"
+            _log.error(what, record.topic, ended.reason)
+            return
+        what = "topic %s is held: records for it, and for no other topic, end every term: %s"
+        _log.error(what, record.topic, ended.reason)
+        hold, hold_cache = NewHold(record.topic, None, None, "ends the producer", ended.reason), self.hold_cache
+        self._write(lambda store: hold_cache.write(store, [hold]))
+        self.backoffs.end(row_id(record))
 
     # -- holds
 
-    def handle_refused(self, failures: Sequence[Failure]) -> None:
-        """Decide on records that the client refused: no other record is to blame."""
-        self.hold([failure for failure in failures if failure.kind is ErrorKind.POISON])
-        for failure in failures:
-            if failure.kind is not ErrorKind.POISON:
-                self._back_off_and_release(failure)
-
-    def hold(self, failures: Sequence[Failure]) -> None:
-        """Hold records that failed alone, before the next scan."""
+    def refused(self, failures: Sequence[Failure]) -> None:
+        """Hold records that failed alone, or that the client refused, before the next scan."""
         if not failures:
             return
         self._ctx.metrics.publish_error(len(failures))
+        to_hold = []
         for failure in failures:
-            self._bisection.note_too_large(failure.record, failure.error.code())
-        self._bisection.release(failure.record for failure in failures)
-        self._since_scan.update(lane_or_row(failure.record) for failure in failures)
-        holds = []
-        for failure in failures:
-            if decide(failure, alone=True, can_hold=self.hold_cache.is_writable) == Backoff(None):
-                self._back_off_alone(failure)
+            if failure.kind is not ErrorKind.POISON:
+                self._back_off(failure)
+            elif isinstance(failure.record, DeadLetter) or self.hold_cache.is_writable:
+                to_hold.append(failure)
             else:
-                self.backoffs.end_probe(failure.record)
-                holds.append(self._new_hold(failure))
-        if holds:
-            self._write(holds)
+                self._back_off_alone(failure)
+        self._hold(to_hold)
 
-    def hold_denied_topics(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> None:
-        """Hold the topics we may not write to, if that ended the producer in a transaction of these records."""
-        if cause is not None and kind_of(cause) is ErrorKind.UNAUTHORIZED:
-            self._hold_denied({record.topic: Failure(record, cause, alone=True) for record in reversed(records)})
+    def _hold_denied_cause(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> bool:
+        """Hold the topics we may not write to, if that ended the producer; return False if it was something else."""
+        if cause is None or kind_of(cause) is not ErrorKind.UNAUTHORIZED:
+            return False
+        return bool(self._hold_denied([Failure(record, cause, alone=True) for record in records]))
 
-    def _hold_or_back_off_topics(self, denied: Iterable[Failure]) -> None:
-        failures = list(denied)
-        by_topic = {failure.record.topic: failure for failure in failures}
-        if by_topic:
-            held = self._hold_denied(by_topic)
-            for topic in by_topic.keys() - held:
-                self._back_off_and_release(by_topic[topic])
-            for failure in failures:
-                if failure.record.topic in held:  # else its destination would wait for it, long after the release
-                    self.backoffs.end_probe(failure.record)
+    def _hold_or_back_off_topics(self, denied: Sequence[Failure]) -> None:
+        done = self._hold_denied(denied) if denied else set[str]()
+        for failure in denied:
+            if failure.record.topic not in done:
+                done.add(failure.record.topic)
+                self._back_off(failure)
 
-    def _hold_denied(self, by_topic: dict[str, Failure]) -> set[str]:
-        denied = self._denied.among(set(by_topic))
-        if not denied or not self.hold_cache.is_writable:
-            return set()
-        self._write([new_hold(by_topic[topic], self._ctx.grant_write, dead_letter=False) for topic in sorted(denied)])
+    def _hold_denied(self, failures: Sequence[Failure]) -> set[str]:
+        """Hold the topics that we may not write to, as the cluster confirms: none is held on suspicion; return them.
+
+        A transaction that fails for a missing right does not always name the topic, which may be the tracking topic.
+        """
+        topics = {failure.record.topic for failure in failures}
+        denied = self._ctx.dead_letters.forbidden({*topics, self._tracking_topic})
+        if self._tracking_topic in denied:
+            raise TrackingTopicError(
+                f"cannot write to tracking topic {self._tracking_topic!r}, as exactly-once delivery does in every "
+                f"transaction; {self._ctx.grant_write}"
+            )
+        denied &= topics if self.hold_cache.is_writable else {self._ctx.dead_letters.topic}
+        self._hold([failure for failure in failures if failure.record.topic in denied])
         return denied
 
-    def hold_topic(self, topic: str, why: str) -> bool:
-        """Hold a topic whose records end the producer; return False if that is not possible."""
-        if not self.hold_cache.is_writable:
-            _log.error(
-                "records for topic %s end every term (%s); without a table of holds it cannot be held", topic, why
-            )
-            return False
-        _log.error("topic %s is held: records for it, and for no other topic, end every term: %s", topic, why)
-        self._write([NewHold(topic, None, None, "ends the producer", why)])
-        return True
+    def _hold(self, failures: Sequence[Failure]) -> None:
+        """Hold the records of these failures, or their topics."""
+        for failure in failures:  # else they would wait, long after the release
+            self.backoffs.end(row_id(failure.record))
+        if failures:
+            self._write(self._holding(failures))
 
-    def _write(self, holds: Sequence[NewHold]) -> None:
-        hold_cache = self.hold_cache
-        written = self._wait.retry_until_done(self._ctx.marker, lambda store: hold_cache.write(store, holds))
+    def _write(self, write: Callable[[OutboxStore], HoldSet]) -> None:
+        written = self._wait.retry_until_done(self._ctx.marker, write)
         if written is not None:
             self.holds = written
+
+
+def _first_of_keys(records: Sequence[StoredRecord]) -> dict[LaneOrRow, StoredRecord]:
+    return {lane_or_row(record): record for record in reversed(records)}

@@ -14,8 +14,10 @@ The cache works on the marker's thread; the harvest thread sees frozen values.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
+from types import MappingProxyType
 
 from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable
@@ -30,7 +32,10 @@ _TIDY_EVERY_SECONDS = 10.0
 _AT_ONCE = 1_000
 _NAMED = 3
 
+_NONE_REFUSED: Mapping[str, Collection[int]] = MappingProxyType({})
 _UNKNOWN = float("-inf")
+_value_of = attrgetter("value")
+_OLD = 0.0
 
 
 class HoldCache:
@@ -61,8 +66,8 @@ class HoldCache:
 
     def current_or_reread(self, store: OutboxStore, records: Sequence[StoredRecord] = ()) -> HoldSet:
         """Return holds that are not stale; of these records hold those that were too large to be read."""
-        withheld = [record for record in records if isinstance(record.value, OversizedValue)]
-        if withheld:
+        if OversizedValue in set(map(type, map(_value_of, records))):
+            withheld = [record for record in records if isinstance(record.value, OversizedValue)]
             return self.write(store, [_too_large(record) for record in withheld])
         if self.is_stale:
             self.read(store)
@@ -102,17 +107,25 @@ class HoldCache:
                 return store.holds.read()
         return holds
 
-    def write(self, store: OutboxStore, holds: Sequence[NewHold]) -> HoldSet:
-        """Add holds, unless there is no writable table; return all holds then."""
-        if not self.is_known:
+    def write(
+        self, store: OutboxStore, holds: Sequence[NewHold], refused: Mapping[str, Collection[int]] = _NONE_REFUSED
+    ) -> HoldSet:
+        """Add holds, and keep dead letters held that were refused; return all holds then.
+
+        Without a writable table it does neither. `refused` are the dead letters' ids, by the reason.
+        """
+        if self.read_at <= _OLD:
             self.read(store)  # the last attempt may have failed for want of rights
         if self.is_writable:
             try:
+                for why, ids in refused.items():
+                    store.holds.refuse_dead_letters(sorted(ids), why)
                 for first in range(0, len(holds), _AT_ONCE):
                     store.holds.add(holds[first : first + _AT_ONCE])
             except StoreUnavailable:
-                self.invalidate()
+                self.read_at = min(self.read_at, _OLD)
                 raise
+            _log_refused(refused)
             _log_holds(holds)
         return self.read(store)
 
@@ -127,6 +140,7 @@ def _too_large(record: StoredRecord) -> NewHold:
         f"kafka_key, kafka_value and headers have {withheld.size:,} bytes, and the producer's message.max.bytes is "  # type: ignore[union-attr]
         f"{withheld.limit:,}: the value was not read. Raise that (producerKafkaConfig, -X) and the topic's "  # type: ignore[union-attr]
         "max.message.bytes, restart the harvester, and release it",
+        create_time=record.create_time,
     )
 
 
@@ -140,6 +154,12 @@ def _sharing(old: HoldSet, new: HoldSet) -> HoldSet:
 
 
 _SEE = "see `outbox hold list`, with Django `manage.py outbox_hold list`"
+
+
+def _log_refused(refused: Mapping[str, Collection[int]]) -> None:
+    for why, ids in refused.items():
+        more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+        _log.warning("record %s%s stays held: %s", ", ".join(map(str, sorted(ids)[:_NAMED])), more, why)
 
 
 def _log_holds(holds: Sequence[NewHold]) -> None:

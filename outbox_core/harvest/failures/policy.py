@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from outbox_core.harvest.failures.backoffs import Destination
-from outbox_core.harvest.failures.bisection import sizes_of
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import TOO_LARGE, ErrorKind, kind_of
-from outbox_core.kafka.messages import Failure
+from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.stores.interface import NewHold, StoredRecord
 
 _LARGEST_PARTITION: Final = 2**31 - 1
@@ -67,6 +66,8 @@ def destination_of(failure: Failure) -> Destination:
     topic = record.topic
     if failure.kind in (ErrorKind.UNKNOWN_TOPIC, ErrorKind.UNAUTHORIZED):
         return topic, None
+    if isinstance(record, DeadLetter):
+        return topic, None
     if partition is None:  # it was never on its way: no other key is concerned
         return topic, (topic, str(record.key or record.id))
     return topic, partition if partition >= 0 else None
@@ -81,7 +82,7 @@ def new_hold(failure: Failure, grant_write: str, *, dead_letter: bool, limits: s
     if kind_of(error) is ErrorKind.UNAUTHORIZED:
         return NewHold(record.topic, None, None, "not authorized", f"{error.str()}; {grant_write}")
     told = f"{_described(failure)}{limits}" if error.code() in TOO_LARGE else _described(failure)
-    return NewHold(record.topic, record.key, record.id, "refused", told, dead_letter)
+    return NewHold(record.topic, record.key, record.id, "refused", told, dead_letter, record.create_time)
 
 
 def size_limits(of_topic: int | None, of_client: int) -> str:
@@ -92,6 +93,14 @@ def size_limits(of_topic: int | None, of_client: int) -> str:
     topic = "" if of_topic is None else f"={of_topic}"
     needed = "must allow it and 1 KiB more"
     return f"; the topic's max.message.bytes{topic} and this client's message.max.bytes={of_client} {needed}"
+
+
+def why_no_dead_letter(error: KafkaError, grant_write: str, max_message_bytes: int) -> str:
+    """Return the reason for which a dead letter stays held that the dead-letter topic refused."""
+    advice = f"; {grant_write}" if kind_of(error) is ErrorKind.UNAUTHORIZED else ""
+    if error.code() in TOO_LARGE:
+        advice = size_limits(None, max_message_bytes)
+    return f"the dead-letter topic refused it: {error.str()}{advice}"
 
 
 def too_large_for(record: StoredRecord) -> KafkaError:
@@ -126,3 +135,19 @@ def _odd_column(record: StoredRecord) -> str:
     if not all(isinstance(value, str | bytes | None) for value in record.header_values or ()):
         return "kafka_header_values"
     return "kafka_partition" if record.partition > _LARGEST_PARTITION else "the row is no message"
+
+
+def sizes_of(record: StoredRecord) -> dict[str, int]:
+    """Return the approximate bytes of its columns in Kafka."""
+    return {
+        "kafka_key": _bytes_of(record.key),
+        "kafka_value": _bytes_of(record.value),
+        "kafka_header_keys": sum(map(_bytes_of, record.header_keys or ())),
+        "kafka_header_values": sum(map(_bytes_of, record.header_values or ())),
+    }
+
+
+def _bytes_of(part: bytes | str | None) -> int:
+    if not isinstance(part, str):
+        return len(part or b"")
+    return len(part) if part.isascii() else len(part.encode())

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from outbox_core.stores.interface import HeldKey, HoldSet, LaneKey, OversizedValue, RowId, StoredRecord, held_key
 
 _LARGEST_ID = 2**63 - 1
+# As `StoredRecord._make` of the first columns, three times as fast.
+_columns_of, _size_of_large = itemgetter(slice(len(StoredRecord._fields))), itemgetter(len(StoredRecord._fields))
+_record: partial[StoredRecord] = partial(tuple.__new__, StoredRecord)
 
 
 def array(numbers: Sequence[int]) -> str:
@@ -48,6 +53,13 @@ def without_rows(rows: Collection[RowId]) -> dict[str, str]:
     return {"ids": multirange(ids), "row_ids": array(ids), "row_times": array(create_times)}
 
 
+def only_rows(rows: Collection[RowId] | None) -> dict[str, str]:
+    """Return the parameters of `ONLY_ROWS`."""
+    if rows is None:
+        return {}
+    return {"only_ids": array([row.id for row in rows]), "only_times": array([row.create_time for row in rows])}
+
+
 class HeldParameters:
     """The parameters of `WITHOUT_HELD`, written anew only when the holds change: there may be ten thousand keys."""
 
@@ -74,20 +86,12 @@ def key_as_held(key: str | None) -> HeldKey | None:
     return None if key is None else HeldKey(key)
 
 
-def stored_records(rows: Iterable[tuple[Any, ...]], max_message_bytes: int) -> list[StoredRecord]:
+def stored_records(rows: Sequence[tuple[Any, ...]], max_message_bytes: int) -> list[StoredRecord]:
     """Return the records of these rows, which end with the size of those that are too large, and perhaps more."""
-    return [
-        StoredRecord(identity, topic, key, value, names, values, partition, create_time)
-        if size is None
-        else StoredRecord(
-            identity,
-            topic,
-            key_as_held(key),
-            OversizedValue(size, max_message_bytes),  # type: ignore[arg-type]
-            None,
-            None,
-            partition,
-            create_time,
-        )
-        for identity, topic, key, value, names, values, partition, create_time, size, *_ in rows
-    ]
+    records = list(map(_record, map(_columns_of, rows)))
+    if any(map(_size_of_large, rows)):
+        for place, size in enumerate(map(_size_of_large, rows)):
+            if size is not None:
+                key, value = key_as_held(records[place].key), OversizedValue(size, max_message_bytes)
+                records[place] = records[place]._replace(key=key, value=value, header_keys=None, header_values=None)  # type: ignore[arg-type]
+    return records

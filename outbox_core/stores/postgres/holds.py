@@ -90,7 +90,7 @@ class PostgresHolds:
         return self._holds
 
     def add(self, holds: Sequence[NewHold]) -> None:
-        """Add holds, but for those that are there already."""
+        """Add holds, but for those that are there already, and those of rows that are gone."""
         outbox = self._table.layout().outbox
         parameters = {
             "outbox": outbox,
@@ -99,6 +99,7 @@ class PostgresHolds:
             "keys": [None if hold.key is None else held_key(hold.key) for hold in holds],
             "ids": [hold.record_id for hold in holds],
             "dead": [hold.dead_letter for hold in holds],
+            "create_times": [hold.create_time for hold in holds],
             "reasons": [hold.reason for hold in holds],
             "errors": [hold.error.replace("\0", "") for hold in holds],
         }

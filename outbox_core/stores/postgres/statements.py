@@ -64,7 +64,7 @@ def _of_headers(expression: str) -> str:
     return "".join(f" + ({expression.format(array=array).strip()})" for array in arrays)
 
 
-# About what a row takes in memory (`size_of` in Python). Known without reading values that are stored out of line,
+# About what a row takes in memory (`sizes_of` in Python). Known without reading values that are stored out of line,
 # except compressed headers.
 SIZE = f"{_TEXTS} + coalesce(octet_length(kafka_topic), 0){_of_headers(_ARRAY_SIZE)}"
 
@@ -173,6 +173,11 @@ WITHOUT_ROWS = f"""
 (NOT (id::bigint <@ %(ids)s::int8multirange)
  OR (id::bigint, {MICROSECONDS}) NOT IN
     (SELECT * FROM unnest(%(row_ids)s::bigint[], %(row_times)s::bigint[])))
+"""
+
+ONLY_ROWS = f"""
+AND id = ANY (%(only_ids)s::bigint[])
+AND (id::bigint, {MICROSECONDS}) IN (SELECT * FROM unnest(%(only_ids)s::bigint[], %(only_times)s::bigint[]))
 """
 
 # A hold by id is of a record without a key, or with one that is too long to be read for every row. Another row that got
@@ -326,8 +331,11 @@ SELECT wanted.id, %(outbox)s, wanted.topic,
             ELSE wanted.key END,
        wanted.record_id, wanted.reason, wanted.error, wanted.dead
 FROM unnest(%(hold_ids)s::bigint[], %(topics)s::text[], %(keys)s::text[], %(ids)s::bigint[], %(reasons)s::text[],
-            %(errors)s::text[], %(dead)s::boolean[])
-     AS wanted (id, topic, key, record_id, reason, error, dead)
+            %(errors)s::text[], %(dead)s::boolean[], %(create_times)s::bigint[])
+     AS wanted (id, topic, key, record_id, reason, error, dead, microseconds)
+-- After TRUNCATE ... RESTART IDENTITY another row may have its id.
+WHERE wanted.microseconds IS NULL
+   OR EXISTS (SELECT FROM {table} AS stored WHERE stored.id = wanted.record_id AND {microseconds} = wanted.microseconds)
 ON CONFLICT (id) DO NOTHING
 RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''), nullif(error, '')) AS reason
 """

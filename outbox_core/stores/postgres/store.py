@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import itemgetter
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -23,7 +23,14 @@ from outbox_core.stores.interface import (
     WaitingRows,
 )
 from outbox_core.stores.postgres import statements as sql
-from outbox_core.stores.postgres.conversion import HeldParameters, array, stored_records, without_keys, without_rows
+from outbox_core.stores.postgres.conversion import (
+    HeldParameters,
+    array,
+    only_rows,
+    stored_records,
+    without_keys,
+    without_rows,
+)
 from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.holds import PostgresHolds
 from outbox_core.stores.postgres.marks import PostgresMarks
@@ -42,7 +49,7 @@ _SERVER_ID_WITHHELD = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.FeatureNotSupported,
 )
-_id_of = attrgetter("id")
+_id_of = itemgetter(0)
 
 
 class PostgresStore:
@@ -107,9 +114,8 @@ class PostgresStore:
         if rows[0][0] is None:
             rows = []
         self._see_skipped(skips=selected != len(rows))
-        records = stored_records(rows, self._max_message_bytes)
-        records.sort(key=_id_of)
-        return MarkedBatch(selected, records)
+        rows.sort(key=_id_of)
+        return MarkedBatch(selected, stored_records(rows, self._max_message_bytes))
 
     def _see_skipped(self, *, skips: bool) -> None:
         """Raise StoreUnavailable if marks have lacked selected rows for seconds, and obstacles explain it."""
@@ -145,7 +151,12 @@ class PostgresStore:
 
     def scan(self, query: RowQuery) -> Sequence[StoredRecord]:
         """Return the rows of a query, by ascending id, unchanged."""
-        rows = self._read(sql.SCAN, self._parameters(query), scan_parts(self.table.layout(), query))
+        floor, parts = query.after.id, scan_parts(self.table.layout(), query)
+        # Naming thousands of rows takes longer than reading the next ones, and those up to the floor are not looked at.
+        above = query._replace(without_rows=[row for row in query.without_rows if row[0] > floor])
+        rows = self._read(sql.SCAN, self._parameters(above), parts)
+        if rows and rows[0][0] <= floor:  # the floor was another table's: this has begun at the head
+            rows = self._read(sql.SCAN, self._parameters(query), parts)
         return stored_records(rows, self._max_message_bytes)
 
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
@@ -223,6 +234,7 @@ class PostgresStore:
             "max_message": self._max_message_bytes,
             **without_rows(query.without_rows),
             **without_keys(query.without_keys),
+            **only_rows(query.only_rows),
             **self._held_parameters.of(query.holds, query.without_topics),
             **self.sequence.floor_parameters(query.after),
         }
@@ -262,7 +274,7 @@ class PostgresStore:
 def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `MARK` for a query."""
     return {
-        "exclusion": sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "",
+        "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
         **sql.columns("(SELECT may_be_large FROM head)", has_partition=layout.has_partition),
         **sql.locators(by_address=layout.by_address),
     }
@@ -271,7 +283,11 @@ def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
 def scan_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `SCAN` for a query."""
     columns = sql.columns("size > %(max_message)s", has_partition=layout.has_partition)
-    return {"exclusion": sql.SCAN_EXCLUSION if _leaves_out(query) else "", **columns}
+    return {"exclusion": (sql.SCAN_EXCLUSION if _leaves_out(query) else "") + _only(query), **columns}
+
+
+def _only(query: RowQuery) -> str:
+    return "" if query.only_rows is None else sql.ONLY_ROWS
 
 
 def _rows(ids: Sequence[int], create_times: Sequence[int]) -> dict[str, Any]:

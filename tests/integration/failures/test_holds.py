@@ -208,6 +208,17 @@ def test_skip_spares_another_row_of_the_same_id(scene, store):
     assert scene.count() == 1
 
 
+def test_no_hold_of_a_row_that_is_gone(scene, store):
+    """A refused record's hold is not set if the table was emptied meanwhile, and another row has its id and key."""
+    fill(scene)
+    refused = store.scan(RowQuery(1))[0]
+    scene.execute("TRUNCATE outbox RESTART IDENTITY")
+    fill(scene)
+    for record in (refused, store.scan(RowQuery(1))[0]):
+        store.holds.add([NewHold("t", "a", 1, "refused", "boo", create_time=record.create_time)])
+        assert len(scene.held()) == (record is not refused)
+
+
 def test_add_record(scene):
     """A record is held with its key; an id without a row is an error."""
     fill(scene)

@@ -220,16 +220,16 @@ def test_blaming_a_transaction_holds_the_innocent(scene, make_topic, broken):
     topic = make_topic(partitions=1, config={"cleanup.policy": "compact"})
     scene.fill(topic, 50, keys=50)
     scene.stash(OutboxRecord(topic, None, b"x"))
-    handle = failed_transactions.FailedTransactions.handle
+    decide_on = failed_transactions.FailedTransactions.aborted
 
-    def blame(self, aborted, group, failures):
+    def blame(self, aborted, records, *more):
         if broken:
-            self.hold([Failure(record, aborted.error, True) for record in group])
+            self.refused([Failure(record, aborted.error, True) for record in records])
         else:
-            handle(self, aborted, group, failures)
+            decide_on(self, aborted, records, *more)
 
     with (
-        patch.object(failed_transactions.FailedTransactions, "handle", blame),
+        patch.object(failed_transactions.FailedTransactions, "aborted", blame),
         scene.running(limits=QUICK, config={"delivery": "exactly-once"}),
     ):
         wait_until(lambda: scene.held() and scene.count() == len(scene.held()), "everything is published or held")

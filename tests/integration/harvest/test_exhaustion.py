@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from outbox_core.harvest import exhaustion as watch
+from outbox_core.upkeep import exhaustion as watch
 from tests.harvesting import Scene
 
 MODES = [

@@ -12,13 +12,13 @@ from outbox_core.cli import main
 from outbox_core.doctor.status import read_status
 from outbox_core.errors import OutboxTableError
 from outbox_core.events import LeaderFenced
-from outbox_core.harvest import history as history_module
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.history import History
 from outbox_core.schema import EventKind, TableName, create_history_sql, grants_sql
 from outbox_core.stores.interface import Backlog, NewEvent, NewHold, NewStatistics, RowQuery, WaitingRows
 from outbox_core.stores.postgres.store import PostgresStore
+from outbox_core.upkeep import history as history_module
 from tests.harvesting import AlwaysLeader, Scene, wait_until
 from tests.services import as_role
 

@@ -18,7 +18,6 @@ from outbox_core.stores.interface import (
     bytes_of,
     held_key,
     row_id,
-    size_of,
 )
 from outbox_core.stores.postgres import connection as sessions
 from outbox_core.stores.postgres import statements as sql
@@ -278,7 +277,7 @@ def test_sizes_of_ordinary_rows(scene, text):
     store = PostgresStore(scene.database)
     sizes = scene.execute(f"SELECT {sql.SIZE} AS size FROM outbox ORDER BY id")
     for row, (size,) in zip(store.scan(RowQuery(10)), sizes, strict=True):
-        assert size <= size_of(row) <= 4 * size + 64
+        assert size <= bytes_of([row]) <= 4 * size + 64
     store.close()
 
 
@@ -316,7 +315,7 @@ def test_what_cannot_be_sent_is_not_read(scene, limited):
             assert isinstance(row[3], OversizedValue)
             assert row[3].size > LIMIT == row[3].limit
             assert row[4] is row[5] is None
-            assert size_of(row) < 10_000
+            assert bytes_of([row]) < 10_000
         assert rows[1][2] == held_key("k" * 60_000)
         assert len(rows[5][3]) == 49_996
         assert rows[6][3:6] == (None, ["a"], [b"x"])

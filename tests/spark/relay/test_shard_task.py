@@ -124,10 +124,10 @@ class _Producer:
     def begin(self):
         pass
 
-    def send(self, records, _, failures=None):
-        self.with_reports.append(failures is not None)
-        if failures is not None:
-            failures += self._reports
+    def send(self, records, _, reports=None):
+        self.with_reports.append(reports is not None)
+        if reports is not None:
+            reports.failures.extend(self._reports)
         refused = [row for row in records if row.id in self.refuses]
         error = KafkaError(KafkaError._INVALID_ARG, "no message")
         sent = [row for row in records if row.id not in self.refuses]

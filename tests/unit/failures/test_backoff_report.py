@@ -89,36 +89,3 @@ def test_many_destinations_are_one_line(clock, gauges, caplog):
     (line,) = caplog.records
     assert "497 more destinations" in line.getMessage()
     assert gauges.read()[0] == 500
-
-
-def test_records_that_await_a_trial_are_told_of(clock, gauges, caplog):
-    """Records that await another try after their transaction failed are reported, too."""
-    report = BackoffReport(gauges, Backoffs(1.0, 10.0, clock))
-    report.update(20)
-    clock.time += 11
-    report.update(15)
-    assert gauges.read() == (0, 15)
-    assert "15 records of failed transactions" in caplog.text
-    report.end()
-    assert gauges.read() == (0, 0)
-
-
-def test_place_that_opens_by_itself_counts_from_the_first_time(clock):
-    """A destination without a probe that is backed off again and again counts as one wait."""
-    backoffs = Backoffs(1.0, 10.0, clock, most_probes=0)
-    began = clock.time
-    for _ in range(4):
-        backoffs.failed(record(1, "a"), ("t", 0), why="away")
-        clock.time += 12
-        list(backoffs.due_probes())
-    backoffs.failed(record(1, "a"), ("t", 0), why="away")
-    assert [wait.since for wait in backoffs.infos] == [began]
-
-
-def test_success_in_a_closed_topic_calls_its_probe_at_once(clock):
-    """A success in a topic that is closed as a whole ends its backoff at once."""
-    backoffs = Backoffs(5.0, 10.0, clock)
-    backoffs.failed(record(1, "a"), ("t", None))
-    backoffs.failed(record(2, "b", "u"), ("u", None))
-    backoffs.succeeded([record(3, "c")])
-    assert [probe[0] for probe in backoffs.due_probes()] == [1]

@@ -1,12 +1,17 @@
-"""Destinations that cannot be reached: backed off, with one probe each; and keys whose rows go back to the table."""
+"""The map of destinations that are backed off: keys that wait, the rows that are tried again, suspects."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outbox_core.harvest.failures.backoffs import Backoffs
-from outbox_core.harvest.failures.released_keys import ReleasedKeys
-from outbox_core.stores.interface import RowId, StoredRecord, row_id
+from outbox_core.stores.interface import RowId, StoredRecord
+
+NEVER = float("inf")
 
 
 class Clock:
-    """A clock that the test sets."""
+    """A clock that stands still."""
 
     time = 100.0
 
@@ -14,197 +19,202 @@ class Clock:
         return self.time
 
 
-def record(identity, key, topic="t", create_time=0):
+@pytest.fixture
+def clock():
+    """Return a clock."""
+    return Clock()
+
+
+def record(identity, key, topic="t"):
     """Return a stored record."""
-    return StoredRecord(identity, topic, key, b"", None, None, -1, create_time)
+    return StoredRecord(identity, topic, key, b"", None, None, -1, 0)
 
 
-def test_one_probe_each_place_and_the_others_are_parked():
-    """The first record that fails at a destination is its probe; the keys of all are excluded until it arrives."""
-    clock = Clock()
-    backoffs = Backoffs(1.0, 5.0, clock)
-    assert backoffs.failed(record(1, "a"), ("t", 0))
-    assert not backoffs.failed(record(2, "b"), ("t", 0))
-    assert backoffs.failed(record(3, "c"), ("t", 1))
-    assert not backoffs.failed(record(4, None), ("t", 1))
-    assert backoffs.lanes == {("t", "a"), ("t", "b"), ("t", "c")}
-    assert backoffs.rows == {RowId(4, 0)}
-    assert list(backoffs.due_probes()) == []
-    clock.time += 1.1
-    assert [probe[0] for probe in backoffs.due_probes()] == [1, 3]
-    assert list(backoffs.due_probes()) == []
-    assert backoffs.succeeded([record(1, "a")]) == [("t", 0)]
-    assert backoffs.lanes == {("t", "c")}
-    assert backoffs.rows == {RowId(4, 0)}
-
-
-def test_rests_double():
-    """A probe that fails again backs off for twice as long, up to the bound."""
-    clock = Clock()
-    backoffs = Backoffs(1.0, 3.0, clock)
-    backoffs.failed(record(1, "a"), ("t", 0))
-    for rest in (1.0, 2.0, 3.0, 3.0):
-        clock.time += rest - 0.01
-        assert list(backoffs.due_probes()) == []
-        clock.time += 0.02
-        assert len(list(backoffs.due_probes())) == 1
-        assert backoffs.failed(record(1, "a"), ("t", 0))
-
-
-def test_place_without_its_probe_opens_after_its_rest():
-    """Once its probe is released, a destination opens after its backoff, and the next failure is the probe."""
-    clock = Clock()
+def test_destination_is_tried_by_one_row_after_growing_backoffs(clock):
+    """Keys that fail wait; one row is tried, ever more rarely; its arrival lets all keys flow."""
     backoffs = Backoffs(1.0, 3.0, clock)
     backoffs.failed(record(1, "a"), ("t", 0))
     backoffs.failed(record(2, "b"), ("t", 0))
-    assert [probe[0] for probe in backoffs.release_probes()] == [1]
     assert backoffs.lanes == {("t", "a"), ("t", "b")}
-    clock.time += 1.1
-    assert list(backoffs.due_probes()) == []
-    assert backoffs.lanes == set()
-    assert backoffs.failed(record(2, "b"), ("t", 0))
+    waits = []
+    for _ in range(4):
+        assert not backoffs.due_together(10)
+        waits.append(backoffs.next_due() - clock.time)
+        clock.time = backoffs.next_due()
+        assert backoffs.due_together(10) == [RowId(1, 0)]
+        backoffs.failed(record(1, "a"), ("t", 0))
+    assert waits == [1.0, 2.0, 3.0, 3.0]
+    assert backoffs.succeeded([record(1, "a")]) == [("t", 0)]
+    assert not backoffs
+    assert not backoffs.lanes
+    assert backoffs.next_due() == NEVER
 
 
-def test_many_keys_and_nothing_that_arrives_close_the_topic():
-    """If no record arrives, many failed keys become their whole topic; if any arrives, they stay keys."""
-    clock = Clock()
+def test_row_that_is_gone_ends_its_backoff(clock):
+    """A backoff whose row was deleted or held ends, as nothing would ever end it."""
     backoffs = Backoffs(1.0, 3.0, clock)
-    for number in range(1_100):
-        backoffs.failed(record(number, f"k{number}"), ("t", 0))
-    assert backoffs.topics == frozenset()
-    clock.time += 6
-    for number in range(2_000, 2_100):
-        backoffs.failed(record(number, f"k{number}"), ("t", 0))
+    backoffs.failed(record(1, None), ("t", 0))
+    assert backoffs.rows == {RowId(1, 0)}
+    assert backoffs.end(RowId(1, 0)) == ("t", 0)
+    assert backoffs.end(RowId(1, 0)) is None
+    assert not backoffs
+    assert not backoffs.rows
+
+
+def test_rows_that_are_tried_together_are_of_different_topics(clock):
+    """Of each topic one row is tried at a time, so that no report is about two of them, and at most so many."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    for number in range(4):
+        backoffs.failed(record(number, f"k{number}", f"t{number % 2}"), (f"t{number % 2}", number))
+    backoffs.failed(record(9, "k", "u"), ("u", None))
+    clock.time += 1
+    assert backoffs.due_together(10) == [RowId(0, 0), RowId(1, 0), RowId(9, 0)]
+    assert backoffs.due_together(1) == [RowId(0, 0)]
+
+
+def test_success_in_a_topic_that_is_backed_off_has_it_tried_at_once(clock):
+    """A record that arrives in a topic that is backed off as a whole has the topic tried again at once."""
+    backoffs = Backoffs(5.0, 10.0, clock)
+    backoffs.failed(record(1, "a"), ("t", None))
     assert backoffs.topics == {"t"}
-    assert backoffs.lanes == set()
-    (probe,) = backoffs.due_probes()
-    backoffs.succeeded([probe])
+    backoffs.succeeded([record(2, "b", "u")])
+    assert not backoffs.due_together(10)
+    backoffs.succeeded([record(3, "c")])
+    assert backoffs.due_together(10) == [RowId(1, 0)]
+
+
+def test_many_keys_become_the_topic_unless_something_arrives(clock):
+    """With more than a thousand keys and no arrival in the topic, the topic is backed off in their stead."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    for number in range(1_500):
+        backoffs.failed(record(number, f"k{number}"), ("t", 0))
+    assert not backoffs.topics
+    clock.time += 4
+    backoffs.succeeded([record(5_000, "z")])
+    clock.time += 4
+    backoffs.failed(record(1_501, "a"), ("t", 0))
+    assert backoffs.waiting_keys == 1_501
+    clock.time += 2
+    backoffs.failed(record(1_502, "b"), ("t", 0))
+    assert backoffs.topics == {"t"}
+    assert not backoffs.lanes
+    assert backoffs.succeeded([record(0, "k0")]) == [("t", None)]
     assert not backoffs
-    backoffs.failed(record(1, "a", "u"), ("u", 0))
-    clock.time += 6
-    backoffs.succeeded([record(2, "z", "u")])
-    for number in range(10, 1_200):
+
+
+def test_topic_does_not_wait_for_one_of_its_partitions(clock):
+    """A topic that was missing, or backed off for the keys of one partition, is tried by other rows a minute later."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    backoffs.failed(record(1, "a"), ("t", None))
+    backoffs.failed(record(1, "a"), ("t", 4))
+    assert (backoffs.topics, backoffs.lanes) == (set(), {("t", "a")}), "the topic was made, and partition 4 is away"
+    for number in range(1_002):
+        clock.time += 0.01
         backoffs.failed(record(number, f"k{number}", "u"), ("u", 0))
-    assert backoffs.topics == frozenset()
+    assert backoffs.topics == {"u"}
+    for _ in range(7):
+        backoffs.failed(record(0, "k0", "u"), ("u", 0))
+        assert backoffs.topics == {"u"}
+        clock.time += 10.0
+    backoffs.failed(record(0, "k0", "u"), ("u", 0))
+    assert (backoffs.topics, ("u", "k0") in backoffs.lanes) == (set(), True)
 
 
-def test_record_that_cannot_be_held_rests_without_a_probe():
-    """A record that cannot be held backs off without a probe, so that its row is read anew; its backoffs double."""
-    clock = Clock()
+def test_record_that_cannot_be_held_waits_with_its_key(clock):
+    """A record that failed alone and cannot be held is backed off with its key, and ends what was tried by it."""
     backoffs = Backoffs(1.0, 3.0, clock)
-    for rest in (1.0, 2.0, 3.0):
-        backoffs.failed_alone(record(1, "a"))
-        clock.time += rest - 0.01
-        assert list(backoffs.due_probes()) == []
-        assert backoffs.lanes == {("t", "a")}
-        clock.time += 0.02
-        assert list(backoffs.due_probes()) == []
-        assert backoffs.lanes == set()
-    backoffs.succeeded([record(1, "a")])
-    assert not backoffs
-
-
-def test_place_without_room_for_a_probe_rests_ever_longer():
-    """A destination without room for a probe backs off ever longer, and its records go back to the table."""
-    clock = Clock()
-    backoffs = Backoffs(1.0, 3.0, clock, most_probe_bytes=5)
-    for rest in (1.0, 2.0, 3.0):
-        assert not backoffs.failed(StoredRecord(1, "t", "a", b"four", None, None, -1, 0), ("t", 0))
-        assert backoffs.lanes == {("t", "a")}
-        clock.time += rest - 0.01
-        assert list(backoffs.due_probes()) == []
-        assert backoffs.lanes == {("t", "a")}
-        clock.time += 0.02
-        assert list(backoffs.due_probes()) == []
-        assert not backoffs
-    assert backoffs.failed(StoredRecord(2, "t", "b", b"3.0", None, None, -1, 0), ("t", 1))
-    assert backoffs.succeeded([StoredRecord(2, "t", "b", b"3.0", None, None, -1, 0)]) == [("t", 1)]
-    assert backoffs.failed(StoredRecord(3, "t", "b", b"3.0", None, None, -1, 0), ("t", 1)), "the room is free again"
-
-
-def test_places_without_probes_open_as_many_as_may():
-    """Only as many destinations without probes open as may; the others are not waited for meanwhile."""
-    clock = Clock()
-    backoffs = Backoffs(1.0, 3.0, clock)
-    backoffs.may_expire = 1
-    for number in range(3):
-        backoffs.failed_alone(record(number, f"k{number}"))
-    clock.time += 1.5
-    assert list(backoffs.due_probes()) == []
-    assert backoffs.lanes == {("t", "k1"), ("t", "k2")}
-    assert backoffs.next_due is None
-    assert list(backoffs.due_probes()) == []
-    assert len(backoffs) == 2
-    backoffs.may_expire = 2
-    assert backoffs.next_due < clock.time
-    assert list(backoffs.due_probes()) == []
-    assert not backoffs
-
-
-def test_few_places_without_probes_open_at_a_time():
-    """A destination without a probe opens once an open one failed, succeeded, or saw no record for two backoffs."""
-    clock = Clock()
-    backoffs = Backoffs(1.0, 3.0, clock, most_probes=0)
-    for n in range(1, 21):
-        backoffs.failed(record(n, None, topic=f"t{n}"), (f"t{n}", None))
-    clock.time += 1.5
-    assert list(backoffs.due_probes()) == []
-    assert len(backoffs) == 12
-    assert backoffs.next_due == clock.time + 6.0
-    backoffs.failed(record(1, None, topic="t1"), ("t1", 0))
-    backoffs.succeeded([record(2, None, topic="t2")])
-    assert backoffs.next_due < clock.time
-    assert list(backoffs.due_probes()) == []
-    assert len(backoffs) == 11
-    clock.time += 6.1
-    assert list(backoffs.due_probes()) == []
-    assert len(backoffs) == 3
-
-
-def test_rests_are_forgotten():
-    """A backoff is forgotten after a few without a failure, and does not count as closed meanwhile."""
-    clock = Clock()
-    backoffs = Backoffs(1.0, 3.0, clock)
+    backoffs.failed(record(1, "a"), ("t", 0))
+    backoffs.failed(record(2, "b"), ("t", 0))
     for _ in range(2):
-        backoffs.failed_alone(record(1, "a"))
-        backoffs.failed_alone(record(2, None))
-        clock.time += 1.1
-        assert list(backoffs.due_probes()) == []
-        assert not backoffs
-        clock.time += 20
-    backoffs.failed_alone(record(3, "c"))
-    assert len(backoffs._past) == 1
+        backoffs.failed_alone(record(1, "a"), "refused")
+        assert backoffs.lanes == {("t", "a")}
+        assert not backoffs.is_unreachable
+    assert backoffs.next_due() == clock.time + 2
 
 
-def test_an_id_that_comes_back_is_another_record():
-    """Another row that gets a probe's id, after TRUNCATE ... RESTART IDENTITY, is not taken for the probe."""
-    backoffs, released = Backoffs(1.0, 5.0, Clock()), ReleasedKeys()
-    old, new = record(1, "a"), record(1, "b", create_time=5)
-    assert backoffs.failed(old, ("t", 0))
+def test_record_that_may_be_to_blame_is_tried_at_once(clock):
+    """A record that may be to blame is tried at once; if its destination is at fault, that is backed off."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    backoffs.try_alone(record(1, "a"), "refused")
+    backoffs.try_alone(record(2, None), "refused")
+    busy = set()
+    assert backoffs.due(10, busy.__contains__) == [RowId(1, 0), RowId(2, 0)]
+    assert backoffs.due(1, busy.__contains__) == [RowId(1, 0)]
+    assert (backoffs.lanes, backoffs.rows) == ({("t", "a")}, {RowId(2, 0)})
+    busy.add(RowId(1, 0))
+    assert backoffs.due(10, busy.__contains__) == [RowId(2, 0)]
+    assert backoffs.next_due({RowId(1, 0), RowId(2, 0)}.__contains__) == NEVER
+    backoffs.failed(record(1, "a"), ("t", 0))
+    backoffs.failed(record(2, None), ("t", 0))
+    assert len(backoffs) == 1
+    assert backoffs.next_due() == clock.time + 1
+    assert backoffs.succeeded([record(1, "a")]) == [("t", 0)]
+    assert not backoffs
+
+
+def test_record_that_may_be_to_blame_waits_for_its_topic(clock):
+    """While its topic is backed off as a whole, a record that may be to blame waits like all others of it."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    backoffs.failed(record(9, "z"), ("t", None))
+    backoffs.try_alone(record(1, "a"), "refused")
+    assert backoffs.next_due() == clock.time + 1
+    assert backoffs.end(RowId(9, 0)) == ("t", None)
+    assert not backoffs
+
+
+def test_an_id_that_comes_back_is_another_record(clock):
+    """Another row that gets the id of one that is tried, after TRUNCATE ... RESTART IDENTITY, is not taken for it."""
+    backoffs = Backoffs(1.0, 5.0, clock)
+    old, new = record(1, "a"), record(1, "b")._replace(create_time=5)
+    backoffs.failed(old, ("t", 0))
     assert backoffs.succeeded([new]) == []
-    assert backoffs.failed(new, ("t", 1))
+    backoffs.failed(new, ("t", 1))
     assert len(backoffs) == 2
     assert backoffs.succeeded([old]) == [("t", 0)]
-    released.release([old, new])
-    released.reset_done([row_id(old)])
-    assert released.lanes == {("t", "b")}, "its mark is not cleared"
 
 
-def test_withdrawn_keys_are_left_out_until_they_are_back():
-    """A key is excluded until its marks are cleared and its hold is written; a mark under way is filtered."""
-    released = ReleasedKeys()
-    released.mark_starts()
-    released.release([record(1, "a"), record(2, "a"), record(3, None)])
-    released.hold(("t", "a"))
-    assert released.must_release(record(9, "a"))
-    assert released.must_release(record(3, None))
-    assert not released.must_release(record(4, None))
-    released.reset_done([RowId(1, 0), RowId(2, 0), RowId(3, 0)])
-    assert released.lanes == {("t", "a")}
-    assert released.rows == set()
-    released.hold_done(("t", "a"))
-    assert released, "a mark that was sent before has not answered"
-    assert released.must_release(record(9, "a"))
-    released.mark_starts()
-    assert not released
-    assert not released.must_release(record(9, "a"))
+def test_suspect_counts_only_with_commits_of_others_between(clock):
+    """A topic that ends the producer counts once for each commit of others, which has it tried again, alone."""
+    backoffs = Backoffs(5.0, 10.0, clock)
+    backoffs.failed(record(7, "x", "u"), ("u", 0))
+    backoffs.failed(record(1, "a"), ("t", 3))
+    assert [backoffs.suspect(record(1, "a"), "broken") for _ in range(5)] == [1] * 5
+    assert backoffs.is_suspect("t")
+    assert not backoffs.due_together(10)
+    backoffs.committed()
+    assert backoffs.due_together(10) == [RowId(1, 0)]
+    assert backoffs.suspect(record(1, "a"), "broken") == 2
+    clock.time += 10
+    assert backoffs.due_together(10) == [RowId(7, 0)], "a suspect would end the try of all others"
+    backoffs.committed()
+    assert backoffs.suspect(record(1, "a"), "broken") == 3
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.integers(0, 3)), max_size=60))
+def test_every_key_that_waits_has_a_row_that_is_tried(steps):
+    """However records fail, arrive and go, a key is left out only while some row ends that, and all of them do."""
+    clock = Clock()
+    backoffs = Backoffs(1.0, 3.0, clock)
+    for kind, key, part in steps:
+        clock.time += 0.5
+        row = record(part, key)
+        if kind == 0:
+            backoffs.failed(row, ("t", part))
+        elif kind == 1:
+            backoffs.failed(row, ("t", None))
+        elif kind == 2:
+            backoffs.failed_alone(row)
+        elif kind == 3:
+            backoffs.succeeded([row])
+        elif kind == 5:
+            backoffs.try_alone(row)
+        else:
+            backoffs.suspect(row, "why")
+        assert (backoffs.next_due() == NEVER) is not bool(backoffs)
+    while backoffs:
+        clock.time = max(clock.time, backoffs.next_due())
+        for row in backoffs.due_together(10):
+            assert backoffs.end(row) is not None
+    assert not backoffs.lanes
+    assert not backoffs.topics
+    assert not backoffs.waiting_keys

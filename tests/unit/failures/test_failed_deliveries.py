@@ -1,23 +1,29 @@
 """At-least-once delivery after failures, step by step, without a database or a broker."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from outbox_core.errors import StoreUnavailable
+from outbox_core.harvest import store_calls
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestLimits
+from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler, holds
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
+from outbox_core.harvest.failures.handler import NO_LETTERS, Letters
 from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.kafka.clients import KafkaError
-from outbox_core.kafka.messages import Failure
+from outbox_core.kafka.messages import Failure, dead_letter
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.outage import Outage
-from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecord, bytes_of, row_id
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecord, row_id
 
 TIMED_OUT = KafkaError(KafkaError._MSG_TIMED_OUT)
 NO_TOPIC = KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART)
 TOO_LARGE = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
+DENIED = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
 
 
 class Kafka(Outage):
@@ -36,10 +42,21 @@ class Kafka(Outage):
 
 
 @pytest.fixture
-def failures():
-    """Return the failures of a harvester that takes 100 records or 40 kB, and probes of 25 records or 10 kB."""
+def clock(monkeypatch):
+    """Return a function that moves the clock: `clock(5.0)`."""
+    time = [100.0]
+    for module in (failed_deliveries, handler, backoff_report, holds, store_calls):
+        monkeypatch.setattr(module, "now", lambda: time[-1])
+    return lambda seconds: time.append(time[-1] + seconds)
+
+
+@pytest.fixture
+def failures(clock):
+    """Return the failures of a harvester that takes 100 records or 40 kB, and tries a quarter of that."""
+    del clock
     limits = HarvestLimits(
         mark_query_records=50,
+        most_in_transaction=50,
         max_in_flight_records=100,
         max_in_flight_bytes=40_000,
         lane_capacity=1_000,
@@ -51,13 +68,45 @@ def failures():
     ctx = SimpleNamespace(
         limits=limits,
         metrics=HarvestMetrics(),
-        marker=None,
         kafka=Kafka(),
-        database=Outage("database", None),
-        dead_letters=SimpleNamespace(on_poison=False),
+        batches=SimpleNamespace(limit_of=lambda _: None),
+        dead_letters=SimpleNamespace(on_poison=False, topic="dead"),
         grant_write="grant WRITE on it",
+        marker=Thread(None),
+        purger=Thread(Deletions()),
+        commits=SimpleNamespace(notify=lambda: None),
+        database=SimpleNamespace(recovered=lambda: None),
+        note_outage=lambda _: 1.0,
     )
     return FailedDeliveries(ctx)
+
+
+class Thread:
+    """A store's thread, whose work is done at once."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def submit(self, work):
+        done = Future()
+        try:
+            done.set_result(work(self.store))
+        except StoreUnavailable as error:
+            done.set_exception(error)
+        return done
+
+
+class Deletions:
+    """The purger's store; `error` is raised by it."""
+
+    def __init__(self):
+        self.deleted, self.error, self.holds = [], None, self
+
+    def delete_dead_lettered(self, ids, create_times):
+        if self.error is not None:
+            raise self.error
+        assert len(ids) == len(create_times)
+        self.deleted += ids
 
 
 def record(identity, key, topic="t", size=10):
@@ -65,9 +114,9 @@ def record(identity, key, topic="t", size=10):
     return StoredRecord(identity, topic, key, b"x" * size, None, None, -1, 0)
 
 
-def failed(record, error=TIMED_OUT, partition=0):
+def failed(record, error=TIMED_OUT, partition=0, *, alone=False):
     """Return its failure."""
-    return Failure(record, error, alone=False, partition=partition)
+    return Failure(record, error, alone=alone, partition=partition)
 
 
 def ids(records):
@@ -75,106 +124,246 @@ def ids(records):
     return [record[0] for record in records]
 
 
-def test_slow_mark_does_not_overtake_records_that_went_back_meanwhile(failures):
-    """A slow mark's records of a key go back if the key failed, went back and arrived again in the meantime."""
+def sent(*records):
+    """Return lanes whose records have all been taken."""
     lanes = Lanes(1_000)
-    lanes.admit([record(1, "hot"), record(2, "hot")])
-    lanes.take(10)
-    failures.exclusion()  # a mark is sent; it will see a third record of the key, but not the second, which is ours yet
-    back = failures.handle([failed(record(1, "hot"))], lanes)
-    assert ids(back) == [2]
-    failures.reset_done(map(row_id, back))
-    failures.succeeded([record(1, "hot")])
+    lanes.admit(records)
+    lanes.take(1_000)
+    return lanes
+
+
+def hold(failures, lanes, store):
+    """Write the holds that wait for it into a store; return the released records."""
+    failures._ctx.marker.store = store
+    failures.start_holding(lanes)
+    return failures.collect_holds(lanes)
+
+
+def try_again(failures, lanes, *, found=()):
+    """Read the rows that are due; return their ids."""
+    rows, _ = failures.rows_to_try(lanes)
+    if rows:
+        lanes.mark_starts()
+        failures.take_in_tried(rows, [], found, NO_LETTERS)
+        lanes.admit(found)
+        lanes.take(1_000)
+    return ids(rows)
+
+
+def test_failed_record_leaves_memory_with_its_key_and_is_tried_later(failures, clock):
+    """A key whose record failed is in the table alone, left out of marks, and tried by that record until it arrives."""
+    first, second = record(1, "hot"), record(2, "hot")
+    lanes = sent(first)
+    lanes.admit([second])
+    assert failures.handle([failed(first)], lanes) == [first, second]
+    assert lanes.held == 0
+    assert failures.exclusion(lanes).lanes == {("t", "hot")}
+    clock(1.0)
+    assert try_again(failures, lanes) == [], "the marks are not cleared yet"
+    assert failures.due_in(lanes) == float("inf")
+    lanes.reset_done(map(row_id, (first, second)))
+    assert failures.due_in(lanes) == 0.0
+    assert try_again(failures, lanes, found=[first]) == [1]
+    assert try_again(failures, lanes) == [], "it is under way"
+    assert list(failures.tried) == [row_id(first)]
+    failures.succeeded([first])
+    assert not failures.tried
+    assert failures.exclusion(lanes) == (set(), set(), frozenset())
+
+
+def test_record_that_may_be_to_blame_is_tried_alone_at_once(failures):
+    """After a refused batch each record is tried alone, at once; the one that fails again is held."""
+    records = [record(1, "a"), record(2, None)]
+    lanes = sent(*records)
+    back = failures.handle([failed(each, TOO_LARGE) for each in records], lanes)
+    lanes.reset_done(map(row_id, back))
+    assert try_again(failures, lanes, found=records) == [1, 2]
+    failures.succeeded(records[:1])
+    lanes.reset_done(map(row_id, failures.handle([failed(records[1], TOO_LARGE, alone=True)], lanes)))
+    assert failures.must_hold == 1
     assert not failures.backoffs
-    sent, back = failures.admissible([record(3, "hot")])
-    assert (ids(sent), ids(back)) == ([], [3])
+    store = Store(HoldSet(ids=frozenset({2})), HoldSet(ids=frozenset({2})))
+    assert hold(failures, lanes, store) == []
+    assert store.written == 1
+    assert failures.holds.ids == {2}
+    assert not failures.must_hold
 
 
-def test_what_waits_behind_a_probe_goes_back(failures):
-    """An unreachable key keeps only its probe in memory; the records behind it go back, and keep their order."""
-    lanes = Lanes(1_000)
-    hot = [record(n, "hot", size=1_000) for n in range(1, 31)]
-    lanes.admit([*hot, record(31, "other")])
-    assert ids(lanes.take(10)) == [1, 31]
-    failures.exclusion()  # a mark is sent that brings more of the key
-    back = failures.handle([failed(hot[0])], lanes)
-    assert ids(back) == list(range(2, 31))
-    assert (lanes.held, lanes.held_bytes) == (2, bytes_of([hot[0], record(31, "other")]))
-    late = [record(40, "hot"), record(41, "other")]
-    admitted, returned = failures.admissible(late)
-    assert (ids(admitted), ids(returned)) == ([41], [40])
-    assert failures.exclusion().lanes == {("t", "hot")}
-
-    failures.succeeded([hot[0]])
-    assert failures.exclusion().lanes == {("t", "hot")}, "the others are still on their way back"
-    failures.reset_done(map(row_id, [*back, late[0]]))
-    assert failures.exclusion().lanes == set()
-    lanes.admit(hot[1:3])
-    assert not lanes.has_ready, "the probe's purge is not committed"
-    lanes.purged([hot[0]])
-    assert ids(lanes.take(10)) == [2]
+def test_what_cannot_be_held_keeps_no_others_waiting(failures, clock):
+    """While a hold cannot be written, its key and denied topics are left out of the marks, which go on."""
+    records = [record(1, "a"), record(2, None), record(3, "c", "denied"), record(4, "d")]
+    lanes = sent(*records)
+    refused = [failed(records[n], error, alone=True) for n, error in enumerate((TOO_LARGE, TOO_LARGE, DENIED))]
+    lanes.reset_done(map(row_id, failures.handle(refused, lanes)))
+    store = Store(*[NO_HOLDS] * 4)
+    store.error = StoreUnavailable("no room for holds")
+    for _ in range(2):
+        hold(failures, lanes, store)
+        assert failures.may_mark
+        assert failures.must_hold == 3
+        assert failures.exclusion(lanes) == ({("t", "a"), ("denied", "c")}, {row_id(records[1])}, {"denied"})
+        assert failures.hold_due_in(lanes) == 1.0
+        clock(1.0)
+    store.error = None
+    hold(failures, lanes, store)
+    assert (store.added, failures.must_hold, failures.exclusion(lanes)) == ([3], 0, (set(), set(), set()))
+    failures.handle([failed(records[3], TOO_LARGE, alone=True)] * 1_000, sent(records[3]))
+    assert not failures.may_mark, "values are in memory"
 
 
-def test_mark_under_way_does_not_refill_the_lane_of_a_probe(failures):
-    """A mark under way brings no records into a probe's lane, even if none waited behind the probe."""
-    lanes = Lanes(1_000)
-    probe = record(1, "hot")
-    lanes.admit([probe])
-    lanes.take(10)
-    failures.exclusion()
-    assert failures.handle([failed(probe)], lanes) == []
-    assert ids(failures.admissible([record(2, "hot"), record(3, None)])[0]) == [3]
+def test_row_that_is_gone_ends_its_backoff(failures, clock):
+    """If the row by which a destination is tried was deleted, or is held, the destination's keys flow again."""
+    one, two = record(1, "a"), record(2, "b")
+    lanes = sent(one, two)
+    lanes.reset_done(map(row_id, failures.handle([failed(one), failed(two)], lanes)))
+    clock(1.0)
+    assert try_again(failures, lanes, found=[]) == [1]
+    assert not failures.backoffs
+    assert failures.exclusion(lanes).lanes == set()
 
 
-def test_probes_are_bounded(failures):
-    """Beyond a number of probes, or of their bytes, a destination has none: its record goes back to the table."""
-    lanes = Lanes(1_000)
-    large = [record(n, f"k{n}", size=4_000) for n in range(4)]
-    lanes.admit(large)
-    lanes.take(10)
-    assert ids(failures.handle([failed(each, partition=each[0]) for each in large], lanes)) == [2, 3]
-    assert lanes.held_bytes == bytes_of(large[:2])
-    small = [record(n, f"k{n}", size=1) for n in range(10, 50)]
-    lanes.admit(small)
-    lanes.take(100)
-    assert ids(failures.handle([failed(each, partition=each[0]) for each in small], lanes)) == list(range(33, 50))
-    assert lanes.held == 25
-    assert len(failures.exclusion().lanes) == 44
+def test_what_did_not_fit_stays_due(failures):
+    """Rows that one statement did not return for their size are tried by the next one."""
+    large = [record(number, f"k{number}", size=9_000) for number in (1, 2, 3)]
+    lanes = sent(*large)
+    lanes.reset_done(map(row_id, failures.handle([failed(each, TOO_LARGE) for each in large], lanes)))
+    assert try_again(failures, lanes, found=large[:2]) == [1, 2, 3]
+    assert try_again(failures, lanes) == [], "there is no room"
+    failures.succeeded(large[:2])
+    assert try_again(failures, lanes, found=large[2:]) == [3]
+
+
+def test_room_of_tried_records_is_bounded(failures, clock):
+    """Records that are tried take at most a quarter of the room, and no more than there is."""
+    records = [record(number, None, f"t{number}") for number in range(100)]
+    lanes = sent(*records)
+    lanes.reset_done(map(row_id, failures.handle([failed(each, NO_TOPIC) for each in records], lanes)))
+    clock(1.0)
+    lanes.admit([record(number, None) for number in range(1_000, 1_090)])
+    rows, _ = failures.rows_to_try(lanes)
+    assert len(rows) == 10
+    lanes = Lanes(10)
+    rows, _ = failures.rows_to_try(lanes)
+    assert len(rows) == 25
+    found = [record(row.id, None, f"t{row.id}") for row in rows]
+    failures.take_in_tried(rows, [], found, NO_LETTERS)
+    assert failures.rows_to_try(lanes) == ([], [])
+    assert failures.due_in(lanes) == float("inf")
+    failures.forget_tried(found[:3])
+    assert len(failures.rows_to_try(lanes)[0]) == 3
+
+
+def test_topic_that_is_missing_is_released_as_a_whole(failures):
+    """Records of a missing topic that wait in memory go back with the one that failed."""
+    lanes = sent(record(1, "a"))
+    waiting = [record(2, "b"), record(3, "c", "u"), record(4, None)]
+    lanes.admit(waiting)
+    assert ids(failures.handle([failed(record(1, "a"), NO_TOPIC)], lanes)) == [1, 2, 4]
+    assert failures.exclusion(lanes).topics == {"t"}
+    assert lanes.take(10) == [waiting[1]]
 
 
 def test_outage_is_what_cannot_be_reached(failures):
     """The outage ends with the last unreachable destination, even if topics are missing or records back off."""
-    lanes = Lanes(1_000)
     kafka = failures._ctx.kafka
     records = [record(1, "a"), record(2, "b", "missing"), record(3, "c")]
-    lanes.admit(records)
-    lanes.take(10)
+    lanes = sent(*records)
     failures.hold_cache.is_writable = False
     failures.handle(
-        [failed(records[0]), failed(records[1], NO_TOPIC), Failure(records[2], TOO_LARGE, alone=True)], lanes
+        [failed(records[0]), failed(records[1], NO_TOPIC), failed(records[2], TOO_LARGE, alone=True)], lanes
     )
+    failures.update()
     assert kafka.is_away
     assert failures.backoffs.is_unreachable
-    failures.take_due()
-    assert kafka.is_away
     failures.succeeded([records[0]])
     assert failures.backoffs
-    assert not failures.backoffs.is_unreachable
-    failures.take_due()
+    failures.update()
     assert not kafka.is_away
 
 
-def test_probe_that_fails_of_something_else_is_no_outage(failures):
-    """A probe that fails again because its topic is missing does not count as an outage any more."""
-    lanes = Lanes(1_000)
-    unknown = record(1, "a")
-    lanes.admit([unknown])
+def request(failures, lanes, *numbers):
+    """Have dead letters of these records requested."""
+    failures.apply_holds(HoldSet(ids=frozenset(numbers), requests=dict.fromkeys(numbers, "boo")), lanes)
+
+
+def letter(identity):
+    """Return a dead letter."""
+    return dead_letter(record(identity, None), "dead", "boo")
+
+
+def test_dead_letters_are_read_once(failures):
+    """Requested dead letters go in batches; those that arrived are not read again while their requests are known."""
+    lanes = Lanes(10)
+    request(failures, lanes, 1, 2)
+    assert failures.rows_to_try(lanes) == ([], [1, 2])
+    _, letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
+    assert ids(letters) == [1, 2]
+    lanes.admit(letters)
+    request(failures, lanes, 1, 2, 3)
+    assert failures.rows_to_try(lanes) == ([], []), "some are under way"
+    assert failures.succeeded(letters) == []
+    failures._ctx.purger.store.error = StoreUnavailable("away")
+    failures.start_deleting()
+    assert failures.collect_deleted() == []
+    assert failures.rows_to_try(lanes) == ([], []), "others wait until they are deleted"
+    failures._ctx.purger.store.error, failures._deletion.retry_at = None, 0.0
+    assert failures.is_deleting
+    failures.start_deleting()
+    assert failures.collect_deleted() == letters
+    assert failures._ctx.purger.store.deleted == [1, 2]
+    assert not failures.is_deleting
+    lanes.purged(letters)
+    assert failures.rows_to_try(lanes) == ([], [3])
+    failures.apply_holds(NO_HOLDS, lanes)
+    request(failures, lanes, 1)
+    assert failures.rows_to_try(lanes) == ([], [1]), "it is another one's"
+
+
+def test_a_row_that_is_no_dead_letter_any_more_is_left_to_the_other_marks(failures, clock):
+    """The row of a dead letter that waits, and is released, is not tried by itself: others of its key may be before."""
+    lanes, row = Lanes(10), record(7, "k")
+    failures.backoffs.failed(dead_letter(row, "dead", "boo"), ("dead", None))
+    clock(1.0)
+    rows, _ = failures.rows_to_try(lanes)
+    assert failures.take_in_tried(rows, [], [row], NO_LETTERS) == ([], [])
+    assert not failures.backoffs
+    assert not failures.tried
+
+
+def test_dead_letter_that_is_refused_stays_held(failures):
+    """Dead letters that may not be written stay held, with the reason, also those that were not tried."""
+    lanes, why = Lanes(10), []
+    request(failures, lanes, 1, 2)
+    _, letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
+    lanes.admit(letters)
     lanes.take(10)
-    failures.handle([failed(unknown, partition=-1)], lanes)
-    assert failures.backoffs.is_unreachable
-    failures.handle([failed(unknown, NO_TOPIC)], lanes)
-    assert not failures.backoffs.is_unreachable
-    assert failures.backoffs.topics == {"t"}
+    failures.handle([failed(letters[0], DENIED, alone=True), failed(letters[1], TIMED_OUT, alone=True)], lanes)
+    store = Store(NO_HOLDS, NO_HOLDS)
+    store.refuse_dead_letters = lambda ids, reason: why.append((ids, reason))
+    hold(failures, lanes, store)
+    assert why == [([1, 2], f"the dead-letter topic refused it: {DENIED.str()}; grant WRITE on it")]
+    assert failures.backoffs.topics == {"dead"}
+    assert failures.rows_to_try(lanes)[1] == [], "the topic is backed off"
+
+
+def test_dead_letter_topic_that_cannot_be_made_is_backed_off(failures, clock):
+    """Letters whose topic cannot be made wait for its backoff, and all of them are read again after it."""
+    lanes = Lanes(10)
+    request(failures, lanes, 1, 2)
+    letters = Letters([letter(1), letter(2)], NO_TOPIC)
+    assert failures.take_in_tried([], [1, 2], [], letters) == ([], [])
+    assert failures.rows_to_try(lanes) == ([], [])
+    clock(1.0)
+    (row,), _ = failures.rows_to_try(lanes)
+    assert failures.take_in_tried([row], [], [], Letters([letter(1)], NO_TOPIC)) == ([], [])
+    assert failures.backoffs, "the row is not gone"
+    clock(1.0)
+    (row,), _ = failures.rows_to_try(lanes)
+    _, (first,) = failures.take_in_tried([row], [], [], Letters([letter(1)]))
+    failures.succeeded([first])
+    failures.start_deleting()
+    failures.collect_deleted()
+    assert 2 in failures.rows_to_try(lanes)[1]
 
 
 class Store:
@@ -182,14 +371,22 @@ class Store:
 
     def __init__(self, *reads):
         self.reads = list(reads)
-        self.written = []
+        self.added = []
+        self.error = None
         self.holds = self
+
+    @property
+    def written(self):
+        """The number of holds."""
+        return sum(self.added)
 
     def read(self):
         return self.reads.pop(0)
 
     def add(self, holds):
-        self.written.append(len(holds))
+        if self.error is not None:
+            raise self.error
+        self.added.append(len(holds))
 
     def release_gone(self):
         return 0
@@ -209,7 +406,7 @@ def test_holds_are_written_in_short_statements():
     """Any number of holds is written in short statements."""
     store = Store(NO_HOLDS, NO_HOLDS)
     HoldCache(HarvestMetrics()).write(store, [NewHold("t", None, n, "refused", "boo") for n in range(2_500)])
-    assert store.written == [1_000, 1_000, 500]
+    assert store.added == [1_000, 1_000, 500]
 
 
 def test_holds_that_may_not_be_written():
@@ -219,4 +416,4 @@ def test_holds_that_may_not_be_written():
     assert hold_cache.read(store).topics == {"t"}
     assert not hold_cache.is_writable
     assert hold_cache.write(store, [NewHold("t", None, 1, "refused", "boo")]).topics == {"t"}
-    assert store.written == []
+    assert store.added == []

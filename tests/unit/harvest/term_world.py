@@ -97,6 +97,7 @@ class Table:
                 and lane_of(row) not in query.without_keys
                 and row.topic not in query.without_topics
                 and not query.holds.covers(row)
+                and (query.only_rows is None or row_id(row) in query.only_rows)
             ]
         self.during_scan()
         return found[: query.limit]
@@ -105,6 +106,10 @@ class Table:
         with self._lock:
             published = [row for row in map(self.rows.get, ids) if row and row.create_time in create_times]
             return sum(self.rows.pop(row.id, None) is not None for row in published)
+
+    def find(self, ids):
+        with self._lock:
+            return [self.rows[identity] for identity in sorted(ids) if identity in self.rows]
 
     def is_empty(self):
         return not self.rows
@@ -162,6 +167,7 @@ class Cluster:
         breaking: topics that break the producer without a reason.
         hesitates: number of the next commits that must be aborted for a reason that is about no record.
         refusing: topics that we may not write to, as only the delivery reports say.
+        refused: values that the broker refuses.
         transactions: the attempted ones: the topics of each, without the tracking topic.
         published: ids of the committed records, by topic.
     """
@@ -170,7 +176,7 @@ class Cluster:
         self.forbidden, self.silent, self.missing = set(), set(), set()
         self.tells = True
         self.breaks = self.hesitates = 0
-        self.breaking, self.refusing = set(), set()
+        self.breaking, self.refusing, self.refused = set(), set(), set()
         self.transactions = []
         self.published = {}
 
@@ -181,7 +187,7 @@ class Producer:
     def __init__(self, cluster):
         self._cluster = cluster
         self._records = []
-        self._failures = None
+        self._reports = None
 
     def init(self, give_up):
         del give_up
@@ -189,15 +195,15 @@ class Producer:
     def discard(self):
         pass
 
-    def limit_batches(self, max_bytes):
-        self.batch_bytes = max_bytes
+    def limit_batches(self, max_bytes, *, unbatched=False):
+        self.batch_bytes, self.is_unbatched = max_bytes, unbatched
 
     def begin(self):
         self._records = []
 
-    def send(self, records, give_up, failures=None):
+    def send(self, records, give_up, reports=None):
         del give_up
-        self._failures = failures
+        self._reports = reports
         sent, stopped = Sent([], []), set()
         for record in records:
             if lane_of(record) in stopped:
@@ -223,6 +229,12 @@ class Producer:
 
     def all_arrive(self, timeout_seconds, give_up=lambda: False):
         del give_up
+        if self._reports is not None:
+            cluster = self._cluster
+            failing = cluster.silent | cluster.missing | cluster.refusing
+            self._reports.arrived = [
+                record for record in self._records if record[1] not in failing and record.value not in cluster.refused
+            ]
         # A transaction that is waited for as long as any other fails in the end: the commit says so.
         return timeout_seconds >= LONG_SECONDS or not self._in(self._cluster.silent)
 
@@ -249,11 +261,16 @@ class Producer:
             (cluster.refusing, KafkaError.TOPIC_AUTHORIZATION_FAILED),
             (cluster.missing, KafkaError.UNKNOWN_TOPIC_OR_PART),
             (cluster.silent, KafkaError._MSG_TIMED_OUT),
+            (cluster.refused, KafkaError.INVALID_RECORD),
         ):
             failed = self._in(topics)
+            if topics is cluster.refused:
+                failed = [record for record in self._records if record.value in topics]
             if failed:
-                if self._failures is not None:
-                    self._failures += [Failure(record, KafkaError(code), partition=0) for record in failed]
+                if self._reports is not None:
+                    self._reports.failures += [
+                        Failure(record, KafkaError(code), self.is_unbatched, partition=0) for record in failed
+                    ]
                 return Aborted(KafkaError(code), record_at_fault=True)
         for record in self._records:
             cluster.published.setdefault(record[1], []).append(record[0])
@@ -288,6 +305,7 @@ class World:
         self.ensured = self.looks_for_marks = 0
         limits = HarvestLimits(
             mark_query_records=batch,
+            most_in_transaction=batch,
             max_in_flight_records=4 * batch,
             max_in_flight_bytes=2**20,
             lane_capacity=batch,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outbox_core.harvest.backlog import Trend
+from outbox_core.upkeep.backlog import Trend
 
 
 def test_falling_backlog_has_an_end():

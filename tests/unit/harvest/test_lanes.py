@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from outbox_core.harvest.at_least_once.lanes import Lanes
-from outbox_core.stores.interface import StoredRecord, bytes_of, lane_of
+from outbox_core.stores.interface import RowId, StoredRecord, bytes_of, lane_or_row, row_id
 
 KEYS = [None, "a", "b", "c"]
 
@@ -23,8 +23,8 @@ def record(identity, key, topic="t"):
 class HarvestingModel(RuleBasedStateMachine):
     """A table, a broker and a harvester around the lanes; the broker sees the records that really were sent.
 
-    Rows are marked from the head. A sent record is under way until its purge, or until a failure brings the remark,
-    which begins only when nothing is under way.
+    Rows are marked from the head. A sent record is under way until its purge, or until it fails: then its key goes back
+    to the table, or everything does, by a remark, which begins only when nothing is under way.
     """
 
     @initialize(capacity=st.integers(1, 5), rows=st.lists(st.sampled_from(KEYS), max_size=30))
@@ -35,6 +35,7 @@ class HarvestingModel(RuleBasedStateMachine):
         self.table = [record(next(self.ids), key) for key in rows]
         self.marked = set()
         self.sent, self.acknowledged = [], []
+        self.marking, self.clearing = None, []
         self.remark = False
         self.published = defaultdict(list)
 
@@ -42,13 +43,27 @@ class HarvestingModel(RuleBasedStateMachine):
     def commit_a_row(self, key):
         self.table.append(record(next(self.ids), key))
 
-    @precondition(lambda self: not self.remark)
+    @precondition(lambda self: not self.remark and self.marking is None)
     @rule(limit=st.integers(1, 8))
     def mark(self, limit):
-        full = self.lanes.full
-        batch = [row for row in self.table if row[0] not in self.marked and lane_of(row) not in full][:limit]
-        self.marked.update(row[0] for row in batch)
-        self.lanes.admit(batch)
+        out = self.lanes.full | self.lanes.returning
+        rows = [row for row in self.table if row[0] not in self.marked and lane_or_row(row) not in out]
+        self.lanes.mark_starts()
+        self.marking = sorted(rows)[:limit]
+        self.marked.update(row[0] for row in self.marking)
+
+    @precondition(lambda self: self.marking is not None)
+    @rule()
+    def mark_returns(self):
+        rows, self.marking = self.marking, None
+        self.clearing.extend(rows if self.remark else self.lanes.admit(rows))
+
+    @precondition(lambda self: self.clearing)
+    @rule(count=st.integers(1, 10))
+    def clear_marks(self, count):
+        rows, self.clearing = self.clearing[:count], self.clearing[count:]
+        self.marked.difference_update(row[0] for row in rows)
+        self.lanes.reset_done(map(row_id, rows))
 
     @precondition(lambda self: not self.remark)
     @rule(limit=st.integers(1, 8), refused=st.integers(0, 3))
@@ -70,14 +85,17 @@ class HarvestingModel(RuleBasedStateMachine):
         self.acknowledged.append(row)
 
     @precondition(lambda self: self.sent)
-    @rule(data=st.data(), arrived=st.booleans())
-    def fail(self, data, arrived):
+    @rule(data=st.data(), arrived=st.booleans(), all_of_it=st.booleans())
+    def fail(self, data, arrived, all_of_it):
         row = data.draw(st.sampled_from(self.sent))
         self.sent.remove(row)
         if not arrived:  # the last record of its key that was published, since at most one is under way
             self.published[row[2]].remove(row[0])
-        self.remark = True
-        self.lanes.release_all()
+        if all_of_it or self.remark:
+            self.remark = True
+            self.clearing.extend([row, *self.lanes.release_all()])
+        else:
+            self.clearing.extend(self.lanes.release(row))
 
     @precondition(lambda self: self.acknowledged)
     @rule(count=st.integers(1, 10))
@@ -87,11 +105,14 @@ class HarvestingModel(RuleBasedStateMachine):
         self.marked.difference_update(row[0] for row in rows)
         self.lanes.purged(rows)
 
-    @precondition(lambda self: self.remark and not self.sent and not self.acknowledged)
+    @precondition(
+        lambda self: self.remark and not self.sent and not self.acknowledged and not self.clearing and not self.marking
+    )
     @rule()
     def refresh(self):
         self.lanes = Lanes(self.capacity)
         self.marked.clear()
+        self.marking = None
         self.remark = False
 
     @invariant()
@@ -103,7 +124,8 @@ class HarvestingModel(RuleBasedStateMachine):
     @invariant()
     def held_is_what_is_not_purged(self):
         if hasattr(self, "lanes") and not self.remark:
-            held = [row for row in self.table if row[0] in self.marked]
+            elsewhere = [row[0] for row in (*(self.marking or ()), *self.clearing)]
+            held = [row for row in self.table if row[0] in self.marked and row[0] not in elsewhere]
             assert (self.lanes.held, self.lanes.held_bytes) == (len(held), bytes_of(held))
 
     def teardown(self):
@@ -112,12 +134,19 @@ class HarvestingModel(RuleBasedStateMachine):
             return
         self.acknowledged.extend(self.sent)
         self.sent = []
-        if self.acknowledged:
-            self.purge(len(self.acknowledged))
-        if self.remark:
-            self.refresh()
         for _ in range(10 * len(self.table) + 10):
+            if self.marking is not None:
+                self.mark_returns()
+            if self.acknowledged:
+                self.purge(len(self.acknowledged))
+            if self.clearing:
+                self.clear_marks(len(self.clearing))
+            if self.remark:
+                self.refresh()
             self.mark(5)
+            self.mark_returns()
+            if self.clearing:
+                self.clear_marks(len(self.clearing))
             self.send(100, 0)
             self.acknowledged, self.sent = self.sent, []
             self.purge(1000)
@@ -150,12 +179,12 @@ def test_what_is_purged_while_a_mark_runs_is_known_to_its_end():
     """A record is known while it is in a lane, and until the mark ends during which it was purged."""
     lanes, first, second = Lanes(10), record(1, "a"), record(2, "a")
     lanes.admit([first, second])
-    lanes.mark_begins()
+    lanes.mark_starts()
     lanes.take(1)
     lanes.purged([first])
     assert lanes.knows_any([record(3, "a"), first])
     assert not lanes.knows_any([record(3, "a")])
-    lanes.mark_begins()
+    lanes.mark_starts()
     assert not lanes.knows_any([first])
     assert lanes.knows_any([second])
 
@@ -172,22 +201,71 @@ def test_a_lane_is_full_until_half_of_it_has_gone():
         assert bool(lanes.full) is still_full
 
 
-def test_followers_are_withdrawn_and_the_lane_stays():
-    """A key keeps its lane after its followers are released, and its next record is ready only after the purge."""
+def test_failed_record_is_released_with_its_followers():
+    """A key leaves memory with a failed record, and is left out of marks until its marks are cleared."""
     lanes = Lanes(2)
     rows = [record(identity, "a") for identity in range(4)]
+    lanes.mark_starts()
     lanes.admit([*rows, record(9, None)])
     lanes.take(10)
-    assert lanes.full
-    assert lanes.release_followers(rows[0]) == rows[1:]
-    assert lanes.release_followers(rows[0]) == []
-    assert lanes.release_followers(record(9, None)) == []
+    lanes.mark_starts()
+    assert lanes.release(rows[0]) == rows
     assert not lanes.full
-    assert lanes.held == 2
-    lanes.admit(rows[1:2])
-    assert not lanes.has_ready
+    assert lanes.held == 1
+    assert lanes.returning == {("t", "a")}
+    assert lanes.admit([record(7, "a"), record(8, "b")]) == [record(7, "a")], "a mark was under way"
+    assert lanes.take(10) == [record(8, "b")]
+    lanes.reset_done(map(row_id, rows))
+    assert lanes.returning == {("t", "a")}
+    lanes.reset_done([RowId(7, 0)])
+    assert lanes.returning == set()
+    lanes.mark_starts()
+    assert lanes.admit(rows) == []
+    assert lanes.take(10) == rows[:1]
+
+
+def test_slow_mark_does_not_overtake_records_that_went_back_meanwhile():
+    """A slow mark's records go back if their key was released meanwhile, although its marks are cleared already."""
+    lanes = Lanes(10)
+    first, second = record(1, "hot"), record(2, "hot")
+    lanes.admit([first, second])
+    lanes.take(10)
+    lanes.mark_starts()  # a mark is sent; it will see a third record of the key, but not the second, which is ours yet
+    lanes.reset_done(map(row_id, lanes.release(first)))
+    assert lanes.returning == set()
+    assert lanes.admit([record(3, "hot")]) == [record(3, "hot")]
+    assert lanes.held == 0
+
+
+def test_held_key_keeps_its_record_under_way():
+    """The records behind one that is under way are released if they are held; its lane stays until the purge."""
+    lanes = Lanes(10)
+    rows = [record(identity, "a") for identity in range(3)]
+    lanes.admit([*rows, record(9, None), record(10, "b")])
+    assert lanes.take(1) == rows[:1]
+    assert sorted(lanes.release_unsent(lambda each: each.key != "b")) == [*rows[1:], record(9, None)]
+    assert lanes.returning == {("t", "a"), RowId(9, 0)}
+    lanes.reset_done([row_id(each) for each in (*rows, record(9, None))])
+    lanes.mark_starts()
+    assert lanes.admit(rows[1:], lambda each: each.id == 2) == rows[2:], "it is held still"
+    assert lanes.take(10) == [record(10, "b")]
     lanes.purged([rows[0]])
     assert lanes.take(10) == rows[1:2]
+
+
+def test_an_id_that_comes_back_is_another_row():
+    """Another row with the id of one whose mark is being cleared waits for its own."""
+    lanes = Lanes(10)
+    old, new = record(1, "a"), record(1, "b")._replace(create_time=5)
+    lanes.admit([old])
+    lanes.take(10)
+    lanes.release(old)
+    lanes.mark_starts()
+    lanes.admit([new])
+    lanes.take(10)
+    lanes.release(new)
+    lanes.reset_done([row_id(old)])
+    assert lanes.returning == {("t", "b")}
 
 
 @given(st.lists(st.sampled_from(KEYS), max_size=40), st.integers(0, 40))

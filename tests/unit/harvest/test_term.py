@@ -1,27 +1,20 @@
 """Terms of exactly-once delivery: the end of a drain, and the steady flow of ordinary records."""
 
-import logging
 import threading
 import time
-from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import pytest
 
+from outbox_core.election import now
 from outbox_core.errors import TrackingTopicError
 from outbox_core.harvest.exactly_once import terms as exactly_once
-from outbox_core.harvest.failures import failed_transactions
 from outbox_core.harvest.failures import holds as holding
-from outbox_core.harvest.failures import transactional_dead_letters as letters
-from outbox_core.harvest.failures.backoffs import Backoffs
-from outbox_core.harvest.failures.denied_topics import DeniedTopics
-from outbox_core.harvest.failures.failed_transactions import FailedTransactions
-from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.clients import KafkaError
-from outbox_core.kafka.messages import Failure
-from outbox_core.kafka.transactions import Aborted, Committed, Ended
-from outbox_core.stores.interface import NewHold
+from outbox_core.kafka.messages import Failure, dead_letter
+from outbox_core.kafka.record_producer import Reports
+from outbox_core.kafka.transactions import Aborted
+from outbox_core.stores.interface import NewHold, row_id
 from tests.harvesting import GENEROUS_SECONDS, wait_until
 from tests.unit.harvest.term_world import LETTERS, POISON, TRACKING, Producer, World
 
@@ -33,9 +26,16 @@ def paused(topic, key=None):
 
 @pytest.fixture
 def world(monkeypatch):
-    """Return a leadership whose dead letters do not back off for long."""
-    monkeypatch.setattr(letters, "RETRY_SECONDS", 0.05)
+    """Return a leadership."""
     return World(monkeypatch)
+
+
+@pytest.fixture
+def hasty(world, monkeypatch):
+    """Return a leadership that begins terms in quick succession."""
+    for name in ("_FIRST_BACKOFF_SECONDS", "_LONGEST_BACKOFF_SECONDS", "_TICK_SECONDS"):
+        monkeypatch.setattr(exactly_once, name, 0.001)
+    return world
 
 
 # -- drained
@@ -149,27 +149,28 @@ def test_dead_letters_that_may_not_be_written_stay_held(world):
     assert all(error.endswith("; grant WRITE on it to User:relay") for error in world.table.kept.values())
 
 
-def test_dead_letters_that_end_every_term_keep_nobody_waiting(world, monkeypatch):
-    """Dead letters that end every term back off for longer than the terms, and delay no ordinary records."""
-    monkeypatch.setattr(letters, "RETRY_SECONDS", 60.0)
-    world.table.request(world.table.add("bad"))
-    world.table.add("t", 25)
-    world.cluster.forbidden, world.cluster.tells = {LETTERS}, False
-    with world.running():
-        wait_until(lambda: len(world.cluster.published.get("t", ())) == 25, "ordinary records are published")
-    assert world.cluster.transactions.count({LETTERS}) == 1
-    assert not world.table.kept
+def test_dead_letters_that_end_every_term_keep_nobody_waiting(hasty):
+    """Dead letters that end every term, without a reason, back off, and ordinary records are published."""
+    hasty.table.request(hasty.table.add("bad"))
+    hasty.table.add("t", 25)
+    hasty.cluster.forbidden, hasty.cluster.tells = {LETTERS}, False
+    with hasty.running():
+        wait_until(lambda: len(hasty.cluster.published.get("t", ())) == 25, "ordinary records are published")
+    assert not hasty.table.kept
+    assert all(hold.topic != LETTERS for hold in hasty.table.held)
 
 
-def test_dead_letters_take_turns_with_ordinary_records(world):
-    """Thousands of dead letters are written in turns with ordinary records."""
-    world.delivery.dead_letters._at_once = 1
-    for _ in range(150):
+def test_dead_letters_are_published_with_ordinary_records(world):
+    """Dead letters are published in the transactions of ordinary records, and their rows and holds are deleted."""
+    for _ in range(60):
         world.table.request(world.table.add("bad"))
     world.table.add("t", 100)
     world.run()
-    assert len(world.cluster.published[LETTERS]) == 150
-    assert world.cluster.transactions[:6] == [{LETTERS}, {"t"}] * 3
+    assert world.cluster.published[LETTERS] == list(range(1, 61))
+    assert len(world.cluster.published["t"]) == 100
+    assert world.cluster.transactions[1] == {LETTERS, "t"}
+    assert not world.table.left()
+    assert not world.table.held
 
 
 def test_dead_letter_topic_that_is_deleted_is_made_anew(world):
@@ -183,66 +184,20 @@ def test_dead_letter_topic_that_is_deleted_is_made_anew(world):
     assert world.ensured == 2
 
 
-def test_dead_letters_that_do_not_arrive_are_tried_ever_more_rarely(world, monkeypatch):
-    """Each backoff of dead letters is twice the last, after any failure; a success ends it."""
-    time = 1000.0
-    monkeypatch.setattr(letters, "now", lambda: time)
-    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
-    assert subject.patience is None
-    for rest in (0.05, 0.1, 0.2, 0.4):
-        subject.concluded([letter], [], Ended("broken"))
-        assert subject.due_in({1: "boo"}) == pytest.approx(rest)
-    for _ in range(20):
-        subject.concluded([letter], [], Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True))
-    assert subject.due_in({1: "boo"}) == pytest.approx(10)
-    assert subject.patience == pytest.approx(1)
-    subject.concluded([letter], [], Committed())
-    assert subject.patience is None
-    world.close()
-
-
-def test_dead_letters_that_wait_are_told_of_once_and_then_now_and_then(world, caplog):
-    """Dead letters that fail are logged at first, every minute, and at the end: one arrives, or none is requested."""
-    caplog.set_level(logging.INFO)
-    world.close()
-    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
-    for _ in range(5):
-        subject.concluded([letter], [], Ended("broken"))
-    subject._outage._logged_at -= 60
-    for _ in range(5):
-        subject.concluded([letter], [], Ended("still broken"))
-    subject.concluded([letter], [], Committed())
-    subject.concluded([letter], [], Ended("broken"))
-    subject.next({})
-    told = [record.getMessage() for record in caplog.records if LETTERS in record.getMessage()]
-    name = f"dead letters for topic {LETTERS}"
-    assert told[0] == told[3] == f"{name}: broken; retrying"
-    assert told[1].startswith(f"{name}: still broken; retrying for")
-    assert told[2].startswith(f"{name}: back after")
-    assert told[4] == f"{name}: not known to fail any more"
-    assert len(told) == 5
-
-
 def test_dead_letter_that_is_asked_for_again(world):
-    """A refused dead letter is tried once more when it is requested once more."""
-    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
+    """A refused dead letter stays held, and is tried once more when it is requested once more."""
+    subject, row = world.delivery.failures, world.table.rows[world.table.add("bad")]
     world.table.request(1)
-    error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
-    subject.concluded([letter], [Failure(letter, error, alone=True)], Aborted(error, record_at_fault=True))
+    subject.read_holds()
+    assert subject.letters_to_read(()) == [1]
+    letter = dead_letter(row, LETTERS, "boo")
+    subject.refused([Failure(letter, KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), alone=True)])
     assert set(world.table.kept) == {1}
-    assert subject.next({1: "boo"}) == ()
-    assert subject.next({}) == ()
-    assert [row[0] for row in subject.next({1: "boo"})] == [1]
-    world.close()
-
-
-def test_dead_letter_that_the_client_may_not_send_stays_held(world):
-    """A dead letter for which the client itself lacks the right stays held, though its transaction was empty."""
-    subject, letter = world.delivery.dead_letters, world.table.rows[world.table.add("bad")]
-    world.cluster.forbidden = {LETTERS}
-    failure = Failure(letter, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), alone=True)
-    subject.concluded([], [failure], Aborted(None, record_at_fault=False))
-    assert set(world.table.kept) == {1}
+    assert subject.letters_to_read(()) == []
+    world.table.held.clear()
+    world.table.request(1)
+    subject.read_holds()
+    assert subject.letters_to_read(()) == [1]
     world.close()
 
 
@@ -268,7 +223,7 @@ def test_only_the_topic_without_rights_is_held(world):
     assert len(world.cluster.published["t"]) == 5
 
 
-# -- trials
+# -- destinations that are tried again
 
 
 def test_probes_take_turns_with_ordinary_records(world):
@@ -287,9 +242,8 @@ def test_probes_take_turns_with_ordinary_records(world):
     assert all(first or second for first, second in pairwise(during)), during
 
 
-def test_destinations_without_a_probe_do_not_stop_the_others(world, monkeypatch):
-    """Many missing topics, each costing a batch its timeout, do not stop the others, though few have a probe."""
-    monkeypatch.setattr(failed_transactions, "Backoffs", partial(Backoffs, most_probes=2))
+def test_many_missing_topics_do_not_stop_the_others(world, monkeypatch):
+    """Many missing topics, each costing a batch its timeout, do not stop the others."""
     commit = Producer.commit
 
     def slow(producer, give_up):
@@ -310,39 +264,94 @@ def test_destinations_without_a_probe_do_not_stop_the_others(world, monkeypatch)
         wait_until(lambda: missing <= world.cluster.published.keys(), "what is there again gets its own")
 
 
-def test_probes_and_groups_take_only_the_time_that_is_left(world):
-    """Probes and groups wait until ordinary work has earned their time, unless there is none, or memory is full."""
-    subject = failures_of(world)
-    row, other = world.table.rows[world.table.add("silent")], world.table.rows[world.table.add("t")]
-    subject.handle(Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True), [row], [])
-    wait_until(lambda: subject.collect_due_probes() or subject.may_retry, "the probe is due")
-    subject.retry_later([other])
-    subject.spent_retrying(1.0)
-    assert not subject.may_retry
-    assert not subject.must_retry
-    subject.scanned(found=False)
-    assert subject.may_retry
-    subject.scanned(found=True)
-    subject.spent_publishing(4.1)
-    assert subject.may_retry
-    assert subject.next_group()[0] == [row]
-    subject.retry_later([other._replace(id=3, value=b"x" * world.ctx.limits.mark_query_bytes)])
-    assert subject.must_retry
+# -- the search for records that the broker refuses
+
+
+def refused_scene(world, bad, count):
+    """Stash records of which the broker refuses every `bad`-th."""
+    world.cluster.refused = {b"refused"}
+    for number in range(1, count + 1):
+        world.table.add("t", value=b"refused" if number % bad == 0 else b"v")
+
+
+def test_refused_records_are_found_by_their_own_reports(monkeypatch):
+    """The broker's refusals cost two failed transactions each at most, and only refused records are held."""
+    world = World(monkeypatch, batch=64, on_poison=False)
+    refused_scene(world, bad=20, count=400)
+    aborted = []
+    abort = Producer.commit
+
+    def commit(producer, give_up):
+        outcome = abort(producer, give_up)
+        if isinstance(outcome, Aborted):
+            aborted.append(outcome)
+        return outcome
+
+    monkeypatch.setattr(Producer, "commit", commit)
+    world.run()
+    assert world.delivery.drained
+    assert sorted(hold.record_id for hold in world.table.held) == list(range(20, 401, 20))
+    assert len(world.cluster.published["t"]) == 380
+    assert len(aborted) <= 40
+
+
+def test_records_before_a_refused_one_of_its_key_are_published_first(monkeypatch):
+    """Earlier records of a refused one's key are published, and not kept back by its hold; later ones wait."""
+    world = World(monkeypatch, batch=64, on_poison=False)
+    world.cluster.refused = {b"refused"}
+    world.table.add("t", key="k")
+    world.table.add("t", 2)
+    world.table.add("t", key="k", value=b"refused")
+    world.table.add("t", 20)
+    world.table.add("t", key="k")
+    world.run()
+    assert [hold.record_id for hold in world.table.held] == [4]
+    assert world.table.left() == [4, 25]
+
+
+def test_destination_is_tried_by_the_first_of_a_key(world):
+    """If an earlier record of a key arrived before its transaction failed, the key is tried by that one, in order."""
+    subject = world.delivery.failures
+    rows = [world.table.rows[world.table.add("t", key=key)] for key in "bkk"]
+    reports, error = Reports(), KafkaError(KafkaError._MSG_TIMED_OUT)
+    reports.failures.append(Failure(rows[2], error, partition=0))
+    subject.aborted(Aborted(error, record_at_fault=True), rows, reports, 1.0)
+    assert subject.exclusion().lanes == {("t", "k")}
+    wait_until(lambda: subject.rows_to_try() == [row_id(rows[1])], "it is tried by its first row")
     world.close()
 
 
-def test_probes_and_groups_take_turns(world):
-    """Probes and groups take turns, unless groups fill the memory."""
-    subject = failures_of(world)
-    rows = [world.table.rows[world.table.add(f"silent{n}")] for n in range(3)]
-    for row in rows:
-        subject.handle(Aborted(KafkaError(KafkaError._MSG_TIMED_OUT), record_at_fault=True), [row], [])
-    wait_until(lambda: subject.collect_due_probes() or len(subject._probes) == 3, "all probes are due")
-    others = [[world.table.rows[world.table.add("t")]] for _ in range(2)]
-    for group in others:
-        subject.retry_later(group)
-    tried = [subject.next_group()[0] for _ in range(5)]
-    assert tried == [[rows[0]], others[0], [rows[1]], others[1], [rows[2]]]
+def test_topic_whose_refusal_is_not_confirmed_is_tried_ever_more_rarely(world):
+    """A topic that says that we may not write to it, which the cluster denies, is backed off, longer each time."""
+    subject, row = world.delivery.failures, world.table.rows[world.table.add("t")]
+    aborted = Aborted(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), record_at_fault=True)
+    for _ in range(20):
+        began = now()
+        subject.tried_again([row], aborted, Reports(), 0.0)
+    assert subject.backoffs.next_due() >= began + 20 * world.ctx.limits.io_error_backoff
+    assert not world.table.held
+    world.close()
+
+
+def test_search_does_not_keep_other_topics_waiting(monkeypatch):
+    """While a topic full of refused records is searched, records of another topic are published."""
+    world = World(monkeypatch, batch=10, on_poison=False)
+    refused_scene(world, bad=1, count=300)
+    with world.running():
+        wait_until(lambda: world.table.held, "the search has begun")
+        world.table.add("u", 20)
+        wait_until(lambda: len(world.cluster.published.get("u", ())) == 20, "others are published")
+        assert len(world.table.held) < 300
+
+
+def test_rests_end_when_nothing_else_waits(world):
+    """A topic that rests after a refusal is scanned again at once if no other rows wait."""
+    subject, row = world.delivery.failures, world.table.rows[world.table.add("t")]
+    error = KafkaError(KafkaError.INVALID_RECORD)
+    subject.aborted(Aborted(error, record_at_fault=True), [row], Reports(), 1.0)
+    assert subject.exclusion().topics == {"t"}
+    subject.found_none()
+    assert not subject.exclusion().topics
     world.close()
 
 
@@ -359,14 +368,6 @@ def test_marks_are_looked_for_once_in_a_leadership(world):
 
 
 # -- terms that end again and again
-
-
-@pytest.fixture
-def hasty(world, monkeypatch):
-    """Return a leadership that begins terms in quick succession."""
-    for name in ("_FIRST_BACKOFF_SECONDS", "_LONGEST_BACKOFF_SECONDS", "_TICK_SECONDS"):
-        monkeypatch.setattr(exactly_once, name, 0.001)
-    return world
 
 
 def test_topic_that_ends_every_term_is_held(hasty):
@@ -389,7 +390,7 @@ def test_outage_makes_no_topic_guilty(hasty):
     hasty.run()
     assert hasty.delivery.drained
     assert hasty.table.held == []
-    assert hasty.delivery.suspects.limit > 1
+    assert hasty.delivery.failures.batch.limit > 1
 
 
 def test_commits_that_fail_are_an_outage_until_one_succeeds(hasty):
@@ -400,13 +401,7 @@ def test_commits_that_fail_are_an_outage_until_one_succeeds(hasty):
     hasty.table.add("t", 5)
     hasty.cluster.breaks = 5
     hasty.run()
-    assert told == ["recovered", "succeeded"], "five terms began well, and one commit succeeded"
-
-
-def failures_of(world):
-    """Return failed transactions without a term, with `on_poison: hold`."""
-    ctx = replace(world.ctx, dead_letters=replace(world.ctx.dead_letters, on_poison=False))
-    return FailedTransactions(ctx, LeadershipWait(world.delivery.over, ctx), DeniedTopics(ctx, TRACKING))
+    assert told == ["recovered", "succeeded"] * (len(told) // 2), "five terms began well, and told nothing"
 
 
 # -- nothing waits for ever
@@ -440,17 +435,6 @@ def test_probe_whose_topic_is_held_is_not_waited_for(world):
     assert world.cluster.published["quiet"] == [1, 2, 3]
 
 
-def test_long_trials_are_not_paid_back_for_ever(world):
-    """Minutes of trials while all deliveries failed do not delay later trials by minutes."""
-    subject = failures_of(world)
-    subject.retry_later([world.table.rows[world.table.add("t")]])
-    for _ in range(12):
-        subject.spent_retrying(10.0)
-    subject.spent_publishing(10.0)
-    assert subject.may_retry
-    world.close()
-
-
 def test_too_large_record_is_held_once_it_is_the_first_of_its_key(monkeypatch):
     """A record that is too large is held only as the first of its key, as its hold would keep back earlier ones."""
     world = World(monkeypatch, on_poison=False)
@@ -465,3 +449,61 @@ def test_too_large_record_is_held_once_it_is_the_first_of_its_key(monkeypatch):
     assert [hold.record_id for hold in world.table.held] == [2]
     assert world.table.left() == [2, 3]
     assert 1 in world.cluster.published["t"]
+
+
+def test_what_scans_do_not_leave_out_is_not_tried(world):
+    """A row that waited as a dead letter, and was released, or that has another topic by now, is left to the scans."""
+    world.table.add("bad", key="k")
+    failures, record = world.delivery.failures, world.table.rows[1]
+    failures.backoffs.failed(dead_letter(record, LETTERS, "boo"), (LETTERS, None))
+    assert failures.read_again([row_id(record)]) == []
+    assert not failures.backoffs
+    failures.backoffs.failed(record._replace(topic="elsewhere"), ("elsewhere", None))
+    assert failures.read_again([row_id(record)]) == []
+    assert not failures.backoffs
+    world.close()
+
+
+def test_a_suspect_keeps_nobody_waiting_after_a_term_has_ended(hasty, monkeypatch):
+    """After a term that ended with its producer others are published before the suspect is tried again."""
+    hasty.table.add("poisoned")
+    hasty.cluster.breaking = {"poisoned"}
+    terms = []
+    hasty.settle = terms.append
+    failures = hasty.delivery.failures
+    monkeypatch.setattr(failures.backoffs, "_first", 0.0)  # it is due whenever a term begins
+    monkeypatch.setattr(failures.backoffs, "_longest", 0.0)
+    with hasty.running():
+        wait_until(lambda: failures.backoffs, "it is a suspect")
+        hasty.table.add("t", 50)
+        before = len(terms)
+        wait_until(lambda: hasty.cluster.published.get("t"), "others are published")
+        assert len(terms) - before < 10
+
+
+def test_dead_letters_that_may_not_be_written_are_refused_together(monkeypatch):
+    """One refusal for a missing right is that of all dead letters: others would each end a term."""
+    for name in ("_FIRST_BACKOFF_SECONDS", "_LONGEST_BACKOFF_SECONDS", "_TICK_SECONDS"):
+        monkeypatch.setattr(exactly_once, name, 0.001)
+    world = World(monkeypatch, batch=10, on_poison=True)
+    for _ in range(500):
+        world.table.request(world.table.add("bad"))
+    world.table.add("t", 10)
+    world.cluster.forbidden = {LETTERS}
+    with world.running():
+        wait_until(lambda: world.cluster.published.get("t"), "ordinary records are published")
+        assert len(world.cluster.transactions) < 10
+        wait_until(lambda: len(world.table.kept) == 500, "all stay held")
+
+
+def test_one_refused_by_the_client_does_not_hold_those_before_it(monkeypatch):
+    """Records before one that the client refuses are published, though their transaction is aborted for another."""
+    world = World(monkeypatch, batch=10, on_poison=False)
+    world.table.add("t", 2, key="k")
+    refused = world.table.add("t", value=POISON, key="k")
+    world.table.add("silent")
+    world.table.add("t", 5)
+    world.cluster.silent = {"silent"}
+    with world.running():
+        wait_until(lambda: len(world.cluster.published.get("t", ())) == 7, "those before it, and the others")
+        wait_until(lambda: [hold.record_id for hold in world.table.held] == [refused], "it is held by itself")

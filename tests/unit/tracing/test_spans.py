@@ -11,6 +11,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from outbox_core import OutboxRecord, Stasher, tracing
 from outbox_core.errors import InvalidRecord
 from outbox_core.harvest.at_least_once.traced_publisher import TracedPublisher
+from outbox_core.kafka.traced_producer import TracedRecordProducer
+from outbox_core.kafka.transactions import Ended
 from outbox_core.schema import TEXT_LAYOUT
 from outbox_core.stores.interface import StoredRecord
 from outbox_core.tracing.batches import MOST_LINKS
@@ -197,7 +199,7 @@ def test_batches_are_apart(traces):
     publisher.send(_stored(1), 1.0)
     publisher.send(_stored(2, "u"), 1.0)
     publisher.send(_stored(3), 2.0)
-    publisher.send_unbatched(_stored(4), 2.0)
+    publisher.send(_stored(4), 2.0, alone=True)
     _deliver(producer, None, None, None, None)
     sent = traces.named("send")
     assert [(span.name, span.attributes["messaging.batch.message_count"]) for span in sent] == [
@@ -290,3 +292,16 @@ def test_nothing_before_the_application_sets_a_provider(variables, expected):
     """A process that does not use OpenTelemetry never imports it; the environment switches spans off."""
     done = subprocess.run([sys.executable, "-c", UNSET], env=variables, capture_output=True, text=True, check=False)
     assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.usefixtures("traces")
+def test_traced_producer_is_replaced():
+    """A transactional producer that makes spans is replaced like any other, with the settings of its batches."""
+    settings = {"bootstrap.servers": "127.0.0.1:1", "transactional.id": "t", "log_level": 0}
+    producer = TracedRecordProducer(
+        settings, spans=tracing.active(), outbox_name="box", id_header="outbox-id", timeout_seconds=1.0
+    )
+    producer.limit_batches(1_000)
+    assert producer.must_replace
+    assert producer.replace(lambda: True) == Ended("init_transactions was given up")
+    producer.discard()

@@ -6,17 +6,16 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from outbox_core.config import HarvestConfig
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.events import Event
-from outbox_core.harvest.history import HistoryWriter
+from outbox_core.metrics import HarvestMetrics
 from outbox_core.outage import Outage
 from outbox_core.printable import plural
 from outbox_core.stores.interface import Backlog, OutboxStore
-
-if TYPE_CHECKING:
-    from outbox_core.harvest.harvester import Harvester
+from outbox_core.upkeep.history import HistoryWriter
 
 _log = logging.getLogger(__name__)
 
@@ -50,6 +49,25 @@ class Trend:
         self._counts.clear()
 
 
+class ObservedHarvester(Protocol):
+    """A harvester as its observer sees it."""
+
+    config: HarvestConfig
+    metrics: HarvestMetrics
+
+    @property
+    def is_leader(self) -> bool:
+        """True if it leads."""
+
+    @property
+    def kafka_answers(self) -> bool | None:
+        """True if Kafka has answered lately; None if that is not known yet."""
+
+    @property
+    def counts_backlog(self) -> bool:
+        """True if it is for this harvester to count."""
+
+
 class BacklogObserver:
     """A thread that counts at intervals while its harvester leads, or while there is no leader, and writes the history.
 
@@ -57,7 +75,7 @@ class BacklogObserver:
     """
 
     def __init__(
-        self, store: OutboxStore, harvester: Harvester, interval_seconds: float, *, counts: bool = True
+        self, store: OutboxStore, harvester: ObservedHarvester, interval_seconds: float, *, counts: bool = True
     ) -> None:
         self._counts = counts
         self._store = store

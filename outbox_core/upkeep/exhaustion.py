@@ -9,20 +9,28 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from outbox_core.errors import ProcessExhausted
 
-if TYPE_CHECKING:
-    from outbox_core.harvest.harvester import Harvester
-
 _INTERVAL_SECONDS = 2.0
+
+
+class WatchedHarvester(Protocol):
+    """A harvester that gives leadership up when it is told to."""
+
+    @property
+    def is_stalled(self) -> bool:
+        """True if it leads and gets nothing done."""
+
+    def give_up(self, error: BaseException) -> None:
+        """End it with an error."""
 
 
 class ExhaustionMonitor:
     """A thread that checks its harvester at intervals."""
 
-    def __init__(self, harvester: Harvester) -> None:
+    def __init__(self, harvester: WatchedHarvester) -> None:
         self._harvester = harvester
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outbox-watch", daemon=True)
