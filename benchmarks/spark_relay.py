@@ -109,13 +109,20 @@ def session(running: Services, master: str, what: str, rows: int, topic: str) ->
 
 def run(spark: Any, what: str, running: Services, topic: str, tasks: int) -> list[dict[str, Any]]:
     """Run once; return its batches."""
-    told: list[dict[str, Any]] = []
     if what == "relay":
+        from outbox_spark.metrics import BatchReport
         from outbox_spark.pipelines.relay import RelayConfig, run_relay
 
         harvest = HarvestConfig(data_source=running.dsn, base_kafka_config={"bootstrap.servers": running.bootstrap})
+        told: list[BatchReport] = []
         run_relay(spark, RelayConfig(harvest=harvest, shards=tasks), once=True, on_progress=told.append)
-        return told
+        return [
+            {
+                "numInputRows": batch.counts["records"],
+                "durationMs": {"triggerExecution": batch.seconds * 1000, "longestTask": batch.longest_task * 1000},
+            }
+            for batch in told
+        ]
     if what == "outbox":
         rows = spark.read.format("outbox").options(dsn=running.dsn, shards=tasks).load()
         count, began = rows.count(), time.perf_counter()

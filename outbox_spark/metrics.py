@@ -12,15 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 from prometheus_client.registry import Collector
 
-from outbox_core.config import redact
+from outbox_core.config import HarvestConfig, redact
 from outbox_core.metrics import Health, MetricsServer
 from outbox_core.monitoring.families import Families, FamilyDefinition
 from outbox_core.monitoring.histogram import DELIVERY_BUCKETS, WeightedHistogram
+from outbox_spark.config import StreamSettings
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class BatchReport:
     """The outcome of one batch; `counts` are the targets'.
 
     `lag` is the number of offsets (of a relay: of rows) that are left, and the first of them is `lag_seconds` old. None
-    is not known.
+    is not known. `longest_task` is the time (in seconds) of a relay's longest task.
     """
 
     number: int
@@ -53,6 +53,7 @@ class BatchReport:
     seconds: float
     lag: int | None = None
     lag_seconds: float | None = None
+    longest_task: float | None = None
 
     def __str__(self) -> str:
         records = self.counts.get("records", 0)
@@ -124,16 +125,10 @@ class PipelineMetrics(Collector):
         yield from families.all()
 
 
-class _Served(Protocol):
-    @property
-    def metrics_host(self) -> str: ...
-
-    @property
-    def metrics_port(self) -> int | None: ...
-
-
 @contextmanager
-def serving(settings: _Served, registry: CollectorRegistry, health: Callable[[], Health]) -> Iterator[None]:
+def serving(
+    settings: StreamSettings | HarvestConfig, registry: CollectorRegistry, health: Callable[[], Health]
+) -> Iterator[None]:
     """Serve metrics and health meanwhile, if the settings name a port. Raises InvalidConfig if it cannot be had."""
     if settings.metrics_port is None:
         yield

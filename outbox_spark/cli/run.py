@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.cli import EXIT_NOT_STARTED, fail
 from outbox_spark.cli.progress import say, say_progress, use_one_line
 from outbox_spark.config import PipelineFile, SparkSettings, load_pipeline
-from outbox_spark.metrics import BatchReport
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.session import start_session
 
@@ -152,15 +151,8 @@ def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace,
     given = {"shards": settings.shards, "batch_records": settings.batch_records}
     wanted = {name: value for name, value in given.items() if value is not None}
     config = RelayConfig(harvest=file.harvest, **wanted)  # type: ignore[arg-type]
-    run_relay(spark, config, once=options.once, on_progress=_say_batch, stopping=stop)
+    run_relay(spark, config, once=options.once, on_progress=say_progress, stopping=stop)
     return 0
-
-
-def _say_batch(progress: Mapping[str, Any]) -> None:
-    number, counts, lag = progress["batchId"], {"records": progress["numInputRows"]}, progress["lagRecords"]
-    seconds = progress["durationMs"]["triggerExecution"] / 1000
-    report = BatchReport(number=number, counts=counts, seconds=seconds, lag=lag, lag_seconds=progress["lagSeconds"])
-    say_progress(report)
 
 
 _PIPELINES = {"project": _follow, "archive": _follow, "replay": _replay, "audit": _audit, "relay": _relay}

@@ -113,9 +113,7 @@ def run_relay(
         config: settings.
         once: end when the rows in the table at the beginning of the leadership have been published, or when another
             leader has emptied the table.
-        on_progress: called with number (`batchId`), records (`numInputRows`), times (`durationMs`: of all of it,
-            `triggerExecution`, and of its longest task, `longestTask`) of each batch that had rows, and, as last
-            counted, the number of rows that wait (`lagRecords`) and the age of the first (`lagSeconds`), or None.
+        on_progress: called with a report (`outbox_spark.metrics.BatchReport`) of each batch that published rows.
         stopping: set it to end.
         transform: stored record -> record to publish, or None to delete it unpublished; called in the tasks. It must
             keep `id` and `create_time`.
@@ -200,7 +198,7 @@ class _Relay:
                 planner, is_settled = planner or self._begin(once=once), True
                 self._rotate_archive()
                 ranges = planner.next()
-                self._monitor.planned(len(planner.holds))
+                self._monitor.planned(len(planner.holds), is_idle=not ranges)
                 self._monitor.looks()
             except _PERMANENT:
                 raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from outbox_core.config import HarvestConfig, redact
 from outbox_core.errors import OutboxError
@@ -15,9 +14,9 @@ from outbox_spark.metrics import BatchReport
 from outbox_spark.relay.plan import SLICE_SECONDS, BatchPlan, ShardOutcome
 from outbox_spark.relay.shard_store import ShardStore
 
-OnProgress = Callable[[dict[str, Any]], None]
+OnProgress = Callable[[BatchReport], None]
 
-_UNHEALTHY_AFTER_SECONDS = 30.0
+_UNHEALTHY_AFTER_SECONDS = 30.0 + SLICE_SECONDS
 # The driver counts between two batches: at most 2% of the time, as harvesters do.
 _PAUSE_FACTOR = 49
 
@@ -34,7 +33,7 @@ class RelayMonitor:
         self._store = store
         self._on_progress = on_progress
         self._leads = False
-        self._batches = 0
+        self._fine_at = 0.0  # rows were published, or none could be
         self._waiting: WaitingRows | None = None  # those that no hold keeps back, as last counted
         self._counted_at = float("-inf")
         self._count_seconds = 0.0
@@ -43,7 +42,7 @@ class RelayMonitor:
     def leads(self, term: int | None) -> None:
         """Note the beginning of a leadership, or its end, after which the backlog is not known here."""
         self._leads, self._waiting = term is not None, None
-        self._counted_at = float("-inf")
+        self._counted_at, self._fine_at = float("-inf"), time.monotonic()
         self.metrics.leading(self._leads, -1 if term is None else term)
         self.metrics.backlog(None)
         if term is None:
@@ -62,56 +61,51 @@ class RelayMonitor:
         self._counted_at = time.monotonic()
         self._count_seconds = self._counted_at - began
 
-    def planned(self, holds: int) -> None:
-        """Note that the table was read, and the number of holds."""
+    def planned(self, holds: int, *, is_idle: bool) -> None:
+        """Note that the table was read, the number of holds, and whether there is no row to publish."""
         self.metrics.held(holds)
-        self.metrics.activity.looked()
+        if is_idle:
+            self._fine_at = time.monotonic()
 
     def title(self, plan: BatchPlan) -> str:
         """Return what Spark's UI calls a batch: what it is, and how it was before."""
-        waiting = self._waiting
-        lag = f"; {waiting.number:,} rows wait, the first for {waiting.oldest_age_seconds:.0f} s" if waiting else ""
-        before = f"; after {self._last}" if self._last is not None else ""
-        what = f"relay {plan.outbox}: batch {self._batches}, {len(plan.ranges)} shards, term {plan.term}"
-        return f"{what}{lag}{before}"
+        before = f", after {self._last}" if self._last is not None else ""
+        return f"relay {plan.outbox}: batch {self._next}, {len(plan.ranges)} shards, term {plan.term}{before}"
+
+    @property
+    def _next(self) -> int:
+        return 0 if self._last is None else self._last.number + 1
 
     def finished(self, outcomes: Sequence[ShardOutcome], seconds: float) -> bool:
         """Take in a batch; tell whether it has published anything."""
         for outcome in outcomes:
             self.metrics.published_elsewhere(outcome.counts)
-        self.metrics.publish_error(sum(bool(outcome.error) for outcome in outcomes))
-        published = sum(outcome.published for outcome in outcomes)
+        errors, published = sum(bool(outcome.error) for outcome in outcomes), sum(of.published for of in outcomes)
+        self.metrics.publish_error(errors)
+        if published or not errors:
+            self._fine_at = time.monotonic()
         if not published:
             return False
-        self.metrics.activity.finished()
         self.looks(0.0)  # it was before the batch
         lag, age = (self._waiting.number, self._waiting.oldest_age_seconds) if self._waiting else (None, None)
         self._last = BatchReport(
-            number=self._batches, counts={"records": published}, seconds=seconds, lag=lag, lag_seconds=age
+            number=self._next,
+            counts={"records": published},
+            seconds=seconds,
+            longest_task=max(outcome.seconds for outcome in outcomes),
+            lag=lag,
+            lag_seconds=age,
         )
-        self._batches += 1
         if self._on_progress is not None:
-            longest = max(outcome.seconds for outcome in outcomes)
-            self._on_progress(_as_progress(self._last, longest))
+            self._on_progress(self._last)
         return True
 
     def health(self, trouble: str | None) -> Health:
         """Return the health of recent work; of a relay that stands by, `trouble` is that of its group."""
-        leads = self._leads
+        leads, seconds = self._leads, time.monotonic() - self._fine_at
         if leads:
-            trouble = self.metrics.activity.trouble(_UNHEALTHY_AFTER_SECONDS, look_interval=SLICE_SECONDS)
+            what = f"it leads, and for {seconds:.0f} s has neither published rows nor found none; see its log"
+            trouble = what if seconds > _UNHEALTHY_AFTER_SECONDS else None
         if trouble is not None:
             return Health(ok=False, leader=leads, detail=redact(" ".join(trouble.split())))
         return Health(ok=True, leader=leads, detail="leading" if leads else "standing by")
-
-
-def _as_progress(report: BatchReport, longest_task: float) -> dict[str, Any]:
-    published = report.counts["records"]
-    return {
-        "batchId": report.number,
-        "numInputRows": published,
-        "processedRowsPerSecond": published / report.seconds,
-        "durationMs": {"triggerExecution": round(report.seconds * 1000), "longestTask": round(longest_task * 1000)},
-        "lagRecords": report.lag,
-        "lagSeconds": report.lag_seconds,
-    }

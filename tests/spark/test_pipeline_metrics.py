@@ -128,19 +128,20 @@ def test_a_relay_shows_what_a_harvester_does(monkeypatch):
     plan = BatchPlan(harvest=HARVEST, outbox="d.s.t", term=3, ranges=(ShardRange(0, 1),))
     assert (monitor.health(None).detail, monitor.health("no leader").ok) == ("standing by", False)
     monitor.leads(3)
-    monitor.planned(2)
+    monitor.planned(2, is_idle=False)
     monitor.looks()
     monitor.looks()
     assert store.counted == 1
-    assert monitor.title(plan) == "relay d.s.t: batch 0, 1 shards, term 3; 1,204 rows wait, the first for 7 s"
+    assert monitor.title(plan) == "relay d.s.t: batch 0, 1 shards, term 3"
     clock[0] += 10.0
     assert not monitor.finished([outcome(0, error="StoreUnavailable")], 1.0)
     assert (told, store.counted) == ([], 1)
     assert monitor.finished([outcome(40), outcome(0)], 4.0)
     assert store.counted == 2
-    assert (told[0]["numInputRows"], told[0]["lagRecords"], told[0]["lagSeconds"]) == (40, 1204, 7.0)
-    assert told[0]["durationMs"] == {"triggerExecution": 4000, "longestTask": 2000}
-    assert monitor.title(plan).endswith("; after batch 0: 40 records in 4.0 s (10/s); lag 1,204 (7 s)")
+    assert (told[0].counts, told[0].longest_task) == ({"records": 40}, 2.0)
+    last = "batch 0: 40 records in 4.0 s (10/s); lag 1,204 (7 s)"
+    assert str(told[0]) == last
+    assert monitor.title(plan) == f"relay d.s.t: batch 1, 1 shards, term 3, after {last}"
     shown = {"records_published_total": 40, "published_bytes_total": 200, "publish_errors_total": 1, "holds": 2}
     shown |= {"deliverable_records": 1204, "oldest_deliverable_age_seconds": 7, "held_records": 3, "leader_term": 3}
     assert {name: value_of(monitor.metrics, name, **of) for name in shown} == shown
@@ -162,6 +163,30 @@ def test_a_backlog_that_cannot_be_counted_is_not_shown():
     assert b"outbox_deliverable_records{" not in generate_latest(monitor.metrics.registry)
     assert monitor.finished([outcome(1)], 1.0)
     assert monitor._last.lag is None
+
+
+def test_a_relay_that_publishes_nothing_is_unhealthy(monkeypatch):
+    """It is not enough that it reads the table; what it has to publish must get to Kafka, or there must be nothing."""
+    clock = [100.0]
+    monkeypatch.setattr("outbox_spark.relay.monitor.time.monotonic", lambda: clock[0])
+    monitor = RelayMonitor(HARVEST, _Store(), None)
+    monitor.leads(1)
+
+    def after(outcomes, *, is_idle=False):
+        clock[0] += 30.0
+        monitor.planned(0, is_idle=is_idle)
+        if outcomes:
+            monitor.finished(outcomes, 30.0)
+        return monitor.health(None).ok
+
+    failed = outcome(0, error="KafkaUnavailable")
+    assert [after([failed]), after([failed]), after([failed])] == [True, False, False]
+    assert not after([])  # the job itself failed
+    assert after([failed, outcome(1)])
+    assert [after([failed]), after([failed])] == [True, False]
+    assert after([outcome(0)])  # what is left is held
+    assert [after([failed]), after([failed])] == [True, False]
+    assert after([], is_idle=True)
 
 
 def test_the_backlog_is_counted_for_a_fiftieth_of_the_time(monkeypatch):

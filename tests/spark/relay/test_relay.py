@@ -104,10 +104,8 @@ def test_a_relay_publishes_all_and_ends(spark, scene, make_topic):
     told = []
     run_relay(spark, config_of(scene), once=True, on_progress=told.append)
     assert_each_once_in_order(scene, topic, 350)
-    assert sum(progress["numInputRows"] for progress in told) == 350
-    assert all(
-        0 < progress["durationMs"]["longestTask"] <= progress["durationMs"]["triggerExecution"] for progress in told
-    )
+    assert sum(report.counts["records"] for report in told) == 350
+    assert all(0 < report.longest_task <= report.seconds for report in told)
     scene.fill(topic, 50, keys=9, prefix="again")
     run_relay(spark, config_of(scene, shards=3), once=True)
     assert sorted(map(identity_of, scene.read(topic))) == list(range(1, 401))
