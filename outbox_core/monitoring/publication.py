@@ -59,7 +59,8 @@ class PublicationCounts:
             self.by_topic[self.labels.label(topic)] += count
         values = list(filter(None, map(_value_of, records)))
         if values and isinstance(values[0], str):
-            self.bytes += sum(len(value.encode()) for value in values)
+            # A transform of a relay may have made bytes of some.
+            self.bytes += sum(len(value.encode() if isinstance(value, str) else value) for value in values)
         else:
             self.bytes += sum(map(len, values))
         step = max(1, len(records) // _SAMPLES)

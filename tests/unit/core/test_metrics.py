@@ -156,6 +156,14 @@ def test_what_other_processes_published_is_added():
     assert value_of(metrics, "outbox_delivery_latency_seconds_sum") >= 2 * 7 + 8 * 50
 
 
+def test_values_may_be_of_both_types():
+    """A transform of a relay may make bytes of some texts, and what is published is counted all the same."""
+    counts = PublicationCounts()
+    counts.add([*batch(1, "orders", "ä"), *batch(1, "orders", b"12345"), *batch(1, "orders", None)])
+    counts.add([*batch(1, "orders", b"12345"), *batch(1, "orders", "1")])
+    assert (counts.bytes, counts.by_topic) == (2 + 5 + 5 + 1, {"orders": 5})
+
+
 def test_records_from_the_future_or_without_time():
     """A clock that goes ahead makes no negative latency, and a time that is not known none at all."""
     metrics = HarvestMetrics(outbox_name="o")
