@@ -136,7 +136,9 @@ class _Relay:
         self._stopping = stopping
         self._harvest = filled_harvest(config.harvest)
         self._store = ShardStore.of(self._harvest)
-        self._monitor = RelayMonitor(self._harvest, ShardStore.of(self._harvest), on_progress)
+        timeout = self._harvest.limits.statement_timeout.total_seconds()
+        counting = ShardStore.of(self._harvest, statement_timeout=timeout)
+        self._monitor = RelayMonitor(self._harvest, counting, on_progress)
         self._pause = _FIRST_PAUSE_SECONDS
         self._rotate_at = float("-inf")
         self._plan = BatchPlan(harvest=config.harvest, rows=config.batch_records, transform=transform)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from outbox_core.config import HarvestConfig, redact
 from outbox_core.errors import OutboxError
 from outbox_core.metrics import HarvestMetrics, Health
-from outbox_core.stores.interface import Backlog, WaitingRows
+from outbox_core.stores.interface import WaitingRows
+from outbox_core.upkeep.backlog import Trend
 from outbox_spark.metrics import BatchReport
 from outbox_spark.relay.plan import SLICE_SECONDS, BatchPlan, ShardOutcome
 from outbox_spark.relay.shard_store import ShardStore
@@ -35,16 +35,17 @@ class RelayMonitor:
         self._leads = False
         self._fine_at = 0.0  # rows were published, or none could be
         self._waiting: WaitingRows | None = None  # those that no hold keeps back, as last counted
+        self._trend = Trend()
         self._counted_at = float("-inf")
         self._count_seconds = 0.0
         self._last: BatchReport | None = None
 
     def leads(self, term: int | None) -> None:
         """Note the beginning of a leadership, or its end, after which the backlog is not known here."""
-        self._leads, self._waiting = term is not None, None
+        self._leads = term is not None
         self._counted_at, self._fine_at = float("-inf"), time.monotonic()
         self.metrics.leading(self._leads, -1 if term is None else term)
-        self.metrics.backlog(None)
+        self._forget()
         if term is None:
             self._store.close()
 
@@ -53,13 +54,20 @@ class RelayMonitor:
         began, pause = time.monotonic(), self._interval if interval is None else interval
         if began < self._counted_at + max(pause, _PAUSE_FACTOR * self._count_seconds):
             return
-        backlog: Backlog | None = None
-        with suppress(OutboxError):  # an outage stops the planner, too, which says so
+        try:
             backlog = self._store.backlog()
-        self.metrics.backlog(backlog)
-        self._waiting = None if backlog is None else backlog.deliverable
+        except OutboxError:  # an outage stops the planner, too, which says so
+            self._forget()
+        else:
+            self._waiting = backlog.deliverable
+            self.metrics.backlog(backlog, self._trend.time_to_empty(began, self._waiting.number))
         self._counted_at = time.monotonic()
         self._count_seconds = self._counted_at - began
+
+    def _forget(self) -> None:
+        self._waiting = None
+        self._trend.forget()
+        self.metrics.backlog(None)
 
     def planned(self, holds: int, *, is_idle: bool) -> None:
         """Note that the table was read, the number of holds, and whether there is no row to publish."""

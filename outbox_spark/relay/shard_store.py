@@ -105,12 +105,13 @@ class ShardStore(PostgresStore):
     """An outbox table that is read by shards. Used by one thread at a time."""
 
     @classmethod
-    def of(cls, config: HarvestConfig) -> ShardStore:
-        """Make the store of a harvester's settings."""
+    def of(cls, config: HarvestConfig, *, statement_timeout: float = 0.0) -> ShardStore:
+        """Make the store of a harvester's settings; `statement_timeout` is in seconds, 0.0 for none."""
         return cls(
             config.data_source,
             config.outbox_table,
             application_name=f"kafka-outbox-spark {config.name}"[:63],
+            statement_timeout=statement_timeout,
             max_message_bytes=config.max_message_bytes,
             archive_days=config.archive_days if config.retention == "archive" else None,
         )

@@ -189,6 +189,21 @@ def test_a_relay_that_publishes_nothing_is_unhealthy(monkeypatch):
     assert after([], is_idle=True)
 
 
+def test_a_backlog_that_falls_will_be_empty(monkeypatch):
+    """As with a harvester, so that an alert knows a backlog that grows from one that is large and falls."""
+    clock, store = [100.0], _Store()
+    monkeypatch.setattr("outbox_spark.relay.monitor.time.monotonic", lambda: clock[0])
+    monitor = RelayMonitor(HARVEST.model_copy(update={"outbox_name": "o"}), store, None)
+    monitor.leads(1)
+    left = []
+    for number in (12_000, 11_000, 12_000, None, 9_000):
+        store.backlog_now = number and Backlog(WaitingRows(number, 7.0, {}), WaitingRows())
+        monitor.looks()
+        left.append(value_of(monitor.metrics, "time_to_empty_seconds", outbox="o"))
+        clock[0] += 10.0
+    assert left == [None, 110.0, None, None, None]
+
+
 def test_the_backlog_is_counted_for_a_fiftieth_of_the_time(monkeypatch):
     """A count that takes long is followed by a pause that is longer in proportion."""
     clock, store = [100.0], _Store()

@@ -164,6 +164,24 @@ def test_a_relay_makes_partitions_of_the_archive(scene):
     assert last in {part.name for part in scene.execute(parts)}
 
 
+def test_a_count_that_takes_too_long_is_given_up(scene):
+    """The driver counts the backlog between two batches, so the time for that is limited; then no number is shown."""
+    harvest = scene.config(limits={"statement_timeout": "100ms"})
+    monitor = _Relay(None, RelayConfig(harvest=harvest), None, threading.Event(), None)._monitor
+    monitor.leads(1)
+    with scene.connect() as other:
+        other.execute(f"LOCK TABLE {scene.table.quoted}")
+        other.execute("SET idle_in_transaction_session_timeout = '10s'")  # a count without a limit ends then, too
+        monitor.looks()
+    assert monitor._waiting is None
+    monitor.looks(0.0)  # not yet: for what the count took it rests for long
+    assert monitor._waiting is None
+    monitor.leads(1)
+    monitor.looks()
+    assert monitor._waiting.number == 0
+    monitor.leads(None)
+
+
 def test_all_is_settled_again_after_a_failure(scene, make_topic, monkeypatch):
     """A batch that failed is followed by what a new term begins with: what stopped a task may need the driver."""
     topic, rows_left = make_topic(), []
