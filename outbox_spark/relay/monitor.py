@@ -42,8 +42,8 @@ class RelayMonitor:
 
     def leads(self, term: int | None) -> None:
         """Note the beginning of a leadership, or its end, after which the backlog is not known here."""
+        self._counted_at, self._fine_at = float("-inf"), time.monotonic()  # before `health` asks for it
         self._leads = term is not None
-        self._counted_at, self._fine_at = float("-inf"), time.monotonic()
         self.metrics.leading(self._leads, -1 if term is None else term)
         self._forget()
         if term is None:
