@@ -330,7 +330,7 @@ def versions() -> str:
         "outbox_spark.postgres.projection_store",
     ):
         importlib.import_module(module)
-    return f"Python {_version()}, kafka-outbox {__version__}"
+    return f"Python {sys.version_info.major}.{sys.version_info.minor}, kafka-outbox {__version__}"
 
 
 def _database(dsn: str) -> str:
@@ -353,7 +353,3 @@ def _archive(spark: SparkSession, place: str | IcebergTable, will_be_made: bool)
             f"there is no archive in {table.url}; let `outbox-spark archive` make it, or name another folder"
         )
     return f"{table.url} has {', '.join(table.positions)}"
-
-
-def _version() -> str:
-    return ".".join(map(str, sys.version_info[:2]))

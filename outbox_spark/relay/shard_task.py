@@ -239,7 +239,8 @@ class ShardTask:
         legal = _with_legal_topics(records)  # a thousand others may be longer than a record may be
         if legal:
             opening = Opening.of(identity.outbox, self._plan.server_id, legal).encode()
-            topic, partition, key = identity.tracking_topic, identity.tracking_partition, opening_key(self._id)
+            topic, partition = identity.tracking_topic, identity.tracking_partition
+            key = opening_key(identity.transactional_id)
             unless_ended(producer.send_manifest(topic, opening, partition, key=key))
         self._reports = Reports() if self._wants_reports else None
         sent = unless_ended(producer.send(records, self._is_late, self._reports))
@@ -267,10 +268,6 @@ class ShardTask:
         self._counts.add(records)
         self._failpoint("committed")
         return []
-
-    @property
-    def _id(self) -> str:
-        return self._identity.transactional_id
 
     def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
         identity = self._identity
