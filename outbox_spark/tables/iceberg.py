@@ -160,10 +160,11 @@ class IcebergLog:
         table = self._open()
         named = {table.metadata_location, *(entry.metadata_file for entry in table.metadata.metadata_log)}
         for snapshot in table.snapshots():
-            manifests = snapshot.manifests(table.io)
-            named |= {snapshot.manifest_list, *(manifest.manifest_path for manifest in manifests)}
-            for manifest in manifests:
-                named |= {entry.data_file.file_path for entry in manifest.fetch_manifest_entry(table.io)}
+            named.add(snapshot.manifest_list)
+            for manifest in snapshot.manifests(table.io):
+                if manifest.manifest_path not in named:  # most snapshots share most manifests
+                    named.add(manifest.manifest_path)
+                    named |= {entry.data_file.file_path for entry in manifest.fetch_manifest_entry(table.io)}
         return {for_library(url) for url in named}
 
     def _files(self) -> Iterator[IcebergFile]:
