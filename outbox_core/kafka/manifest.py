@@ -18,6 +18,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from outbox_core.errors import TrackingTopicError, must
@@ -28,6 +29,7 @@ MOST_TOPICS = 1_000
 """Named in one opening: 250 KB at most."""
 _INTEGER = 8
 BYTES_PER_ROW = 2 * _INTEGER
+_id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Opening:
     @classmethod
     def of(cls, outbox: str, server: str, records: Sequence[StoredRecord]) -> Opening:
         """Return the opening of a batch."""
-        ids, topics = [record.id for record in records], {record.topic for record in records}
+        ids, topics = list(map(_id_of, records)), set(map(_topic_of, records))
         named = tuple(sorted(topics)) if len(topics) <= MOST_TOPICS else None
         return cls(outbox, min(ids), max(ids), named, server)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -71,10 +71,9 @@ class RecordProducer(TransactionalProducer):
         for record in records:
             if stopped and lane_of(record) in stopped:
                 continue
+            on_delivery = None if reports is None else partial(_note, reports, record, alone)
             try:
-                if not produce(
-                    record, give_up, {} if reports is None else {"on_delivery": partial(_note, reports, record, alone)}
-                ):
+                if not produce(record, give_up, on_delivery):
                     return None
                 taken(record)
                 continue
@@ -103,7 +102,7 @@ class RecordProducer(TransactionalProducer):
                 self._topics.check(record)
                 self._producer.list_topics(topic, timeout=_METADATA_SECONDS)
 
-    def _produce(self, record: StoredRecord, give_up: GiveUp, more: dict[str, Any]) -> bool:
+    def _produce(self, record: StoredRecord, give_up: GiveUp, on_delivery: Callable[..., None] | None) -> bool:
         """Produce one record. False if `give_up` said so while the queue was full."""
         identity, topic, key, value, names, values, partition, _ = record
         if names or values or not self._id_header:
@@ -115,9 +114,9 @@ class RecordProducer(TransactionalProducer):
         if not key or partition != -1:
             partition = partition_of(record)
         try:
-            self._producer.produce(topic, value, key, partition, headers=headers, **more)
+            self._producer.produce(topic, value, key, partition, on_delivery=on_delivery, headers=headers)
         except BufferError:
-            return self.produce(topic, value, key, partition, headers, give_up=give_up, **more)
+            return self.produce(topic, value, key, partition, headers, give_up=give_up, on_delivery=on_delivery)
         return True
 
 

@@ -54,7 +54,7 @@ def test_requests_that_arrive_late(make_run, say, delivery, every_kind):
     """Late copies of requests, such as ends of transactions, lose, repeat and reorder no record."""
     seconds = _LONGER_LATE_SECONDS if every_kind else _LATE_SECONDS
     rate, outboxes = (1500, 4) if every_kind else (600, 2)
-    name = f"late{delivery[0]}"
+    name = f"late{delivery[0]}{int(every_kind)}"
     with make_run(name, delivery=delivery, outboxes=outboxes, records_per_second=rate, deck="late") as chaos:
         report = chaos.run(seconds)
     say("\n".join([report.summary(), *report.late_table()]))
@@ -70,7 +70,7 @@ def test_requests_that_arrive_late(make_run, say, delivery, every_kind):
 @both_deliveries
 def test_three_brokers(make_run, three_brokers, say, delivery, every_kind):
     """Three brokers whose leaders and coordinators move, die or are isolated lose, repeat and reorder no record."""
-    name = f"three{delivery[0]}"
+    name = f"three{delivery[0]}{int(every_kind)}"
     outboxes = 3 if every_kind else 1
     with make_run(
         name, three_brokers, delivery=delivery, outboxes=outboxes, records_per_second=300, deck="brokers"

@@ -33,7 +33,7 @@ SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LI
 @pytest.fixture
 def told_only(monkeypatch):
     """Limits with which, from its second pause on, a harvester waits for an hour, unless a signal wakes it."""
-    monkeypatch.setattr(pace, "_GROWTH", 1e9)
+    monkeypatch.setattr(pace, "_SHARE_OF_SILENCE", 1e9)
     return {"mark_backoff": "1h"}
 
 
