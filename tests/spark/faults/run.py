@@ -27,19 +27,20 @@ _READ_SECONDS = 600.0
 
 def kill_executor(world, chance):
     """An executor of any pipeline dies."""
-    _send(chance, world.spark.executors(), signal.SIGKILL)
+    _send(world, chance, world.spark.executors, signal.SIGKILL)
 
 
 def kill_python(world, chance):
     """A Python process of an executor dies."""
-    _send(chance, world.spark.pythons(), signal.SIGKILL)
+    _send(world, chance, world.spark.pythons, signal.SIGKILL)
 
 
 def pause_executor(world, chance):
     """An executor stands still, long enough for a second attempt at its tasks."""
-    pid = _send(chance, world.spark.executors(), signal.SIGSTOP)
+    pid = _send(world, chance, world.spark.executors, signal.SIGSTOP)
     time.sleep(_PAUSE_SECONDS)
-    _send(chance, [pid] if pid else [], signal.SIGCONT)
+    with suppress(ProcessLookupError):  # it was replaced meanwhile
+        os.kill(pid, signal.SIGCONT)
 
 
 def lose_worker(world, chance):
@@ -69,13 +70,20 @@ def restart_database(world, _):
 KINDS = (kill_executor, lose_worker, kill_driver, kill_python, restart_broker, restart_database, pause_executor)
 
 
-def _send(chance, pids, number):
-    """Send a signal to one of these processes; return its pid, if there is any."""
-    for pid in chance.sample(sorted(pids), k=len(pids)):
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-            return pid
-    return None
+def _send(world, chance, find, number):
+    """Send a signal to one of the processes that are found, as soon as there is one; return its pid."""
+    hit = []
+
+    def sends():
+        for pid in chance.sample(found := sorted(find()), k=len(found)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                hit.append(pid)
+                return True
+        return False
+
+    world.wait_for("a process to send a signal to", sends)
+    return hit[0]
 
 
 def run(world, *, records, faults, seed, say=lambda _: None):
