@@ -125,7 +125,7 @@ def _of_topic(world, topic):
 
 def _of_targets(world):
     projected = [n for (n,) in world.query("SELECT n FROM projected")]
-    archived = DeltaTable(str(world.directory / "shared" / "archive")).to_pyarrow_table(["value"])["value"]
+    archived = DeltaTable(str(world.directory / "shared" / "archive")).to_pyarrow_table(columns=["value"])["value"]
     values = [int(value.partition(b":")[2].strip(b" }")) for value in archived.to_pylist()]
     return _compared("table", projected, world.written) | _compared("archive", values, world.written)
 
