@@ -113,13 +113,10 @@ def run(world, *, records, faults, seed, say=lambda _: None):
 
 def _of_topic(world, topic):
     """Count what readers of committed records find wrong: by key, and by the numbers in the values."""
-    seen, numbers = defaultdict(list), []
-    for message in read_topic(world.servers, topic, timeout=_READ_SECONDS):
-        number = int(message.value.partition(b":")[2].strip(b" }"))
-        numbers.append(number)
-        seen[message.key].append(number)
-    return _compared(topic, numbers, world.written) | {
-        f"{topic}: reordered": sum(after < before for of_key in seen.values() for before, after in pairwise(of_key))
+    messages = list(read_topic(world.servers, topic, timeout=_READ_SECONDS))
+    found = [(message.key, int(message.value.partition(b":")[2].strip(b" }"))) for message in messages]
+    return compared(topic, [number for _, number in found], world.written) | {
+        f"{topic}: reordered": count_reordered(found)
     }
 
 
@@ -127,12 +124,25 @@ def _of_targets(world):
     projected = [n for (n,) in world.query("SELECT n FROM projected")]
     archived = DeltaTable(str(world.directory / "shared" / "archive")).to_pyarrow_table(columns=["value"])["value"]
     values = [int(value.partition(b":")[2].strip(b" }")) for value in archived.to_pylist()]
-    return _compared("table", projected, world.written) | _compared("archive", values, world.written)
+    return compared("table", projected, world.written) | compared("archive", values, world.written)
 
 
-def _compared(where, numbers, written):
-    found = set(numbers)
-    return {f"{where}: lost": written - len(found), f"{where}: repeated": len(numbers) - len(found)}
+def compared(where, numbers, written):
+    """Count what of 1, 2, ..., written is lost or repeated, and what is not of it."""
+    found, expected = set(numbers), set(range(1, written + 1))
+    return {
+        f"{where}: lost": len(expected - found),
+        f"{where}: repeated": len(numbers) - len(found),
+        f"{where}: unexpected": len(found - expected),
+    }
+
+
+def count_reordered(found):
+    """Count the numbers that come after a greater one of their key; found is pairs of key and number, as read."""
+    seen = defaultdict(list)
+    for key, number in found:
+        seen[key].append(number)
+    return sum(after < before for of_key in seen.values() for before, after in pairwise(of_key))
 
 
 def main():
