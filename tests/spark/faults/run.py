@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -108,7 +109,12 @@ def run(world, *, records, faults, seed, say=lambda _: None):
     audit, replay = world.finish("audit"), world.finish("replay", "--publish")
     say(audit.splitlines()[-1])
     say(replay.splitlines()[-1])
-    return done, {**_of_topic(world, TOPIC), **_of_topic(world, REPLAYED), **_of_targets(world)}
+    wrong = {}
+    for count in (partial(_of_topic, world, TOPIC), partial(_of_topic, world, REPLAYED), partial(_of_targets, world)):
+        counted = count()
+        say(f"wrong: {counted}")  # at once: the next may fail
+        wrong |= counted
+    return done, wrong
 
 
 def _of_topic(world, topic):
@@ -165,8 +171,6 @@ def main():
     with World(directory, brokers=options.brokers) as world:
         done, wrong = run(world, records=options.records, faults=options.faults, seed=seed, say=say)
     say(f"{options.records:,} records, {sum(done.values())} faults: {dict(done)}")
-    for what, number in wrong.items():
-        say(f"{what}: {number}")
     if any(wrong.values()):
         return 1
     shutil.rmtree(directory)
