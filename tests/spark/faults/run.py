@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,19 +28,20 @@ _READ_SECONDS = 600.0
 
 def kill_executor(world, chance):
     """An executor of any pipeline dies."""
-    _send(chance, world.spark.executors(), signal.SIGKILL)
+    _send(world, chance, world.spark.executors, signal.SIGKILL)
 
 
 def kill_python(world, chance):
     """A Python process of an executor dies."""
-    _send(chance, world.spark.pythons(), signal.SIGKILL)
+    _send(world, chance, world.spark.pythons, signal.SIGKILL)
 
 
 def pause_executor(world, chance):
     """An executor stands still, long enough for a second attempt at its tasks."""
-    pid = _send(chance, world.spark.executors(), signal.SIGSTOP)
+    pid = _send(world, chance, world.spark.executors, signal.SIGSTOP)
     time.sleep(_PAUSE_SECONDS)
-    _send(chance, [pid] if pid else [], signal.SIGCONT)
+    with suppress(ProcessLookupError):  # it was replaced meanwhile
+        os.kill(pid, signal.SIGCONT)
 
 
 def lose_worker(world, chance):
@@ -48,9 +50,9 @@ def lose_worker(world, chance):
     world.spark.start_worker(f"worker-{time.monotonic_ns()}")
 
 
-def kill_driver(world, chance):
-    """A driver dies, and starts anew."""
-    name = chance.choice(PIPELINES)
+def kill_driver(world, _):
+    """The driver that runs longest dies, and starts anew: each has its turn."""
+    name = next(iter(world.running))
     world.kill_driver(name)
     world.start(name)
 
@@ -69,13 +71,20 @@ def restart_database(world, _):
 KINDS = (kill_executor, lose_worker, kill_driver, kill_python, restart_broker, restart_database, pause_executor)
 
 
-def _send(chance, pids, number):
-    """Send a signal to one of these processes; return its pid, if there is any."""
-    for pid in chance.sample(sorted(pids), k=len(pids)):
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-            return pid
-    return None
+def _send(world, chance, find, number):
+    """Send a signal to one of the processes that are found, as soon as there is one; return its pid."""
+    hit = []
+
+    def sends():
+        for pid in chance.sample(found := sorted(find()), k=len(found)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                hit.append(pid)
+                return True
+        return False
+
+    world.wait_for("a process to send a signal to", sends)
+    return hit[0]
 
 
 def run(world, *, records, faults, seed, say=lambda _: None):
@@ -100,31 +109,46 @@ def run(world, *, records, faults, seed, say=lambda _: None):
     audit, replay = world.finish("audit"), world.finish("replay", "--publish")
     say(audit.splitlines()[-1])
     say(replay.splitlines()[-1])
-    return done, {**_of_topic(world, TOPIC), **_of_topic(world, REPLAYED), **_of_targets(world)}
+    wrong = {}
+    for count in (partial(_of_topic, world, TOPIC), partial(_of_topic, world, REPLAYED), partial(_of_targets, world)):
+        counted = count()
+        say(f"wrong: {counted}")  # at once: the next may fail
+        wrong |= counted
+    return done, wrong
 
 
 def _of_topic(world, topic):
     """Count what readers of committed records find wrong: by key, and by the numbers in the values."""
-    seen, numbers = defaultdict(list), []
-    for message in read_topic(world.servers, topic, timeout=_READ_SECONDS):
-        number = int(message.value.partition(b":")[2].strip(b" }"))
-        numbers.append(number)
-        seen[message.key].append(number)
-    return _compared(topic, numbers, world.written) | {
-        f"{topic}: reordered": sum(after < before for of_key in seen.values() for before, after in pairwise(of_key))
+    messages = list(read_topic(world.servers, topic, timeout=_READ_SECONDS))
+    found = [(message.key, int(message.value.partition(b":")[2].strip(b" }"))) for message in messages]
+    return compared(topic, [number for _, number in found], world.written) | {
+        f"{topic}: reordered": count_reordered(found)
     }
 
 
 def _of_targets(world):
     projected = [n for (n,) in world.query("SELECT n FROM projected")]
-    archived = DeltaTable(str(world.directory / "shared" / "archive")).to_pyarrow_table(["value"])["value"]
+    archived = DeltaTable(str(world.directory / "shared" / "archive")).to_pyarrow_table(columns=["value"])["value"]
     values = [int(value.partition(b":")[2].strip(b" }")) for value in archived.to_pylist()]
-    return _compared("table", projected, world.written) | _compared("archive", values, world.written)
+    return compared("table", projected, world.written) | compared("archive", values, world.written)
 
 
-def _compared(where, numbers, written):
-    found = set(numbers)
-    return {f"{where}: lost": written - len(found), f"{where}: repeated": len(numbers) - len(found)}
+def compared(where, numbers, written):
+    """Count what of 1, 2, ..., written is lost or repeated, and what is not of it."""
+    found, expected = set(numbers), set(range(1, written + 1))
+    return {
+        f"{where}: lost": len(expected - found),
+        f"{where}: repeated": len(numbers) - len(found),
+        f"{where}: unexpected": len(found - expected),
+    }
+
+
+def count_reordered(found):
+    """Count the numbers that come after a greater one of their key; found is pairs of key and number, as read."""
+    seen = defaultdict(list)
+    for key, number in found:
+        seen[key].append(number)
+    return sum(after < before for of_key in seen.values() for before, after in pairwise(of_key))
 
 
 def main():
@@ -147,8 +171,6 @@ def main():
     with World(directory, brokers=options.brokers) as world:
         done, wrong = run(world, records=options.records, faults=options.faults, seed=seed, say=say)
     say(f"{options.records:,} records, {sum(done.values())} faults: {dict(done)}")
-    for what, number in wrong.items():
-        say(f"{what}: {number}")
     if any(wrong.values()):
         return 1
     shutil.rmtree(directory)
