@@ -1,4 +1,4 @@
-"""What people see of pipelines that follow topics: a report of each batch, Prometheus metrics, and health.
+"""The visible side of pipelines that follow topics: a report of each batch, Prometheus metrics, and health.
 
 A relay has the metrics of a harvester (`outbox_spark.relay.monitor`).
 """

@@ -1,4 +1,4 @@
-"""What people see of a relay: the metrics of a harvester, its health, and a report of each batch."""
+"""The visible side of a relay: the metrics of a harvester, its health, and a report of each batch."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class ShardTask:
         self._batches = BatchSizes(self._limits.ask, largest=largest, is_compressed=is_compressed)
         self._fitted: int | None = None  # limit of the present producer's batches
         self._wants_reports = False  # of deliveries; they cost more than all the rest
-        self._reports: Reports | None = None  # of the present transaction
+        self._reports = Reports()  # of the present transaction, if it wants any
         self._counts = PublicationCounts()
 
     def run(self) -> ShardOutcome:
@@ -242,8 +242,8 @@ class ShardTask:
             topic, partition = identity.tracking_topic, identity.tracking_partition
             key = opening_key(identity.transactional_id)
             unless_ended(producer.send_manifest(topic, opening, partition, key=key))
-        self._reports = Reports() if self._wants_reports else None
-        sent = unless_ended(producer.send(records, self._is_late, self._reports))
+        self._reports = Reports()
+        sent = unless_ended(producer.send(records, self._is_late, self._reports if self._wants_reports else None))
         if sent is None:
             raise KafkaUnavailable("the producer's queue stayed full")
         self._failpoint("sent")
@@ -260,8 +260,8 @@ class ShardTask:
         else:
             outcome = unless_ended(producer.abort(producer.failure))
         if isinstance(outcome, Aborted):
-            failures = self._reports.failures if self._reports is not None else []
-            misdirected = [(failure.record, failure.error) for failure in failures if _is_misdirected(failure)]
+            reported = self._reports.failures
+            misdirected = [(failure.record, failure.error) for failure in reported if _is_misdirected(failure)]
             if misdirected and self._rows.may_hold():
                 return misdirected
             raise self._reason_of(outcome, records)
@@ -288,7 +288,7 @@ class ShardTask:
 
     def _reason_of(self, outcome: Aborted, missing: Sequence[StoredRecord]) -> InvalidRecord | KafkaUnavailable:
         """Return the error of an aborted transaction: a refusal is final, an outage or an unclear cause is retried."""
-        failures = self._reports.failures if self._reports is not None else []
+        failures = self._reports.failures
         errors = [failure.error for failure in failures] + ([outcome.error] if outcome.error is not None else [])
         if any(error.code() == KafkaError.MSG_SIZE_TOO_LARGE for error in errors):
             # Smaller batches may be possible: the limit of the topic is not known.

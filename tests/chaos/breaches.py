@@ -71,9 +71,9 @@ class ExcludesAfterTheScan(ForcedOverlap):
 class KeepsScannedRows(Term):
     """A term that publishes the batch scanned meanwhile although the one before it was aborted."""
 
-    def _discard(self, aborted, records):
+    def _discard(self, aborted):
         scan, self._scan = self._scan, StoreCall(self._ctx.marker, self._ctx)
-        super()._discard(aborted, records)
+        super()._discard(aborted)
         self._scan = scan
 
 

@@ -290,10 +290,10 @@ def restart_without_the_unwritten(self: Simulation, random: Random) -> None:
             self.database.rows[row.record.id] = Row(row.record, row.leader, row.version, was_taken=True)
 
 
-def keep_the_scan(self: Term, aborted: Aborted, records: list[StoredRecord]) -> None:
+def keep_the_scan(self: Term, aborted: Aborted) -> None:
     """Publish next what was scanned meanwhile, although the batch before it was aborted."""
     scan, self._scan = self._scan, StoreCall(self._ctx.marker, self._ctx)
-    _original_discard(self, aborted, records)
+    _original_discard(self, aborted)
     self._scan = scan
 
 

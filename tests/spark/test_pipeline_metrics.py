@@ -22,7 +22,7 @@ HARVEST = HarvestConfig(data_source="dbname=x")
 
 
 def test_a_report_is_one_line():
-    """What is not known, or is 0, is left out."""
+    """A report leaves out numbers that are not known, or 0."""
     line = "batch 12: 2,000 records in 0.5 s (4,000/s), 3 quarantined; lag 1,204 (7 s)"
     assert str(REPORT) == line
     assert str(BatchReport(number=0, counts={"records": 1}, seconds=0.0, lag=2)).endswith("(0/s); lag 2")

@@ -51,21 +51,6 @@ from outbox_core.stores.interface import (
 _id_of = attrgetter("id")
 
 
-def without(records: Iterable[StoredRecord], refused: Iterable[StoredRecord]) -> list[StoredRecord]:
-    """Return the records without the refused ones and their followers."""
-    gone = set(map(_id_of, refused))
-    stopped: set[LaneKey] = set()
-    kept = []
-    for record in records:
-        lane = lane_of(record)
-        if record.id in gone:
-            if lane is not None:
-                stopped.add(lane)
-        elif lane not in stopped:
-            kept.append(record)
-    return kept
-
-
 class Lanes:
     """The records that a harvester has in memory, by key, and the keys whose rows are on the way back to the table."""
 

@@ -8,7 +8,6 @@ from typing import NamedTuple, Protocol, cast
 
 from outbox_core.election.lease import now
 from outbox_core.errors import must
-from outbox_core.harvest.at_least_once.lanes import without
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.failed_transactions import FailedTransactions
 from outbox_core.harvest.failures.handler import Letters
@@ -27,6 +26,7 @@ from outbox_core.kafka.transactions import Aborted, Committed, Ended, Outcome
 from outbox_core.stores.interface import (
     NO_HOLDS,
     HoldSet,
+    LaneKey,
     OutboxStore,
     RowId,
     RowQuery,
@@ -41,8 +41,6 @@ _id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 _row_id_of = cast("Callable[[StoredRecord], RowId]", attrgetter("id", "create_time"))
 _IDLE_SECONDS = 1.0
 _QUIET_SECONDS = 10.0
-
-
 # Everything else waits while a destination is tried again: not for long.
 _PATIENCE_SECONDS = 1.0
 
@@ -287,7 +285,7 @@ class Term:
             self._blame(outcome, records)
             return outcome
         if isinstance(outcome, Aborted):
-            self._discard(outcome, records)
+            self._discard(outcome)
             if failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
                 failures.aborted(outcome, records, reports or Reports(), took)
         elif records:
@@ -317,7 +315,7 @@ class Term:
             self._await_limits()
             too_large = batches.too_large(records)
         if too_large:
-            kept = without(records, too_large)
+            kept = _without(records, too_large)
             self._refuse([Failure(record, too_large_for(record), alone=True) for record in too_large], kept)
             self._leave_out(records, kept)
 
@@ -422,9 +420,8 @@ class Term:
         self._transactions.reached(Failpoint.BEFORE_PURGE)
         self._start_purge()
 
-    def _discard(self, aborted: Aborted, records: list[StoredRecord]) -> None:
+    def _discard(self, aborted: Aborted) -> None:
         """Forget an aborted transaction, and what was scanned meanwhile."""
-        del records
         if aborted.error is not None:  # else it was our own choice
             self._ctx.metrics.publish_error()
         self._forget_scanned()
@@ -459,7 +456,7 @@ class Term:
         if isinstance(outcome, Committed):
             self._succeed(records, now() - began)
         else:
-            self._discard(outcome, records)
+            self._discard(outcome)
             self._failures.tried_again(records, outcome, reports, now() - began)
         return None
 
@@ -507,3 +504,18 @@ class Term:
             elif self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                 return False
         return True
+
+
+def _without(records: Iterable[StoredRecord], refused: Iterable[StoredRecord]) -> list[StoredRecord]:
+    """Return the records without the refused ones and their followers."""
+    gone = set(map(_id_of, refused))
+    stopped: set[LaneKey] = set()
+    kept = []
+    for record in records:
+        lane = lane_of(record)
+        if record.id in gone:
+            if lane is not None:
+                stopped.add(lane)
+        elif lane not in stopped:
+            kept.append(record)
+    return kept

@@ -1,4 +1,4 @@
-"""What people see of pipelines that run: Prometheus, lag, and the descriptions of jobs in Spark's UI."""
+"""The visible side of pipelines that run: Prometheus, lag, and the descriptions of jobs in Spark's UI."""
 
 import time
 import urllib.request
