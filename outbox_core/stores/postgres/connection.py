@@ -51,6 +51,9 @@ SELECT set_config('synchronous_commit', 'on', false),
        set_config('enable_hashjoin', 'off', false),
        set_config('enable_mergejoin', 'off', false),
        set_config('jit', 'off', false),
+       -- With these settings all parameters have the same plan. Planning anew for those at hand would take longer than
+       -- a small mark or scan itself.
+       set_config('plan_cache_mode', 'force_generic_plan', false),
        pg_is_in_recovery()
 """
 

@@ -7,8 +7,10 @@ would come back as a repeat.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
 import psycopg
@@ -150,9 +152,11 @@ class OutboxTable:
         return self._run(statement, parameters, parts).rowcount
 
     def _run(self, statement: str, parameters: Any, parts: dict[str, object]) -> psycopg.Cursor[tuple[Any, ...]]:
-        connection = self.connected()
+        cursor = psycopg.RawCursor(self.connected())
+        text, names = numbered(self.format(statement, **parts))
+        values = [parameters[name] for name in names] if isinstance(parameters, Mapping) else parameters
         try:
-            return connection.execute(self.format(statement, **parts), parameters, prepare=True, binary=True)
+            return cursor.execute(text, values, prepare=True, binary=True)
         except psycopg.Error as error:
             self._raise(error)
 
@@ -344,6 +348,25 @@ class OutboxTable:
             f"{obstacles}. Nothing more is published, as it would be repeated, until role "
             f"{self.quoted_role} can remove rows from this table"
         )
+
+
+@lru_cache(maxsize=128)
+def numbered(statement: str) -> tuple[bytes, tuple[str, ...]]:
+    """Return a statement with `$1`, `$2` ... for its parameters, and their names.
+
+    A cursor of the usual kind does the same, for statements as long as a mark anew at each run: a tenth of a
+    millisecond.
+    """
+    names: dict[str, int] = {}
+
+    def number(found: re.Match[str]) -> str:
+        if found[0] == "%%":
+            return "%"
+        name = found[1] or str(len(names))
+        return f"${names.setdefault(name, len(names) + 1)}"
+
+    text = re.sub(r"%(?:\((\w+)\)s|s|%)", number, statement)
+    return text.encode(), tuple(names)
 
 
 def wrong_types(columns: Mapping[str, str]) -> list[tuple[str, str, str]]:
