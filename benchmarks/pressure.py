@@ -159,7 +159,7 @@ def consume(at: Services, topic: str, interval: float, told: Queue[Arrived | Non
     total, everything, recent, tell_at = 0, array("d"), array("d"), 0.0
     told.put(_NOTHING_ARRIVED)  # it follows the topic
     while not done.is_set():
-        values = [message.value() for message in consumer.consume(10_000, 0.02) if message.error() is None]
+        values = [message.value() for message in consumer.consume(10_000, 0.001) if message.error() is None]
         now = time.monotonic()
         total += len(values)
         recent.extend(1000 * (now - float(value)) for value in values if not value.startswith(_UNTIMED.encode()))

@@ -109,7 +109,7 @@ class PostgresHolds:
         """Return the held rows of these ids, by ascending id, marked or not."""
         layout = self._table.layout()
         parameters = {"ids": array(ids), "outbox": layout.outbox, "max_message": self._max_message_bytes}
-        rows = self._table.query(sql.FETCH_HELD, parameters, **sql.columns(has_partition=layout.has_partition))
+        rows = self._table.query(sql.FETCH_HELD, parameters, partition=layout.partition)
         return stored_records(rows, self._max_message_bytes)
 
     def refuse_dead_letters(self, ids: Sequence[int], error: str) -> int:

@@ -48,12 +48,15 @@ CASE WHEN pg_column_compression({array}) IS NULL THEN pg_column_size({array}) EL
 """
 
 _ARRAY_SIZE = f"""
-CASE WHEN pg_column_size({{array}}) >= 24 THEN {_RAW_ARRAY} + {HEADER_BYTES} * cardinality({{array}}) ELSE 0 END
+CASE WHEN pg_column_size({{array}}) >= 24
+     THEN {_RAW_ARRAY} + {HEADER_BYTES}::bigint * cardinality({{array}}) ELSE 0 END
 """
 
-# No more than what a message has of it, so that nothing is withheld that a client would take.
+# No more than what a message has of it, so that nothing is withheld that a client would take: a byte for the length of
+# each name and value at least, as millions of NULL take next to nothing in a row.
 _ARRAY_CONTENT = f"""
-CASE WHEN pg_column_size({{array}}) >= 24 THEN {_RAW_ARRAY} - 32 - 7 * cardinality({{array}}) ELSE 0 END
+CASE WHEN pg_column_size({{array}}) >= 24
+     THEN greatest({_RAW_ARRAY} - 32 - 7 * cardinality({{array}}), cardinality({{array}})) ELSE 0 END
 """
 
 _TEXTS = "coalesce(octet_length(kafka_key), 0) + coalesce(octet_length(kafka_value), 0)"
@@ -65,10 +68,12 @@ def _of_headers(expression: str) -> str:
 
 
 # About what a row takes in memory (`sizes_of` in Python). Known without reading values that are stored out of line,
-# except compressed headers.
-SIZE = f"{_TEXTS} + coalesce(octet_length(kafka_topic), 0){_of_headers(_ARRAY_SIZE)}"
+# except compressed headers. No more than an integer holds, as sums of larger ones are slow.
+SIZE = f"""
+least(coalesce(octet_length(kafka_topic), 0)::bigint + {_TEXTS}{_of_headers(_ARRAY_SIZE)}, {2**31 - 1})::integer
+"""
 
-CONTENT = f"({_TEXTS}{_of_headers(_ARRAY_CONTENT)})"
+CONTENT = f"(0::bigint + {_TEXTS}{_of_headers(_ARRAY_CONTENT)})"
 
 # Ids may come back: a hold is of the row that has its topic and key, too.
 IS_OF_RECORD = """
@@ -193,9 +198,10 @@ AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
      (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
 """
 
-# Whether a message would be larger than any client of ours takes is looked at for each row that is returned only if one
-# of them is. A mark that selects rows and updates none must not look like an empty table, above which the settled floor
-# rises: it returns the number it selected with a row of NULLs.
+# What a message would have of a row is added up only if the row may be larger than any client of ours takes, and once:
+# OFFSET 0 keeps the planner from putting the sum in each place that uses it. A mark that selects rows and updates none
+# must not look like an empty table, above which the settled floor rises: it returns the number it selected with a row
+# of NULLs.
 MARK = """
 WITH head AS MATERIALIZED (
     SELECT array_agg({locator}) AS rows, count(*) AS selected, max(size) > %(max_message)s AS may_be_large
@@ -212,16 +218,20 @@ WITH head AS MATERIALIZED (
 ), marked AS (
     UPDATE {table} SET leader_id = %(leader_id)s
     WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
-    RETURNING id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds},
-              CASE WHEN {is_large} THEN {content} END
+    RETURNING id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
+              {partition} AS partition, {microseconds} AS microseconds
 )
-SELECT marked.*, selected FROM head LEFT JOIN marked ON true
+SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, {too_large}, selected
+FROM head LEFT JOIN (
+    SELECT *, CASE WHEN (SELECT may_be_large FROM head) THEN {content} END AS content FROM marked OFFSET 0
+) AS measured ON true
 """
 
 SCAN = """
-SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, CASE WHEN {is_large} THEN {content} END
+SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, {too_large}
 FROM (
-    SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+    SELECT *, CASE WHEN size > %(max_message)s THEN {content} END AS content,
+           sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
     FROM (
         SELECT id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
                {partition} AS partition, {microseconds} AS microseconds, {size} AS size
@@ -341,10 +351,9 @@ RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''),
 """
 
 FETCH_HELD = """
-SELECT id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds},
-       CASE WHEN {is_large} THEN {content} END
-FROM {table} AS stored
-WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
+SELECT id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds}, {too_large}
+FROM (SELECT *, {content} AS content FROM {table} WHERE id = ANY (%(ids)s::bigint[]) OFFSET 0) AS stored
+WHERE EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
 ORDER BY id
 """
 
@@ -523,8 +532,16 @@ WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode 
 
 # -- parts of statements
 
+# The columns of a record whose `content` is known if it may be too large for a message: one that is, is not read.
+_IS_LARGE = "content > %(max_message)s"
+
 FRAGMENTS = {
     "topic": TOPIC,
+    "key": f"CASE WHEN {_IS_LARGE} THEN {HELD_KEY} ELSE kafka_key END",
+    "value": f"CASE WHEN {_IS_LARGE} THEN NULL ELSE kafka_value END",
+    "names": f"CASE WHEN {_IS_LARGE} THEN NULL ELSE NULLIF(kafka_header_keys, '{{}}') END",
+    "values": f"CASE WHEN {_IS_LARGE} THEN NULL ELSE NULLIF(kafka_header_values, '{{}}') END",
+    "too_large": f"CASE WHEN {_IS_LARGE} THEN content END",
     "microseconds": MICROSECONDS,
     "held_key": HELD_KEY,
     "size": SIZE,
@@ -541,27 +558,9 @@ FRAGMENTS = {
 MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_ROWS} {WITHOUT_HELD}"
 SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
 
-_IS_LARGE = f"{CONTENT} > %(max_message)s"
-
-
 @cache
 def locators(*, by_address: bool) -> dict[str, str]:
     """Return the parts that find a row again. Addresses are unique within one physical table only."""
     if by_address:
         return {"locator": "ctid", "locator_type": "tid", "locators": "id, ctid"}
     return {"locator": "id", "locator_type": "bigint", "locators": "id"}
-
-
-@cache
-def columns(unless: str = "", *, has_partition: bool) -> dict[str, str]:
-    """Return the columns of a record; those of one that is too large for a message are not read."""
-    # adding up the content is expensive: `unless` is a cheaper condition, without which no record is too large
-    is_large = f"{unless} AND {_IS_LARGE}" if unless else _IS_LARGE
-    return {
-        "is_large": is_large,
-        "key": f"CASE WHEN {is_large} THEN {HELD_KEY} ELSE kafka_key END",
-        "value": f"CASE WHEN {is_large} THEN NULL ELSE kafka_value END",
-        "names": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_keys, '{{}}') END",
-        "values": f"CASE WHEN {is_large} THEN NULL ELSE NULLIF(kafka_header_values, '{{}}') END",
-        "partition": "coalesce(kafka_partition, -1)" if has_partition else "-1",
-    }

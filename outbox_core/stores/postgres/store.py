@@ -184,8 +184,7 @@ class PostgresStore:
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the rows of these ids, by ascending id, marked or not."""
-        columns = sql.columns(has_partition=self.table.layout().has_partition)
-        rows = self.table.query(sql.FIND, {"ids": array(ids)}, partition=columns["partition"])
+        rows = self.table.query(sql.FIND, {"ids": array(ids)}, partition=self.table.layout().partition)
         return [StoredRecord(*row) for row in rows]
 
     def hold_violations(self, error: OutboxTableError) -> NoReturn:
@@ -275,15 +274,15 @@ def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `MARK` for a query."""
     return {
         "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
-        **sql.columns("(SELECT may_be_large FROM head)", has_partition=layout.has_partition),
+        "partition": layout.partition,
         **sql.locators(by_address=layout.by_address),
     }
 
 
 def scan_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `SCAN` for a query."""
-    columns = sql.columns("size > %(max_message)s", has_partition=layout.has_partition)
-    return {"exclusion": (sql.SCAN_EXCLUSION if _leaves_out(query) else "") + _only(query), **columns}
+    exclusion = (sql.SCAN_EXCLUSION if _leaves_out(query) else "") + _only(query)
+    return {"exclusion": exclusion, "partition": layout.partition}
 
 
 def _only(query: RowQuery) -> str:

@@ -69,6 +69,11 @@ class Layout(NamedTuple):
     by_address: bool
     has_partition: bool
 
+    @property
+    def partition(self) -> str:
+        """The column of explicit partitions, -1 for none, as SQL."""
+        return "coalesce(kafka_partition, -1)" if self.has_partition else "-1"
+
 
 class NewRules(NamedTuple):
     """CHECK constraints that are NOT VALID, as SQL: the names of those that a row violates, and if it fulfils all."""

@@ -325,6 +325,20 @@ def test_what_cannot_be_sent_is_not_read(scene, limited):
     assert isinstance(limited.holds.fetch([1])[0][3], OversizedValue)
 
 
+def test_headers_of_millions_of_nulls(scene, limited):
+    """A row of some bytes whose headers would fill the memory is not read, and its size overflows no integer."""
+    nulls = "array_fill(NULL::{}, ARRAY[40000000])"
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values) VALUES"
+        f" ('t', 'k', 'v', {nulls.format('text')}, {nulls.format('bytea')}), ('t', 'l', 'w', '{{}}', '{{}}')"
+    )
+    for read in (lambda: limited.scan(RowQuery(10)), lambda: limited.mark(uuid4(), RowQuery(10)).records):
+        hostile, other = read()
+        assert isinstance(hostile[3], OversizedValue)
+        assert hostile[4] is hostile[5] is None
+        assert other[3] == b"w"
+
+
 def test_holds_of_long_keys(scene, store):
     """A hold knows a long key by its digest: it covers the record and its followers, and no look-alike."""
     long, like = "k" * 300_000, held_key("k" * 300_000)
