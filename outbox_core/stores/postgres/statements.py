@@ -558,6 +558,7 @@ FRAGMENTS = {
 MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_ROWS} {WITHOUT_HELD}"
 SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
 
+
 @cache
 def locators(*, by_address: bool) -> dict[str, str]:
     """Return the parts that find a row again. Addresses are unique within one physical table only."""
