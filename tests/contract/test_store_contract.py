@@ -205,6 +205,27 @@ def test_statement_that_takes_too_long(scene, make_store, session):
     assert ids(hasty.mark(OURS, RowQuery(10))) == [1]
 
 
+def test_a_plan_made_for_an_empty_table_serves_a_full_one(scene, make_store):
+    """Statements that were planned while the table was empty are quick with a backlog, before anything analyzes it."""
+    scene.execute("VACUUM ANALYZE outbox")  # which makes it known to be empty
+    store = make_store(statement_timeout=5.0)
+    query, number = RowQuery(2_000), 150_000
+    store.mark(OURS, query)
+    store.scan(query)
+    for planned in range(6):
+        store.purge(OURS, [planned + 1], [0])
+        store.delete_published([planned + 1], [0])
+        store.reset(OURS, [planned + 1])
+    scene.execute(f"INSERT INTO outbox (create_time, kafka_topic) SELECT now(), 't' FROM generate_series(1, {number})")
+    rows = store.scan(query)
+    ids, times = [row.id for row in rows], [row.create_time for row in rows]
+    assert store.delete_published(ids, times) == 2_000
+    marked = store.mark(OURS, query).records
+    ids, times = [row.id for row in marked], [row.create_time for row in marked]
+    assert store.reset(OURS, ids[1_000:]) == 1_000
+    assert store.purge(OURS, ids[:1_000], times[:1_000]) == 1_000
+
+
 def test_timeout_spares_what_reads_the_whole_table(scene, make_store, session):
     """The timeout does not apply to counting and clearing all marks, and is back afterwards."""
     put(scene, ("t", "k"))

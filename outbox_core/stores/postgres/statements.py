@@ -255,30 +255,26 @@ ORDER BY id
 
 # -- purge, reset, deletion
 
-# The index is searched with all ids at once, where a join would search it for each. IS TRUE keeps the planner from
-# making a join of the second condition, which is a look into a table of hashes.
-PURGE = """
-DELETE FROM {table} AS stored
-WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s
-  AND ((id::bigint, {microseconds}) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(create_times)s::bigint[]))) IS TRUE
+# The index is searched with all ids at once. A join would search it for each, or, planned for an empty table, compare
+# each row of a full one with each id. IS TRUE keeps the planner from making a join of the second condition, which is a
+# look into a table of hashes.
+OF_IDS = f"""
+id = ANY (%(ids)s::bigint[])
+  AND ((id::bigint, {MICROSECONDS}) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(create_times)s::bigint[]))) IS TRUE
 """
+
+PURGE = f"DELETE FROM {{table}} AS stored WHERE {OF_IDS} AND leader_id = %(leader_id)s"
 
 RESET = "UPDATE {table} SET leader_id = NULL WHERE id = ANY (%(ids)s::bigint[]) AND leader_id = %(leader_id)s"
 
 RESET_FULFILLING = f"{RESET} AND {{fulfilled}}"
 
-DELETE_PUBLISHED = """
-DELETE FROM {table} AS stored
-USING unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
-WHERE stored.id = published.id AND {microseconds} = published.microseconds
-"""
+DELETE_PUBLISHED = f"DELETE FROM {{table}} AS stored WHERE {OF_IDS}"
 
 # A DELETE may succeed and delete nothing. Asked only when it deleted less than it was to.
-UNDELETED_PUBLISHED = """
-SELECT count(*), min(stored.id) FROM {table} AS stored
-JOIN unnest(%(ids)s::bigint[], %(create_times)s::bigint[]) AS published (id, microseconds)
-  ON stored.id = published.id AND {microseconds} = published.microseconds
-"""
+UNDELETED_PUBLISHED = f"SELECT count(*), min(id) FROM {{table}} WHERE {OF_IDS}"
+
+UNPURGED = f"{UNDELETED_PUBLISHED} AND leader_id = %(leader_id)s"
 
 # Around a deletion of rows that are called `stored`: they go into the archive by the statement that deletes them, or
 # not at all. The number of rows is that of the deleted ones.
@@ -298,8 +294,6 @@ FROM pg_class AS c WHERE c.oid = to_regclass(%(archive)s)
 """
 
 ROTATE_ARCHIVE = "SELECT {rotate}(%(days)s)"
-
-UNPURGED = f"{UNDELETED_PUBLISHED} WHERE leader_id = %(leader_id)s"
 
 # -- holds
 
@@ -565,3 +559,9 @@ def locators(*, by_address: bool) -> dict[str, str]:
     if by_address:
         return {"locator": "ctid", "locator_type": "tid", "locators": "id, ctid"}
     return {"locator": "id", "locator_type": "bigint", "locators": "id"}
+
+
+PLANNED_ONCE = frozenset(
+    {MARK, SCAN, PURGE, RESET, DELETE_PUBLISHED, IS_EMPTY, READ_HOLDS, LAST_ID_DRAWN, OPEN_WRITERS}
+)
+"""Statements that run again and again. Their plans must suit a table of any size, so they join it to nothing."""

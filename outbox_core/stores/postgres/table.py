@@ -161,7 +161,7 @@ class OutboxTable:
         text, names = numbered(self.format(statement, **parts))
         values = [parameters[name] for name in names] if isinstance(parameters, Mapping) else parameters
         try:
-            return cursor.execute(text, values, prepare=True, binary=True)
+            return cursor.execute(text, values, prepare=statement in sql.PLANNED_ONCE, binary=True)
         except psycopg.Error as error:
             self._raise(error)
 
