@@ -216,7 +216,10 @@ def test_a_plan_made_for_an_empty_table_serves_a_full_one(scene, make_store):
         store.purge(OURS, [planned + 1], [0])
         store.delete_published([planned + 1], [0])
         store.reset(OURS, [planned + 1])
-    scene.execute(f"INSERT INTO outbox (create_time, kafka_topic) SELECT now(), 't' FROM generate_series(1, {number})")
+    scene.execute(
+        "INSERT INTO outbox (create_time, kafka_topic, kafka_header_keys, kafka_header_values)"
+        f" SELECT now(), 't', '{{}}', '{{}}' FROM generate_series(1, {number})"
+    )
     rows = store.scan(query)
     ids, times = [row.id for row in rows], [row.create_time for row in rows]
     assert store.delete_published(ids, times) == 2_000
