@@ -217,8 +217,8 @@ def test_a_plan_made_for_an_empty_table_serves_a_full_one(scene, make_store):
         store.delete_published([planned + 1], [0])
         store.reset(OURS, [planned + 1])
     scene.execute(
-        "INSERT INTO outbox (create_time, kafka_topic, kafka_header_keys, kafka_header_values)"
-        f" SELECT now(), 't', '{{}}', '{{}}' FROM generate_series(1, {number})"
+        "INSERT INTO outbox (create_time, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values)"
+        f" SELECT now(), 't', 'k', 'v', '{{}}', '{{}}' FROM generate_series(1, {number})"
     )
     rows = store.scan(query)
     ids, times = [row.id for row in rows], [row.create_time for row in rows]
