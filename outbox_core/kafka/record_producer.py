@@ -17,6 +17,7 @@ from outbox_core.stores.interface import LaneKey, StoredRecord, lane_of
 
 _MOST_TOPICS_TO_LEARN = 20
 _METADATA_SECONDS = 1.0
+_NOW = 0  # the timestamp of a message that has none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class RecordProducer(TransactionalProducer):
         if not key or partition != -1:
             partition = partition_of(record)
         try:
-            self._producer.produce(topic, value, key, partition, on_delivery=on_delivery, headers=headers)
+            # By position, in the order of confluent's signature: names would cost a third of the whole call.
+            self._producer.produce(topic, value, key, partition, on_delivery, None, _NOW, headers)
         except BufferError:
             return self.produce(topic, value, key, partition, headers, give_up=give_up, on_delivery=on_delivery)
         return True

@@ -18,7 +18,6 @@ from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.stores.interface import NO_FLOOR, Floor, RowQuery, StoredRecord
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import one_line
-from outbox_core.stores.postgres.conversion import stored_records
 from outbox_core.stores.postgres.store import PostgresStore, scan_parts
 
 # Rule 1 of docs/spark-relay.md: a key is in one shard, and each row is in one. The sign is cut off: a remainder of a
@@ -156,7 +155,7 @@ class ShardStore(PostgresStore):
         }
         above = (_SETTLED if wanted.is_settled else _FROM_FLOOR).format(lowest=f"({_LOWEST})::bigint")
         parts = scan_parts(self.table.layout(), query) | {"above": above}
-        return stored_records(self._read(sql.SCAN, parameters, parts), self._max_message_bytes)
+        return self._read(sql.SCAN, parameters, parts)
 
     def highest_id(self) -> int:
         """Return the highest visible id, the lowest of all ids if there is none."""

@@ -290,8 +290,9 @@ class Producer(Client):
         key: Any = None,
         partition: int = -1,
         on_delivery: Callable[..., Any] | None = None,
+        _alias: object = None,  # of `on_delivery`, as in the real client
+        _timestamp: int = 0,
         headers: Any = None,
-        **_: object,
     ) -> None:
         """Queue a record."""
         if self._fatal is not None:

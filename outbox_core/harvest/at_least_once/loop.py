@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import add, attrgetter
 from typing import Final, NamedTuple
@@ -74,6 +73,7 @@ _log = logging.getLogger(__name__)
 _id_of, _create_time_of, _topic_of = attrgetter("id"), attrgetter("create_time"), attrgetter("topic")
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
+_SENT_AT_ONCE = 50  # between two looks at the lease: less than a millisecond
 _IDLE_SECONDS = 1.0
 _TICK_SECONDS = 0.001
 _REPORTS_LATE_SECONDS = 2.0  # librdkafka looks for messages that are too old once a second
@@ -335,19 +335,30 @@ class AtLeastOnce:
     # -- send
 
     def _send(self) -> bool:
-        """Send a chunk of the ready records; return False if more can be sent at once."""
+        """Send some of the ready records; return False if more can be sent at once."""
         if not self._producer_fits():
             return True
         batch = self._lanes.take(_SEND_CHUNK)
-        elector, publisher, tried = self._ctx.elector, self._publisher, self._failures.tried
         closes_at = self._closes_at(records_wait=bool(batch))
-        sent_at = now()
-        for position, record in enumerate(batch):
-            alone = bool(tried) and row_id(record) in tried
-            if now() >= closes_at or elector.leadership is None or not publisher.send(record, sent_at, alone=alone):
-                self._lanes.put_back(batch[position:])
-                return True
-        return not self._lanes.has_ready
+        sent = 0
+        while sent < len(batch) and now() < closes_at and self._ctx.elector.leadership is not None:
+            chunk = batch[sent : sent + _SENT_AT_ONCE]
+            taken = self._hand_over(chunk)
+            sent += taken
+            if taken < len(chunk):
+                break
+        self._lanes.put_back(batch[sent:])
+        return sent < len(batch) or not self._lanes.has_ready
+
+    def _hand_over(self, records: list[StoredRecord]) -> int:
+        """Hand records to the producer, those that are tried each alone; return how many it took."""
+        tried, send, time = self._failures.tried, self._publisher.send, now()
+        if not tried:
+            return send(records, time)
+        for taken, record in enumerate(records):
+            if not send([record], time, alone=row_id(record) in tried):
+                return taken
+        return len(records)
 
     def _closes_at(self, *, records_wait: bool) -> float:
         """Return the time until which records may be sent under the present lease, 0.0 for not at all."""
@@ -391,7 +402,7 @@ class AtLeastOnce:
         self._to_settle.purge.extend(ordinary)
         self._ctx.metrics.published(ordinary)
         arrived = now()
-        for sent_at, count in Counter(self._publisher.take_send_times()).items():
+        for sent_at, count in self._publisher.take_send_times():
             self._ctx.metrics.publish_latency(arrived - sent_at, count)
         self._ctx.kafka.succeeded(all_of_it=not self._failures.backoffs.is_unreachable)
         self._ctx.count_published(len(ordinary))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from outbox_core.harvest.at_least_once.publisher import Publisher
@@ -19,18 +20,18 @@ class TracedPublisher(Publisher):
         super().__init__(*makers, outbox_name=outbox_name, **options)
         self._batches = SendBatches(spans, outbox_name)
 
-    def send(self, record: StoredRecord, sent_at: float, *, alone: bool = False) -> bool:
-        """Hand a record to the producer, and note it."""
-        is_taken = super().send(record, sent_at, alone=alone)
-        if is_taken:
+    def send(self, records: Sequence[StoredRecord], sent_at: float, *, alone: bool = False) -> int:
+        """Hand records to the producer, and note those that it took."""
+        first = len(self.failed)
+        sent = super().send(records, sent_at, alone=alone)
+        for record in records[:sent]:
             self._batches.handed_over(record, ("unbatched", record.id) if alone else sent_at)
-            failure = self.failed[-1] if self.failed else None
-            if failure is not None and failure.record is record:  # the client refused it at once
-                self._batches.failed(record, failure.error.name())
-        return is_taken
+        for failure in self.failed[first:]:  # the client refused them at once
+            self._batches.failed(failure.record, failure.error.name())
+        return sent
 
-    def _report(self, record: StoredRecord, sent_at: float, error: KafkaError | None, message: Message | None) -> None:
-        super()._report(record, sent_at, error, message)
+    def _report(self, record: StoredRecord, error: KafkaError | None, message: Message | None) -> None:
+        super()._report(record, error, message)
         if error is None:
             self._batches.arrived(record)
 

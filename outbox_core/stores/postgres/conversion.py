@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any
 
 from outbox_core.stores.interface import HeldKey, HoldSet, LaneKey, OversizedValue, RowId, StoredRecord, held_key
 
 _LARGEST_ID = 2**63 - 1
-# As `StoredRecord._make` of the first columns, three times as fast.
-_columns_of, _size_of_large = itemgetter(slice(len(StoredRecord._fields))), itemgetter(len(StoredRecord._fields))
-_record: partial[StoredRecord] = partial(tuple.__new__, StoredRecord)
+_partition_of = attrgetter("partition")
 
 
 def array(numbers: Sequence[int]) -> str:
     """Return an array of numbers."""
-    return f"{{{','.join(map(str, numbers))}}}"
+    return f"{{{str(list(numbers))[1:-1]}}}"  # twice as fast as to join them
 
 
 def text_array(texts: Iterable[str]) -> str:
@@ -86,12 +83,16 @@ def key_as_held(key: str | None) -> HeldKey | None:
     return None if key is None else HeldKey(key)
 
 
-def stored_records(rows: Sequence[tuple[Any, ...]], max_message_bytes: int) -> list[StoredRecord]:
-    """Return the records of these rows, which end with the size of those that are too large, and perhaps more."""
-    records = list(map(_record, map(_columns_of, rows)))
-    if any(map(_size_of_large, rows)):
-        for place, size in enumerate(map(_size_of_large, rows)):
-            if size is not None:
-                key, value = key_as_held(records[place].key), OversizedValue(size, max_message_bytes)
-                records[place] = records[place]._replace(key=key, value=value, header_keys=None, header_values=None)  # type: ignore[arg-type]
+def with_oversized(records: list[StoredRecord], max_message_bytes: int) -> list[StoredRecord]:
+    """Return records as they were read; those without a partition were too large, and have their size as header."""
+    if None in map(_partition_of, records):
+        return [_oversized(record, max_message_bytes) for record in records]
     return records
+
+
+def _oversized(record: StoredRecord, max_message_bytes: int) -> StoredRecord:
+    if record.partition is not None:
+        return record
+    (size,) = record.header_keys or ()
+    value: Any = OversizedValue(int(size), max_message_bytes)
+    return record._replace(key=key_as_held(record.key), value=value, header_keys=None, partition=-1)

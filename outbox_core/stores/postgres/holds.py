@@ -14,7 +14,7 @@ from outbox_core.schema import HOLD_COLUMNS, EventKind, hold_id
 from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, HoldSet, NewHold, StoredRecord, held_key
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection
-from outbox_core.stores.postgres.conversion import array, key_as_held, stored_records
+from outbox_core.stores.postgres.conversion import array, key_as_held, with_oversized
 from outbox_core.stores.postgres.history import PostgresHistory
 from outbox_core.stores.postgres.table import OutboxTable
 
@@ -109,8 +109,8 @@ class PostgresHolds:
         """Return the held rows of these ids, by ascending id, marked or not."""
         layout = self._table.layout()
         parameters = {"ids": array(ids), "outbox": layout.outbox, "max_message": self._max_message_bytes}
-        rows = self._table.query(sql.FETCH_HELD, parameters, partition=layout.partition)
-        return stored_records(rows, self._max_message_bytes)
+        records = self._table.records(sql.FETCH_HELD, parameters, partition=layout.partition)
+        return with_oversized(records, self._max_message_bytes)
 
     def refuse_dead_letters(self, ids: Sequence[int], error: str) -> int:
         """Keep records held that the dead-letter topic refused, with its error; return how many."""

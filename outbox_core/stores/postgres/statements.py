@@ -4,17 +4,15 @@
 
 The mark walks the primary key from its beginning, and updates rows by their physical address (`ctid`), which saves
 a second walk: with a half-empty page (fillfactor 50) the new version stays on the same page and no index is touched.
-If another transaction updates the row in between, the update silently skips it. So the mark returns how many rows it
-*selected* beside those it updated; see `MarkedBatch`. It never uses SKIP LOCKED, which would skip a row that another
-leader is just marking and return it later, out of order.
+If another transaction updates the row in between, the update silently skips it. So the mark notes how many rows it
+*selected* (`SELECTED`) beside those it updated; see `MarkedBatch`. It never uses SKIP LOCKED, which would skip a row
+that another leader is just marking and return it later, out of order.
 
 Marks and scans are limited by rows and by bytes, from the first one on: thousands of large values must not be fetched
 to find out that they are large. A row is taken if those before it do not fill the limit, however large it is.
 """
 
 from __future__ import annotations
-
-from functools import cache
 
 from outbox_core.stores import relay_marks
 from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, NO_FLOOR
@@ -25,10 +23,13 @@ from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGES
 # legal topic, and is held for that.
 TOPIC = "coalesce(kafka_topic, '')"
 
-# Exact for every time that a clock shows. The others, which only somebody who writes them by hand can draw, are all 0:
-# infinite ones, those that a 64-bit number cannot hold, and none.
+# Exact for every time that a clock shows: until 2040 by floating point (below 2^51 no digit is lost), which takes a
+# tenth of the time. The others, which only somebody who writes them by hand can draw, are all 0: infinite ones, those
+# that a 64-bit number cannot hold, and none.
 MICROSECONDS = """
-CASE WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
+CASE WHEN create_time >= '1970-01-01 00:00+00' AND create_time < '2040-01-01 00:00+00'
+     THEN (date_part('epoch', create_time) * 1000000)::bigint
+     WHEN create_time > '-infinity' AND create_time < '294000-01-01 00:00+00'
      THEN (extract(epoch FROM create_time) * 1000000)::bigint ELSE 0 END
 """
 
@@ -68,9 +69,12 @@ def _of_headers(expression: str) -> str:
 
 
 # About what a row takes in memory (`sizes_of` in Python). Known without reading values that are stored out of line,
-# except compressed headers. No more than an integer holds, as sums of larger ones are slow.
+# except compressed headers. No more than an integer holds, as sums of larger ones are slow. Two empty arrays take 32
+# bytes or less, and are not looked at one by one.
 SIZE = f"""
-least(coalesce(octet_length(kafka_topic), 0)::bigint + {_TEXTS}{_of_headers(_ARRAY_SIZE)}, {2**31 - 1})::integer
+least(coalesce(octet_length(kafka_topic), 0)::bigint + {_TEXTS}
+      + CASE WHEN pg_column_size(kafka_header_keys) + pg_column_size(kafka_header_values) <= 32 THEN 0
+             ELSE 0{_of_headers(_ARRAY_SIZE)} END, {2**31 - 1})::integer
 """
 
 CONTENT = f"(0::bigint + {_TEXTS}{_of_headers(_ARRAY_CONTENT)})"
@@ -198,51 +202,61 @@ AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
      (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
 """
 
-# What a message would have of a row is added up only if the row may be larger than any client of ours takes, and once:
-# OFFSET 0 keeps the planner from putting the sum in each place that uses it. A mark that selects rows and updates none
-# must not look like an empty table, above which the settled floor rises: it returns the number it selected with a row
-# of NULLs.
-MARK = """
+
+# A record's columns. A message that is larger than any client of ours takes is not read: it has a partition of NULL,
+# and its size in the place of the header names. A message is measured only if some row may be so large.
+def _columns(is_large: str, content: str) -> str:
+    return f"""id, {TOPIC}, CASE WHEN {is_large} THEN {HELD_KEY} ELSE kafka_key END,
+       CASE WHEN {is_large} THEN NULL ELSE kafka_value END,
+       CASE WHEN {is_large} THEN ARRAY[({content})::text]
+            WHEN pg_column_size(kafka_header_keys) >= 24 THEN kafka_header_keys END,
+       CASE WHEN NOT ({is_large}) AND pg_column_size(kafka_header_values) >= 24 THEN kafka_header_values END,
+       CASE WHEN NOT ({is_large}) THEN {{partition}} END, {MICROSECONDS}"""
+
+
+_COLUMNS = _columns(f"(SELECT may_be_large FROM head) AND {CONTENT} > %(max_message)s", CONTENT)
+
+# The rows of a query are chosen by their sizes. Only if these do not fit together it is found out how many of them do:
+# a running sum costs more than all the rest.
+_CHOSEN = "FROM {table} WHERE {above} AND {others} {exclusion} ORDER BY id"
+
+_FITTING = f"""FROM (
+                SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
+                FROM (SELECT id, ctid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
+            ) AS sized WHERE before < %(max_bytes)s"""
+
+# A mark that finds rows and updates none must not look like an empty table, above which the settled floor rises. So it
+# notes how many rows it selected where the same session can ask for it: to return that beside the rows, by a common
+# table expression around the update, would cost a copy of each row.
+MARK = f"""
 WITH head AS MATERIALIZED (
-    SELECT array_agg({locator}) AS rows, count(*) AS selected, max(size) > %(max_message)s AS may_be_large
+    SELECT array_agg({{locator}}) AS rows, sum(size) AS bytes, max(size) > %(max_message)s AS may_be_large
+    FROM (SELECT id, ctid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
+), chosen AS MATERIALIZED (
+    SELECT rows, set_config('outbox.selected', %(mark)s::text || ' ' || coalesce(cardinality(rows), 0), false) AS noted
     FROM (
-        SELECT {locator}, size, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
-        FROM (
-            SELECT {locators}, {size} AS size FROM {table}
-            WHERE {above} AND leader_id IS DISTINCT FROM %(leader_id)s {exclusion}
-            ORDER BY id
-            LIMIT %(limit)s
-        ) AS earliest
-    ) AS sized
-    WHERE before < %(max_bytes)s
-), marked AS (
-    UPDATE {table} SET leader_id = %(leader_id)s
-    WHERE {locator} = ANY ((SELECT rows FROM head)::{locator_type}[])
-    RETURNING id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
-              {partition} AS partition, {microseconds} AS microseconds
+        SELECT CASE WHEN bytes <= %(max_bytes)s THEN rows
+                    ELSE (SELECT array_agg({{locator}}) {_FITTING}) END AS rows
+        FROM head
+    ) AS fitting
 )
-SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, {too_large}, selected
-FROM head LEFT JOIN (
-    SELECT *, CASE WHEN (SELECT may_be_large FROM head) THEN {content} END AS content FROM marked OFFSET 0
-) AS measured ON true
+UPDATE {{table}} SET leader_id = %(leader_id)s
+WHERE {{locator}} = ANY ((SELECT CASE WHEN noted <> '' THEN rows END FROM chosen)::{{locator_type}}[])
+RETURNING {_COLUMNS}
 """
 
-SCAN = """
-SELECT id, {topic}, {key}, {value}, {names}, {values}, partition, microseconds, {too_large}
-FROM (
-    SELECT *, CASE WHEN size > %(max_message)s THEN {content} END AS content,
-           sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
-    FROM (
-        SELECT id, kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values,
-               {partition} AS partition, {microseconds} AS microseconds, {size} AS size
-        FROM {table}
-        WHERE {above} AND {other_rows} {exclusion}
-        ORDER BY id
-        LIMIT %(limit)s
-    ) AS earliest
-) AS sized
-WHERE before < %(max_bytes)s
-ORDER BY id
+SELECTED = "SELECT current_setting('outbox.selected', true)"
+
+# Not EXISTS, which forgets the order, and with it the index: the table may be full of dead rows.
+FINDS_ANY = f"SELECT (SELECT id {_CHOSEN} LIMIT 1) IS NOT NULL"
+
+SCAN = f"""
+WITH head AS MATERIALIZED (
+    SELECT count(*) AS number, sum(size) AS bytes, max(size) > %(max_message)s AS may_be_large
+    FROM (SELECT {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
+)
+SELECT {_COLUMNS} {_CHOSEN}
+LIMIT (SELECT CASE WHEN bytes <= %(max_bytes)s THEN number ELSE (SELECT count(*) {_FITTING}) END FROM head)
 """
 
 FIND = """
@@ -344,10 +358,11 @@ ON CONFLICT (id) DO NOTHING
 RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''), nullif(error, '')) AS reason
 """
 
-FETCH_HELD = """
-SELECT id, {topic}, {key}, {value}, {names}, {values}, {partition}, {microseconds}, {too_large}
-FROM (SELECT *, {content} AS content FROM {table} WHERE id = ANY (%(ids)s::bigint[]) OFFSET 0) AS stored
-WHERE EXISTS (SELECT FROM {holds} AS held WHERE {is_of_record})
+# Measured once for each row: OFFSET 0 keeps the planner from putting the sum in each place that uses it.
+FETCH_HELD = f"""
+SELECT {_columns("content > %(max_message)s", "content")}
+FROM (SELECT *, {{content}} AS content FROM {{table}} WHERE id = ANY (%(ids)s::bigint[]) OFFSET 0) AS stored
+WHERE EXISTS (SELECT FROM {{holds}} AS held WHERE {{is_of_record}})
 ORDER BY id
 """
 
@@ -526,23 +541,14 @@ WHERE l.locktype = 'relation' AND l.relation = to_regclass(%(name)s) AND l.mode 
 
 # -- parts of statements
 
-# The columns of a record whose `content` is known if it may be too large for a message: one that is, is not read.
-_IS_LARGE = "content > %(max_message)s"
-
 FRAGMENTS = {
     "topic": TOPIC,
-    "key": f"CASE WHEN {_IS_LARGE} THEN {HELD_KEY} ELSE kafka_key END",
-    "value": f"CASE WHEN {_IS_LARGE} THEN NULL ELSE kafka_value END",
-    "names": f"CASE WHEN {_IS_LARGE} THEN NULL ELSE NULLIF(kafka_header_keys, '{{}}') END",
-    "values": f"CASE WHEN {_IS_LARGE} THEN NULL ELSE NULLIF(kafka_header_values, '{{}}') END",
-    "too_large": f"CASE WHEN {_IS_LARGE} THEN content END",
     "microseconds": MICROSECONDS,
     "held_key": HELD_KEY,
     "size": SIZE,
     "content": CONTENT,
     "is_of_record": IS_OF_RECORD,
     "above": ABOVE.format(lowest=f"({NO_FLOOR.id + 1})::bigint"),
-    "other_rows": WITHOUT_ROWS,
     "digest": KEY_DIGEST_PREFIX,
     "first_of_relays": relay_marks.FIRST,
     "last_of_relays": relay_marks.LAST,
@@ -553,15 +559,13 @@ MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_ROWS} {WITHOUT_HELD}"
 SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
 
 
-@cache
-def locators(*, by_address: bool) -> dict[str, str]:
-    """Return the parts that find a row again. Addresses are unique within one physical table only."""
-    if by_address:
-        return {"locator": "ctid", "locator_type": "tid", "locators": "id, ctid"}
-    return {"locator": "id", "locator_type": "bigint", "locators": "id"}
+UNMARKED = "leader_id IS DISTINCT FROM %(leader_id)s"
 
+BY_ADDRESS = {"locator": "ctid", "locator_type": "tid"}
+BY_ID = {"locator": "id", "locator_type": "bigint"}
+"""How a mark finds rows again. Addresses are unique within one physical table only."""
 
 PLANNED_ONCE = frozenset(
-    {MARK, SCAN, PURGE, RESET, DELETE_PUBLISHED, IS_EMPTY, READ_HOLDS, LAST_ID_DRAWN, OPEN_WRITERS}
+    {MARK, SELECTED, FINDS_ANY, SCAN, PURGE, RESET, DELETE_PUBLISHED, IS_EMPTY, READ_HOLDS, LAST_ID_DRAWN, OPEN_WRITERS}
 )
 """Statements that run again and again. Their plans must suit a table of any size, so they join it to nothing."""

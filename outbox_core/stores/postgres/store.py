@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from operator import itemgetter
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -27,7 +27,7 @@ from outbox_core.stores.postgres.conversion import (
     HeldParameters,
     array,
     only_rows,
-    stored_records,
+    with_oversized,
     without_keys,
     without_rows,
 )
@@ -49,7 +49,8 @@ _SERVER_ID_WITHHELD = (
     psycopg.errors.UndefinedFunction,
     psycopg.errors.FeatureNotSupported,
 )
-_id_of = itemgetter(0)
+_id_of = attrgetter("id")
+T = TypeVar("T")
 
 
 class PostgresStore:
@@ -85,6 +86,8 @@ class PostgresStore:
         self._held_parameters = HeldParameters()
         self._reading_timeout = statement_timeout
         self._skipped_since: float | None = None
+        self._found_none = False  # by the last mark
+        self._marks = 0
 
     def check(self) -> str:
         """Check the table, prepare for its layout, and return `<database>.<schema>.<table>`."""
@@ -105,17 +108,32 @@ class PostgresStore:
     def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
         """Mark the rows of a query that `leader_id` has not marked yet, and return them."""
         parts = mark_parts(self.table.layout(), query)
-        parameters = {"leader_id": leader_id, **self._parameters(query)}
+        self._marks += 1
+        parameters = {"leader_id": leader_id, "mark": str(self._marks), **self._parameters(query)}
+        if self._found_none and not self._finds_any(parameters, parts):  # one statement while nothing comes
+            return MarkedBatch(0, ())
         try:
-            rows = self._read(sql.MARK, parameters, parts)
+            records = self._read(sql.MARK, parameters, parts)
         except OutboxTableError as error:
             self.hold_violations(error)
-        selected: int = rows[0][-1]
-        if rows[0][0] is None:
-            rows = []
-        self._see_skipped(skips=selected != len(rows))
-        rows.sort(key=_id_of)
-        return MarkedBatch(selected, stored_records(rows, self._max_message_bytes))
+        selected = len(records) if len(records) == query.limit else self._selected(parameters, parts, len(records))
+        self._found_none = not selected
+        self._see_skipped(skips=selected != len(records))
+        records.sort(key=_id_of)
+        return MarkedBatch(selected, records)
+
+    def _selected(self, parameters: dict[str, Any], parts: dict[str, str], updated: int) -> int:
+        """Return how many rows the last mark selected."""
+        ((noted,),) = self.table.query(sql.SELECTED)
+        mark, _, selected = (noted or "").partition(" ")
+        if mark == parameters["mark"]:
+            return int(selected)
+        # It was not carried out: without a policy for updates the planner knows that none will be.
+        return updated + self._finds_any(parameters, parts)
+
+    def _finds_any(self, parameters: dict[str, Any], parts: dict[str, str]) -> bool:
+        ((found,),) = self._timed(lambda: self.table.query(sql.FINDS_ANY, parameters, **parts))
+        return bool(found)
 
     def _see_skipped(self, *, skips: bool) -> None:
         """Raise StoreUnavailable if marks have lacked selected rows for seconds, and obstacles explain it."""
@@ -155,9 +173,9 @@ class PostgresStore:
         # Naming thousands of rows takes longer than reading the next ones, and those up to the floor are not looked at.
         above = query._replace(without_rows=[row for row in query.without_rows if row[0] > floor])
         rows = self._read(sql.SCAN, self._parameters(above), parts)
-        if rows and rows[0][0] <= floor:  # the floor was another table's: this has begun at the head
+        if rows and rows[0].id <= floor:  # the floor was another table's: this has begun at the head
             rows = self._read(sql.SCAN, self._parameters(query), parts)
-        return stored_records(rows, self._max_message_bytes)
+        return rows
 
     def delete_published(self, ids: Sequence[int], create_times: Sequence[int]) -> int:
         """Delete the rows of which both id and create time match, marked or not; return how many."""
@@ -184,8 +202,7 @@ class PostgresStore:
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the rows of these ids, by ascending id, marked or not."""
-        rows = self.table.query(sql.FIND, {"ids": array(ids)}, partition=self.table.layout().partition)
-        return [StoredRecord(*row) for row in rows]
+        return self.table.records(sql.FIND, {"ids": array(ids)}, partition=self.table.layout().partition)
 
     def hold_violations(self, error: OutboxTableError) -> NoReturn:
         """Hold rows that violate new constraints and raise RowsHeld, as a mark can succeed then; else raise `error`."""
@@ -238,14 +255,19 @@ class PostgresStore:
             **self.sequence.floor_parameters(query.after),
         }
 
-    def _read(self, statement: str, parameters: dict[str, Any], parts: dict[str, str]) -> list[tuple[Any, ...]]:
-        """Run a mark or a scan. After a timeout the next one gets more time, or it would never end."""
+    def _read(self, statement: str, parameters: dict[str, Any], parts: dict[str, str]) -> list[StoredRecord]:
+        """Run a mark or a scan."""
+        records = self._timed(lambda: self.table.records(statement, parameters, **parts))
+        return with_oversized(records, self._max_message_bytes)
+
+    def _timed(self, read: Callable[[], T]) -> T:
+        """Read from the head of the table. After a timeout the next attempt gets more time, or none would succeed."""
         timeout, usual = self._reading_timeout, self.table.statement_timeout
         if timeout != usual:
             self.table.set_timeout(timeout)
         began = time.monotonic()
         try:
-            rows = self.table.query(statement, parameters, **parts)
+            result = read()
         except StoreUnavailable as error:
             was_cancelled = isinstance(error.__cause__, psycopg.errors.QueryCanceled)
             if was_cancelled and 0 < 0.9 * timeout < time.monotonic() - began:  # and not by somebody
@@ -255,7 +277,7 @@ class PostgresStore:
         if timeout != usual:
             self._reading_timeout = usual
             self.table.set_timeout(usual)
-        return rows
+        return result
 
     def _give_more_time(self) -> None:
         usual = self.table.statement_timeout
@@ -273,16 +295,17 @@ class PostgresStore:
 def mark_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `MARK` for a query."""
     return {
+        "others": sql.UNMARKED,
         "exclusion": (sql.MARK_EXCLUSION if query.without_rows or _leaves_out(query) else "") + _only(query),
         "partition": layout.partition,
-        **sql.locators(by_address=layout.by_address),
+        **(sql.BY_ADDRESS if layout.by_address else sql.BY_ID),
     }
 
 
 def scan_parts(layout: Layout, query: RowQuery) -> dict[str, str]:
     """Return the parts of `SCAN` for a query."""
     exclusion = (sql.SCAN_EXCLUSION if _leaves_out(query) else "") + _only(query)
-    return {"exclusion": exclusion, "partition": layout.partition}
+    return {"others": sql.WITHOUT_ROWS, "exclusion": exclusion, "partition": layout.partition}
 
 
 def _only(query: RowQuery) -> str:

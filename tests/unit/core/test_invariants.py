@@ -126,7 +126,7 @@ def test_reports_are_counted_once():
     reports = []
     client = SimpleNamespace(produce=lambda *_, on_delivery, **__: reports.append(on_delivery))
     publisher = Publisher(lambda _: client, id_header="", outbox_name="box")
-    publisher.send(row(1), 0.0)
+    publisher.send([row(1)], 0.0)
     with stops("replaced with records in flight; 1 are"):
         publisher.renew()
     reports[0](None, None)

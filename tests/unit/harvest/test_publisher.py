@@ -72,8 +72,8 @@ def publisher(producers):
 
 def test_what_is_sent(publisher, producers):
     """Topic, key, value, partition and headers go out as they are, the id header last."""
-    publisher.send(_record(7, None, None, header_keys=["a", "a"], header_values=[b"1", None], partition=3), 0.0)
-    publisher.send(_record(2**62, "k", "text"), 0.0)
+    publisher.send([_record(7, None, None, header_keys=["a", "a"], header_values=[b"1", None], partition=3)], 0.0)
+    publisher.send([_record(2**62, "k", "text")], 0.0)
     assert producers[0].calls == [
         ("t", None, None, 3, [("a", b"1"), ("a", None), ("outbox-id", "b\u00f6x:7".encode())]),
         ("t", "k", "text", -1, [("outbox-id", f"b\u00f6x:{2**62}".encode())]),
@@ -84,7 +84,7 @@ def test_no_id_header():
     """Without a name there is no id header."""
     producer = _Producer()
     publisher = Publisher(lambda _: producer, id_header="", outbox_name="box")
-    publisher.send(_record(), 0.0)
+    publisher.send([_record()], 0.0)
     assert producer.calls[0][4] == []
 
 
@@ -92,7 +92,7 @@ def test_reports(publisher, producers):
     """Each delivered or failed record is handed out once, in the order of the reports."""
     records = [_record(identity) for identity in range(4)]
     for position, record in enumerate(records):
-        assert publisher.send(record, float(position // 2))
+        assert publisher.send([record], float(position // 2))
     assert publisher.in_flight == 4
     timed_out = KafkaError(KafkaError._MSG_TIMED_OUT)
     for error in (None, timed_out, None):
@@ -101,7 +101,7 @@ def test_reports(publisher, producers):
     assert publisher.in_flight == 1
     assert publisher.take_delivered() == [records[0], records[2]]
     assert [failure[:2] for failure in publisher.take_failed()] == [(records[1], timed_out)]
-    assert publisher.take_send_times() == [0.0, 1.0]
+    assert publisher.take_send_times() == [(0.0, 1), (0.0, 1), (1.0, 1)]
     assert publisher.take_delivered() == publisher.take_failed() == []
     assert not publisher.take_send_times()
 
@@ -110,7 +110,7 @@ def test_refused_record_is_a_failed_one(publisher, producers):
     """A record that `produce` refuses counts as sent and failed, and is not in flight."""
     error = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE)
     producers[0].raises = KafkaException(error)
-    assert publisher.send(_record(5), 0.0)
+    assert publisher.send([_record(5)], 0.0)
     assert publisher.in_flight == 0
     assert publisher.take_failed() == [Failure(_record(5), error, alone=True)]
 
@@ -135,7 +135,7 @@ def test_refused_record_is_a_failed_one(publisher, producers):
 )
 def test_row_that_is_no_message(publisher, producers, column, fields):
     """A row that is no message fails like a refused record, with its column named, and is not sent."""
-    assert publisher.send(_record(3, **fields), 0.0)
+    assert publisher.send([_record(3, **fields)], 0.0)
     (failure,) = publisher.take_failed()
     assert failure.alone
     assert failure.record[0] == 3
@@ -177,8 +177,8 @@ def test_own_topics_are_for_the_outbox_alone():
     publisher = Publisher(lambda _: producer, id_header="", outbox_name="box", topics=topics)
     letter = dead_letter(_record(1), "letters", "boo")
     for record in (letter, _record(2, topic="letters"), _record(3, topic="elections"), _record(4, topic="manifests")):
-        publisher.send(record, 0.0)
-    publisher.send(letter, 0.0)
+        publisher.send([record], 0.0)
+    publisher.send([letter], 0.0)
     assert [call[0] for call in producer.calls] == ["letters", "letters"]
     assert [failure.record[0] for failure in publisher.take_failed()] == [2, 3, 4]
 
@@ -212,14 +212,14 @@ def test_partition_that_is_not_there():
 def test_forged_ids_are_left_out(publisher, producers):
     """The harvester's id header replaces those of the row, under the default name and under the configured one."""
     headers = {"header_keys": ["outbox-id", "a", "outbox-id"], "header_values": [b"box:1", b"1", None]}
-    publisher.send(_record(7, **headers), 0.0)
+    publisher.send([_record(7, **headers)], 0.0)
     assert producers[0].calls[0][4] == [("a", b"1"), ("outbox-id", "b\u00f6x:7".encode())]
     producer = _Producer()
     renamed = Publisher(lambda _: producer, id_header="x-id", outbox_name="box")
-    renamed.send(_record(7, header_keys=["outbox-id", "x-id"], header_values=[b"box:1", b"box:2"]), 0.0)
+    renamed.send([_record(7, header_keys=["outbox-id", "x-id"], header_values=[b"box:1", b"box:2"])], 0.0)
     assert producer.calls[0][4] == [("x-id", b"box:7")]
     without = Publisher(lambda _: producer, id_header="", outbox_name="box")
-    without.send(_record(7, header_keys=["outbox-id", ""], header_values=[b"box:1", b"1"]), 0.0)
+    without.send([_record(7, header_keys=["outbox-id", ""], header_values=[b"box:1", b"1"])], 0.0)
     assert producer.calls[1][4] == [("", b"1")]
 
 
@@ -237,14 +237,14 @@ def test_dead_letter_tells_itself_where_it_comes_from():
 def test_full_queue(publisher, producers):
     """A record for which the producer has no room is neither sent nor failed."""
     producers[0].raises = BufferError()
-    assert not publisher.send(_record(), 0.0)
+    assert not publisher.send([_record()], 0.0)
     assert (publisher.in_flight, publisher.take_failed()) == (0, [])
 
 
 @pytest.mark.parametrize("told_by", ["poll", "produce", "report"])
 def test_fatal_error_replaces_the_producer(publisher, producers, told_by, caplog):
     """A fatal error is not raised, from whichever call, and the producer is replaced once none is in flight."""
-    publisher.send(_record(1), 0.0)
+    publisher.send([_record(1)], 0.0)
     if told_by == "poll":
         fatal = KafkaError(KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, "lost its place", True)
         producers[0].raises_on_poll = KafkaException(fatal)
@@ -253,7 +253,7 @@ def test_fatal_error_replaces_the_producer(publisher, producers, told_by, caplog
         producers[0].report(KafkaError(KafkaError._PURGE_QUEUE))
     elif told_by == "produce":
         producers[0].raises = KafkaException(KafkaError(KafkaError._FATAL))
-        publisher.send(_record(2), 0.0)
+        publisher.send([_record(2)], 0.0)
         producers[0].report(KafkaError(KafkaError._PURGE_QUEUE))
     else:
         producers[0].report(KafkaError(KafkaError.INVALID_PRODUCER_EPOCH, "", True))
@@ -261,13 +261,13 @@ def test_fatal_error_replaces_the_producer(publisher, producers, told_by, caplog
     assert publisher.in_flight == 0
     publisher.renew_if_broken()
     assert len(producers) == 2
-    assert publisher.send(_record(3), 0.0)
+    assert publisher.send([_record(3)], 0.0)
     assert len(producers[1].calls) == 1
 
 
 def test_producer_stays_after_other_errors(publisher, producers):
     """An error that is not fatal keeps the producer."""
-    publisher.send(_record(), 0.0)
+    publisher.send([_record()], 0.0)
     producers[0].report(KafkaError(KafkaError._MSG_TIMED_OUT))
     publisher.poll(0)
     publisher.renew_if_broken()
@@ -284,7 +284,7 @@ def test_other_errors_of_poll_are_raised(publisher, producers):
 def test_settle_leaves_nothing_in_flight(publisher, producers):
     """Cancelling all fails the queued records and waits for the reports of all."""
     for identity in range(3):
-        publisher.send(_record(identity), 0.0)
+        publisher.send([_record(identity)], 0.0)
     producers[0].report()
     publisher.cancel_all()
     assert publisher.in_flight == 0
@@ -309,7 +309,7 @@ def test_other_limits_need_another_producer():
         if publisher.is_outdated:
             publisher.renew()
         assert not publisher.is_outdated
-        publisher.send(_record(), 0.0, alone=True)
+        publisher.send([_record()], 0.0, alone=True)
         publisher.cancel_all()
     assert made == [{}, {"batch.size": 65_536}, {"delivery.timeout.ms": 750}, {}]
     assert alone == made

@@ -180,7 +180,7 @@ def test_send_span_of_a_batch(traces):
     publisher = _publisher(producer)
     with traces.tracer.start_as_current_span("harvester"):
         for number in (1, 2, 3):
-            assert publisher.send(_stored(number), 1.0)
+            assert publisher.send([_stored(number)], 1.0)
         _deliver(producer, None, None, None)
     (sent,) = traces.named("send")
     created = traces.named("create")
@@ -196,10 +196,10 @@ def test_batches_are_apart(traces):
     """Records that are sent at other times have other spans; a batch of several topics names none."""
     producer = _Producer()
     publisher = _publisher(producer)
-    publisher.send(_stored(1), 1.0)
-    publisher.send(_stored(2, "u"), 1.0)
-    publisher.send(_stored(3), 2.0)
-    publisher.send(_stored(4), 2.0, alone=True)
+    publisher.send([_stored(1)], 1.0)
+    publisher.send([_stored(2, "u")], 1.0)
+    publisher.send([_stored(3)], 2.0)
+    publisher.send([_stored(4)], 2.0, alone=True)
     _deliver(producer, None, None, None, None)
     sent = traces.named("send")
     assert [(span.name, span.attributes["messaging.batch.message_count"]) for span in sent] == [
@@ -214,9 +214,9 @@ def test_refused_records_mark_their_span(traces):
     """A record that the client or the broker refuses marks the span, and the link of its creation."""
     producer = _Producer(refuses=[b"big"])
     publisher = _publisher(producer)
-    publisher.send(_stored(1), 1.0)
-    publisher.send(_stored(2, value=b"big"), 1.0)
-    publisher.send(_stored(3), 1.0)
+    publisher.send([_stored(1)], 1.0)
+    publisher.send([_stored(2, value=b"big")], 1.0)
+    publisher.send([_stored(3)], 1.0)
     _deliver(producer, None, KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED))
     (sent,) = traces.named("send")
     assert sent.status.status_code is StatusCode.ERROR
@@ -235,7 +235,7 @@ def test_no_link_is_lost(traces):
     publisher = _publisher(producer)
     count = 2 * MOST_LINKS + 1
     for number in range(1, count + 1):
-        publisher.send(_stored(number), 1.0)
+        publisher.send([_stored(number)], 1.0)
     _deliver(producer, *[None] * count)
     sent = traces.named("send")
     assert [len(span.links) for span in sent] == [MOST_LINKS, MOST_LINKS, 1]
@@ -247,7 +247,7 @@ def test_metrics(traces):
     producer = _Producer()
     publisher = _publisher(producer)
     for number in (1, 2):
-        publisher.send(_stored(number), 1.0)
+        publisher.send([_stored(number)], 1.0)
     _deliver(producer, None, None)
     with tracing.active().process("t", [], {"messaging.message.id": "1"}):
         pass
@@ -264,7 +264,7 @@ def test_metrics(traces):
 def test_closing_ends_spans(traces):
     """Records under way when the publisher is closed have a span with an unknown outcome."""
     publisher = _publisher(_Producer())
-    publisher.send(_stored(1), 1.0)
+    publisher.send([_stored(1)], 1.0)
     publisher.close()
     (sent,) = traces.named("send")
     assert sent.attributes["error.type"] == "unknown"
