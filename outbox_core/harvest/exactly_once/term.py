@@ -457,7 +457,7 @@ class Term:
             self._succeed(records, now() - began)
         else:
             self._discard(outcome)
-            self._failures.tried_again(records, outcome, reports, now() - began)
+            self._failures.aborted(outcome, records, reports, now() - began, is_retry=True)
         return None
 
     def _commit_in_time(self, producer: RecordProducer, records: list[StoredRecord]) -> Outcome:

@@ -4,11 +4,6 @@ Failures stay in the table: a record that failed is released with those behind i
 the `backoffs` tell the next mark of it. So a failed record is followed through `policy`, which decides; this module
 and its base, which carry that out; and the backoffs.
 
-    it failed in a batch, and it may be to blame ----> tried at once, alone
-    it failed alone, or the client refused it -------> held with its key, or a dead letter
-    we may not write to its topic -------------------> the topic is held
-    its destination does not answer, or is missing --> backed off, and tried again by one record
-
 Records that are **tried** are marked by their rows, dead letters are read without a mark, as their holds keep all
 others away; and each of these is sent in a batch of its own. They take at most a quarter of the room among the records
 in flight, so that the others flow.
@@ -26,7 +21,7 @@ from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, longest_backoff_of
-from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, destination_of
+from outbox_core.harvest.failures.policy import Hold, Retry, decide, destination_of
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure
@@ -36,10 +31,8 @@ from outbox_core.stores.interface import (
     RowId,
     StoredRecord,
     bytes_of,
-    keys_among,
     lane_or_row,
     row_id,
-    rows_among,
 )
 
 _NEVER = float("inf")
@@ -70,23 +63,15 @@ class FailedDeliveries(FailureHandler):
             record = failure.record
             self.tried.pop(row_id(record), None)
             released += lanes.release(record)
-            if isinstance(record, DeadLetter) and failure.kind in (ErrorKind.POISON, ErrorKind.UNAUTHORIZED):
-                self._hold(failure)
-                continue
             match decide(failure, alone=failure.alone, can_hold=self.hold_cache.is_writable):
                 case Retry():
                     self.backoffs.try_alone(record, failure.error.str())
                 case Hold():
-                    self._hold(failure)
-                case Backoff(None):
-                    self._back_off_alone(failure)
+                    self.backoffs.end(row_id(record))
+                    self._to_hold.append(failure)
                 case _:
                     released += self._back_off_destination(failure, lanes)
         return released
-
-    def _hold(self, failure: Failure) -> None:
-        self.backoffs.end(row_id(failure.record))
-        self._to_hold.append(failure)
 
     def _back_off_destination(self, failure: Failure, lanes: Lanes) -> list[StoredRecord]:
         if isinstance(failure.record, DeadLetter):
@@ -205,14 +190,10 @@ class FailedDeliveries(FailureHandler):
 
     def exclusion(self, lanes: Lanes) -> Exclusion:
         """Return the exclusion of a mark that starts now."""
-        backoffs, waiting = self.backoffs, self._to_hold
-        leaving = lanes.returning.union(lane_or_row(failure.record) for failure in waiting)
-        denied = {failure.record.topic for failure in waiting if failure.kind is ErrorKind.UNAUTHORIZED}
-        return Exclusion(
-            keys_among(leaving) | lanes.full | backoffs.lanes,
-            rows_among(leaving) | backoffs.rows,
-            backoffs.topics | denied,
-        )
+        to_hold, backoffs = self._to_hold, self.backoffs
+        leaving = lanes.returning.union(backoffs.waiting, (lane_or_row(failure.record) for failure in to_hold))
+        denied = {failure.record.topic for failure in to_hold if failure.kind is ErrorKind.UNAUTHORIZED}
+        return Exclusion.of(lanes.full | leaving, backoffs.topics | denied)
 
     def apply_holds(self, holds: HoldSet, lanes: Lanes) -> list[StoredRecord]:
         """Take in the current holds; return the records that are released to the table."""

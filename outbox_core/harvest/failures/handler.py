@@ -26,12 +26,15 @@ from outbox_core.stores.interface import (
     NO_HOLDS,
     HoldSet,
     LaneKey,
+    LaneOrRow,
     NewHold,
     OutboxStore,
     RowId,
     StoredRecord,
     bytes_of,
+    keys_among,
     row_id,
+    rows_among,
 )
 
 _log = logging.getLogger(__name__)
@@ -46,6 +49,11 @@ class Exclusion(NamedTuple):
     lanes: set[LaneKey]
     rows: set[RowId]
     topics: frozenset[str]
+
+    @classmethod
+    def of(cls, items: Collection[LaneOrRow], topics: frozenset[str]) -> Exclusion:
+        """Return the exclusion of keys, and rows without one, and of topics."""
+        return cls(keys_among(items), rows_among(items), topics)
 
 
 class Letters(NamedTuple):
@@ -87,24 +95,19 @@ class FailureHandler:
             _log.info("records for %s arrive again", name(destination))
 
     def _back_off(self, failure: Failure) -> bool:
-        """Back off a destination; return True if it was not, before."""
+        """Back off the destination of a failure; return True if it did not wait before."""
         record, error = failure.record, failure.error.str()
         destination, unreachable = destination_of(failure), failure.kind is ErrorKind.TRANSIENT
-        is_new = destination not in self.backoffs
-        self.backoffs.failed(record, destination, unreachable=unreachable, why=error)
+        is_new = self.backoffs.failed(record, destination, unreachable=unreachable, why=error)
         what = f"record {record.id} for topic {record.topic}"
         if unreachable:
             self._ctx.kafka.failed(f"{what}: {error}")
         elif is_new:
-            self._report.warn(f"topic {record.topic}" if destination[1] is None else what, error)
-        is_letter = isinstance(record, DeadLetter)
-        self._has_letter_topic = self._has_letter_topic and not (is_letter and failure.kind is ErrorKind.UNKNOWN_TOPIC)
+            what = f"topic {record.topic}" if destination[1] is None else what
+            _log.warning("%s: %s; it is tried again after a growing backoff", what, error)
+        if isinstance(record, DeadLetter) and failure.kind is ErrorKind.UNKNOWN_TOPIC:
+            self._has_letter_topic = False
         return is_new
-
-    def _back_off_alone(self, failure: Failure) -> None:
-        record, error = failure.record, failure.error.str()
-        self._report.warn_once(record.id, f"record {record.id} for topic {record.topic}", error)
-        self.backoffs.failed_alone(record, error)
 
     def _holding(self, failures: Sequence[Failure]) -> Callable[[OutboxStore], HoldSet]:
         """Return what holds the records of failures, or their topics, and leaves dead letters held; it returns all."""

@@ -327,7 +327,7 @@ def test_topic_whose_refusal_is_not_confirmed_is_tried_ever_more_rarely(world):
     aborted = Aborted(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), record_at_fault=True)
     for _ in range(20):
         began = now()
-        subject.tried_again([row], aborted, Reports(), 0.0)
+        subject.aborted(aborted, [row], Reports(), 0.0, is_retry=True)
     assert subject.backoffs.next_due() >= began + 20 * world.ctx.limits.io_error_backoff
     assert not world.table.held
     world.close()
