@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from outbox_core.election.lease import now
 from outbox_core.errors import must
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.failed_transactions import FailedTransactions
 from outbox_core.harvest.failures.handler import Letters
 from outbox_core.harvest.failures.policy import too_large_for
 from outbox_core.harvest.polling import PollSchedule
@@ -35,6 +34,9 @@ from outbox_core.stores.interface import (
     lane_of,
     row_id,
 )
+
+if TYPE_CHECKING:
+    from outbox_core.harvest.exactly_once.terms import ExactlyOnce  # which runs terms
 
 _id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 # Plain tuples equal to RowIds, made several times as fast.
@@ -71,31 +73,10 @@ class _ScanRequest(NamedTuple):
     holds: HoldSet = NO_HOLDS
 
 
-class LeadershipOfTerm(Protocol):
-    """A term's view of its leadership (`outbox_core.harvest.exactly_once.terms.ExactlyOnce`)."""
-
-    drain: bool
-    drained: bool
-    in_flight_records: int
-    marks_are_settled: bool
-    failures: FailedTransactions
-
-    def over(self) -> bool:
-        """Return True if no more may be started."""
-
-    def leads(self) -> bool:
-        """Return True if the lease is valid now."""
-
-
 class Term:
     """The time of one producer, from fencing its predecessor to its own end. Used once, by the harvest thread."""
 
-    def __init__(
-        self,
-        leadership: LeadershipOfTerm,
-        ctx: HarvestContext,
-        transactions: TransactionalIdentity,
-    ) -> None:
+    def __init__(self, leadership: ExactlyOnce, ctx: HarvestContext, transactions: TransactionalIdentity) -> None:
         self.committed = False
         self._leadership = leadership
         self._ctx = ctx
@@ -131,19 +112,15 @@ class Term:
         ended = recovery.check_topic() or recovery.settle(producer)
         if ended is None:
             self._server, self._ledger = recovery.server_id(), recovery.ledger
-            self._refuse_marks(recovery)
+            if not self._leadership.marks_are_settled:  # no other marks meanwhile, and the search reads the whole table
+                recovery.refuse_marks()
+                self._leadership.marks_are_settled = True
             self._failures.read_holds()
         while ended is None and not over():
             ended = self._turn(producer)
         self._join_scan()
         self._purge_is_committed(now() + self._ctx.limits.drain_timeout)
         return None if over() else ended
-
-    def _refuse_marks(self, recovery: Recovery) -> None:
-        """Hold marked rows, once in a leadership: no other marks meanwhile, and the search reads the whole table."""
-        if not self._leadership.marks_are_settled:
-            recovery.refuse_marks()
-            self._leadership.marks_are_settled = True
 
     def _turn(self, producer: RecordProducer) -> Ended | None:
         """Run one transaction, if any: of the next rows, or, every other time, of rows that are tried again."""
@@ -279,28 +256,24 @@ class Term:
             self._start_scan()
         reports = Reports() if failures.batch.is_searching else None
         outcome = self._fill(producer, records, reports) or self._commit(producer, records)
+        return self._conclude(outcome, records, reports or Reports(), now() - began)
+
+    def _conclude(
+        self, outcome: Outcome, records: list[StoredRecord], reports: Reports, took: float, *, is_retry: bool = False
+    ) -> Ended | None:
         self._count_in_flight(0)
-        took = now() - began
+        failures = self._failures
         if isinstance(outcome, Ended):
-            self._blame(outcome, records)
+            if not self._leadership.over():
+                failures.ended(outcome, records)
             return outcome
-        if isinstance(outcome, Aborted):
-            self._discard(outcome)
-            if failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
-                failures.aborted(outcome, records, reports or Reports(), took)
-        elif records:
+        if isinstance(outcome, Committed):
             self._succeed(records, took)
+            return None
+        self._discard(outcome)
+        if is_retry or failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
+            failures.aborted(outcome, records, reports, took, is_retry=is_retry)
         return None
-
-    def _blame(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
-        if not self._leadership.over():
-            self._failures.ended(ended, records)
-
-    def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
-        batches = self._ctx.batches
-        batches.meet(set(map(_topic_of, records)))
-        self._await_limits()
-        producer.limit_batches(batches.limit, unbatched=self._failures.batch.is_unbatched)
 
     def _await_limits(self) -> None:
         batches = self._ctx.batches
@@ -327,7 +300,10 @@ class Term:
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], reports: Reports | None
     ) -> Aborted | Ended | None:
-        self._fit_batches(producer, records)
+        batches = self._ctx.batches
+        batches.meet(set(map(_topic_of, records)))
+        self._await_limits()
+        producer.limit_batches(batches.limit, unbatched=self._failures.batch.is_unbatched)
         ended = self._begin(producer) or self._send_opening(producer, records)
         if ended is not None:
             return ended
@@ -449,16 +425,7 @@ class Term:
         self._in_flight.update(map(_row_id_of, records))
         began, reports = now(), Reports()
         outcome = self._fill(producer, records, reports) or self._commit_in_time(producer, records)
-        self._count_in_flight(0)
-        if isinstance(outcome, Ended):
-            self._blame(outcome, records)
-            return outcome
-        if isinstance(outcome, Committed):
-            self._succeed(records, now() - began)
-        else:
-            self._discard(outcome)
-            self._failures.aborted(outcome, records, reports, now() - began, is_retry=True)
-        return None
+        return self._conclude(outcome, records, reports, now() - began, is_retry=True)
 
     def _commit_in_time(self, producer: RecordProducer, records: list[StoredRecord]) -> Outcome:
         if producer.all_arrive(_PATIENCE_SECONDS, self._is_late):
