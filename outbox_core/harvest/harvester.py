@@ -121,35 +121,37 @@ class Harvester:
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity.outbox
         with ExitStack() as undo:
-            self._start_observer(undo)  # first: if Kafka does not answer, the metrics have the backlog all the same
-            self._start_parts(identity, undo)
-            undo.pop_all()
+            parts = undo.enter_context(ExitStack())
+            self._start_observer(parts)  # first: if Kafka does not answer, the metrics have the backlog all the same
+            ctx = self._ctx = self._start_parts(identity, parts)
+            self._thread = threading.Thread(target=self._run, args=(ctx, parts), name="outbox-harvest", daemon=True)
+            self._thread.start()
+            undo.pop_all()  # the harvest thread ends the parts
         atexit.register(self._stop_with_process)
 
-    def _start_observer(self, undo: ExitStack) -> None:
+    def _start_observer(self, parts: ExitStack) -> None:
         counts = self._metrics is not None
         if counts or self.config.retention == "archive":
             interval = self.config.limits.min_metrics_interval.total_seconds()
             self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
-            undo.callback(self._observer.stop)
+            parts.callback(self._observer.stop)  # after the elector, whose last event it writes
             self._observer.start()
 
-    def _start_parts(self, identity: Identity, undo: ExitStack) -> None:
+    def _start_parts(self, identity: Identity, parts: ExitStack) -> HarvestContext:
         check_connection(self.config.base_kafka_config)
         self._transactions = TransactionalIdentity.of(self.config, identity.outbox, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions.tracking_topic)
             self._transactions.new_producer().discard()  # finds wrong settings now
         self._commit_listener = self._parts.commit_listener(self._commits)
-        undo.callback(self._topic_limits.close)
+        parts.callback(self._topic_limits.close)  # a reference to this object keeps no Kafka client
         self._publisher = self._parts.publisher(identity, self._transactions.topics)
         if self._publisher is not None:
-            undo.callback(self._publisher.close)
-        ctx = self._ctx = self._context(identity, undo)
+            parts.callback(self._publisher.close)
+        ctx = self._context(identity, parts)
         ctx.elector.start()
-        undo.callback(ctx.elector.stop)
-        self._thread = threading.Thread(target=self._run, args=(ctx,), name="outbox-harvest", daemon=True)
-        self._thread.start()
+        parts.callback(ctx.elector.stop)
+        return ctx
 
     def stop(self) -> None:
         """Ask for a graceful end: finish the records in flight, clear marks, hand leadership over. See `join`."""
@@ -271,17 +273,17 @@ class Harvester:
 
     # -- making the context
 
-    def _context(self, identity: Identity, undo: ExitStack) -> HarvestContext:
-        config, limits = self.config, HarvestLimits.of(self.config)
+    def _context(self, identity: Identity, parts: ExitStack) -> HarvestContext:
+        config = self.config
         largest, is_compressed = config.batch_settings
         dead_letters = self._parts.dead_letter_topic(identity)
         marker = StoreThread(self._parts.store(), "outbox-mark", self._wake.set)
-        undo.callback(marker.close)
+        parts.callback(marker.close)
         purger = StoreThread(self._parts.store(), "outbox-purge", self._wake.set)
-        undo.callback(purger.close)
+        parts.callback(purger.close)
         return HarvestContext(
             elector=self._parts.elector(identity, self._on_leadership),
-            limits=limits,
+            limits=HarvestLimits.of(config),
             marker=marker,
             purger=purger,
             watermark=LowWatermark(self.metrics, now),
@@ -336,18 +338,9 @@ class Harvester:
 
     # -- the harvest thread
 
-    def _run(self, ctx: HarvestContext) -> None:
+    def _run(self, ctx: HarvestContext, parts: ExitStack) -> None:
         try:
-            with ExitStack() as parts:
-                # A reference to this object keeps no Kafka client.
-                parts.callback(self._topic_limits.close)
-                if self._publisher is not None:
-                    parts.callback(self._publisher.close)
-                parts.callback(ctx.purger.close)
-                parts.callback(ctx.marker.close)
-                if self._observer is not None:
-                    parts.callback(self._observer.stop)  # after the elector, whose last event it writes
-                parts.callback(ctx.elector.stop)
+            with parts:
                 self._start_helpers(parts)
                 try:
                     self._harvest_whenever_leading(ctx)
