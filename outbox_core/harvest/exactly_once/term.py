@@ -109,7 +109,7 @@ class Term:
     def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
         recovery = Recovery(self._transactions, over, self._ctx)
-        ended = recovery.check_topic() or recovery.settle(producer)
+        ended = recovery.settle(producer)
         if ended is None:
             self._server, self._ledger = recovery.server_id(), recovery.ledger
             if not self._leadership.marks_are_settled:  # no other marks meanwhile, and the search reads the whole table

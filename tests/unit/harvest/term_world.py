@@ -362,9 +362,6 @@ class World:
 
     # -- as its terms' recovery
 
-    def check_topic(self):
-        return None
-
     def settle(self, producer):
         del producer
 
