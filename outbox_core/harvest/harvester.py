@@ -22,6 +22,7 @@ from typing import Self
 from uuid import UUID
 
 from outbox_core import commit_signal
+from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig, redact
 from outbox_core.election.interface import ElectorFactory
 from outbox_core.election.lease import now
@@ -30,11 +31,8 @@ from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
-from outbox_core.harvest.meter import Meter
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
-from outbox_core.harvest.polling import CommitFlag
 from outbox_core.harvest.store_thread import StoreThread
-from outbox_core.harvest.wakeup import CommitListener
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.batch_sizes import BatchSizes
@@ -42,11 +40,13 @@ from outbox_core.kafka.errors import grant
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.topics import TopicLimits, ensure_tracking_topic
 from outbox_core.metrics import HarvestMetrics, Health
+from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 from outbox_core.printable import escape_log_lines
 from outbox_core.stores.interface import OutboxStore, RowQuery, StoreFactory
 from outbox_core.upkeep.backlog import BacklogObserver
 from outbox_core.upkeep.exhaustion import ExhaustionMonitor
+from outbox_core.upkeep.wakeup import CommitListener
 
 _log = logging.getLogger(__name__)
 
