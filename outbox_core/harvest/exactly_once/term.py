@@ -10,7 +10,6 @@ from outbox_core.election.lease import now
 from outbox_core.errors import must
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.handler import Letters
-from outbox_core.harvest.failures.policy import too_large_for
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.store_calls import LeadershipWait, StoreCall
@@ -20,6 +19,7 @@ from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.kafka.record_producer import RecordProducer, Reports
+from outbox_core.kafka.refusals import too_large_for
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, Outcome
 from outbox_core.stores.interface import (

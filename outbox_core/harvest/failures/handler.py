@@ -18,10 +18,11 @@ from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.failures.backoff_report import BackoffReport, name
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, Backoffs
 from outbox_core.harvest.failures.holds import HoldCache
-from outbox_core.harvest.failures.policy import destination_of, new_hold, size_limits, why_no_dead_letter
+from outbox_core.harvest.failures.policy import destination_of, new_hold
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure, dead_letter
+from outbox_core.kafka.refusals import size_limits, why_no_dead_letter
 from outbox_core.stores.interface import (
     NO_HOLDS,
     HoldSet,
