@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from outbox_core.election.lease import now
-from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, BackoffInfo, Backoffs, Destination
+from outbox_core.harvest.failures.backoffs import BackoffInfo, Backoffs, Destination
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.printable import plural
 
@@ -22,12 +22,11 @@ _NAMED = 3
 
 
 class BackoffReport:
-    """The report of one leadership; `longest` is the longest backoff, in seconds."""
+    """The report of one leadership."""
 
-    def __init__(self, metrics: HarvestMetrics, backoffs: Backoffs, longest: float = LONGEST_BACKOFF_SECONDS) -> None:
+    def __init__(self, metrics: HarvestMetrics, backoffs: Backoffs) -> None:
         self._metrics = metrics
         self._backoffs = backoffs
-        self._longest = longest
         self._next_at = 0.0
         self._logged_at: float | None = None
 
@@ -55,7 +54,7 @@ class BackoffReport:
             "waiting, with all records of %s: %s; each destination is tried again within %.0f s",
             plural(len(self._backoffs.waiting), "key"),
             "; ".join(parts),
-            self._longest,
+            self._backoffs.longest,
         )
 
     def end(self) -> None:

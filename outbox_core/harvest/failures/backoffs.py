@@ -79,7 +79,7 @@ class Backoffs:
 
     def __init__(self, first: float, longest: float, clock: Callable[[], float]) -> None:
         self._first = first
-        self._longest = longest
+        self.longest = longest
         self._clock = clock
         self._active: dict[Destination, _Backoff] = {}
         self._rows: dict[RowId, Destination] = {}
@@ -97,7 +97,7 @@ class Backoffs:
     def infos(self) -> list[BackoffInfo]:
         """The destinations that are backed off, by their first failure."""
         infos = [BackoffInfo(destination, each.since, each.why) for destination, each in self._active.items()]
-        return sorted(infos, key=lambda info: info.since)
+        return sorted(infos, key=attrgetter("since"))
 
     @property
     def is_unreachable(self) -> bool:
@@ -148,7 +148,7 @@ class Backoffs:
         if mine is not None:  # tried again, in vain
             backoff = self._active[mine]
             backoff.is_unreachable, backoff.why = unreachable, why
-            backoff.seconds = min(self._longest, max(self._first, backoff.seconds * 2))
+            backoff.seconds = min(self.longest, max(self._first, backoff.seconds * 2))
             backoff.until = self._clock() + backoff.seconds
             return is_new
         if whole in self._active:

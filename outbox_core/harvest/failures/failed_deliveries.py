@@ -20,7 +20,7 @@ from outbox_core.election.lease import now
 from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, longest_backoff_of
+from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
 from outbox_core.harvest.failures.policy import Hold, Retry, decide, destination_of
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
@@ -127,8 +127,7 @@ class FailedDeliveries(FailureHandler):
         """Set the gauges, log what has waited for long, and end an outage of which nothing is waited for."""
         self._report.update()
         if not self.backoffs.is_unreachable:  # what failed is held, or fails for another reason
-            limits = self._ctx.limits
-            self._ctx.kafka.expire_after(limits.delivery_timeout + longest_backoff_of(limits))
+            self._ctx.kafka.expire_after(self._ctx.limits.delivery_timeout + self.backoffs.longest)
 
     def due_in(self, lanes: Lanes) -> float:
         """Return the seconds until a record can be tried again."""

@@ -28,7 +28,6 @@ from outbox_core.harvest.failures.batch_limit import BatchLimit
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
 from outbox_core.harvest.failures.policy import Hold, Retry, decide
 from outbox_core.harvest.store_calls import LeadershipWait
-from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.kafka.record_producer import Reports
@@ -85,17 +84,13 @@ class FailedTransactions(FailureHandler):
 
     def read_holds(self) -> bool:
         """Read the holds; return False if the leadership ended first."""
-        read = self._wait.retry_until_done(self._ctx.marker, self.hold_cache.read)
-        self.holds = self.hold_cache.current
-        return read is not None
+        return self._take_in_holds(self.hold_cache.read)
 
     def read_holds_if_stale(self) -> None:
         """Read stale holds, while the table returns no new rows: one may have been released."""
-        if self.holds and self.hold_cache.is_stale:
-            before = self.holds
-            self.read_holds()
-            if self.holds is not before:
-                self._ctx.commits.notify()
+        before = self.holds
+        if before and not self.hold_cache.due_in() and self.read_holds() and self.holds is not before:
+            self._ctx.commits.notify()
 
     def admissible(self, records: Sequence[StoredRecord], holds: HoldSet) -> list[StoredRecord]:
         """Return those of a scan's records that may be published."""
@@ -212,7 +207,8 @@ class FailedTransactions(FailureHandler):
             return True
         if is_unknown:
             return False
-        self._hold_or_back_off_topics(denied)
+        held = self._hold_denied(denied) if denied else ()
+        others += [failure for failure in denied if failure.record.topic not in held]
         first = _first_of_keys(records) if others else {}
         for failure in others:
             # A destination is tried again by a row that no other of its key precedes.
@@ -233,7 +229,11 @@ class FailedTransactions(FailureHandler):
 
     def ended(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
         """Decide on a transaction of these records that ended the producer."""
-        if not records or self._hold_denied_cause(ended.cause, records):
+        if not records:
+            return
+        cause = ended.cause
+        failures = [] if cause is None else [Failure(record, cause, alone=True) for record in records]
+        if failures and failures[0].kind is ErrorKind.UNAUTHORIZED and self._hold_denied(failures):
             return
         self.batch.ended(len(records))
         record, topics = records[0], {record.topic for record in records}
@@ -249,7 +249,7 @@ class FailedTransactions(FailureHandler):
         what = "topic %s is held: records for it, and for no other topic, end every term: %s"
         _log.error(what, record.topic, ended.reason)
         hold, hold_cache = NewHold(record.topic, None, None, "ends the producer", ended.reason), self.hold_cache
-        self._write(lambda store: hold_cache.write(store, [hold]))
+        self._take_in_holds(lambda store: hold_cache.write(store, [hold]))
         self.backoffs.end(row_id(record))
 
     # -- holds
@@ -267,19 +267,6 @@ class FailedTransactions(FailureHandler):
             else:
                 self._back_off(failure)
         self._hold(to_hold)
-
-    def _hold_denied_cause(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> bool:
-        """Hold the topics we may not write to, if that ended the producer; return False if it was something else."""
-        if cause is None or kind_of(cause) is not ErrorKind.UNAUTHORIZED:
-            return False
-        return bool(self._hold_denied([Failure(record, cause, alone=True) for record in records]))
-
-    def _hold_or_back_off_topics(self, denied: Sequence[Failure]) -> None:
-        done = self._hold_denied(denied) if denied else set[str]()
-        for failure in denied:
-            if failure.record.topic not in done:
-                done.add(failure.record.topic)
-                self._back_off(failure)
 
     def _hold_denied(self, failures: Sequence[Failure]) -> set[str]:
         """Hold the topics that we may not write to, as the cluster confirms: none is held on suspicion; return them.
@@ -302,12 +289,13 @@ class FailedTransactions(FailureHandler):
         for failure in failures:  # else they would wait, long after the release
             self.backoffs.end(row_id(failure.record))
         if failures:
-            self._write(self._holding(failures))
+            self._take_in_holds(self._holding(failures))
 
-    def _write(self, write: Callable[[OutboxStore], HoldSet]) -> None:
-        written = self._wait.retry_until_done(self._ctx.marker, write)
-        if written is not None:
-            self.holds = written
+    def _take_in_holds(self, read_or_write: Callable[[OutboxStore], HoldSet]) -> bool:
+        holds = self._wait.retry_until_done(self._ctx.marker, read_or_write)
+        if holds is not None:
+            self.holds = holds
+        return holds is not None
 
 
 def _first_of_keys(records: Sequence[StoredRecord]) -> dict[LaneOrRow, StoredRecord]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from outbox_core.election.lease import now
 from outbox_core.errors import OutboxError
-from outbox_core.harvest.context import HarvestContext, HarvestLimits
+from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.backoff_report import BackoffReport, name
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, Backoffs
 from outbox_core.harvest.failures.holds import HoldCache
@@ -67,21 +67,16 @@ class Letters(NamedTuple):
 NO_LETTERS = Letters([])
 
 
-def longest_backoff_of(limits: HarvestLimits) -> float:
-    """Return a destination's longest backoff, in seconds: `io_error_backoff` itself if that is longer."""
-    backoff = limits.io_error_backoff
-    return max(backoff, min(backoff * _LONGEST_BACKOFF_FACTOR, LONGEST_BACKOFF_SECONDS))
-
-
 class FailureHandler:
     """Holds, backoffs and dead letters of one leadership. The marker's thread uses `hold_cache`; `holds` are frozen."""
 
     def __init__(self, ctx: HarvestContext) -> None:
-        longest = longest_backoff_of(ctx.limits)
+        backoff = ctx.limits.io_error_backoff
         self.hold_cache = HoldCache(ctx.metrics)
         self.holds: HoldSet = NO_HOLDS
-        self.backoffs = Backoffs(ctx.limits.io_error_backoff / 10, longest, now)
-        self._report = BackoffReport(ctx.metrics, self.backoffs, longest)
+        longest = max(backoff, min(backoff * _LONGEST_BACKOFF_FACTOR, LONGEST_BACKOFF_SECONDS))
+        self.backoffs = Backoffs(backoff / 10, longest, now)
+        self._report = BackoffReport(ctx.metrics, self.backoffs)
         self._has_letter_topic = False
         self._ctx = ctx
 

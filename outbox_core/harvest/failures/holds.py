@@ -55,13 +55,8 @@ class HoldCache:
         """True if the last attempt to read them succeeded."""
         return self.read_at > _UNKNOWN
 
-    @property
-    def is_stale(self) -> bool:
-        """True if a change since the last reading would not take effect soon."""
-        return self.due_in() <= 0.0
-
     def due_in(self) -> float:
-        """Return the seconds until they are stale."""
+        """Return the seconds until they are stale: a change since the last reading would not take effect soon."""
         return max(0.0, self.read_at + self._read_every - now())
 
     def current_or_reread(self, store: OutboxStore, records: Sequence[StoredRecord] = ()) -> HoldSet:
@@ -69,7 +64,7 @@ class HoldCache:
         if OversizedValue in set(map(type, map(_value_of, records))):
             withheld = [record for record in records if isinstance(record.value, OversizedValue)]
             return self.write(store, [_too_large(record) for record in withheld])
-        if self.is_stale:
+        if not self.due_in():
             self.read(store)
         return self.current
 

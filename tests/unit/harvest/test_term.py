@@ -472,7 +472,7 @@ def test_a_suspect_keeps_nobody_waiting_after_a_term_has_ended(hasty, monkeypatc
     hasty.settle = terms.append
     failures = hasty.delivery.failures
     monkeypatch.setattr(failures.backoffs, "_first", 0.0)  # it is due whenever a term begins
-    monkeypatch.setattr(failures.backoffs, "_longest", 0.0)
+    monkeypatch.setattr(failures.backoffs, "longest", 0.0)
     with hasty.running():
         wait_until(lambda: failures.backoffs, "it is a suspect")
         hasty.table.add("t", 50)
