@@ -31,6 +31,7 @@ from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
+from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
 from outbox_core.harvest.store_thread import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
@@ -43,7 +44,7 @@ from outbox_core.metrics import HarvestMetrics, Health
 from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 from outbox_core.printable import escape_log_lines
-from outbox_core.stores.interface import OutboxStore, RowQuery, StoreFactory
+from outbox_core.stores.interface import StoreFactory
 from outbox_core.upkeep.backlog import BacklogObserver
 from outbox_core.upkeep.exhaustion import ExhaustionMonitor
 from outbox_core.upkeep.wakeup import CommitListener
@@ -428,7 +429,7 @@ class _StandbyDrain:
             return False
         began = now()
         try:
-            drained = self._ctx.marker.submit(_nothing_waits).result()
+            drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
             self._ctx.database.failed(error)
             return False
@@ -437,13 +438,6 @@ class _StandbyDrain:
             self._next_at = now() + max(_STANDBY_DRAIN_CHECK_SECONDS, 4 * (now() - began))
         self._ctx.database.recovered()
         return drained
-
-
-def _nothing_waits(store: OutboxStore) -> bool:
-    holds = store.holds.read()
-    if not holds:
-        return store.is_empty()
-    return not holds.requests and not store.scan(RowQuery(1, holds=holds))
 
 
 def _one_line(text: str) -> str:

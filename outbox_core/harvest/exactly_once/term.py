@@ -10,6 +10,7 @@ from outbox_core.election.lease import now
 from outbox_core.errors import must
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.handler import Letters
+from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.store_calls import LeadershipWait, StoreCall
@@ -23,7 +24,6 @@ from outbox_core.kafka.refusals import too_large_for
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, Outcome
 from outbox_core.stores.interface import (
-    NO_HOLDS,
     HoldSet,
     LaneKey,
     OutboxStore,
@@ -67,12 +67,6 @@ class Scanned(NamedTuple):
     is_all: bool = False
 
 
-class _ScanRequest(NamedTuple):
-    plan: ScanPlan | None = None
-    excludes: bool = False
-    holds: HoldSet = NO_HOLDS
-
-
 class Term:
     """The time of one producer, from fencing its predecessor to its own end. Used once, by the harvest thread."""
 
@@ -87,7 +81,7 @@ class Term:
         self._unpurged_letters: frozenset[RowId] = frozenset()  # of them: their holds are deleted, too
         self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx)
         self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx)
-        self._request = _ScanRequest()
+        self._plan: ScanPlan | None = None  # of the scan under way; None if that reads a dead letter
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._failures = leadership.failures
         # The last transaction tried destinations again, had a dead letter alone, or ended the producer, perhaps by one
@@ -180,7 +174,7 @@ class Term:
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
         most = max(1, limit - len(letters)), self._ctx.limits.mark_query_bytes
         query = RowQuery(*most, plan.floor, lanes, excluded, topics, holds)
-        self._request = _ScanRequest(plan, bool(lanes or rows or topics), holds)
+        self._plan = plan
 
         def scan(store: OutboxStore) -> _Scan:
             evidence = plan.gather(store)
@@ -196,7 +190,7 @@ class Term:
 
     def _start_reading_letter(self, letters: list[int]) -> None:
         failures, hold_cache = self._failures, self._failures.hold_cache
-        self._request = _ScanRequest(None, excludes=True, holds=failures.holds)
+        self._plan = None
 
         def read(store: OutboxStore) -> _Scan:
             current = hold_cache.current_or_reread(store)
@@ -215,7 +209,7 @@ class Term:
         if result is None:
             return Scanned([])
         records, evidence, took, holds, letters = result
-        plan = self._request.plan
+        plan = self._plan
         self._owes_batch = plan is None
         if plan is not None:
             self._ctx.watermark.scanned(plan, evidence, records, took)
@@ -230,14 +224,8 @@ class Term:
             self._scan.abandon()
 
     def _check_drained(self) -> None:
-        failures, request = self._failures, self._request
-        if not self._leadership.drain or request.excludes or failures.is_busy or not self._purge_is_committed(None):
-            return
-        if failures.holds:  # then the rest is held, unless that has changed since the scan
-            self._leadership.drained = failures.read_holds() and failures.holds is request.holds
-        else:
-            empty = self._wait.retry_until_done(self._ctx.marker, lambda store: store.is_empty())
-            self._leadership.drained = bool(empty)
+        if self._leadership.drain and not self._failures.is_busy and self._purge_is_committed(None):
+            self._leadership.drained = bool(self._wait.retry_until_done(self._ctx.marker, nothing_waits))
 
     # -- publish
 

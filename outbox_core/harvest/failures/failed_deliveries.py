@@ -51,8 +51,7 @@ class FailedDeliveries(FailureHandler):
         self._written = 0  # of these, by the call under way
         self._hold_call: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
         self._arrived: list[StoredRecord] = []  # dead letters, whose rows and holds are to be deleted
-        self._being_deleted: list[StoredRecord] = []
-        self._deletion: StoreCall[None] = StoreCall(ctx.purger, ctx)
+        self._deletion: StoreCall[list[StoredRecord]] = StoreCall(ctx.purger, ctx)
 
     # -- failures
 
@@ -96,22 +95,19 @@ class FailedDeliveries(FailureHandler):
 
     def start_deleting(self) -> None:
         """Delete their rows and holds: by themselves, as what keeps the holds there must not have others repeated."""
-        if self._arrived and self._deletion.can_start:
-            self._being_deleted, self._arrived = self._arrived, []
-            ids = [record.id for record in self._being_deleted]
-            create_times = [record.create_time for record in self._being_deleted]
-            self._deletion.start(lambda store: _delete_dead_lettered(store, ids, create_times))
+        letters = self._arrived.copy()
+        if letters and self._deletion.can_start:
+            self._deletion.start(lambda store: _delete_dead_lettered(store, letters))
 
     def collect_deleted(self) -> list[StoredRecord]:
         """Return dead letters that are deleted."""
         if not self._deletion.is_done:
             return []
-        letters, self._being_deleted = self._being_deleted, []
         try:
-            self._deletion.result()
+            letters = self._deletion.result()
         except StoreUnavailable:
-            self._arrived = letters + self._arrived
             return []
+        del self._arrived[: len(letters)]
         for letter in letters:
             self.tried.pop(row_id(letter), None)
         return letters
@@ -247,8 +243,9 @@ class FailedDeliveries(FailureHandler):
         return max(due, self._hold_call.retry_at - now())
 
 
-def _delete_dead_lettered(store: OutboxStore, ids: list[int], create_times: list[int]) -> None:
+def _delete_dead_lettered(store: OutboxStore, letters: list[StoredRecord]) -> list[StoredRecord]:
     try:
-        store.holds.delete_dead_lettered(ids, create_times)
+        store.holds.delete_dead_lettered([each.id for each in letters], [each.create_time for each in letters])
     except RowsRemain as error:  # marks go on all the same: only dead letters wait
         raise StoreUnavailable(str(error)) from error
+    return letters

@@ -82,15 +82,17 @@ class FailedTransactions(FailureHandler):
             self._rests.clear()
             self._ctx.commits.notify()
 
-    def read_holds(self) -> bool:
-        """Read the holds; return False if the leadership ended first."""
-        return self._take_in_holds(self.hold_cache.read)
+    def read_holds(self) -> None:
+        """Read the holds."""
+        self._take_in_holds(self.hold_cache.read)
 
     def read_holds_if_stale(self) -> None:
         """Read stale holds, while the table returns no new rows: one may have been released."""
         before = self.holds
-        if before and not self.hold_cache.due_in() and self.read_holds() and self.holds is not before:
-            self._ctx.commits.notify()
+        if before and not self.hold_cache.due_in():
+            self.read_holds()
+            if self.holds is not before:
+                self._ctx.commits.notify()
 
     def admissible(self, records: Sequence[StoredRecord], holds: HoldSet) -> list[StoredRecord]:
         """Return those of a scan's records that may be published."""
@@ -291,11 +293,10 @@ class FailedTransactions(FailureHandler):
         if failures:
             self._take_in_holds(self._holding(failures))
 
-    def _take_in_holds(self, read_or_write: Callable[[OutboxStore], HoldSet]) -> bool:
+    def _take_in_holds(self, read_or_write: Callable[[OutboxStore], HoldSet]) -> None:
         holds = self._wait.retry_until_done(self._ctx.marker, read_or_write)
-        if holds is not None:
+        if holds is not None:  # else the leadership is over
             self.holds = holds
-        return holds is not None
 
 
 def _first_of_keys(records: Sequence[StoredRecord]) -> dict[LaneOrRow, StoredRecord]:

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, OutboxStore, OversizedValue, StoredRecord
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, OutboxStore, OversizedValue, RowQuery, StoredRecord
 
 _log = logging.getLogger(__name__)
 
@@ -123,6 +123,14 @@ class HoldCache:
             _log_refused(refused)
             _log_holds(holds)
         return self.read(store)
+
+
+def nothing_waits(store: OutboxStore) -> bool:
+    """Return True if the table is empty but for held rows, none of which is requested as a dead letter."""
+    holds = store.holds.read()
+    if not holds:
+        return store.is_empty()
+    return not holds.requests and not store.scan(RowQuery(1, holds=holds))
 
 
 def _too_large(record: StoredRecord) -> NewHold:
