@@ -276,14 +276,17 @@ class Term:
             self._await_limits()
             too_large = batches.too_large(records)
         if too_large:
-            kept = _without(records, too_large)
-            self._refuse([Failure(record, too_large_for(record), alone=True) for record in too_large], kept)
-            self._leave_out(records, kept)
+            refused = [Failure(record, too_large_for(record), alone=True) for record in too_large]
+            self._leave_out(records, refused, _without(records, too_large))
 
-    def _refuse(self, failures: Iterable[Failure], kept: Iterable[StoredRecord]) -> None:
-        """Hold what is first of its key: a hold keeps back records before it, too, and these may not be committed."""
+    def _leave_out(self, records: list[StoredRecord], refused: Iterable[Failure], kept: Sequence[StoredRecord]) -> None:
+        """Hold refused records that are first of their keys: a hold keeps back those before them, too."""
         lanes = {lane_of(record) for record in kept} - {None}
-        self._failures.refused([failure for failure in failures if lane_of(failure.record) not in lanes])
+        self._failures.refused([failure for failure in refused if lane_of(failure.record) not in lanes])
+        self._ctx.watermark.reset("records were left out of a transaction")
+        self._join_scan()  # it may have found others of their keys
+        self._in_flight = {*self._unpurged, *map(_row_id_of, kept)}
+        records[:] = kept
 
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], reports: Reports | None
@@ -300,8 +303,7 @@ class Term:
             return sent
         self._transactions.reached(Failpoint.AFTER_PRODUCE)
         if sent is not None and sent.refused:
-            self._refuse(sent.refused, sent.records)
-            self._leave_out(records, sent.records)
+            self._leave_out(records, sent.refused, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)
         return None
@@ -333,12 +335,6 @@ class Term:
             self._over_since = self._over_since or now()
             return now() - self._over_since >= self._ctx.limits.drain_timeout
         return False
-
-    def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
-        self._ctx.watermark.reset("records were left out of a transaction")
-        self._join_scan()  # it may have found others of their keys
-        self._in_flight = {*self._unpurged, *map(_row_id_of, sent)}
-        records[:] = sent
 
     def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
         """Commit, once every record is in Kafka, and the last transaction's rows are out of the table."""
