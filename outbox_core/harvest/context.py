@@ -14,7 +14,7 @@ from outbox_core.election.interface import LeaderElector
 from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.events import Event, MeterRead
 from outbox_core.harvest.at_least_once.send_window import SendWindow
-from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.metrics import HarvestMetrics

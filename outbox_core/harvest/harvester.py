@@ -33,7 +33,7 @@ from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
 from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
-from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.batch_sizes import BatchSizes

@@ -25,7 +25,7 @@ from outbox_core.election.lease import Leadership
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic, HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
-from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.batch_sizes import BatchSizes

@@ -15,7 +15,7 @@ from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic, HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once import term as term_module
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
-from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure
