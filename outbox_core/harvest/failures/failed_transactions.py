@@ -178,17 +178,17 @@ class FailedTransactions(FailureHandler):
             self._wait.back_off(self._ctx.limits.io_error_backoff)
             return
         self._succeeded(reports.arrived)
-        is_alone, failures = len(records) == 1, reports.failures
+        failures = reports.failures
+        is_alone = len(records) == 1 or (is_retry and bool(failures))
         if not failures and (is_alone or is_retry):
-            arrived = set(map(row_id, reports.arrived))
-            failures = [Failure(each, aborted.error, partition=-1) for each in records if row_id(each) not in arrived]
-        elif is_retry:
-            is_alone = True
+            arrived = reports.arrived if is_retry else ()
+            failures = [Failure(each, aborted.error, partition=-1) for each in records if each not in arrived]
         if is_alone:
             failures = [failure._replace(alone=True) for failure in failures]
-        if not self._decide(failures, records, took):
-            refused = [each.error for each in failures if each.kind is ErrorKind.POISON] or [aborted.error]
-            self.batch.failed(len(records), refused=kind_of(refused[0]) is ErrorKind.POISON)
+        if self._decide(failures, records, took) or (is_retry and not failures):
+            return
+        refused = [each.error for each in failures if each.kind is ErrorKind.POISON] or [aborted.error]
+        self.batch.failed(len(records), refused=kind_of(refused[0]) is ErrorKind.POISON)
 
     def _decide(self, failures: Sequence[Failure], records: Sequence[StoredRecord], took: float) -> bool:
         """Carry out the policy's decisions; return False if a smaller transaction must show which record it is."""

@@ -333,6 +333,21 @@ def test_topic_whose_refusal_is_not_confirmed_is_tried_ever_more_rarely(world):
     world.close()
 
 
+def test_retry_that_is_refused_without_a_report_goes_on_with_fewer_rows(world):
+    """A refused transaction of rows that are tried again, without a report that names one, is halved."""
+    subject, usual = world.delivery.failures, world.delivery.failures.batch.limit
+    rows = [world.table.rows[world.table.add(topic)] for topic in "tu"]
+    aborted, reports = Aborted(KafkaError(KafkaError.INVALID_RECORD), record_at_fault=True), Reports()
+    reports.arrived += rows
+    subject.aborted(aborted, rows, reports, 0.0, is_retry=True)
+    assert subject.batch.limit == usual, "all of them arrived: none is to blame"
+    subject.aborted(aborted, rows, Reports(), 0.0, is_retry=True)
+    assert subject.batch.limit == 1
+    subject.aborted(aborted, rows[:1], Reports(), 0.0, is_retry=True)
+    assert [hold.record_id for hold in world.table.held] == [rows[0].id]
+    world.close()
+
+
 def test_search_does_not_keep_other_topics_waiting(monkeypatch):
     """While a topic full of refused records is searched, records of another topic are published."""
     world = World(monkeypatch, batch=10, on_poison=False)
