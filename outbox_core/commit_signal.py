@@ -1,6 +1,7 @@
-"""A signal within one process: code that commits records notifies the harvesters embedded in it. Safe in any thread.
+"""Signals of commits: code that commits records notifies the harvesters in its process. Safe in any thread.
 
-A spurious signal costs one query, a missed one at most one polling interval.
+A harvester's `CommitFlag` takes them, and those that NOTIFY brings from other processes (`upkeep.wakeup`). A spurious
+signal costs one query, a missed one at most one polling interval.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable
 
 __all__ = [
+    "CommitFlag",
     "has_subscribers",
     "notify",
     "subscribe",
@@ -47,3 +49,25 @@ def subscribe(callback: Callable[[], None]) -> Callable[[], None]:
     with _lock:
         _subscribers = (*_subscribers, entry)
     return unsubscribe
+
+
+class CommitFlag:
+    """A flag that any thread sets when records may be committed, and the harvest thread clears when a poll starts."""
+
+    def __init__(self, wake: threading.Event) -> None:
+        self._wake = wake
+        self._is_set = False
+        # while every commit is signalled, so that polling without a signal can be rare
+        self.is_reliable = False
+
+    def notify(self) -> None:
+        """Signal that something may have been committed."""
+        self._is_set = True
+        self._wake.set()
+
+    def clear(self) -> None:
+        """Clear the flag: a poll that starts now sees every commit that was signalled before."""
+        self._is_set = False
+
+    def __bool__(self) -> bool:
+        return self._is_set

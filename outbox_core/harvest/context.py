@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from threading import Event as ThreadEvent
 from typing import Self
 
+from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig
 from outbox_core.election.interface import LeaderElector
 from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.events import Event, MeterRead
 from outbox_core.harvest.at_least_once.send_window import SendWindow
-from outbox_core.harvest.meter import Meter
-from outbox_core.harvest.polling import CommitFlag
-from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.metrics import HarvestMetrics
+from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 
 _log = logging.getLogger(__name__)

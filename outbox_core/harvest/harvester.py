@@ -22,6 +22,7 @@ from typing import Self
 from uuid import UUID
 
 from outbox_core import commit_signal
+from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig, redact
 from outbox_core.election.interface import ElectorFactory
 from outbox_core.election.lease import now
@@ -30,11 +31,9 @@ from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderFenced
 from outbox_core.harvest.at_least_once.loop import AtLeastOnce
 from outbox_core.harvest.context import HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
-from outbox_core.harvest.meter import Meter
+from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.parts import Identity, Parts, ProducerFactory
-from outbox_core.harvest.polling import CommitFlag
-from outbox_core.harvest.store_thread import StoreThread
-from outbox_core.harvest.wakeup import CommitListener
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.batch_sizes import BatchSizes
@@ -42,11 +41,13 @@ from outbox_core.kafka.errors import grant
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.topics import TopicLimits, ensure_tracking_topic
 from outbox_core.metrics import HarvestMetrics, Health
+from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 from outbox_core.printable import escape_log_lines
-from outbox_core.stores.interface import OutboxStore, RowQuery, StoreFactory
+from outbox_core.stores.interface import StoreFactory
 from outbox_core.upkeep.backlog import BacklogObserver
 from outbox_core.upkeep.exhaustion import ExhaustionMonitor
+from outbox_core.upkeep.wakeup import CommitListener
 
 _log = logging.getLogger(__name__)
 
@@ -121,35 +122,37 @@ class Harvester:
         self.metrics = self._metrics or HarvestMetrics()
         self.metrics.outbox_name = self.metrics.outbox_name or identity.outbox
         with ExitStack() as undo:
-            self._start_observer(undo)  # first: if Kafka does not answer, the metrics have the backlog all the same
-            self._start_parts(identity, undo)
-            undo.pop_all()
+            parts = undo.enter_context(ExitStack())
+            self._start_observer(parts)  # first: if Kafka does not answer, the metrics have the backlog all the same
+            ctx = self._ctx = self._start_parts(identity, parts)
+            self._thread = threading.Thread(target=self._run, args=(ctx, parts), name="outbox-harvest", daemon=True)
+            self._thread.start()
+            undo.pop_all()  # the harvest thread ends the parts
         atexit.register(self._stop_with_process)
 
-    def _start_observer(self, undo: ExitStack) -> None:
+    def _start_observer(self, parts: ExitStack) -> None:
         counts = self._metrics is not None
         if counts or self.config.retention == "archive":
             interval = self.config.limits.min_metrics_interval.total_seconds()
             self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
-            undo.callback(self._observer.stop)
+            parts.callback(self._observer.stop)  # after the elector, whose last event it writes
             self._observer.start()
 
-    def _start_parts(self, identity: Identity, undo: ExitStack) -> None:
+    def _start_parts(self, identity: Identity, parts: ExitStack) -> HarvestContext:
         check_connection(self.config.base_kafka_config)
         self._transactions = TransactionalIdentity.of(self.config, identity.outbox, self._reached)
         if self.config.delivery == "exactly-once":
             ensure_tracking_topic(self.config.base_kafka_config, self._transactions.tracking_topic)
             self._transactions.new_producer().discard()  # finds wrong settings now
         self._commit_listener = self._parts.commit_listener(self._commits)
-        undo.callback(self._topic_limits.close)
+        parts.callback(self._topic_limits.close)  # a reference to this object keeps no Kafka client
         self._publisher = self._parts.publisher(identity, self._transactions.topics)
         if self._publisher is not None:
-            undo.callback(self._publisher.close)
-        ctx = self._ctx = self._context(identity, undo)
+            parts.callback(self._publisher.close)
+        ctx = self._context(identity, parts)
         ctx.elector.start()
-        undo.callback(ctx.elector.stop)
-        self._thread = threading.Thread(target=self._run, args=(ctx,), name="outbox-harvest", daemon=True)
-        self._thread.start()
+        parts.callback(ctx.elector.stop)
+        return ctx
 
     def stop(self) -> None:
         """Ask for a graceful end: finish the records in flight, clear marks, hand leadership over. See `join`."""
@@ -271,17 +274,17 @@ class Harvester:
 
     # -- making the context
 
-    def _context(self, identity: Identity, undo: ExitStack) -> HarvestContext:
-        config, limits = self.config, HarvestLimits.of(self.config)
+    def _context(self, identity: Identity, parts: ExitStack) -> HarvestContext:
+        config = self.config
         largest, is_compressed = config.batch_settings
         dead_letters = self._parts.dead_letter_topic(identity)
         marker = StoreThread(self._parts.store(), "outbox-mark", self._wake.set)
-        undo.callback(marker.close)
+        parts.callback(marker.close)
         purger = StoreThread(self._parts.store(), "outbox-purge", self._wake.set)
-        undo.callback(purger.close)
+        parts.callback(purger.close)
         return HarvestContext(
             elector=self._parts.elector(identity, self._on_leadership),
-            limits=limits,
+            limits=HarvestLimits.of(config),
             marker=marker,
             purger=purger,
             watermark=LowWatermark(self.metrics, now),
@@ -336,18 +339,9 @@ class Harvester:
 
     # -- the harvest thread
 
-    def _run(self, ctx: HarvestContext) -> None:
+    def _run(self, ctx: HarvestContext, parts: ExitStack) -> None:
         try:
-            with ExitStack() as parts:
-                # A reference to this object keeps no Kafka client.
-                parts.callback(self._topic_limits.close)
-                if self._publisher is not None:
-                    parts.callback(self._publisher.close)
-                parts.callback(ctx.purger.close)
-                parts.callback(ctx.marker.close)
-                if self._observer is not None:
-                    parts.callback(self._observer.stop)  # after the elector, whose last event it writes
-                parts.callback(ctx.elector.stop)
+            with parts:
                 self._start_helpers(parts)
                 try:
                     self._harvest_whenever_leading(ctx)
@@ -435,7 +429,7 @@ class _StandbyDrain:
             return False
         began = now()
         try:
-            drained = self._ctx.marker.submit(_nothing_waits).result()
+            drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
             self._ctx.database.failed(error)
             return False
@@ -444,13 +438,6 @@ class _StandbyDrain:
             self._next_at = now() + max(_STANDBY_DRAIN_CHECK_SECONDS, 4 * (now() - began))
         self._ctx.database.recovered()
         return drained
-
-
-def _nothing_waits(store: OutboxStore) -> bool:
-    holds = store.holds.read()
-    if not holds:
-        return store.is_empty()
-    return not holds.requests and not store.scan(RowQuery(1, holds=holds))
 
 
 def _one_line(text: str) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from outbox_core import tracing
+from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.election.interface import ElectorFactory, LeaderElector
@@ -16,13 +17,12 @@ from outbox_core.events import EventHandler
 from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic
-from outbox_core.harvest.polling import CommitFlag
-from outbox_core.harvest.wakeup import CommitListener
 from outbox_core.kafka.clients import Producer, make_producer
 from outbox_core.kafka.row_topics import RowTopics
 from outbox_core.kafka.topics import ensure_dead_letter_topic, forbidden_topics
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.stores.interface import OutboxStore, StoreFactory
+from outbox_core.upkeep.wakeup import CommitListener
 
 ProducerFactory = Callable[[], Producer]
 

@@ -15,7 +15,8 @@ next one. Unsignalled commits are found after `longest` seconds, or two seconds 
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event
+
+from outbox_core.commit_signal import CommitFlag
 
 _FIRST_PAUSE_SECONDS = 0.001
 _SHARE_OF_SILENCE = 1 / 16
@@ -23,28 +24,6 @@ _SLOW_POLL_FACTOR = 4
 _LONGEST_PAUSE_AFTER_SLOW_POLL_SECONDS = 2.0
 _LONGEST_PAUSE_WITH_SIGNALS_SECONDS = 2.0
 _LONGEST_PAUSE_AFTER_FALSE_SIGNAL_SECONDS = 0.02
-
-
-class CommitFlag:
-    """A flag that any thread sets when records may be committed, and the harvest thread clears when a poll starts."""
-
-    def __init__(self, wake: Event) -> None:
-        self._wake = wake
-        self._is_set = False
-        # while every commit is signalled, so that polling without a signal can be rare
-        self.is_reliable = False
-
-    def notify(self) -> None:
-        """Signal that something may have been committed."""
-        self._is_set = True
-        self._wake.set()
-
-    def clear(self) -> None:
-        """Clear the flag: a poll that starts now sees every commit that was signalled before."""
-        self._is_set = False
-
-    def __bool__(self) -> bool:
-        return self._is_set
 
 
 class PollSchedule:

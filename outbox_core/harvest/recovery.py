@@ -49,16 +49,12 @@ class Recovery:
         self._server: str | None = None
         self._is_strict = True  # exactly-once delivery obeys the tracking topic, so that must be ours alone
 
-    def check_topic(self) -> Ended | None:
-        """Check the tracking topic: it may have been deleted, and created anew by the broker."""
-        try:
+    def settle(self, producer: RecordProducer) -> Ended | None:
+        """Fence the last owner, settle its transaction, delete its published rows; the same for a relay's shards."""
+        try:  # the topic may have been deleted, and created anew by the broker
             ensure_tracking_topic(self._transactions.kafka, self._transactions.tracking_topic)
         except (KafkaUnavailable, TrackingTopicError) as error:
             return Ended(str(error))
-        return None
-
-    def settle(self, producer: RecordProducer) -> Ended | None:
-        """Fence the last owner, settle its transaction, delete its published rows; the same for a relay's shards."""
         return self._settle(self._transactions, producer) or self._settle_shards()
 
     def _settle_shards(self) -> Ended | None:
@@ -66,11 +62,7 @@ class Recovery:
             shards = self._transactions.relay_shards()
         except KafkaUnavailable as error:
             return Ended(str(error))
-        for shard in shards:
-            ended = self._settle_alone(shard)
-            if ended is not None:
-                return ended
-        return None
+        return next(filter(None, map(self._settle_alone, shards)), None)
 
     def _settle(self, transactions: TransactionalIdentity, producer: RecordProducer) -> Ended | None:
         ended = producer.init(self._patience(transactions))
@@ -114,7 +106,7 @@ class Recovery:
     def server_id(self) -> str:
         """Return the database server's ID; '' where it is withheld, or if the leadership ends first."""
         if self._server is None:
-            self._server = self._wait.retry_until_done(self._ctx.marker, lambda store: store.server_id())
+            self._server = self._ask(lambda store: store.server_id())
         return self._server or ""
 
     def _settle_torn(self, transactions: TransactionalIdentity, opening: Opening) -> Ended | None:
@@ -174,14 +166,22 @@ class Recovery:
 
     def refuse_marks(self) -> None:
         """Hold the marked rows that an at-least-once leader left; raise MarkedRowsFound without a table of holds."""
-        if self._transactions.accept_marked:
-            self._accept_marks()
-            return
         marked = self._ask(lambda store: store.marks.count())
-        if marked is None or not marked.number:
+        if marked is None:
             return
         ids = f"ids {marked.first} to {marked.last}"
         what = f"{plural(marked.number, 'row')} with the mark of an at-least-once leader ({ids})"
+        if self._transactions.accept_marked:
+            if marked.number:
+                _log.warning("%s: what it had sent is repeated", what)
+                self._ask(lambda store: store.marks.clear())
+            released = self._ask(lambda store: store.marks.release_held())
+            if released:
+                _log.warning("released %s held for a mark", plural(released, "row"))
+        elif marked.number:
+            self._hold_marked(what)
+
+    def _hold_marked(self, what: str) -> None:
         can_hold = self._ask(_can_hold)
         if can_hold is False:
             raise MarkedRowsFound(
@@ -199,22 +199,6 @@ class Recovery:
             )
             while self._ask(lambda store: store.marks.hold(_AT_ONCE)):
                 pass
-
-    def _accept_marks(self) -> None:
-        marked = self._ask(lambda store: store.marks.count())
-        if marked is None:
-            return
-        if marked.number:
-            _log.warning(
-                "%s with the mark of an at-least-once leader (ids %d to %d): what it had sent is repeated",
-                plural(marked.number, "row"),
-                marked.first,
-                marked.last,
-            )
-            self._ask(lambda store: store.marks.clear())
-        released = self._ask(lambda store: store.marks.release_held())
-        if released:
-            _log.warning("released %s held for a mark", plural(released, "row"))
 
     def _ask(self, question: Callable[[OutboxStore], T]) -> T | None:
         return self._wait.retry_until_done(self._ctx.marker, question)

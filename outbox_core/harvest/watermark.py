@@ -153,7 +153,8 @@ class LowWatermark:
             self._left_out.update(dict.fromkeys(left_out - self._left_out.keys(), self.floor))
         time = self._clock()
         floor = NO_FLOOR if self._pace.from_head_is_due(time) else self.floor
-        return ScanPlan(floor, self.floor, self._evidence_is_due(time), self._to_describe(time), self._resets)
+        old = frozenset(name for name, writer in self._writers.items() if time - writer.since >= writer.warn_after)
+        return ScanPlan(floor, self.floor, self._evidence_is_due(time), old, self._resets)
 
     def scanned(self, plan: ScanPlan, evidence: Evidence | None, records: Sequence[StoredRecord], took: float) -> None:
         """Take in a mark or scan whose rows, by ascending id, are in our hands now; `took` counts seconds."""
@@ -190,9 +191,6 @@ class LowWatermark:
     def _oldest_wait(self, time: float) -> float:
         return max((time - writer.since for writer in self._writers.values()), default=0.0)
 
-    def _to_describe(self, time: float) -> frozenset[str]:
-        return frozenset(name for name, writer in self._writers.items() if time - writer.since >= writer.warn_after)
-
     # -- S and V
 
     def _take_in(self, evidence: Evidence) -> None:
@@ -205,7 +203,8 @@ class LowWatermark:
         if self.off:
             return
         if self._last is not None and (sight.place != self._last.place or sight.last_id < self._last.last_id):
-            self._forget()
+            self.reset("connection, table or sequence is another one")
+            self._settled, self._pending, self._writers = NO_FLOOR.id, None, {}
         self._last = sight
         self._settle(sight, time)
         for writer in evidence.described:
@@ -235,10 +234,6 @@ class LowWatermark:
         # A row may be left out twice over, and have been passed by for the sake of the item that is let in now.
         for item, floor in self._left_out.items():
             self._left_out[item] = min(floor, self.floor, key=_id_of)
-
-    def _forget(self) -> None:
-        self.reset("connection, table or sequence is another one")
-        self._settled, self._pending, self._writers = NO_FLOOR.id, None, {}
 
     # -- the premise refuted
 

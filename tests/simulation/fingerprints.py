@@ -23,10 +23,10 @@ from confluent_kafka import KafkaError
 
 from outbox_core.config import HarvestConfig
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.meter import Meter
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.metrics import HarvestMetrics
+from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 from tests.simulation.brokers import Entry, Partition
 from tests.simulation.network import Connection, Network

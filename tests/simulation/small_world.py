@@ -19,19 +19,19 @@ from typing import Any
 from unittest.mock import patch
 from uuid import UUID
 
+from outbox_core.commit_signal import CommitFlag
 from outbox_core.config import HarvestConfig, Limits
 from outbox_core.election.lease import Leadership
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic, HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
-from outbox_core.harvest.meter import Meter
-from outbox_core.harvest.polling import CommitFlag
-from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka import clients as product_clients
 from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.metrics import HarvestMetrics
+from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
 from outbox_core.stores.interface import StoredRecord
 from tests.simulation import clients

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from outbox_core.election.lease import now
 from outbox_core.errors import must
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.failed_transactions import FailedTransactions
 from outbox_core.harvest.failures.handler import Letters
-from outbox_core.harvest.failures.policy import too_large_for
+from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.store_calls import LeadershipWait, StoreCall
@@ -21,10 +20,10 @@ from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.kafka.record_producer import RecordProducer, Reports
+from outbox_core.kafka.refusals import too_large_for
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, Outcome
 from outbox_core.stores.interface import (
-    NO_HOLDS,
     HoldSet,
     LaneKey,
     OutboxStore,
@@ -35,6 +34,9 @@ from outbox_core.stores.interface import (
     lane_of,
     row_id,
 )
+
+if TYPE_CHECKING:
+    from outbox_core.harvest.exactly_once.terms import ExactlyOnce  # which runs terms
 
 _id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 # Plain tuples equal to RowIds, made several times as fast.
@@ -65,37 +67,10 @@ class Scanned(NamedTuple):
     is_all: bool = False
 
 
-class _ScanRequest(NamedTuple):
-    plan: ScanPlan | None = None
-    excludes: bool = False
-    holds: HoldSet = NO_HOLDS
-
-
-class LeadershipOfTerm(Protocol):
-    """A term's view of its leadership (`outbox_core.harvest.exactly_once.terms.ExactlyOnce`)."""
-
-    drain: bool
-    drained: bool
-    in_flight_records: int
-    marks_are_settled: bool
-    failures: FailedTransactions
-
-    def over(self) -> bool:
-        """Return True if no more may be started."""
-
-    def leads(self) -> bool:
-        """Return True if the lease is valid now."""
-
-
 class Term:
     """The time of one producer, from fencing its predecessor to its own end. Used once, by the harvest thread."""
 
-    def __init__(
-        self,
-        leadership: LeadershipOfTerm,
-        ctx: HarvestContext,
-        transactions: TransactionalIdentity,
-    ) -> None:
+    def __init__(self, leadership: ExactlyOnce, ctx: HarvestContext, transactions: TransactionalIdentity) -> None:
         self.committed = False
         self._leadership = leadership
         self._ctx = ctx
@@ -106,7 +81,7 @@ class Term:
         self._unpurged_letters: frozenset[RowId] = frozenset()  # of them: their holds are deleted, too
         self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx)
         self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx)
-        self._request = _ScanRequest()
+        self._plan: ScanPlan | None = None  # of the scan under way; None if that reads a dead letter
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._failures = leadership.failures
         # The last transaction tried destinations again, had a dead letter alone, or ended the producer, perhaps by one
@@ -128,22 +103,18 @@ class Term:
     def _run(self, producer: RecordProducer) -> Ended | None:
         over = self._leadership.over
         recovery = Recovery(self._transactions, over, self._ctx)
-        ended = recovery.check_topic() or recovery.settle(producer)
+        ended = recovery.settle(producer)
         if ended is None:
             self._server, self._ledger = recovery.server_id(), recovery.ledger
-            self._refuse_marks(recovery)
+            if not self._leadership.marks_are_settled:  # no other marks meanwhile, and the search reads the whole table
+                recovery.refuse_marks()
+                self._leadership.marks_are_settled = True
             self._failures.read_holds()
         while ended is None and not over():
             ended = self._turn(producer)
         self._join_scan()
         self._purge_is_committed(now() + self._ctx.limits.drain_timeout)
         return None if over() else ended
-
-    def _refuse_marks(self, recovery: Recovery) -> None:
-        """Hold marked rows, once in a leadership: no other marks meanwhile, and the search reads the whole table."""
-        if not self._leadership.marks_are_settled:
-            recovery.refuse_marks()
-            self._leadership.marks_are_settled = True
 
     def _turn(self, producer: RecordProducer) -> Ended | None:
         """Run one transaction, if any: of the next rows, or, every other time, of rows that are tried again."""
@@ -203,7 +174,7 @@ class Term:
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
         most = max(1, limit - len(letters)), self._ctx.limits.mark_query_bytes
         query = RowQuery(*most, plan.floor, lanes, excluded, topics, holds)
-        self._request = _ScanRequest(plan, bool(lanes or rows or topics), holds)
+        self._plan = plan
 
         def scan(store: OutboxStore) -> _Scan:
             evidence = plan.gather(store)
@@ -219,7 +190,7 @@ class Term:
 
     def _start_reading_letter(self, letters: list[int]) -> None:
         failures, hold_cache = self._failures, self._failures.hold_cache
-        self._request = _ScanRequest(None, excludes=True, holds=failures.holds)
+        self._plan = None
 
         def read(store: OutboxStore) -> _Scan:
             current = hold_cache.current_or_reread(store)
@@ -238,7 +209,7 @@ class Term:
         if result is None:
             return Scanned([])
         records, evidence, took, holds, letters = result
-        plan = self._request.plan
+        plan = self._plan
         self._owes_batch = plan is None
         if plan is not None:
             self._ctx.watermark.scanned(plan, evidence, records, took)
@@ -253,14 +224,8 @@ class Term:
             self._scan.abandon()
 
     def _check_drained(self) -> None:
-        failures, request = self._failures, self._request
-        if not self._leadership.drain or request.excludes or failures.is_busy or not self._purge_is_committed(None):
-            return
-        if failures.holds:  # then the rest is held, unless that has changed since the scan
-            self._leadership.drained = failures.read_holds() and failures.holds is request.holds
-        else:
-            empty = self._wait.retry_until_done(self._ctx.marker, lambda store: store.is_empty())
-            self._leadership.drained = bool(empty)
+        if self._leadership.drain and not self._failures.is_busy and self._purge_is_committed(None):
+            self._leadership.drained = bool(self._wait.retry_until_done(self._ctx.marker, nothing_waits))
 
     # -- publish
 
@@ -279,28 +244,24 @@ class Term:
             self._start_scan()
         reports = Reports() if failures.batch.is_searching else None
         outcome = self._fill(producer, records, reports) or self._commit(producer, records)
+        return self._conclude(outcome, records, reports or Reports(), now() - began)
+
+    def _conclude(
+        self, outcome: Outcome, records: list[StoredRecord], reports: Reports, took: float, *, is_retry: bool = False
+    ) -> Ended | None:
         self._count_in_flight(0)
-        took = now() - began
+        failures = self._failures
         if isinstance(outcome, Ended):
-            self._blame(outcome, records)
+            if not self._leadership.over():
+                failures.ended(outcome, records)
             return outcome
-        if isinstance(outcome, Aborted):
-            self._discard(outcome)
-            if failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
-                failures.aborted(outcome, records, reports or Reports(), took)
-        elif records:
+        if isinstance(outcome, Committed):
             self._succeed(records, took)
+            return None
+        self._discard(outcome)
+        if is_retry or failures.batch.is_unbatched or not self._sizes_explain(outcome.error, records):
+            failures.aborted(outcome, records, reports, took, is_retry=is_retry)
         return None
-
-    def _blame(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
-        if not self._leadership.over():
-            self._failures.ended(ended, records)
-
-    def _fit_batches(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
-        batches = self._ctx.batches
-        batches.meet(set(map(_topic_of, records)))
-        self._await_limits()
-        producer.limit_batches(batches.limit, unbatched=self._failures.batch.is_unbatched)
 
     def _await_limits(self) -> None:
         batches = self._ctx.batches
@@ -315,19 +276,25 @@ class Term:
             self._await_limits()
             too_large = batches.too_large(records)
         if too_large:
-            kept = _without(records, too_large)
-            self._refuse([Failure(record, too_large_for(record), alone=True) for record in too_large], kept)
-            self._leave_out(records, kept)
+            refused = [Failure(record, too_large_for(record), alone=True) for record in too_large]
+            self._leave_out(records, refused, _without(records, too_large))
 
-    def _refuse(self, failures: Iterable[Failure], kept: Iterable[StoredRecord]) -> None:
-        """Hold what is first of its key: a hold keeps back records before it, too, and these may not be committed."""
+    def _leave_out(self, records: list[StoredRecord], refused: Iterable[Failure], kept: Sequence[StoredRecord]) -> None:
+        """Hold refused records that are first of their keys: a hold keeps back those before them, too."""
         lanes = {lane_of(record) for record in kept} - {None}
-        self._failures.refused([failure for failure in failures if lane_of(failure.record) not in lanes])
+        self._failures.refused([failure for failure in refused if lane_of(failure.record) not in lanes])
+        self._ctx.watermark.reset("records were left out of a transaction")
+        self._join_scan()  # it may have found others of their keys
+        self._in_flight = {*self._unpurged, *map(_row_id_of, kept)}
+        records[:] = kept
 
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], reports: Reports | None
     ) -> Aborted | Ended | None:
-        self._fit_batches(producer, records)
+        batches = self._ctx.batches
+        batches.meet(set(map(_topic_of, records)))
+        self._await_limits()
+        producer.limit_batches(batches.limit, unbatched=self._failures.batch.is_unbatched)
         ended = self._begin(producer) or self._send_opening(producer, records)
         if ended is not None:
             return ended
@@ -336,8 +303,7 @@ class Term:
             return sent
         self._transactions.reached(Failpoint.AFTER_PRODUCE)
         if sent is not None and sent.refused:
-            self._refuse(sent.refused, sent.records)
-            self._leave_out(records, sent.records)
+            self._leave_out(records, sent.refused, sent.records)
         if sent is None or not records or not self._leadership.leads():
             return producer.abort(give_up=self._is_late)
         return None
@@ -369,12 +335,6 @@ class Term:
             self._over_since = self._over_since or now()
             return now() - self._over_since >= self._ctx.limits.drain_timeout
         return False
-
-    def _leave_out(self, records: list[StoredRecord], sent: Sequence[StoredRecord]) -> None:
-        self._ctx.watermark.reset("records were left out of a transaction")
-        self._join_scan()  # it may have found others of their keys
-        self._in_flight = {*self._unpurged, *map(_row_id_of, sent)}
-        records[:] = sent
 
     def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Outcome:
         """Commit, once every record is in Kafka, and the last transaction's rows are out of the table."""
@@ -449,16 +409,7 @@ class Term:
         self._in_flight.update(map(_row_id_of, records))
         began, reports = now(), Reports()
         outcome = self._fill(producer, records, reports) or self._commit_in_time(producer, records)
-        self._count_in_flight(0)
-        if isinstance(outcome, Ended):
-            self._blame(outcome, records)
-            return outcome
-        if isinstance(outcome, Committed):
-            self._succeed(records, now() - began)
-        else:
-            self._discard(outcome)
-            self._failures.tried_again(records, outcome, reports, now() - began)
-        return None
+        return self._conclude(outcome, records, reports, now() - began, is_retry=True)
 
     def _commit_in_time(self, producer: RecordProducer, records: list[StoredRecord]) -> Outcome:
         if producer.all_arrive(_PATIENCE_SECONDS, self._is_late):

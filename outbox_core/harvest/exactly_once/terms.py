@@ -97,7 +97,6 @@ class ExactlyOnce:
         while not self.over():
             term = Term(self, self._ctx, self._transactions)
             ended = term.run()
-            self.in_flight_records = 0
             if ended is None:
                 return
             self._ctx.kafka.failed(ended.reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from outbox_core.election.lease import now
-from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, BackoffInfo, Backoffs, Destination
+from outbox_core.harvest.failures.backoffs import BackoffInfo, Backoffs, Destination
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.printable import plural
 
@@ -22,30 +22,13 @@ _NAMED = 3
 
 
 class BackoffReport:
-    """The report of one leadership; `longest` is the longest backoff, in seconds."""
+    """The report of one leadership."""
 
-    def __init__(
-        self,
-        metrics: HarvestMetrics,
-        backoffs: Backoffs,
-        longest: float = LONGEST_BACKOFF_SECONDS,
-    ) -> None:
+    def __init__(self, metrics: HarvestMetrics, backoffs: Backoffs) -> None:
         self._metrics = metrics
         self._backoffs = backoffs
-        self._longest = longest
         self._next_at = 0.0
         self._logged_at: float | None = None
-        self._warned_of = -1
-
-    def warn(self, what: str, error: str) -> None:
-        """Log a failure that is tried again after its backoff."""
-        _log.warning("%s: %s; it is tried again after a growing backoff", what, error)
-
-    def warn_once(self, identity: int, what: str, error: str) -> None:
-        """Log the same, unless the last warning was about the same record."""
-        if identity != self._warned_of:
-            self._warned_of = identity
-            self.warn(what, error)
 
     def update(self) -> None:
         """Set the gauges, and log if records wait for long."""
@@ -57,7 +40,7 @@ class BackoffReport:
         if time < self._next_at:
             return
         self._next_at = time + _INTERVAL_SECONDS
-        self._metrics.waiting(len(self._backoffs), self._backoffs.waiting_keys)
+        self._metrics.waiting(len(self._backoffs), len(self._backoffs.waiting))
         old = [info for info in self._backoffs.infos if time - info.since >= _LOG_AFTER_SECONDS]
         if old and (self._logged_at is None or time - self._logged_at >= _LOG_AGAIN_SECONDS):
             self._logged_at = time
@@ -69,9 +52,9 @@ class BackoffReport:
             parts.append(plural(len(old) - _NAMED, "more destination"))
         _log.warning(
             "waiting, with all records of %s: %s; each destination is tried again within %.0f s",
-            plural(self._backoffs.waiting_keys, "key"),
+            plural(len(self._backoffs.waiting), "key"),
             "; ".join(parts),
-            self._longest,
+            self._backoffs.longest,
         )
 
     def end(self) -> None:

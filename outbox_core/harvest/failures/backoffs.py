@@ -22,24 +22,21 @@ no count grows, since no others are committed meanwhile. The structure is pure a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 from outbox_core.stores.interface import (
-    LaneKey,
     LaneOrRow,
     RowId,
     StoredRecord,
-    keys_among,
     lane_or_row,
     row_id,
-    rows_among,
 )
 
-Destination = tuple[str, int | LaneKey | None]
-"""(topic, partition); (topic, None) for all of a topic; (topic, key) for a key alone."""
+Destination = tuple[str, int | LaneOrRow | None]
+"""(topic, partition); (topic, None) for all of a topic; (topic, lane or row) for a key, or a record without one."""
 
 _MOST_KEYS = 1_000
 _QUIET_SECONDS = 5.0
@@ -77,27 +74,17 @@ MOST_ENDS = 3
 """So many times a topic may end the producer, with commits of others between, before it is held."""
 
 
-def _is_never_busy(_: RowId) -> bool:
-    return False
-
-
 class Backoffs:
     """Destinations that are backed off, with the keys that wait for them; durations in seconds."""
 
     def __init__(self, first: float, longest: float, clock: Callable[[], float]) -> None:
         self._first = first
-        self._longest = longest
+        self.longest = longest
         self._clock = clock
         self._active: dict[Destination, _Backoff] = {}
         self._rows: dict[RowId, Destination] = {}
         self._keys: dict[LaneOrRow, Destination] = {}
         self._arrived: dict[str, float] = {}  # time of the last arrival in each topic with a backoff
-
-    def __bool__(self) -> bool:
-        return bool(self._active)
-
-    def __contains__(self, destination: object) -> bool:
-        return destination in self._active
 
     def __len__(self) -> int:
         return len(self._active)
@@ -107,15 +94,10 @@ class Backoffs:
         return (record.topic, None) in self._active or lane_or_row(record) in self._keys
 
     @property
-    def waiting_keys(self) -> int:
-        """Number of keys, and of records without one, that wait."""
-        return len(self._keys)
-
-    @property
     def infos(self) -> list[BackoffInfo]:
         """The destinations that are backed off, by their first failure."""
         infos = [BackoffInfo(destination, each.since, each.why) for destination, each in self._active.items()]
-        return sorted(infos, key=lambda info: info.since)
+        return sorted(infos, key=attrgetter("since"))
 
     @property
     def is_unreachable(self) -> bool:
@@ -123,21 +105,16 @@ class Backoffs:
         return any(each.is_unreachable for each in self._active.values())
 
     @property
-    def lanes(self) -> set[LaneKey]:
-        """Keys that scans leave out."""
-        return keys_among(self._keys)
-
-    @property
-    def rows(self) -> set[RowId]:
-        """Records without a key that scans leave out."""
-        return rows_among(self._keys)
+    def waiting(self) -> KeysView[LaneOrRow]:
+        """Keys, and records without one, that scans leave out."""
+        return self._keys.keys()
 
     @property
     def topics(self) -> frozenset[str]:
         """Topics that scans leave out."""
         return frozenset(topic for topic, part in self._active if part is None)
 
-    def next_due(self, is_busy: Callable[[RowId], bool] = _is_never_busy) -> float:
+    def next_due(self, is_busy: Callable[[RowId], bool] = lambda _: False) -> float:
         """Return the time at which the next destination is to be tried, but for those whose rows are busy."""
         return min((each.until for each in self._active.values() if not is_busy(each.row)), default=_NEVER)
 
@@ -160,9 +137,10 @@ class Backoffs:
 
     def failed(
         self, record: StoredRecord, destination: Destination, *, unreachable: bool = True, why: str = ""
-    ) -> None:
-        """Back off a destination after a failed delivery."""
+    ) -> bool:
+        """Back off a destination after a failed delivery; return True if it did not wait before."""
         row, item, whole = row_id(record), lane_or_row(record), (destination[0], None)
+        is_new = destination not in self._active or not self._active[destination].seconds
         mine = self._rows.get(row)
         if mine is not None and mine != destination and self._concerns_others(mine, record, destination):
             self.end(row)
@@ -170,9 +148,9 @@ class Backoffs:
         if mine is not None:  # tried again, in vain
             backoff = self._active[mine]
             backoff.is_unreachable, backoff.why = unreachable, why
-            backoff.seconds = min(self._longest, max(self._first, backoff.seconds * 2))
+            backoff.seconds = min(self.longest, max(self._first, backoff.seconds * 2))
             backoff.until = self._clock() + backoff.seconds
-            return
+            return is_new
         if whole in self._active:
             destination = whole
         known = self._active.get(destination)
@@ -183,10 +161,11 @@ class Backoffs:
         quiet_since = max(known.since, self._arrived[destination[0]])
         if len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS:
             self._widen(destination)
+        return is_new
 
     def _concerns_others(self, mine: Destination, record: StoredRecord, destination: Destination) -> bool:
-        """Return True if not that which was tried is away: not the key alone, or not the whole topic."""
-        if mine == destination_of_its_own(record):
+        """Return True if not that which was tried is away: the record's key alone is, or not the whole topic."""
+        if destination_of_its_own(record) in (mine, destination):
             return True
         backoff = self._active[mine]
         is_wide = mine[1] is None and isinstance(destination[1], int) and not backoff.ends
@@ -200,13 +179,6 @@ class Backoffs:
         self._rows[row] = destination
         self._arrived.setdefault(destination[0], 0.0)
         return backoff
-
-    def failed_alone(self, record: StoredRecord, why: str = "") -> None:
-        """Back off a record that failed alone and cannot be held, with its key."""
-        own = destination_of_its_own(record)
-        if self._rows.get(row_id(record), own) != own:
-            self.end(row_id(record))
-        self.failed(record, own, unreachable=False, why=why)
 
     def try_alone(self, record: StoredRecord, why: str = "") -> None:
         """Have a record tried at once, and by itself, as it may be to blame for the failure of its batch."""
@@ -280,5 +252,4 @@ class Backoffs:
 
 def destination_of_its_own(record: StoredRecord) -> Destination:
     """Return the destination that only the record and its key have."""
-    item = lane_or_row(record)
-    return record.topic, item if not isinstance(item, RowId) else ("", f"{item.id} {item.create_time}")
+    return record.topic, lane_or_row(record)

@@ -4,11 +4,6 @@ Failures stay in the table: a record that failed is released with those behind i
 the `backoffs` tell the next mark of it. So a failed record is followed through `policy`, which decides; this module
 and its base, which carry that out; and the backoffs.
 
-    it failed in a batch, and it may be to blame ----> tried at once, alone
-    it failed alone, or the client refused it -------> held with its key, or a dead letter
-    we may not write to its topic -------------------> the topic is held
-    its destination does not answer, or is missing --> backed off, and tried again by one record
-
 Records that are **tried** are marked by their rows, dead letters are read without a mark, as their holds keep all
 others away; and each of these is sent in a batch of its own. They take at most a quarter of the room among the records
 in flight, so that the others flow.
@@ -25,8 +20,8 @@ from outbox_core.election.lease import now
 from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, longest_backoff_of
-from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide, destination_of
+from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
+from outbox_core.harvest.failures.policy import Hold, Retry, decide, destination_of
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure
@@ -36,10 +31,8 @@ from outbox_core.stores.interface import (
     RowId,
     StoredRecord,
     bytes_of,
-    keys_among,
     lane_or_row,
     row_id,
-    rows_among,
 )
 
 _NEVER = float("inf")
@@ -58,8 +51,7 @@ class FailedDeliveries(FailureHandler):
         self._written = 0  # of these, by the call under way
         self._hold_call: StoreCall[HoldSet] = StoreCall(ctx.marker, ctx)
         self._arrived: list[StoredRecord] = []  # dead letters, whose rows and holds are to be deleted
-        self._being_deleted: list[StoredRecord] = []
-        self._deletion: StoreCall[None] = StoreCall(ctx.purger, ctx)
+        self._deletion: StoreCall[list[StoredRecord]] = StoreCall(ctx.purger, ctx)
 
     # -- failures
 
@@ -70,23 +62,15 @@ class FailedDeliveries(FailureHandler):
             record = failure.record
             self.tried.pop(row_id(record), None)
             released += lanes.release(record)
-            if isinstance(record, DeadLetter) and failure.kind in (ErrorKind.POISON, ErrorKind.UNAUTHORIZED):
-                self._hold(failure)
-                continue
             match decide(failure, alone=failure.alone, can_hold=self.hold_cache.is_writable):
                 case Retry():
                     self.backoffs.try_alone(record, failure.error.str())
                 case Hold():
-                    self._hold(failure)
-                case Backoff(None):
-                    self._back_off_alone(failure)
+                    self.backoffs.end(row_id(record))
+                    self._to_hold.append(failure)
                 case _:
                     released += self._back_off_destination(failure, lanes)
         return released
-
-    def _hold(self, failure: Failure) -> None:
-        self.backoffs.end(row_id(failure.record))
-        self._to_hold.append(failure)
 
     def _back_off_destination(self, failure: Failure, lanes: Lanes) -> list[StoredRecord]:
         if isinstance(failure.record, DeadLetter):
@@ -111,22 +95,19 @@ class FailedDeliveries(FailureHandler):
 
     def start_deleting(self) -> None:
         """Delete their rows and holds: by themselves, as what keeps the holds there must not have others repeated."""
-        if self._arrived and self._deletion.can_start:
-            self._being_deleted, self._arrived = self._arrived, []
-            ids = [record.id for record in self._being_deleted]
-            create_times = [record.create_time for record in self._being_deleted]
-            self._deletion.start(lambda store: _delete_dead_lettered(store, ids, create_times))
+        letters = self._arrived.copy()
+        if letters and self._deletion.can_start:
+            self._deletion.start(lambda store: _delete_dead_lettered(store, letters))
 
     def collect_deleted(self) -> list[StoredRecord]:
         """Return dead letters that are deleted."""
         if not self._deletion.is_done:
             return []
-        letters, self._being_deleted = self._being_deleted, []
         try:
-            self._deletion.result()
+            letters = self._deletion.result()
         except StoreUnavailable:
-            self._arrived = letters + self._arrived
             return []
+        del self._arrived[: len(letters)]
         for letter in letters:
             self.tried.pop(row_id(letter), None)
         return letters
@@ -142,8 +123,7 @@ class FailedDeliveries(FailureHandler):
         """Set the gauges, log what has waited for long, and end an outage of which nothing is waited for."""
         self._report.update()
         if not self.backoffs.is_unreachable:  # what failed is held, or fails for another reason
-            limits = self._ctx.limits
-            self._ctx.kafka.expire_after(limits.delivery_timeout + longest_backoff_of(limits))
+            self._ctx.kafka.expire_after(self._ctx.limits.delivery_timeout + self.backoffs.longest)
 
     def due_in(self, lanes: Lanes) -> float:
         """Return the seconds until a record can be tried again."""
@@ -205,14 +185,10 @@ class FailedDeliveries(FailureHandler):
 
     def exclusion(self, lanes: Lanes) -> Exclusion:
         """Return the exclusion of a mark that starts now."""
-        backoffs, waiting = self.backoffs, self._to_hold
-        leaving = lanes.returning.union(lane_or_row(failure.record) for failure in waiting)
-        denied = {failure.record.topic for failure in waiting if failure.kind is ErrorKind.UNAUTHORIZED}
-        return Exclusion(
-            keys_among(leaving) | lanes.full | backoffs.lanes,
-            rows_among(leaving) | backoffs.rows,
-            backoffs.topics | denied,
-        )
+        to_hold, backoffs = self._to_hold, self.backoffs
+        leaving = lanes.returning.union(backoffs.waiting, (lane_or_row(failure.record) for failure in to_hold))
+        denied = {failure.record.topic for failure in to_hold if failure.kind is ErrorKind.UNAUTHORIZED}
+        return Exclusion.of(lanes.full | leaving, backoffs.topics | denied)
 
     def apply_holds(self, holds: HoldSet, lanes: Lanes) -> list[StoredRecord]:
         """Take in the current holds; return the records that are released to the table."""
@@ -267,8 +243,9 @@ class FailedDeliveries(FailureHandler):
         return max(due, self._hold_call.retry_at - now())
 
 
-def _delete_dead_lettered(store: OutboxStore, ids: list[int], create_times: list[int]) -> None:
+def _delete_dead_lettered(store: OutboxStore, letters: list[StoredRecord]) -> list[StoredRecord]:
     try:
-        store.holds.delete_dead_lettered(ids, create_times)
+        store.holds.delete_dead_lettered([each.id for each in letters], [each.create_time for each in letters])
     except RowsRemain as error:  # marks go on all the same: only dead letters wait
         raise StoreUnavailable(str(error)) from error
+    return letters

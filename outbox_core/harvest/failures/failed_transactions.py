@@ -2,13 +2,9 @@
 
 Failures stay in the table. No record is kept here after its transaction, only what the next scan needs: a limit
 (`batch_limit`), the destinations that are backed off (`backoffs`), and the holds. So a failed record is followed
-through `policy`, which decides; this module and its base, which carry that out; and those two.
-
-    its transaction failed, and it may be to blame --> a smaller limit, the scan begins at the head again
-    it failed alone, or the client refused it -------> held with its key, or a dead letter
-    we may not write to its topic -------------------> the topic is held
-    its destination does not answer, or is missing --> backed off, and tried again by one record
-    it ended the producer, alone --------------------> its topic is backed off; the third time it is held
+through `policy`, which decides; this module and its base, which carry that out; and those two. What may be to blame is
+tried in smaller transactions, from the head of the table. A record that ended the producer, alone, has its topic backed
+off; the third time the topic is held.
 
 **Dead letters are ordinary records whose topic is rewritten by the scan**: rows that are requested by their holds are
 read with the others, and published in the same transactions. One that the dead-letter topic refuses stays held, with
@@ -30,9 +26,8 @@ from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.backoffs import MOST_ENDS
 from outbox_core.harvest.failures.batch_limit import BatchLimit
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
-from outbox_core.harvest.failures.policy import Backoff, Hold, Retry, decide
+from outbox_core.harvest.failures.policy import Hold, Retry, decide
 from outbox_core.harvest.store_calls import LeadershipWait
-from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.kafka.record_producer import Reports
@@ -73,8 +68,7 @@ class FailedTransactions(FailureHandler):
         """Return the exclusion of a scan that starts now."""
         if self._rests:
             self._rests = {topic: until for topic, until in self._rests.items() if now() < until}
-        backoffs = self.backoffs
-        return Exclusion(backoffs.lanes, backoffs.rows, backoffs.topics | self._rests.keys())
+        return Exclusion.of(self.backoffs.waiting, self.backoffs.topics | self._rests.keys())
 
     def due_in(self) -> float:
         """Return the seconds until the holds must be read, or a destination tried again."""
@@ -88,16 +82,14 @@ class FailedTransactions(FailureHandler):
             self._rests.clear()
             self._ctx.commits.notify()
 
-    def read_holds(self) -> bool:
-        """Read the holds; return False if the leadership ended first."""
-        read = self._wait.retry_until_done(self._ctx.marker, self.hold_cache.read)
-        self.holds = self.hold_cache.current
-        return read is not None
+    def read_holds(self) -> None:
+        """Read the holds."""
+        self._take_in_holds(self.hold_cache.read)
 
     def read_holds_if_stale(self) -> None:
         """Read stale holds, while the table returns no new rows: one may have been released."""
-        if self.holds and self.hold_cache.is_stale:
-            before = self.holds
+        before = self.holds
+        if before and not self.hold_cache.due_in():
             self.read_holds()
             if self.holds is not before:
                 self._ctx.commits.notify()
@@ -164,38 +156,39 @@ class FailedTransactions(FailureHandler):
         self.backoffs.committed()
         self._ctx.kafka.succeeded(all_of_it=not self.backoffs.is_unreachable)
 
-    def tried_again(self, records: Sequence[StoredRecord], aborted: Aborted, reports: Reports, took: float) -> None:
-        """Decide on destinations that were tried again, in a transaction that failed or did not arrive in time."""
-        self._try_again_at = now() + _REST_FACTOR * took
-        if aborted.error is None or not (aborted.record_at_fault or reports.failures):
-            self._note_failed_cluster(aborted)
-            return
-        self._succeeded(reports.arrived)
-        failures = [failure._replace(alone=True) for failure in reports.failures]
-        if not failures:
-            arrived, alone = set(map(row_id, reports.arrived)), len(records) == 1
-            late = [record for record in records if row_id(record) not in arrived]
-            failures = [Failure(record, aborted.error, alone=alone, partition=-1) for record in late]
-        self._decide(failures, records, took)
+    def aborted(
+        self,
+        aborted: Aborted,
+        records: Sequence[StoredRecord],
+        reports: Reports,
+        took: float,
+        *,
+        is_retry: bool = False,
+    ) -> None:
+        """Decide on a transaction that had to be aborted; nothing of it is in Kafka.
 
-    def aborted(self, aborted: Aborted, records: Sequence[StoredRecord], reports: Reports, took: float) -> None:
-        """Decide on a transaction that had to be aborted; nothing of it is in Kafka."""
-        failures = reports.failures
-        if aborted.error is None or not (aborted.record_at_fault or failures):
-            self._note_failed_cluster(aborted)
+        With `is_retry` it was of rows that are tried again, each of another topic, so each has a report of its own.
+        """
+        if is_retry:
+            self._try_again_at = now() + _REST_FACTOR * took
+        if aborted.error is None:
             return
-        if not failures and len(records) == 1:
-            failures = [Failure(records[0], aborted.error, partition=-1)]
-        if len(records) == 1:
-            failures = [failure._replace(alone=True) for failure in failures]
-        if not self._decide(failures, records, took):
-            refused = [each.error for each in failures if each.kind is ErrorKind.POISON] or [aborted.error]
-            self.batch.failed(len(records), refused=kind_of(refused[0]) is ErrorKind.POISON)
-
-    def _note_failed_cluster(self, aborted: Aborted) -> None:
-        if aborted.error is not None:
+        if not (aborted.record_at_fault or reports.failures):
             self._ctx.kafka.failed(aborted.error.str())
             self._wait.back_off(self._ctx.limits.io_error_backoff)
+            return
+        self._succeeded(reports.arrived)
+        failures = reports.failures
+        is_alone = len(records) == 1 or (is_retry and bool(failures))
+        if not failures and (is_alone or is_retry):
+            arrived = reports.arrived if is_retry else ()
+            failures = [Failure(each, aborted.error, partition=-1) for each in records if each not in arrived]
+        if is_alone:
+            failures = [failure._replace(alone=True) for failure in failures]
+        if self._decide(failures, records, took) or (is_retry and not failures):
+            return
+        refused = [each.error for each in failures if each.kind is ErrorKind.POISON] or [aborted.error]
+        self.batch.failed(len(records), refused=kind_of(refused[0]) is ErrorKind.POISON)
 
     def _decide(self, failures: Sequence[Failure], records: Sequence[StoredRecord], took: float) -> bool:
         """Carry out the policy's decisions; return False if a smaller transaction must show which record it is."""
@@ -207,10 +200,8 @@ class FailedTransactions(FailureHandler):
             match decide(failure, alone=failure.alone, can_hold=True):
                 case Retry():
                     is_unknown = True
-                case Hold() if failure.kind is ErrorKind.UNAUTHORIZED:
-                    denied.append(failure)
-                case Hold() | Backoff(None):
-                    bad.append(failure)
+                case Hold():
+                    (denied if failure.kind is ErrorKind.UNAUTHORIZED else bad).append(failure)
                 case _:
                     others.append(failure)
         if bad:  # what failed beside them failed because of them, or fails again
@@ -218,7 +209,8 @@ class FailedTransactions(FailureHandler):
             return True
         if is_unknown:
             return False
-        self._hold_or_back_off_topics(denied)
+        held = self._hold_denied(denied) if denied else ()
+        others += [failure for failure in denied if failure.record.topic not in held]
         first = _first_of_keys(records) if others else {}
         for failure in others:
             # A destination is tried again by a row that no other of its key precedes.
@@ -239,7 +231,11 @@ class FailedTransactions(FailureHandler):
 
     def ended(self, ended: Ended, records: Sequence[StoredRecord]) -> None:
         """Decide on a transaction of these records that ended the producer."""
-        if not records or self._hold_denied_cause(ended.cause, records):
+        if not records:
+            return
+        cause = ended.cause
+        failures = [] if cause is None else [Failure(record, cause, alone=True) for record in records]
+        if failures and failures[0].kind is ErrorKind.UNAUTHORIZED and self._hold_denied(failures):
             return
         self.batch.ended(len(records))
         record, topics = records[0], {record.topic for record in records}
@@ -255,7 +251,7 @@ class FailedTransactions(FailureHandler):
         what = "topic %s is held: records for it, and for no other topic, end every term: %s"
         _log.error(what, record.topic, ended.reason)
         hold, hold_cache = NewHold(record.topic, None, None, "ends the producer", ended.reason), self.hold_cache
-        self._write(lambda store: hold_cache.write(store, [hold]))
+        self._take_in_holds(lambda store: hold_cache.write(store, [hold]))
         self.backoffs.end(row_id(record))
 
     # -- holds
@@ -267,26 +263,12 @@ class FailedTransactions(FailureHandler):
         self._ctx.metrics.publish_error(len(failures))
         to_hold = []
         for failure in failures:
-            if failure.kind is not ErrorKind.POISON:
-                self._back_off(failure)
-            elif isinstance(failure.record, DeadLetter) or self.hold_cache.is_writable:
+            decision = decide(failure, alone=True, can_hold=self.hold_cache.is_writable)
+            if isinstance(decision, Hold) and failure.kind is ErrorKind.POISON:
                 to_hold.append(failure)
             else:
-                self._back_off_alone(failure)
-        self._hold(to_hold)
-
-    def _hold_denied_cause(self, cause: KafkaError | None, records: Sequence[StoredRecord]) -> bool:
-        """Hold the topics we may not write to, if that ended the producer; return False if it was something else."""
-        if cause is None or kind_of(cause) is not ErrorKind.UNAUTHORIZED:
-            return False
-        return bool(self._hold_denied([Failure(record, cause, alone=True) for record in records]))
-
-    def _hold_or_back_off_topics(self, denied: Sequence[Failure]) -> None:
-        done = self._hold_denied(denied) if denied else set[str]()
-        for failure in denied:
-            if failure.record.topic not in done:
-                done.add(failure.record.topic)
                 self._back_off(failure)
+        self._hold(to_hold)
 
     def _hold_denied(self, failures: Sequence[Failure]) -> set[str]:
         """Hold the topics that we may not write to, as the cluster confirms: none is held on suspicion; return them.
@@ -309,12 +291,12 @@ class FailedTransactions(FailureHandler):
         for failure in failures:  # else they would wait, long after the release
             self.backoffs.end(row_id(failure.record))
         if failures:
-            self._write(self._holding(failures))
+            self._take_in_holds(self._holding(failures))
 
-    def _write(self, write: Callable[[OutboxStore], HoldSet]) -> None:
-        written = self._wait.retry_until_done(self._ctx.marker, write)
-        if written is not None:
-            self.holds = written
+    def _take_in_holds(self, read_or_write: Callable[[OutboxStore], HoldSet]) -> None:
+        holds = self._wait.retry_until_done(self._ctx.marker, read_or_write)
+        if holds is not None:  # else the leadership is over
+            self.holds = holds
 
 
 def _first_of_keys(records: Sequence[StoredRecord]) -> dict[LaneOrRow, StoredRecord]:

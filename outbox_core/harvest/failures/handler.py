@@ -14,24 +14,28 @@ from typing import NamedTuple
 
 from outbox_core.election.lease import now
 from outbox_core.errors import OutboxError
-from outbox_core.harvest.context import HarvestContext, HarvestLimits
+from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.backoff_report import BackoffReport, name
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, Backoffs
 from outbox_core.harvest.failures.holds import HoldCache
-from outbox_core.harvest.failures.policy import destination_of, new_hold, size_limits, why_no_dead_letter
+from outbox_core.harvest.failures.policy import destination_of, new_hold
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure, dead_letter
+from outbox_core.kafka.refusals import size_limits, why_no_dead_letter
 from outbox_core.stores.interface import (
     NO_HOLDS,
     HoldSet,
     LaneKey,
+    LaneOrRow,
     NewHold,
     OutboxStore,
     RowId,
     StoredRecord,
     bytes_of,
+    keys_among,
     row_id,
+    rows_among,
 )
 
 _log = logging.getLogger(__name__)
@@ -47,6 +51,11 @@ class Exclusion(NamedTuple):
     rows: set[RowId]
     topics: frozenset[str]
 
+    @classmethod
+    def of(cls, items: Collection[LaneOrRow], topics: frozenset[str]) -> Exclusion:
+        """Return the exclusion of keys, and rows without one, and of topics."""
+        return cls(keys_among(items), rows_among(items), topics)
+
 
 class Letters(NamedTuple):
     """Dead letters that were read, and the problem with their topic, if there is one."""
@@ -58,21 +67,16 @@ class Letters(NamedTuple):
 NO_LETTERS = Letters([])
 
 
-def longest_backoff_of(limits: HarvestLimits) -> float:
-    """Return a destination's longest backoff, in seconds: `io_error_backoff` itself if that is longer."""
-    backoff = limits.io_error_backoff
-    return max(backoff, min(backoff * _LONGEST_BACKOFF_FACTOR, LONGEST_BACKOFF_SECONDS))
-
-
 class FailureHandler:
     """Holds, backoffs and dead letters of one leadership. The marker's thread uses `hold_cache`; `holds` are frozen."""
 
     def __init__(self, ctx: HarvestContext) -> None:
-        longest = longest_backoff_of(ctx.limits)
+        backoff = ctx.limits.io_error_backoff
         self.hold_cache = HoldCache(ctx.metrics)
         self.holds: HoldSet = NO_HOLDS
-        self.backoffs = Backoffs(ctx.limits.io_error_backoff / 10, longest, now)
-        self._report = BackoffReport(ctx.metrics, self.backoffs, longest)
+        longest = max(backoff, min(backoff * _LONGEST_BACKOFF_FACTOR, LONGEST_BACKOFF_SECONDS))
+        self.backoffs = Backoffs(backoff / 10, longest, now)
+        self._report = BackoffReport(ctx.metrics, self.backoffs)
         self._has_letter_topic = False
         self._ctx = ctx
 
@@ -87,24 +91,19 @@ class FailureHandler:
             _log.info("records for %s arrive again", name(destination))
 
     def _back_off(self, failure: Failure) -> bool:
-        """Back off a destination; return True if it was not, before."""
+        """Back off the destination of a failure; return True if it did not wait before."""
         record, error = failure.record, failure.error.str()
         destination, unreachable = destination_of(failure), failure.kind is ErrorKind.TRANSIENT
-        is_new = destination not in self.backoffs
-        self.backoffs.failed(record, destination, unreachable=unreachable, why=error)
+        is_new = self.backoffs.failed(record, destination, unreachable=unreachable, why=error)
         what = f"record {record.id} for topic {record.topic}"
         if unreachable:
             self._ctx.kafka.failed(f"{what}: {error}")
         elif is_new:
-            self._report.warn(f"topic {record.topic}" if destination[1] is None else what, error)
-        is_letter = isinstance(record, DeadLetter)
-        self._has_letter_topic = self._has_letter_topic and not (is_letter and failure.kind is ErrorKind.UNKNOWN_TOPIC)
+            what = f"topic {record.topic}" if destination[1] is None else what
+            _log.warning("%s: %s; it is tried again after a growing backoff", what, error)
+        if isinstance(record, DeadLetter) and failure.kind is ErrorKind.UNKNOWN_TOPIC:
+            self._has_letter_topic = False
         return is_new
-
-    def _back_off_alone(self, failure: Failure) -> None:
-        record, error = failure.record, failure.error.str()
-        self._report.warn_once(record.id, f"record {record.id} for topic {record.topic}", error)
-        self.backoffs.failed_alone(record, error)
 
     def _holding(self, failures: Sequence[Failure]) -> Callable[[OutboxStore], HoldSet]:
         """Return what holds the records of failures, or their topics, and leaves dead letters held; it returns all."""

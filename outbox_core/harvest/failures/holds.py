@@ -22,7 +22,7 @@ from types import MappingProxyType
 from outbox_core.election.lease import now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, OutboxStore, OversizedValue, StoredRecord
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, OutboxStore, OversizedValue, RowQuery, StoredRecord
 
 _log = logging.getLogger(__name__)
 
@@ -55,13 +55,8 @@ class HoldCache:
         """True if the last attempt to read them succeeded."""
         return self.read_at > _UNKNOWN
 
-    @property
-    def is_stale(self) -> bool:
-        """True if a change since the last reading would not take effect soon."""
-        return self.due_in() <= 0.0
-
     def due_in(self) -> float:
-        """Return the seconds until they are stale."""
+        """Return the seconds until they are stale: a change since the last reading would not take effect soon."""
         return max(0.0, self.read_at + self._read_every - now())
 
     def current_or_reread(self, store: OutboxStore, records: Sequence[StoredRecord] = ()) -> HoldSet:
@@ -69,7 +64,7 @@ class HoldCache:
         if OversizedValue in set(map(type, map(_value_of, records))):
             withheld = [record for record in records if isinstance(record.value, OversizedValue)]
             return self.write(store, [_too_large(record) for record in withheld])
-        if self.is_stale:
+        if not self.due_in():
             self.read(store)
         return self.current
 
@@ -128,6 +123,14 @@ class HoldCache:
             _log_refused(refused)
             _log_holds(holds)
         return self.read(store)
+
+
+def nothing_waits(store: OutboxStore) -> bool:
+    """Return True if the table is empty but for held rows, none of which is requested as a dead letter."""
+    holds = store.holds.read()
+    if not holds:
+        return store.is_empty()
+    return not holds.requests and not store.scan(RowQuery(1, holds=holds))
 
 
 def _too_large(record: StoredRecord) -> NewHold:

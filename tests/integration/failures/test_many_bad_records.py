@@ -222,11 +222,11 @@ def test_blaming_a_transaction_holds_the_innocent(scene, make_topic, broken):
     scene.stash(OutboxRecord(topic, None, b"x"))
     decide_on = failed_transactions.FailedTransactions.aborted
 
-    def blame(self, aborted, records, *more):
+    def blame(self, aborted, records, *more, **options):
         if broken:
             self.refused([Failure(record, aborted.error, True) for record in records])
         else:
-            decide_on(self, aborted, records, *more)
+            decide_on(self, aborted, records, *more, **options)
 
     with (
         patch.object(failed_transactions.FailedTransactions, "aborted", blame),

@@ -62,7 +62,7 @@ def test_notice_ends_the_wait(scene, make_topic, told_only, delivery):
 
 def test_lost_connection_is_replaced(scene, make_topic, told_only, monkeypatch):
     """After the end of its session the listener connects again, and records written meanwhile are published."""
-    monkeypatch.setattr("outbox_core.harvest.wakeup._FIRST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("outbox_core.upkeep.wakeup._FIRST_RETRY_SECONDS", 0.05)
     add_trigger(scene)
     topic = make_topic()
     with scene.running(config={"notify": True}, limits=told_only) as harvester:
@@ -80,7 +80,7 @@ def test_lost_connection_is_replaced(scene, make_topic, told_only, monkeypatch):
 @pytest.mark.complete
 def test_restarted_database(private_stack, private_database, make_topic, monkeypatch):
     """A restart of the database loses no record, and notices arrive again afterwards."""
-    monkeypatch.setattr("outbox_core.harvest.wakeup._FIRST_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("outbox_core.upkeep.wakeup._FIRST_RETRY_SECONDS", 0.05)
     scene = Scene(private_database, private_stack.kafka.bootstrap)
     add_trigger(scene)
     topic = make_topic(bootstrap=private_stack.kafka.bootstrap)

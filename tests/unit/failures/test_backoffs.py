@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox_core.harvest.failures.backoffs import Backoffs
+from outbox_core.harvest.failures.backoffs import Backoffs, destination_of_its_own
 from outbox_core.stores.interface import RowId, StoredRecord
 
 NEVER = float("inf")
@@ -35,7 +35,7 @@ def test_destination_is_tried_by_one_row_after_growing_backoffs(clock):
     backoffs = Backoffs(1.0, 3.0, clock)
     backoffs.failed(record(1, "a"), ("t", 0))
     backoffs.failed(record(2, "b"), ("t", 0))
-    assert backoffs.lanes == {("t", "a"), ("t", "b")}
+    assert backoffs.waiting == {("t", "a"), ("t", "b")}
     waits = []
     for _ in range(4):
         assert not backoffs.due_together(10)
@@ -46,7 +46,7 @@ def test_destination_is_tried_by_one_row_after_growing_backoffs(clock):
     assert waits == [1.0, 2.0, 3.0, 3.0]
     assert backoffs.succeeded([record(1, "a")]) == [("t", 0)]
     assert not backoffs
-    assert not backoffs.lanes
+    assert not backoffs.waiting
     assert backoffs.next_due() == NEVER
 
 
@@ -54,11 +54,11 @@ def test_row_that_is_gone_ends_its_backoff(clock):
     """A backoff whose row was deleted or held ends, as nothing would ever end it."""
     backoffs = Backoffs(1.0, 3.0, clock)
     backoffs.failed(record(1, None), ("t", 0))
-    assert backoffs.rows == {RowId(1, 0)}
+    assert backoffs.waiting == {RowId(1, 0)}
     assert backoffs.end(RowId(1, 0)) == ("t", 0)
     assert backoffs.end(RowId(1, 0)) is None
     assert not backoffs
-    assert not backoffs.rows
+    assert not backoffs.waiting
 
 
 def test_rows_that_are_tried_together_are_of_different_topics(clock):
@@ -93,11 +93,11 @@ def test_many_keys_become_the_topic_unless_something_arrives(clock):
     backoffs.succeeded([record(5_000, "z")])
     clock.time += 4
     backoffs.failed(record(1_501, "a"), ("t", 0))
-    assert backoffs.waiting_keys == 1_501
+    assert len(backoffs.waiting) == 1_501
     clock.time += 2
     backoffs.failed(record(1_502, "b"), ("t", 0))
     assert backoffs.topics == {"t"}
-    assert not backoffs.lanes
+    assert not backoffs.waiting
     assert backoffs.succeeded([record(0, "k0")]) == [("t", None)]
     assert not backoffs
 
@@ -107,7 +107,7 @@ def test_topic_does_not_wait_for_one_of_its_partitions(clock):
     backoffs = Backoffs(1.0, 3.0, clock)
     backoffs.failed(record(1, "a"), ("t", None))
     backoffs.failed(record(1, "a"), ("t", 4))
-    assert (backoffs.topics, backoffs.lanes) == (set(), {("t", "a")}), "the topic was made, and partition 4 is away"
+    assert (backoffs.topics, backoffs.waiting) == (set(), {("t", "a")}), "the topic was made, and partition 4 is away"
     for number in range(1_002):
         clock.time += 0.01
         backoffs.failed(record(number, f"k{number}", "u"), ("u", 0))
@@ -117,7 +117,7 @@ def test_topic_does_not_wait_for_one_of_its_partitions(clock):
         assert backoffs.topics == {"u"}
         clock.time += 10.0
     backoffs.failed(record(0, "k0", "u"), ("u", 0))
-    assert (backoffs.topics, ("u", "k0") in backoffs.lanes) == (set(), True)
+    assert (backoffs.topics, ("u", "k0") in backoffs.waiting) == (set(), True)
 
 
 def test_record_that_cannot_be_held_waits_with_its_key(clock):
@@ -126,8 +126,8 @@ def test_record_that_cannot_be_held_waits_with_its_key(clock):
     backoffs.failed(record(1, "a"), ("t", 0))
     backoffs.failed(record(2, "b"), ("t", 0))
     for _ in range(2):
-        backoffs.failed_alone(record(1, "a"), "refused")
-        assert backoffs.lanes == {("t", "a")}
+        backoffs.failed(record(1, "a"), destination_of_its_own(record(1, "a")), unreachable=False)
+        assert backoffs.waiting == {("t", "a")}
         assert not backoffs.is_unreachable
     assert backoffs.next_due() == clock.time + 2
 
@@ -140,7 +140,7 @@ def test_record_that_may_be_to_blame_is_tried_at_once(clock):
     busy = set()
     assert backoffs.due(10, busy.__contains__) == [RowId(1, 0), RowId(2, 0)]
     assert backoffs.due(1, busy.__contains__) == [RowId(1, 0)]
-    assert (backoffs.lanes, backoffs.rows) == ({("t", "a")}, {RowId(2, 0)})
+    assert backoffs.waiting == {("t", "a"), RowId(2, 0)}
     busy.add(RowId(1, 0))
     assert backoffs.due(10, busy.__contains__) == [RowId(2, 0)]
     assert backoffs.next_due({RowId(1, 0), RowId(2, 0)}.__contains__) == NEVER
@@ -203,7 +203,7 @@ def test_every_key_that_waits_has_a_row_that_is_tried(steps):
         elif kind == 1:
             backoffs.failed(row, ("t", None))
         elif kind == 2:
-            backoffs.failed_alone(row)
+            backoffs.failed(row, destination_of_its_own(row), unreachable=False)
         elif kind == 3:
             backoffs.succeeded([row])
         elif kind == 5:
@@ -215,6 +215,5 @@ def test_every_key_that_waits_has_a_row_that_is_tried(steps):
         clock.time = max(clock.time, backoffs.next_due())
         for row in backoffs.due_together(10):
             assert backoffs.end(row) is not None
-    assert not backoffs.lanes
+    assert not backoffs.waiting
     assert not backoffs.topics
-    assert not backoffs.waiting_keys

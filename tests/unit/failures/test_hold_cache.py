@@ -12,8 +12,8 @@ def test_holds_are_stale_when_they_are_due():
     cache = HoldCache(HarvestMetrics())
     cache.read_at = 0.0
     with patch.object(holds, "now", lambda: READ_EVERY_SECONDS / 2):
-        assert not cache.is_stale
+        assert cache.due_in()
         assert cache.due_in() > 0.0
     with patch.object(holds, "now", lambda: READ_EVERY_SECONDS):
         assert cache.due_in() == 0.0
-        assert cache.is_stale
+        assert not cache.due_in()

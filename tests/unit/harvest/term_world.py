@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from uuid import uuid4
 
+from outbox_core.commit_signal import CommitFlag
 from outbox_core.election import Leadership, now
 from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic, HarvestContext, HarvestLimits
 from outbox_core.harvest.exactly_once import term as term_module
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
-from outbox_core.harvest.meter import Meter
-from outbox_core.harvest.polling import CommitFlag
-from outbox_core.harvest.store_thread import StoreThread
+from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure
@@ -24,6 +23,7 @@ from outbox_core.kafka.record_producer import Sent
 from outbox_core.kafka.tracking import Ledger
 from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_core.metrics import HarvestMetrics
+from outbox_core.monitoring.meter import Meter
 from outbox_core.stores.interface import HoldSet, NewHold, SequenceSnapshot, StoredRecord, lane_of, row_id
 
 TRACKING, LETTERS = "tracking", "letters"
@@ -361,9 +361,6 @@ class World:
         self.cluster.missing.discard(LETTERS)
 
     # -- as its terms' recovery
-
-    def check_topic(self):
-        return None
 
     def settle(self, producer):
         del producer

@@ -5,7 +5,8 @@ from threading import Event
 
 import pytest
 
-from outbox_core.harvest.polling import CommitFlag, PollSchedule
+from outbox_core.commit_signal import CommitFlag
+from outbox_core.harvest.polling import PollSchedule
 
 CEILING = 0.25
 

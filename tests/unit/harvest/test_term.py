@@ -327,9 +327,24 @@ def test_topic_whose_refusal_is_not_confirmed_is_tried_ever_more_rarely(world):
     aborted = Aborted(KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED), record_at_fault=True)
     for _ in range(20):
         began = now()
-        subject.tried_again([row], aborted, Reports(), 0.0)
+        subject.aborted(aborted, [row], Reports(), 0.0, is_retry=True)
     assert subject.backoffs.next_due() >= began + 20 * world.ctx.limits.io_error_backoff
     assert not world.table.held
+    world.close()
+
+
+def test_retry_that_is_refused_without_a_report_goes_on_with_fewer_rows(world):
+    """A refused transaction of rows that are tried again, without a report that names one, is halved."""
+    subject, usual = world.delivery.failures, world.delivery.failures.batch.limit
+    rows = [world.table.rows[world.table.add(topic)] for topic in "tu"]
+    aborted, reports = Aborted(KafkaError(KafkaError.INVALID_RECORD), record_at_fault=True), Reports()
+    reports.arrived += rows
+    subject.aborted(aborted, rows, reports, 0.0, is_retry=True)
+    assert subject.batch.limit == usual, "all of them arrived: none is to blame"
+    subject.aborted(aborted, rows, Reports(), 0.0, is_retry=True)
+    assert subject.batch.limit == 1
+    subject.aborted(aborted, rows[:1], Reports(), 0.0, is_retry=True)
+    assert [hold.record_id for hold in world.table.held] == [rows[0].id]
     world.close()
 
 
@@ -472,7 +487,7 @@ def test_a_suspect_keeps_nobody_waiting_after_a_term_has_ended(hasty, monkeypatc
     hasty.settle = terms.append
     failures = hasty.delivery.failures
     monkeypatch.setattr(failures.backoffs, "_first", 0.0)  # it is due whenever a term begins
-    monkeypatch.setattr(failures.backoffs, "_longest", 0.0)
+    monkeypatch.setattr(failures.backoffs, "longest", 0.0)
     with hasty.running():
         wait_until(lambda: failures.backoffs, "it is a suspect")
         hasty.table.add("t", 50)

@@ -7,8 +7,8 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from outbox_core.commit_signal import CommitFlag
 from outbox_core.errors import OutboxError
-from outbox_core.harvest.polling import CommitFlag
 from outbox_core.outage import Outage
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The meter: readings at intervals, with the right rates."""
 
 from outbox_core.events import MeterStats
-from outbox_core.harvest.meter import Meter
+from outbox_core.monitoring.meter import Meter
 
 
 class _Clock:
