@@ -47,22 +47,23 @@ class ScansWhatIsInFlight(ForcedOverlap):
     """A term whose scan excludes records that await their purge, but not the batch that is being published."""
 
     def _start_scan(self):
-        in_flight, self._in_flight = self._in_flight, set(self._unpurged)
+        batch, self._batch = self._batch, ()
         super()._start_scan()
-        self._in_flight = in_flight
+        self._batch = batch
 
 
 class ExcludesAfterTheScan(ForcedOverlap):
     """A term that excludes the ids in flight at the end of the scan, not at its beginning."""
 
     def _start_scan(self):
-        in_flight, self._in_flight = self._in_flight, set()
+        batch, unpurged, self._batch, self._unpurged = self._batch, self._unpurged, (), ()
         super()._start_scan()
-        self._in_flight = in_flight
+        self._batch, self._unpurged = batch, unpurged
 
     def _collect_scan(self):
         scanned = super()._collect_scan()
-        return scanned._replace(records=[each for each in scanned.records if row_id(each) not in self._in_flight])
+        in_flight = set(map(row_id, self._in_flight))
+        return scanned._replace(records=[each for each in scanned.records if row_id(each) not in in_flight])
 
 
 # -- 2. An abort throws away scanned rows that are not published

@@ -213,7 +213,7 @@ def purge_with_the_last(self: Term, records: list[StoredRecord]) -> None:
     before = self._unpurged
     _original_conclude(self, records)
     if before:
-        self._unpurged = before + self._unpurged
+        self._unpurged = [*before, *self._unpurged]
         self._purge.abandon()
         self._start_purge()
 
@@ -225,29 +225,37 @@ def exclude_nothing(limit: int, most: int, floor: Any, lanes: Any, _: Any, topic
 
 def scan_excluding_nothing(self: Term) -> None:
     """Send a scan that excludes no row in flight..."""
-    in_flight, self._in_flight = self._in_flight, set()
+    batch, unpurged, self._batch, self._unpurged = self._batch, self._unpurged, (), ()
     _original_start_scan(self)
-    self._in_flight = in_flight
+    self._batch, self._unpurged = batch, unpurged
 
 
 def collect_and_exclude(self: Term) -> Scanned:
     """...and leave out the rows that are in flight when it has ended."""
     scanned = _original_collect_scan(self)
-    return scanned._replace(records=[each for each in scanned.records if row_id(each) not in self._in_flight])
+    in_flight = set(map(row_id, self._in_flight))
+    return scanned._replace(records=[each for each in scanned.records if row_id(each) not in in_flight])
 
 
 def scan_what_awaits_its_purge(self: Term) -> None:
     """Exclude the batch under way from a scan, and not the one before it."""
-    in_flight, self._in_flight = self._in_flight, self._in_flight.difference(self._unpurged)
+    unpurged, self._unpurged = self._unpurged, ()
     _original_start_scan(self)
-    self._in_flight = in_flight
+    self._unpurged = unpurged
 
 
 def forget_what_awaits_its_purge(self: Term) -> None:
     """Exclude nothing from the scan that follows an abort."""
     self._join_scan()
     self._ctx.watermark.reset("a transaction was aborted")
-    self._in_flight = set()
+    self._batch = ()
+    broken: Any = self
+
+    def start_once() -> None:
+        del broken._start_scan
+        scan_what_awaits_its_purge(self)
+
+    broken._start_scan = start_once
 
 
 def select_behind_the_last(self: Store, query: RowQuery, is_wanted: Any) -> Any:

@@ -32,7 +32,6 @@ from outbox_core.stores.interface import (
     StoredRecord,
     bytes_of,
     lane_of,
-    row_id,
 )
 
 if TYPE_CHECKING:
@@ -55,10 +54,6 @@ class _Scan(NamedTuple):
     letters: Letters
 
 
-def _is_dead_letter(record: StoredRecord) -> bool:
-    return isinstance(record, DeadLetter)
-
-
 class Scanned(NamedTuple):
     """The records of a scan that may be published; `is_all` if it returned no row at all, neither failed nor held."""
 
@@ -76,12 +71,12 @@ class Term:
         self._ctx = ctx
         self._wait = LeadershipWait(leadership.over, ctx)
         self._transactions = transactions
-        self._in_flight: set[RowId] = set()  # scanned, and their purge is not committed: scans exclude them
-        self._unpurged: list[RowId] = []  # published, and their purge is not committed
-        self._unpurged_letters: frozenset[RowId] = frozenset()  # of them: their holds are deleted, too
+        self._batch: Sequence[StoredRecord] = ()  # scanned, and not committed
+        self._unpurged: Sequence[StoredRecord] = ()  # published, and their purge is not committed
         self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx)
         self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx)
         self._plan: ScanPlan | None = None  # of the scan under way; None if that reads a dead letter
+        self._passed: Sequence[StoredRecord] = ()  # in flight as it began
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._failures = leadership.failures
         # The last transaction tried destinations again, had a dead letter alone, or ended the producer, perhaps by one
@@ -154,18 +149,24 @@ class Term:
                 self._check_drained()
         return records
 
+    @property
+    def _in_flight(self) -> list[StoredRecord]:
+        """The records that are scanned, and whose purge is not committed: scans exclude their rows."""
+        return [*self._unpurged, *self._batch]
+
     def _take_in_flight(self, records: Sequence[StoredRecord]) -> None:
-        expected = len(self._in_flight) + len(records)
-        self._in_flight.update(map(_row_id_of, records))
-        again = expected - len(self._in_flight)
-        must(not again, "a scan must return no row in flight, and none twice; %d of %d were", again, len(records))
+        self._batch = records
+        rows = self._in_flight
+        if len(set(map(_id_of, rows))) < len(rows):  # ids come back: only with their create times they tell rows apart
+            again = len(rows) - len(set(map(_row_id_of, rows)))
+            must(not again, "a scan must return no row in flight, and none twice; %d of %d were", again, len(records))
 
     def _start_scan(self) -> None:
         failures, limit = self._failures, self._failures.batch.limit
         lanes, rows, topics = failures.exclusion()
-        # a copy: the set as it is before the statement begins
-        excluded = self._in_flight.union(rows)
-        letters = [] if limit == 1 and self._owes_batch else failures.letters_to_read(excluded)
+        # a copy: as it is before the statement begins
+        self._passed = self._in_flight
+        letters = [] if limit == 1 and self._owes_batch else failures.letters_to_read([*self._passed, *rows])
         if letters and limit == 1:  # a batch of one is what finds the bad ones
             self._start_reading_letter(letters)
             return
@@ -173,7 +174,8 @@ class Term:
         hold_cache, holds = failures.hold_cache, failures.holds
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
         most = max(1, limit - len(letters)), self._ctx.limits.mark_query_bytes
-        query = RowQuery(*most, plan.floor, lanes, excluded, topics, holds)
+        excluded = {_row_id_of(record) for record in self._passed if record.id > plan.floor.id}
+        query = RowQuery(*most, plan.floor, lanes, excluded | rows, topics, holds)
         self._plan = plan
 
         def scan(store: OutboxStore) -> _Scan:
@@ -213,10 +215,13 @@ class Term:
         self._owes_batch = plan is None
         if plan is not None:
             self._ctx.watermark.scanned(plan, evidence, records, took)
+            if records and records[0].id <= plan.floor.id:  # in another place the scan begins at the head
+                passed = set(map(_row_id_of, self._passed))
+                records = [record for record in records if _row_id_of(record) not in passed]
         admissible = self._failures.admissible(records, holds)
         if letters.records:
             admissible = sorted([*admissible, *self._failures.sendable(letters)], key=_id_of)
-        return Scanned(admissible, took, is_all=not records and plan is not None)
+        return Scanned(admissible, took, is_all=not result.records and plan is not None)
 
     def _join_scan(self) -> None:
         if self._scan.is_running:
@@ -285,8 +290,8 @@ class Term:
         self._failures.refused([failure for failure in refused if lane_of(failure.record) not in lanes])
         self._ctx.watermark.reset("records were left out of a transaction")
         self._join_scan()  # it may have found others of their keys
-        self._in_flight = {*self._unpurged, *map(_row_id_of, kept)}
         records[:] = kept
+        self._batch = records
 
     def _fill(
         self, producer: RecordProducer, records: list[StoredRecord], reports: Reports | None
@@ -321,12 +326,7 @@ class Term:
         return producer.send_manifest(transactions.tracking_topic, opening.encode(), key=key)
 
     def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
-        manifest = Manifest(
-            self._transactions.outbox,
-            [record.id for record in records],
-            [record.create_time for record in records],
-            self._server,
-        )
+        manifest = Manifest(self._transactions.outbox, *_ids_and_times(records), self._server)
         return producer.send_manifest(self._transactions.tracking_topic, manifest.encode())
 
     def _is_late(self) -> bool:
@@ -361,10 +361,9 @@ class Term:
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records)
-        letters = sum(isinstance(record, DeadLetter) for record in records) if self._unpurged_letters else 0
+        ordinary, letters = _split(records)
         if letters:
-            self._ctx.metrics.dead_letters(letters)
-        ordinary = [record for record in records if not isinstance(record, DeadLetter)] if letters else records
+            self._ctx.metrics.dead_letters(len(letters))
         self._ctx.metrics.published(ordinary)
         self._ctx.metrics.publish_latency(took, len(ordinary))
         self._failures.committed(records, took)
@@ -374,9 +373,7 @@ class Term:
         self._transactions.reached(Failpoint.COMMITTED)
         self._ctx.kafka.recovered()  # not before: a term that begins well may never commit anything
         self.committed = True
-        self._unpurged = list(map(_row_id_of, records))
-        if self._failures.holds.requests:
-            self._unpurged_letters = frozenset(map(row_id, filter(_is_dead_letter, records)))
+        self._batch, self._unpurged = (), records
         self._transactions.reached(Failpoint.BEFORE_PURGE)
         self._start_purge()
 
@@ -399,14 +396,14 @@ class Term:
         self._join_scan()
         self._ctx.watermark.reset("a transaction was aborted")
         self._purge_is_committed(None)
-        self._in_flight = set(self._unpurged)
+        self._batch = ()
 
     # -- what is tried again
 
     def _try_again(self, producer: RecordProducer, records: list[StoredRecord]) -> Ended | None:
         """Publish a row of each destination that is due, and do not wait for long: it may still be away."""
         self._count_in_flight(len(records))
-        self._in_flight.update(map(_row_id_of, records))
+        self._batch = records
         began, reports = now(), Reports()
         outcome = self._fill(producer, records, reports) or self._commit_in_time(producer, records)
         return self._conclude(outcome, records, reports, now() - began, is_retry=True)
@@ -427,14 +424,13 @@ class Term:
     # -- purge
 
     def _start_purge(self) -> None:
-        letters = self._unpurged_letters
-        rows, held = [row for row in self._unpurged if row not in letters], list(letters)
+        rows, letters = _split(self._unpurged)
 
         def purge(store: OutboxStore) -> int:
             began = now()
-            count = store.delete_published([row[0] for row in rows], [row[1] for row in rows]) if rows else 0
-            if held:
-                count += store.holds.delete_dead_lettered([row.id for row in held], [row.create_time for row in held])
+            count = store.delete_published(*_ids_and_times(rows)) if rows else 0
+            if letters:
+                count += store.holds.delete_dead_lettered(*_ids_and_times(letters))
             self._ctx.metrics.purge_took(now() - began, count)
             return count
 
@@ -449,12 +445,23 @@ class Term:
                 return False
             elif self._wait.result(self._purge) is not None:
                 self._ctx.removal.recovered()
-                self._in_flight.difference_update(self._unpurged)
-                self._unpurged, self._unpurged_letters = [], frozenset()
+                self._unpurged = ()
                 self._transactions.reached(Failpoint.AFTER_PURGE)
             elif self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                 return False
         return True
+
+
+def _split(records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], Sequence[StoredRecord]]:
+    """Return ordinary records, and dead letters."""
+    if DeadLetter not in set(map(type, records)):
+        return records, []
+    letters = [record for record in records if isinstance(record, DeadLetter)]
+    return [record for record in records if not isinstance(record, DeadLetter)], letters
+
+
+def _ids_and_times(records: Iterable[StoredRecord]) -> tuple[list[int], list[int]]:
+    return [record.id for record in records], [record.create_time for record in records]
 
 
 def _without(records: Iterable[StoredRecord], refused: Iterable[StoredRecord]) -> list[StoredRecord]:

@@ -17,7 +17,7 @@ took, and so does everything that is tried again; an empty table ends the rests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from outbox_core.election.lease import now
@@ -111,11 +111,11 @@ class FailedTransactions(FailureHandler):
 
     # -- rows that are read by their ids
 
-    def letters_to_read(self, in_flight: Collection[tuple[int, int]]) -> list[int]:
+    def letters_to_read(self, in_flight: Iterable[StoredRecord | RowId]) -> list[int]:
         """Return ids of requested dead letters for the next transaction."""
         if not self.holds.requests or self._ctx.dead_letters.topic in self._rests:
             return []
-        return self._letters_to_read({row[0] for row in in_flight}, max(1, self.batch.limit // 2))
+        return self._letters_to_read({row.id for row in in_flight}, max(1, self.batch.limit // 2))
 
     def rows_to_try(self) -> list[RowId]:
         """Return rows by which destinations are to be tried again now, in a transaction of their own."""
