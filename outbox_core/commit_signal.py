@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable
 
 __all__ = [
-    "CommitFlag",
     "has_subscribers",
     "notify",
     "subscribe",

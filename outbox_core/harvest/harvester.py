@@ -124,7 +124,7 @@ class Harvester:
         with ExitStack() as undo:
             parts = undo.enter_context(ExitStack())
             self._start_observer(parts)  # first: if Kafka does not answer, the metrics have the backlog all the same
-            ctx = self._ctx = self._start_parts(identity, parts)
+            ctx = self._start_parts(identity, parts)
             self._thread = threading.Thread(target=self._run, args=(ctx, parts), name="outbox-harvest", daemon=True)
             self._thread.start()
             undo.pop_all()  # the harvest thread ends the parts
@@ -149,7 +149,7 @@ class Harvester:
         self._publisher = self._parts.publisher(identity, self._transactions.topics)
         if self._publisher is not None:
             parts.callback(self._publisher.close)
-        ctx = self._context(identity, parts)
+        ctx = self._ctx = self._context(identity, parts)  # before the elector calls event handlers, which may ask us
         ctx.elector.start()
         parts.callback(ctx.elector.stop)
         return ctx

@@ -95,8 +95,8 @@ class FailedDeliveries(FailureHandler):
 
     def start_deleting(self) -> None:
         """Delete their rows and holds: by themselves, as what keeps the holds there must not have others repeated."""
-        letters = self._arrived.copy()
-        if letters and self._deletion.can_start:
+        if self._arrived and self._deletion.can_start:
+            letters = self._arrived.copy()
             self._deletion.start(lambda store: _delete_dead_lettered(store, letters))
 
     def collect_deleted(self) -> list[StoredRecord]:

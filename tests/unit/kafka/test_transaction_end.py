@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from outbox_core.harvest.recovery import Recovery
+from outbox_core.harvest import recovery
 from outbox_core.kafka import identity
 from outbox_core.kafka import transactions as transaction
 from outbox_core.kafka.identity import TransactionalIdentity
@@ -87,11 +87,13 @@ def client(monkeypatch):
 
 
 @pytest.mark.usefixtures("client")
-def test_a_coordinator_that_does_not_answer_ends_the_term():
+def test_a_coordinator_that_does_not_answer_ends_the_term(monkeypatch):
     """A coordinator that does not answer ends the term with Kafka's last error, though each call may be repeated."""
-    transactions = SimpleNamespace(timeout=0.05, relay_shards=list)
-    recovery = Recovery(transactions, lambda: False, None)
-    ended = recovery.settle(TransactionalProducer(_SETTINGS, timeout_seconds=1.0))
+    monkeypatch.setattr(recovery, "ensure_tracking_topic", lambda *_: None)
+    transactions = SimpleNamespace(timeout=0.05, relay_shards=list, kafka={}, tracking_topic="t")
+    ended = recovery.Recovery(transactions, lambda: False, None).settle(
+        TransactionalProducer(_SETTINGS, timeout_seconds=1.0)
+    )
     assert "the coordinator is away" in ended.reason
 
 
