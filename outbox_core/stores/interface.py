@@ -378,6 +378,7 @@ class RowQuery(NamedTuple):
         limit: the largest number of rows.
         max_bytes: no row is added once those before it take that much (`sizes_of`); one large row always fits.
         after: the floor above which rows are selected.
+        without_rows: rows by id and create time; a record stands for its row.
         only_rows: the rows among which it selects, None for all.
     """
 
@@ -385,7 +386,7 @@ class RowQuery(NamedTuple):
     max_bytes: int = NO_LIMIT
     after: Floor = NO_FLOOR
     without_keys: Collection[LaneKey] = ()
-    without_rows: Collection[RowId] = ()
+    without_rows: Collection[RowId | StoredRecord] = ()
     without_topics: Collection[str] = ()
     holds: HoldSet = NO_HOLDS
     only_rows: Collection[RowId] | None = None

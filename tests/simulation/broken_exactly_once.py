@@ -261,7 +261,7 @@ def forget_what_awaits_its_purge(self: Term) -> None:
 def select_behind_the_last(self: Store, query: RowQuery, is_wanted: Any) -> Any:
     """Select rows with higher ids than any that was in flight."""
     store: Any = self
-    last = store.last_in_flight = max([getattr(store, "last_in_flight", 0), *(row for row, _ in query.without_rows)])
+    last = store.last_in_flight = max([getattr(store, "last_in_flight", 0), *(row.id for row in query.without_rows)])
     return _original_select(self, query, lambda row: row.record.id > last and is_wanted(row))
 
 
@@ -308,5 +308,5 @@ def keep_the_scan(self: Term, aborted: Aborted) -> None:
 def exclude_by_id(self: Store, query: RowQuery, is_wanted: Any) -> Any:
     """Exclude whatever rows have the ids of those in flight."""
     rows = self._database.rows
-    without = [row_id(rows[identity].record) for identity, _ in query.without_rows if identity in rows]
+    without = [row_id(rows[row.id].record) for row in query.without_rows if row.id in rows]
     return _original_select(self, query._replace(without_rows=without), is_wanted)

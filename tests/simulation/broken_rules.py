@@ -205,7 +205,6 @@ RULES = {
         Term,
         "_forget_scanned",
         exactly_once.forget_what_awaits_its_purge,
-        shows="repeated",
         plan=_ABORTED_BEFORE_A_PURGE,
     ),
     "a scan is a statement of its own, on the primary": _exactly(

@@ -207,7 +207,7 @@ class Store:
         here = _Place(self._connection, database.incarnation)
         if floor.place == here and database.last_id >= floor.id:
             lowest = floor.id
-        rows, keys, topics = set(query.without_rows), set(query.without_keys), set(query.without_topics)
+        rows, keys, topics = set(map(row_id, query.without_rows)), set(query.without_keys), set(query.without_topics)
         only = None if query.only_rows is None else set(query.only_rows)
         found: list[Row] = []
         taken = 0

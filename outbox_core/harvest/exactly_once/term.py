@@ -76,7 +76,6 @@ class Term:
         self._purge: StoreCall[int] = StoreCall(ctx.purger, ctx)
         self._scan: StoreCall[_Scan] = StoreCall(ctx.marker, ctx)
         self._plan: ScanPlan | None = None  # of the scan under way; None if that reads a dead letter
-        self._passed: Sequence[StoredRecord] = ()  # in flight as it began
         self._schedule = PollSchedule(ctx.limits.mark_backoff, ctx.commits, now)
         self._failures = leadership.failures
         # The last transaction tried destinations again, had a dead letter alone, or ended the producer, perhaps by one
@@ -165,8 +164,8 @@ class Term:
         failures, limit = self._failures, self._failures.batch.limit
         lanes, rows, topics = failures.exclusion()
         # a copy: as it is before the statement begins
-        self._passed = self._in_flight
-        letters = [] if limit == 1 and self._owes_batch else failures.letters_to_read([*self._passed, *rows])
+        excluded: list[StoredRecord | RowId] = [*self._in_flight, *rows]
+        letters = [] if limit == 1 and self._owes_batch else failures.letters_to_read(excluded)
         if letters and limit == 1:  # a batch of one is what finds the bad ones
             self._start_reading_letter(letters)
             return
@@ -174,8 +173,7 @@ class Term:
         hold_cache, holds = failures.hold_cache, failures.holds
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
         most = max(1, limit - len(letters)), self._ctx.limits.mark_query_bytes
-        excluded = {_row_id_of(record) for record in self._passed if record.id > plan.floor.id}
-        query = RowQuery(*most, plan.floor, lanes, excluded | rows, topics, holds)
+        query = RowQuery(*most, plan.floor, lanes, excluded, topics, holds)
         self._plan = plan
 
         def scan(store: OutboxStore) -> _Scan:
@@ -215,13 +213,10 @@ class Term:
         self._owes_batch = plan is None
         if plan is not None:
             self._ctx.watermark.scanned(plan, evidence, records, took)
-            if records and records[0].id <= plan.floor.id:  # in another place the scan begins at the head
-                passed = set(map(_row_id_of, self._passed))
-                records = [record for record in records if _row_id_of(record) not in passed]
         admissible = self._failures.admissible(records, holds)
         if letters.records:
             admissible = sorted([*admissible, *self._failures.sendable(letters)], key=_id_of)
-        return Scanned(admissible, took, is_all=not result.records and plan is not None)
+        return Scanned(admissible, took, is_all=not records and plan is not None)
 
     def _join_scan(self) -> None:
         if self._scan.is_running:

@@ -44,9 +44,9 @@ def without_keys(lanes: Collection[LaneKey]) -> dict[str, Any]:
     }
 
 
-def without_rows(rows: Collection[RowId]) -> dict[str, str]:
+def without_rows(rows: Collection[RowId | StoredRecord]) -> dict[str, str]:
     """Return the parameters of `WITHOUT_ROWS`."""
-    ids, create_times = [identity for identity, _ in rows], [create_time for _, create_time in rows]
+    ids, create_times = [row.id for row in rows], [row.create_time for row in rows]
     return {"ids": multirange(ids), "row_ids": array(ids), "row_times": array(create_times)}
 
 

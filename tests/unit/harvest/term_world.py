@@ -93,7 +93,7 @@ class Table:
             found = [
                 row
                 for _, row in sorted(self.rows.items())
-                if row_id(row) not in query.without_rows
+                if row_id(row) not in map(row_id, query.without_rows)
                 and lane_of(row) not in query.without_keys
                 and row.topic not in query.without_topics
                 and not query.holds.covers(row)
