@@ -11,8 +11,8 @@ threads that own a store each.
   from an id below which no row can appear, `watermark`). So the next mark finds a later commit with a lower id, and
   a dead leader's rows, without a recovery branch. If it returns a row of our lanes, or one that was purged since it
   began, another leader marked it in between: force remark, or it would be published again after its followers.
-- **Send.** At most one record of a key is under way (`lanes`). The lease is checked immediately before each send, and
-  must have at least `delivery_timeout` left (`send_window`): the producer gives up a record before the lease it was
+- **Send.** At most one record of a key is under way (`lanes`). The lease is checked before each 50 sends, and must
+  have at least `delivery_timeout` left (`send_window`): the producer gives up a record before the lease it was
   sent under can end, so a successor never meets the sends of its predecessor.
 - **Purge.** Acknowledged rows are deleted where they still carry our leader ID. Fewer than asked means that another
   leader has marked them since: no lane moves, and everything is marked again.
