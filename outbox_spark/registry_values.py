@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pyarrow as pa
+from pyspark.sql import Column
+from pyspark.sql.pandas.functions import arrow_udf
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StringType, StructField, StructType
 
 from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError, StoreUnavailable
@@ -23,8 +27,6 @@ from outbox_spark.runtime.secrets import filled
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient
-    from pyspark.sql import Column
-    from pyspark.sql.types import StructType
 
 Headers = Sequence[tuple[str, bytes | None]]
 Reader = Callable[[bytes, str, Headers], Any]
@@ -51,10 +53,6 @@ def decoded(kind: str, registry: Mapping[str, Any], schema: StructType) -> Calla
         MissingExtra: confluent-kafka lacks what it needs for this format.
         InvalidConfig: the client refuses the properties.
     """
-    from pyspark.sql.pandas.functions import arrow_udf
-    from pyspark.sql.pandas.types import to_arrow_schema
-    from pyspark.sql.types import StringType, StructField, StructType
-
     properties = tuple(sorted(registry.items()))
     make_reader(kind, properties)
     optional = StructType.fromJson(json.loads(schema.json(), object_hook=_nullable))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+from pyspark.sql import DataFrame, SparkSession
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark.config import ArchiveSettings, IcebergTable, LakehouseTable
@@ -14,9 +15,6 @@ from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 SCHEMA = (
     "partition INT, offset BIGINT, timestamp TIMESTAMP, key BINARY, value BINARY, "

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
 from outbox_spark.pipelines.archive import must_be_archive, open_archive
 from outbox_spark.pipelines.follower import read_topics
+from outbox_spark.postgres.connection import connect, one_line, with_parameters
 from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.positions import Positions, flat
 from outbox_spark.topics.ranges import TopicLog
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _SIDE = "topic STRING, id STRING, key BINARY, partition INT, offset BIGINT, timestamp TIMESTAMP"
 _TABLE_ROWS = 50_000
@@ -37,8 +40,6 @@ WHERE id BETWEEN %s AND %s
 
 def below(found: DataFrame, reached: Positions) -> DataFrame:
     """Select the records that an archive with these positions should have."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     ends = [(topic, int(partition), offset) for topic, partition, offset in flat(reached)]
     if not ends:
         return found.limit(0)
@@ -56,8 +57,6 @@ class Sides:
 
     def read(self, side: AuditSide) -> tuple[DataFrame, Positions | None]:
         """Return a side's records, and the positions of an archive."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         settings, reached = self._settings, None
         if side.archive is not None:
             table = must_be_archive(open_archive(self._spark, side.archive), "audit")
@@ -113,10 +112,6 @@ class Sides:
 
 def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, str]:
     """Return ranges of ids (first, last) of about as many rows, the table's full name, and the outbox's name."""
-    import psycopg
-
-    from outbox_spark.postgres.connection import connect, one_line
-
     named = TableName.parse(table.table)
     try:
         connection, (name,) = connect(table.dsn, named, what=f"audit of {named}")
@@ -143,10 +138,6 @@ class _ReadTable:
         return f"read {self.table}"  # without the DSN: Spark shows it
 
     def __call__(self, batches: Any) -> Any:
-        import pyarrow as pa
-
-        from outbox_spark.postgres.connection import connect, with_parameters
-
         connection, (name,) = connect(self.dsn, self.table, what=f"audit of {self.table}")
         statement = _ROWS.format(table=with_parameters(name))
         with connection:

@@ -25,7 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.streaming.query import StreamingQuery
 
 from outbox_core.errors import (
     InvalidConfig,
@@ -42,10 +46,6 @@ from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import TableTaken
 from outbox_spark.topics.positions import Positions, advanced, earliest_of, flat
 from outbox_spark.topics.ranges import Position, TopicLog
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-    from pyspark.sql.streaming.query import StreamingQuery
 
 _log = logging.getLogger(__name__)
 
@@ -291,8 +291,6 @@ def parse_offset_log(text: str) -> Position:
 
 def _without(records: DataFrame, known: Positions, begin: Position | None) -> DataFrame:
     """Leave out the records that the target has, where it is ahead of the batch's beginning."""
-    from pyspark.sql import functions as F  # noqa: N812  its usual name
-
     has: list[Column] = [
         (F.col("topic") == topic) & (F.col("partition") == int(partition)) & (F.col("offset") < offset)
         for topic, partition, offset in flat(known)

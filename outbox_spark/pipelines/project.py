@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+from pyspark.sql import SparkSession
 
 from outbox_spark.config import ProjectSettings
 from outbox_spark.metrics import BatchReport
@@ -14,9 +15,6 @@ from outbox_spark.pipelines.project_postgres import PostgresTarget
 from outbox_spark.pipelines.typed_rows import changes, columns_of, project
 
 __all__ = ["changes", "project", "run", "targets"]
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 
 def run(

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_spark.config import IcebergTable, LakehouseTarget, ProjectSettings
 from outbox_spark.pipelines.typed_rows import columns_of, is_replay, number_in, outbox_in, parse, project
@@ -19,9 +21,6 @@ from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _ROW_SCHEMA = (
     "_outbox_id STRING, _row INT, _topic STRING, _key STRING, _partition INT, _offset BIGINT, _time TIMESTAMP, "
@@ -64,8 +63,6 @@ def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarge
 
 def _add(table: Table, found: DataFrame, positions: Positions, within: timedelta, tasks: int) -> Mapping[str, int]:
     """Add rows that are not in the table; return counts."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     rows = found.where("_problem IS NULL").withColumn("_date", F.expr(utc.day("_time"))).persist()
     try:
         counts = rows.agg(F.count(F.lit(1)), F.count_if(F.col("_row") == 0), F.min("_date")).first()
@@ -103,8 +100,6 @@ def _records(records: DataFrame, settings: ProjectSettings) -> DataFrame:
 
 def _merge(table: Table, found: DataFrame, positions: Positions) -> Mapping[str, int]:
     """Replace the rows of the records' keys by those of the last record of each; return counts."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     records = found.persist()
     last = records.groupBy(_LANE).agg(F.expr(_LAST).alias("last")).select("_topic", "last._partition", "last._offset")
     latest = records.join(last, _PLACE, "left_semi").persist()
@@ -136,8 +131,6 @@ def _quarantine(spark: SparkSession, settings: ProjectSettings, target: Lakehous
     table = _open(spark, target.quarantine_place, target, _QUARANTINE_SCHEMA, "timestamp")
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
-        from pyspark.sql import functions as F  # noqa: N812
-
         misfits = (
             parse(records, settings, keyed=settings.keep == "latest")
             .where("problem IS NOT NULL")

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import DataType
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TableName
@@ -17,11 +21,6 @@ from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType
 
 _TYPES = {
     "bigint": "bigint",
@@ -107,8 +106,6 @@ class _WriteTask:
         return f"write to {self.projection.table}"  # without the DSN: Spark shows it
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         with ProjectionStore(self.dsn, self.projection) as store:
             counts = store.write(_records(batches, list(self.projection.columns)), self.end)
         yield pa.RecordBatch.from_pydict(
@@ -134,8 +131,6 @@ def _records(batches: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[
 
 def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, DataType]) -> DataFrame:
     """Turn times and nested values into text for COPY, which is faster than Python objects."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     values = ", ".join(f"{_as_text(f'row.`{name}`', kind)} AS `{name}`" for name, kind in types.items())
     texts = rows.withColumn("rows", F.expr(f"transform(rows, row -> struct({values}))"))
     checked = texts.withColumn("problem", F.expr(_misfit(types)))

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+
+from pyspark.sql import SparkSession
 
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership
@@ -44,9 +45,6 @@ from outbox_spark.relay.plan import MOST_ROWS, BatchPlan, Planner, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.runtime.secrets import filled_harvest
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 __all__ = [
     "OnProgress",

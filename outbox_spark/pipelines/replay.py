@@ -19,7 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
@@ -31,10 +35,6 @@ from outbox_spark.runtime import utc
 from outbox_spark.runtime.secrets import filled
 from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.ranges import TopicLog
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
 
 _SECONDS = 30.0
 _ANY_PARTITION = -1
@@ -63,8 +63,6 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
 
     `without_headers` tells whether their own headers are unreadable (NULL in the archive).
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     rows = archived
     if settings.topics is not None:
         rows = rows.where(F.col("topic").isin(settings.topics))
@@ -87,8 +85,6 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
 
 def plan(rows: DataFrame) -> list[Planned]:
     """Plan the replay of these rows, topic by topic."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     found = (
         rows.groupBy("topic", "target")
         .agg(
@@ -119,8 +115,6 @@ def run(
         InvalidConfig: there is no archive, or a target topic is missing or has too few partitions.
         ReplayFailed: Kafka refused a record.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     table = must_be_archive(open_archive(spark, settings.archive), "replay.archive")
     since = settings.since.astimezone(UTC).date().isoformat() if settings.since is not None else None
     rows = replay(table.read(since=since), settings)
@@ -171,8 +165,6 @@ class _PublishTask:
         return f"replay {self.settings.name}"  # without Kafka's settings: Spark shows it
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
         rows = (row for batch in batches for row in batch.to_pylist())
         for (topic, partition), of_shard in itertools.groupby(rows, key=lambda row: (row["topic"], row["partition"])):
             published, skipped = _Shard(self.kafka, self.settings, topic, partition).publish(of_shard)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import DataType, StructType
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark import json_values, registry_values
 from outbox_spark.config import ProjectSettings, RowSettings
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-    from pyspark.sql.types import DataType, StructType
+from outbox_spark.topics.source import SCHEMA
 
 _UNREADABLE = "a header name is not UTF-8, so the headers, the outbox-id among them, cannot be read"
 _ID = "r'^(?s)(.+):([0-9]{1,18})$'"
@@ -40,8 +40,6 @@ _EVENT = _event()
 
 def is_replay(settings: ProjectSettings) -> Column:
     """Return a column that tells by the `headers` whether a record is a replay."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     return F.coalesce(F.exists("headers", lambda header: header["key"] == settings.replay_header), F.lit(False))
 
 
@@ -60,9 +58,6 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
 
     With `keyed`, records without a key are misfits. Raises InvalidConfig.
     """
-    from pyspark.errors import AnalysisException, ParseException
-    from pyspark.sql import functions as F  # noqa: N812
-
     schema = json_values.parse_schema(settings.value_schema)
     found, value, of_value = _typed(records, settings, schema)
     record = F.struct(
@@ -99,8 +94,6 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
 
 def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tuple[DataFrame, str, str]:
     """Add the typed value; return SQL expressions of it, a struct, and of the reason of a misfit."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     if settings.registry is not None:
         read = registry_values.decoded(settings.format, settings.registry, schema)
         found = records.withColumn("_read", read("value", "topic", "header_list"))
@@ -173,7 +166,5 @@ def changes(records: DataFrame, settings: RowSettings) -> DataFrame:
 
 def columns_of(spark: SparkSession, settings: RowSettings) -> dict[str, DataType]:
     """Return the projected columns with their types. Raises InvalidConfig if an expression is wrong."""
-    from outbox_spark.topics.source import SCHEMA
-
     fields = parse(spark.createDataFrame([], SCHEMA), settings).schema["rows"].dataType.elementType.fields  # type: ignore[attr-defined]
     return {field.name: field.dataType for field in fields}

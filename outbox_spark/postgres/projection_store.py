@@ -10,16 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import psycopg
 
 from outbox_core.config import redact
 from outbox_core.errors import OutboxTableError
 from outbox_spark.postgres.connection import connect, with_parameters
 from outbox_spark.postgres.projection import QUARANTINE_COLUMNS, Misfit, ProjectedRecord, Projection, quoted
 from outbox_spark.topics.positions import Positions, flat
-
-if TYPE_CHECKING:
-    import psycopg
 
 _READ_POSITIONS = "SELECT topic, partition, next_offset FROM {positions} WHERE query = %s"
 _MAKE_POSITION = "INSERT INTO {positions} VALUES (%s, %s, %s, 0) ON CONFLICT DO NOTHING"
@@ -51,8 +50,6 @@ class ProjectionStore:
 
     def prepare(self) -> None:
         """Create missing tables, and check the columns of all. Raises OutboxTableError."""
-        import psycopg
-
         try:
             with self._connection.transaction():
                 self._connection.execute("SELECT pg_advisory_xact_lock(hashtext('outbox_spark'))")

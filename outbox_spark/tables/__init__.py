@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pyspark.sql import SparkSession
 
 from outbox_spark.config import IcebergTable
 from outbox_spark.tables.folder import Folder
@@ -15,9 +15,6 @@ __all__ = [
     "TableTarget",
     "open_table",
 ]
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 
 def open_table(spark: SparkSession, place: str | IcebergTable, layout: Layout) -> Table:

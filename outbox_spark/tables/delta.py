@@ -14,20 +14,22 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+from pyarrow.fs import PyFileSystem
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
 from outbox_spark.tables.log import CommitConflict, DataFile, Written, changed_topics, day_of, for_library
 from outbox_spark.topics.positions import Positions
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from deltalake import DeltaTable
-    from deltalake.transaction import AddAction, RemoveAction
-
 try:
     import deltalake
+    from deltalake import DeltaTable
     from deltalake import exceptions as errors
+    from deltalake.fs import DeltaStorageHandler
+    from deltalake.transaction import AddAction, RemoveAction
 except ImportError:
     raise MissingExtra("deltalake is not installed: pip install 'kafka-outbox[delta]'") from None
 
@@ -69,13 +71,13 @@ class DeltaLog:
     def load(self) -> None:
         """Read the table's present state. Raises StoreUnavailable."""
         with _translated(self._uri):
-            self._table = deltalake.DeltaTable(self._uri) if deltalake.DeltaTable.is_deltatable(self._uri) else None
+            self._table = DeltaTable(self._uri) if DeltaTable.is_deltatable(self._uri) else None
             self.positions = {} if self._table is None else _positions(self._table)
 
     def create(self, schema: pa.Schema) -> None:
         """Create the table, unless it exists, and load it."""
         with _translated(self._uri):
-            deltalake.DeltaTable.create(self._uri, schema, mode="ignore", partition_by=[self._date])
+            DeltaTable.create(self._uri, schema, mode="ignore", partition_by=[self._date])
         self.load()
 
     def evolve(self, schema: pa.Schema) -> Collection[str]:
@@ -98,8 +100,6 @@ class DeltaLog:
 
     def files(self) -> list[DataFile]:
         """List the table's files."""
-        import pyarrow as pa
-
         if pa.table(self._open().deletion_vectors()).num_rows:
             raise OutboxTableError(
                 f"{self._uri} has deletion vectors: rewrite its files (REORG TABLE ... APPLY (PURGE))"
@@ -178,10 +178,6 @@ class DeltaLog:
 
     def _described(self, written: Written) -> list[DataFile]:
         """Return the files of these URLs, with the number of rows in their footers."""
-        from deltalake.fs import DeltaStorageHandler
-        from pyarrow import parquet
-        from pyarrow.fs import PyFileSystem
-
         with _translated(self._uri):
             system, files = PyFileSystem(DeltaStorageHandler.from_table(self._open()._table)), []  # noqa: SLF001
             for url in written.urls:
@@ -191,15 +187,11 @@ class DeltaLog:
         return files
 
     def _add(self, file: DataFile, *, is_new: bool) -> AddAction:
-        from deltalake.transaction import AddAction
-
         statistics = json.dumps({"numRecords": file.rows})
         days = {self._date: file.day}
         return AddAction(self._relative(file.url), file.size, days, _now(), is_new, statistics)
 
     def _removals(self, urls: Collection[str], *, is_change: bool) -> Iterator[RemoveAction]:
-        from deltalake.transaction import RemoveAction
-
         for file in self.files() if urls else ():
             if file.url in urls:
                 yield RemoveAction(self._relative(file.url), is_change, _now(), file.size, {self._date: file.day})

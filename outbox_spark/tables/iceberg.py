@@ -11,22 +11,23 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, DataFile, Written, for_library, for_spark
 from outbox_spark.topics.positions import Positions
 
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyiceberg.manifest import DataFile as IcebergFile
-    from pyiceberg.table import Table
-    from pyspark.sql import SparkSession
-
 try:
     from pyiceberg import exceptions as errors
     from pyiceberg.catalog import load_catalog
+    from pyiceberg.io.pyarrow import parquet_file_to_data_file
+    from pyiceberg.manifest import DataFile as IcebergFile
+    from pyiceberg.table import Table, Transaction
+    from pyiceberg.transforms import DayTransform
 except ImportError:
     raise MissingExtra("pyiceberg is not installed: pip install 'kafka-outbox[iceberg]'") from None
 
@@ -79,8 +80,6 @@ class IcebergLog:
 
     def create(self, schema: pa.Schema) -> None:
         """Create the table, unless it exists, and load it."""
-        from pyiceberg.transforms import DayTransform
-
         with _translated(self._name):
             self._catalog.create_namespace_if_not_exists(self._name.rpartition(".")[0])
             try:
@@ -117,9 +116,6 @@ class IcebergLog:
 
     def commit(self, added: Written, removed: Collection[str], positions: Positions) -> list[DataFile]:
         """Add and remove files, by URL, and advance the positions; return the added ones. Raises CommitConflict."""
-        from pyiceberg.io.pyarrow import parquet_file_to_data_file
-        from pyiceberg.table import Transaction
-
         table, gone = self._open(), {for_library(url) for url in removed}
         with _translated(self._name):
             files = [parquet_file_to_data_file(table.io, table.metadata, for_library(url)) for url in added.urls]

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
+
+import pyarrow as pa
 
 from outbox_core.errors import OutboxError, OutboxTableError
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _NO_DAY = "__HIVE_DEFAULT_PARTITION__"
 

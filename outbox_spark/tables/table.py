@@ -16,8 +16,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
 from outbox_core.errors import StoreUnavailable
 from outbox_spark.config import LakehouseTable
@@ -26,11 +32,6 @@ from outbox_spark.tables import ledger
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, TableTaken, Written, for_library
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import StructType
 
 _log = logging.getLogger(__name__)
 
@@ -220,14 +221,10 @@ class Table:
                 self._small[file.day].append(file)
 
     def _schema(self) -> StructType:
-        from pyspark.sql.types import StructType
-
         schema: Any = StructType.fromDDL(str(self._layout))
         return schema  # type: ignore[no-any-return]
 
     def _arrow(self) -> pa.Schema:
-        from pyspark.sql.pandas.types import to_arrow_schema
-
         return to_arrow_schema(self._schema(), timezone="UTC")
 
     def _targets(self, files: Collection[DataFile]) -> int:
@@ -235,8 +232,6 @@ class Table:
         return math.ceil(sum(file.size for file in files) / self._layout.target_size)
 
     def _read(self, files: Collection[DataFile]) -> DataFrame:
-        from pyspark.sql import functions as F  # noqa: N812
-
         if not files:
             return self._spark.createDataFrame([], self._schema())
         # Days are not in the files. Without a lookup below folders, Spark would look for columns in their names.
@@ -246,9 +241,6 @@ class Table:
 
     def _write(self, rows: DataFrame) -> Written:
         """Write files of one day each, in a folder of their own."""
-        from pyspark.sql import Observation
-        from pyspark.sql import functions as F  # noqa: N812
-
         place = f"data/{uuid.uuid4().hex}"
         kinds = {column.name: column.dataType for column in self._schema()}
         named = rows.select(*(F.col(name).cast(kind).alias(name) for name, kind in kinds.items()))
