@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import pyarrow as pa
 from pydantic import BeforeValidator, Field
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
@@ -35,25 +36,23 @@ from outbox_spark.topics.ranges import (
     refuse_shortened,
 )
 
-SCHEMA = (
-    "key binary, value binary, headers map<string, binary>, header_list array<struct<key: string, value: binary>>, "
-    "topic string, partition int, offset bigint, timestamp timestamp, outbox_id string"
-)
-
-_HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
+_HEADER = pa.struct({"key": pa.string(), "value": pa.binary()})
+HEADERS = pa.list_(pa.field("element", _HEADER))
+TIME = pa.timestamp("us", tz="UTC")
 _ARROW = pa.schema(
-    [
-        pa.field("key", pa.binary()),
-        pa.field("value", pa.binary()),
-        pa.field("headers", pa.map_(pa.string(), pa.binary())),
-        pa.field("header_list", pa.list_(pa.field("element", _HEADER))),
-        pa.field("topic", pa.string()),
-        pa.field("partition", pa.int32()),
-        pa.field("offset", pa.int64()),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-        pa.field("outbox_id", pa.string()),
-    ]
+    {
+        "key": pa.binary(),
+        "value": pa.binary(),
+        "headers": pa.map_(pa.string(), pa.binary()),
+        "header_list": HEADERS,
+        "topic": pa.string(),
+        "partition": pa.int32(),
+        "offset": pa.int64(),
+        "timestamp": TIME,
+        "outbox_id": pa.string(),
+    }
 )
+SCHEMA = from_arrow_schema(_ARROW)
 _LAST_MILLISECOND = 253_402_300_799_999  # of the year 9999, the last of Python; brokers take any time
 
 
@@ -95,7 +94,7 @@ class KafkaSource(DataSource):
         """Return the format's name."""
         return "outbox_kafka"
 
-    def schema(self) -> str:
+    def schema(self) -> StructType:
         """Return the columns of a row."""
         return SCHEMA
 
@@ -185,7 +184,7 @@ def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
     nulls = pa.array(unreadable) if any(unreadable) else None
     offsets, names, values = _flat(header_lists)
     entries = pa.StructArray.from_arrays([names, values], fields=list(_HEADER))
-    lists = pa.ListArray.from_arrays(offsets, entries, type=_ARROW.field("header_list").type, mask=nulls)
+    lists = pa.ListArray.from_arrays(offsets, entries, type=HEADERS, mask=nulls)
     unique = [dict(headers) for headers in header_lists]
     if sum(map(len, unique)) != len(names):
         offsets, names, values = _flat([tuple(headers.items()) for headers in unique])
@@ -194,18 +193,18 @@ def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
         identity.decode("utf-8", "replace") if (identity := headers.get(id_header)) is not None else None
         for headers in unique
     ]
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array([message.key() for message in messages], pa.binary()),
-            pa.array([message.value() for message in messages], pa.binary()),
-            maps,
-            lists,
-            pa.array([message.topic() for message in messages], pa.string()),
-            pa.array([message.partition() for message in messages], pa.int32()),
-            pa.array([message.offset() for message in messages], pa.int64()),
-            pa.array([_microseconds(message) for message in messages], pa.timestamp("us", tz="UTC")),
-            pa.array(identities, pa.string()),
-        ],
+    return pa.RecordBatch.from_pydict(
+        {
+            "key": [message.key() for message in messages],
+            "value": [message.value() for message in messages],
+            "headers": maps,
+            "header_list": lists,
+            "topic": [message.topic() for message in messages],
+            "partition": [message.partition() for message in messages],
+            "offset": [message.offset() for message in messages],
+            "timestamp": [_microseconds(message) for message in messages],
+            "outbox_id": identities,
+        },
         schema=_ARROW,
     )
 
