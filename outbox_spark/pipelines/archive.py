@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from pyspark.sql import DataFrame, SparkSession
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark.config import ArchiveSettings, IcebergTable, LakehouseTable
-from outbox_spark.metrics import BatchReport
-from outbox_spark.pipelines.follower import Follower
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table
@@ -59,16 +56,3 @@ def targets(spark: SparkSession, settings: ArchiveSettings) -> list[TableTarget]
         return {"records": table.append(rows, positions)}
 
     return [TableTarget("the archive", table, write)]
-
-
-def run(
-    spark: SparkSession,
-    kafka: Mapping[str, str],
-    settings: ArchiveSettings,
-    *,
-    once: bool,
-    stop: threading.Event,
-    report: Callable[[BatchReport], None],
-) -> Mapping[str, int]:
-    """Archive until `stop` is set, or, with `once`, up to the present end of the topics; return counts."""
-    return Follower(spark, kafka, settings, targets(spark, settings), report).run(once=once, stop=stop)

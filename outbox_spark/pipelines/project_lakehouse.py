@@ -42,11 +42,9 @@ reduce(
 """
 
 
-def targets(spark: SparkSession, settings: ProjectSettings) -> list[TableTarget]:
-    """Return the lakehouse tables as targets, if there are any."""
-    if settings.lakehouse is None:
-        return []
-    return [_quarantine(spark, settings, settings.lakehouse), _rows(spark, settings, settings.lakehouse)]
+def targets(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> list[TableTarget]:
+    """Return the tables of misfits and of rows as targets."""
+    return [_quarantine(spark, settings, target), _rows(spark, settings, target)]
 
 
 def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:

@@ -15,7 +15,7 @@ from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TableName
 from outbox_spark.config import PostgresTarget as PostgresSettings
 from outbox_spark.config import ProjectSettings
-from outbox_spark.pipelines.typed_rows import is_replay, parse
+from outbox_spark.pipelines.typed_rows import columns_of, is_replay, parse
 from outbox_spark.postgres.projection import POSITIONS_TABLE, Misfit, ProjectedRecord, Projection, Totals
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.runtime import utc
@@ -43,18 +43,12 @@ _SUMMABLE = ("bigint", "integer", "smallint", "numeric", "real", "double precisi
 class PostgresTarget:
     """The table in PostgreSQL as a target of a `Follower`."""
 
-    def __init__(
-        self,
-        spark: SparkSession,
-        settings: ProjectSettings,
-        target: PostgresSettings,
-        types: Mapping[str, DataType],
-    ) -> None:
+    def __init__(self, spark: SparkSession, settings: ProjectSettings, target: PostgresSettings) -> None:
+        self._spark = spark
         self._settings = settings
         self._dsn = target.dsn
-        self._types = types
-        self._projection = _projection(settings, target, types)
-        self._spark = spark
+        self._types = columns_of(spark, settings)
+        self._projection = _projection(settings, target, self._types)
 
     @property
     def name(self) -> str:
