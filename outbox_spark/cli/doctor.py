@@ -25,6 +25,7 @@ from outbox_spark.config import (
     PostgresTarget,
     ProjectSettings,
     ReplaySettings,
+    SnapshotTable,
     SparkSettings,
     read_document,
     validate,
@@ -139,7 +140,7 @@ def _services(files: Iterable[PipelineFile]) -> Iterator[Finding]:
             yield check("replay: Kafka", _targets, file)
         for side in sides:
             if side.table is not None:
-                yield check("audit: table", _readable, side.table.dsn, side.table.table)
+                yield check("audit: table", _readable, side.table)
 
 
 def _sides(file: PipelineFile) -> list[Any]:
@@ -184,12 +185,12 @@ def _outbox(harvest: Any) -> str:
 
 def _postgres(settings: ProjectSettings, target: PostgresTarget) -> str:
     """Check the privileges to create missing tables, and to write to those that exist."""
-    from outbox_spark.pipelines.project_postgres import rights_on
     from outbox_spark.postgres.connection import connect
+    from outbox_spark.postgres.projection import Projection
 
-    wanted = rights_on(settings, target)
+    wanted = Projection.of(settings, target, {}).rights()
     remedies, found = [], []
-    connection, tables = connect(target.dsn, *wanted, what=target.table, autocommit=True)
+    connection, tables = connect(target.dsn, *wanted, what=str(target.table), autocommit=True)
     with connection:
         user, database, may_stage = connection.execute(_ABOUT_US).fetchone() or ("", "", False)
         if not may_stage:
@@ -228,15 +229,13 @@ FROM unnest(%s::text[]) AS wanted
 """
 
 
-def _readable(dsn: str, table: str) -> str:
-    from outbox_core.schema import TableName
+def _readable(table: SnapshotTable) -> str:
     from outbox_spark.postgres.connection import connect
 
-    name = TableName.parse(table)
-    connection, (table_found,) = connect(dsn, name, what=str(name), autocommit=True)
+    connection, (name,) = connect(table.dsn, table.table, what=str(table.table), autocommit=True)
     with connection:
-        connection.execute(f"SELECT id, kafka_topic, kafka_key FROM {table_found.quoted} LIMIT 0")
-    return f"{name} may be read"
+        connection.execute(f"SELECT id, kafka_topic, kafka_key FROM {name.quoted} LIMIT 0")
+    return f"{table.table} may be read"
 
 
 def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:

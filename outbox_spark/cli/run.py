@@ -151,10 +151,7 @@ def _audit(spark: SparkSession, file: PipelineFile, _: argparse.Namespace, __: t
 def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
     from outbox_spark.pipelines.relay import RelayConfig, run_relay
 
-    settings = file.settings
-    given = {"shards": settings.shards, "batch_records": settings.batch_records}
-    wanted = {name: value for name, value in given.items() if value is not None}
-    config = RelayConfig(harvest=file.harvest, **wanted)  # type: ignore[arg-type]
+    config = RelayConfig(harvest=file.harvest, **dict(file.settings))  # type: ignore[arg-type]  # it is there
     run_relay(spark, config, once=options.once, on_progress=say_progress, stopping=stop)
     return 0
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig
-from outbox_spark.config import ArchiveSettings, IcebergTable, LakehouseTable
+from outbox_spark.config import ArchiveSettings, FileSettings, IcebergTable, Period
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
 from outbox_spark.tables import Layout, Table, TableTarget, open_table
@@ -28,9 +29,18 @@ def archive(records: DataFrame) -> DataFrame:
     )
 
 
-def open_archive(spark: SparkSession, place: str | IcebergTable, sizes: LakehouseTable | None = None) -> Table:
+def open_archive(spark: SparkSession, place: str | IcebergTable, files: FileSettings | None = None) -> Table:
     """Open the archive in a folder or table; it is empty if there is none."""
-    return open_table(spark, place, Layout.of(sizes, SCHEMA, time="timestamp", date="date"))
+    return open_table(spark, place, Layout(SCHEMA, "timestamp", "date", files or FileSettings()))
+
+
+def within(records: DataFrame, period: Period) -> DataFrame:
+    """Select the records of a period."""
+    if period.since is not None:
+        records = records.where(F.col("timestamp") >= F.lit(period.since))
+    if period.until is not None:
+        records = records.where(F.col("timestamp") < F.lit(period.until))
+    return records
 
 
 def must_be_archive(table: Table, setting: str) -> Table:

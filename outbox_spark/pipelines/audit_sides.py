@@ -15,8 +15,9 @@ from pyspark.sql import functions as F  # noqa: N812
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
-from outbox_spark.pipelines.archive import must_be_archive, open_archive
+from outbox_spark.pipelines.archive import must_be_archive, open_archive, within
 from outbox_spark.pipelines.follower import read_topics
+from outbox_spark.pipelines.typed_rows import is_replay
 from outbox_spark.postgres.connection import connect, one_line, with_parameters
 from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.positions import Positions, flat
@@ -66,20 +67,13 @@ class Sides:
         elif side.topics is not None:
             rows = self._records(self._topics(side.topics))
         else:
-            rows = self._table(side.table).withColumn("is_replay", F.expr("false"))  # type: ignore[arg-type]  # one of them is given
-        if settings.since is not None:
-            rows = rows.where(F.col("timestamp") >= F.lit(settings.since))
-        if settings.until is not None:
-            rows = rows.where(F.col("timestamp") < F.lit(settings.until))
-        return rows, reached
+            rows = self._table(side.table).withColumn("is_replay", F.lit(False))  # type: ignore[arg-type]  # one of them is given
+        return within(rows, settings), reached
 
     def _records(self, rows: DataFrame) -> DataFrame:
-        name = self._settings.replay_header.replace("\\", "\\\\").replace("'", "\\'")
-        replay = f"exists(headers, header -> header.key = '{name}')" if "headers" in rows.columns else "false"
-        return rows.selectExpr(
-            "topic", "coalesce(outbox_id, concat_ws('-', topic, partition, offset)) AS id", "key", "partition",
-            "offset", "timestamp", f"coalesce({replay}, false) AS is_replay",
-        )  # fmt: skip
+        id_ = F.expr("coalesce(outbox_id, concat_ws('-', topic, partition, offset))").alias("id")
+        replay = is_replay(self._settings.replay_header) if "headers" in rows.columns else F.lit(False)
+        return rows.select("topic", id_, "key", "partition", "offset", "timestamp", replay.alias("is_replay"))
 
     def _parquet(self, path: str) -> DataFrame:
         rows = self._spark.read.parquet(path)
@@ -112,7 +106,7 @@ class Sides:
 
 def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, str]:
     """Return ranges of ids (first, last) of about as many rows, the table's full name, and the outbox's name."""
-    named = TableName.parse(table.table)
+    named = table.table
     try:
         connection, (name,) = connect(table.dsn, named, what=f"audit of {named}")
         with connection:

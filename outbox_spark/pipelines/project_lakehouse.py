@@ -15,7 +15,7 @@ from datetime import timedelta
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from outbox_spark.config import IcebergTable, LakehouseTarget, ProjectSettings
+from outbox_spark.config import FileSettings, IcebergTable, LakehouseTarget, ProjectSettings
 from outbox_spark.pipelines.typed_rows import columns_of, is_replay, number_in, outbox_in, parse, project
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
@@ -93,7 +93,7 @@ def _records(records: DataFrame, settings: ProjectSettings) -> DataFrame:
     }
     found = parse(records, settings, keyed=True).where("problem IS NULL")
     named = found.selectExpr("headers", *(f"{expression} AS {name}" for name, expression in columns.items()))
-    return named.withColumn("_is_replay", is_replay(settings)).drop("headers")
+    return named.withColumn("_is_replay", is_replay(settings.replay_header)).drop("headers")
 
 
 def _merge(table: Table, found: DataFrame, positions: Positions) -> Mapping[str, int]:
@@ -140,5 +140,5 @@ def _quarantine(spark: SparkSession, settings: ProjectSettings, target: Lakehous
     return TableTarget("the quarantine", table, write)
 
 
-def _open(spark: SparkSession, place: str | IcebergTable, sizes: LakehouseTarget, schema: str, time: str) -> Table:
-    return open_table(spark, place, Layout.of(sizes, schema, time=time, date="_date"))
+def _open(spark: SparkSession, place: str | IcebergTable, files: FileSettings, schema: str, time: str) -> Table:
+    return open_table(spark, place, Layout(schema, time, "_date", files))

@@ -12,11 +12,10 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import DataType
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TableName
 from outbox_spark.config import PostgresTarget as PostgresSettings
 from outbox_spark.config import ProjectSettings
 from outbox_spark.pipelines.typed_rows import columns_of, is_replay, parse
-from outbox_spark.postgres.projection import POSITIONS_TABLE, Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
@@ -134,7 +133,7 @@ def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, Da
             "key_text",
             "problem",
             F.expr("value IS NULL").alias("is_tombstone"),
-            is_replay(settings).alias("is_replay"),
+            is_replay(settings.replay_header).alias("is_replay"),
             "rows",
         ),
         *(F.expr(f"IF(problem IS NULL, NULL, {name})").alias(name) for name in ("key", "value", "headers")),
@@ -166,24 +165,16 @@ def _misfit(types: Mapping[str, DataType]) -> str:
 
 
 def _projection(settings: ProjectSettings, target: PostgresSettings, types: Mapping[str, DataType]) -> Projection:
-    table, quarantine = _tables(target)
     columns = {name: _postgres_type(kind) for name, kind in types.items()}
-    totals = None
-    if target.totals is not None:
-        used = {**dict.fromkeys(target.totals.by, "by"), **dict.fromkeys(target.totals.sums.values(), "sums")}
+    if (totals := target.totals) is not None:
+        used = {**dict.fromkeys(totals.by, "by"), **dict.fromkeys(totals.sums.values(), "sums")}
         for name, where in used.items():
             if name not in columns:
                 raise InvalidConfig(f"postgres.totals.{where}: {name!r} is not one of the columns {', '.join(columns)}")
-        for name in target.totals.sums.values():
+        for name in totals.sums.values():
             if columns[name].partition("(")[0] not in _SUMMABLE:
                 raise InvalidConfig(f"postgres.totals.sums: {name!r} is {columns[name]}, which cannot be summed")
-        totals = Totals(
-            table=TableName.parse(target.totals.table),
-            by=tuple(target.totals.by),
-            sums=dict(target.totals.sums),
-            count=target.totals.count,
-        )
-    return Projection(settings.name, table, quarantine, columns, settings.keep, totals)
+    return Projection.of(settings, target, columns)
 
 
 def _postgres_type(kind: DataType) -> str:
@@ -195,22 +186,3 @@ def _postgres_type(kind: DataType) -> str:
     if name not in _TYPES:
         raise InvalidConfig(f"columns: there is no PostgreSQL type for {name}; cast it to another")
     return _TYPES[name]
-
-
-def _tables(target: PostgresSettings) -> tuple[TableName, TableName]:
-    table = TableName.parse(target.table)
-    beside = TableName(table.table + "_quarantine", table.schema)
-    return table, TableName.parse(target.quarantine) if target.quarantine else beside
-
-
-def rights_on(settings: ProjectSettings, target: PostgresSettings) -> dict[TableName, tuple[str, ...]]:
-    """Return the tables of a projection, each with the privileges that writing to it needs."""
-    table, quarantine = _tables(target)
-    rights: dict[TableName, tuple[str, ...]] = {
-        table: ("SELECT", "INSERT", "DELETE") if settings.keep == "latest" else ("SELECT", "INSERT"),
-        quarantine: ("SELECT", "INSERT"),
-        TableName(POSITIONS_TABLE, table.schema): ("SELECT", "INSERT", "UPDATE"),
-    }
-    if target.totals is not None:
-        rights[TableName.parse(target.totals.table)] = ("SELECT", "INSERT", "UPDATE", "DELETE")
-    return rights

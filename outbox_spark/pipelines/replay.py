@@ -30,7 +30,7 @@ from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Topi
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.transactions import Aborted, Ended, Outcome, TransactionalProducer
 from outbox_spark.config import ReplaySettings
-from outbox_spark.pipelines.archive import must_be_archive, open_archive
+from outbox_spark.pipelines.archive import must_be_archive, open_archive, within
 from outbox_spark.runtime import utc
 from outbox_spark.runtime.secrets import filled
 from outbox_spark.session import tasks_at_once
@@ -68,10 +68,7 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
         rows = rows.where(F.col("topic").isin(settings.topics))
     if settings.keys is not None:
         rows = rows.where(F.col("key").isin([bytearray(key.encode()) for key in settings.keys]))
-    if settings.since is not None:
-        rows = rows.where(F.col("timestamp") >= F.lit(settings.since))
-    if settings.until is not None:
-        rows = rows.where(F.col("timestamp") < F.lit(settings.until))
+    rows = within(rows, settings)
     target = F.col("topic")
     for name, other in settings.to.items():
         target = F.when(F.col("topic") == name, other).otherwise(target)

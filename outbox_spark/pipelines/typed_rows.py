@@ -9,7 +9,7 @@ from pyspark.sql.types import DataType, StructType
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark import json_values, registry_values
-from outbox_spark.config import ProjectSettings, RowSettings
+from outbox_spark.config import RowSettings
 from outbox_spark.topics.source import SCHEMA
 
 _UNREADABLE = "a header name is not UTF-8, so the headers, the outbox-id among them, cannot be read"
@@ -38,9 +38,9 @@ def _event() -> str:
 _EVENT = _event()
 
 
-def is_replay(settings: ProjectSettings) -> Column:
+def is_replay(header_name: str) -> Column:
     """Return a column that tells by the `headers` whether a record is a replay."""
-    return F.coalesce(F.exists("headers", lambda header: header["key"] == settings.replay_header), F.lit(False))
+    return F.coalesce(F.exists("headers", lambda header: header["key"] == header_name), F.lit(False))
 
 
 def outbox_in(outbox_id: str) -> str:

@@ -21,7 +21,7 @@ from pyarrow import parquet
 from pyarrow.fs import PyFileSystem
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
-from outbox_spark.tables.log import CommitConflict, DataFile, Written, changed_topics, day_of, for_library
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, Written, changed_topics, day_of, for_library
 from outbox_spark.topics.positions import Positions
 
 try:
@@ -43,20 +43,14 @@ _WIDER = {
 }
 
 
-class DeltaLog:
+class DeltaLog(TableLog[DeltaTable]):
     """The log of the Delta table in a folder; `date` is the column by which it is partitioned."""
 
     def __init__(self, url: str, date: str) -> None:
+        super().__init__(url)
         self._url = url
         self._uri = for_library(url)
         self._date = date
-        self._table: DeltaTable | None = None
-        self.positions: Positions = {}
-
-    @property
-    def exists(self) -> bool:
-        """Tell whether there was a table at the last `load`."""
-        return self._table is not None
 
     @property
     def version(self) -> object:
@@ -148,11 +142,6 @@ class DeltaLog:
             table.cleanup_metadata()
         self.load()
         return len(deleted)
-
-    def _open(self) -> DeltaTable:
-        if self._table is None:
-            raise OutboxTableError(f"{self._uri} is no Delta table")
-        return self._table
 
     def _transact(
         self, actions: Sequence[AddAction | RemoveAction], mode: str, schema: Any, transactions: Iterable[Any] = ()

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
 from outbox_spark.tables.folder import Folder
-from outbox_spark.tables.log import CommitConflict, DataFile, Written, for_library, for_spark
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, Written, for_library, for_spark
 from outbox_spark.topics.positions import Positions
 
 try:
@@ -40,23 +40,16 @@ _PROPERTIES = {
 }
 
 
-class IcebergLog:
+class IcebergLog(TableLog[Table]):
     """The log of a table by its name with its namespace; partitioned by the day of `time`, it has no column `date`."""
 
     def __init__(self, spark: SparkSession, name: str, catalog: Mapping[str, str], time: str, date: str) -> None:
+        super().__init__(name)
         self._spark = spark
-        self._name = name
         self._time = time
         self._date = date
-        self._table: Table | None = None
-        self.positions: Positions = {}
         with _translated(name):
             self._catalog = load_catalog(**{"name": "default", **catalog})
-
-    @property
-    def exists(self) -> bool:
-        """Tell whether there was a table at the last `load`."""
-        return self._table is not None
 
     @property
     def version(self) -> object:
@@ -134,10 +127,6 @@ class IcebergLog:
         self.positions = positions
         return [_described(file) for file in files]
 
-    def rewrite(self, added: Written, schema: pa.Schema) -> list[DataFile]:
-        """Iceberg reads old files in wider types."""
-        raise NotImplementedError
-
     def expire(self, before: datetime) -> int:
         """Forget snapshots older than `before`, and delete files that no other one has."""
         table = self._open()
@@ -177,11 +166,6 @@ class IcebergLog:
         # The library would append the same files again behind another writer's. This is our copy alone.
         table.metadata.properties[_RETRIES] = "0"
         self._table = table
-
-    def _open(self) -> Table:
-        if self._table is None:
-            raise OutboxTableError(f"there is no Iceberg table {self._name}")
-        return self._table
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
 
@@ -26,7 +26,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from outbox_core.errors import StoreUnavailable
-from outbox_spark.config import LakehouseTable
+from outbox_spark.config import FileSettings
 from outbox_spark.runtime import utc
 from outbox_spark.tables import ledger
 from outbox_spark.tables.folder import Folder
@@ -42,24 +42,12 @@ _ATTEMPTS = 5  # to commit, while others change the table without changing its p
 
 @dataclass(frozen=True)
 class Layout:
-    """A table's columns as Spark's DDL, the last one the day (UTC) of the column `time`, and the size of its files.
-
-    Files of less than half of `target_size` bytes are merged when a day has `small_files` of them.
-    """
+    """A table's columns as Spark's DDL, the last one the day (UTC) of the column `time`, and the size of its files."""
 
     schema: str
     time: str
     date: str
-    target_size: int = 128 * 2**20
-    small_files: int = 24
-    keep_versions: timedelta = timedelta(days=7)
-
-    @classmethod
-    def of(cls, sizes: LakehouseTable | None, schema: str, *, time: str, date: str) -> Layout:
-        """Return a layout with the sizes in these settings; None for the defaults."""
-        if sizes is None:
-            return cls(schema, time, date)
-        return cls(schema, time, date, sizes.target_file_size, sizes.small_files, sizes.keep_versions)
+    files: FileSettings
 
     def __str__(self) -> str:
         return f"{self.schema}, {self.date} DATE"
@@ -68,7 +56,7 @@ class Layout:
 class Table:
     """A Delta or Iceberg table. Used by one thread; one process may write to it at a time."""
 
-    def __init__(self, spark: SparkSession, log: TableLog, layout: Layout, earlier: Folder | None = None) -> None:
+    def __init__(self, spark: SparkSession, log: TableLog[Any], layout: Layout, earlier: Folder | None = None) -> None:
         self._spark = spark
         self._log = log
         self._layout = layout
@@ -119,8 +107,7 @@ class Table:
     def append(self, rows: DataFrame, positions: Positions) -> int:
         """Write rows, in their order, and commit them with the positions after them; return their number.
 
-        Raises:
-            TableTaken: another process has changed the positions meanwhile.
+        Raises TableTaken if another process has changed the positions meanwhile.
         """
         added = self._commit(self._write(rows), positions=positions)
         self._note_small(added)
@@ -138,9 +125,7 @@ class Table:
     def replace(self, files: Collection[DataFile], rows: DataFrame, positions: Positions) -> int:
         """Write rows in place of files, and commit them with the positions after them; return their number.
 
-        Raises:
-            TableTaken: another process has changed the positions meanwhile.
-            StoreUnavailable: another process has merged the files; try again.
+        Raises TableTaken as `append`, and StoreUnavailable if another process has merged the files: try again.
         """
         gone = {file.url for file in files}
         order = [self._layout.date, *(name for name in _ORDER if name in rows.columns)]
@@ -156,7 +141,7 @@ class Table:
 
     def compact(self, small_files: int | None = None) -> int:
         """Merge the small files of each day that has too many; return the number of files replaced."""
-        least, replaced = small_files or self._layout.small_files, 0
+        least, replaced = small_files or self._layout.files.small_files, 0
         for day, files in list(self._small.items()):
             if len(files) >= least:
                 try:
@@ -181,7 +166,7 @@ class Table:
         """Merge small files, delete those that no version of the last `keep_versions` has; return both numbers."""
         merged = self.compact(2)
         try:
-            return merged, self._log.expire(datetime.now(UTC) - self._layout.keep_versions)
+            return merged, self._log.expire(datetime.now(UTC) - self._layout.files.keep_versions)
         except CommitConflict as conflict:
             raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
 
@@ -217,7 +202,7 @@ class Table:
 
     def _note_small(self, files: Collection[DataFile]) -> None:
         for file in files:
-            if file.size < self._layout.target_size / 2:
+            if file.size < self._layout.files.target_file_size / 2:
                 self._small[file.day].append(file)
 
     def _schema(self) -> StructType:
@@ -229,7 +214,7 @@ class Table:
 
     def _targets(self, files: Collection[DataFile]) -> int:
         """Return the number of files of the wanted size that these become."""
-        return math.ceil(sum(file.size for file in files) / self._layout.target_size)
+        return math.ceil(sum(file.size for file in files) / self._layout.files.target_file_size)
 
     def _read(self, files: Collection[DataFile]) -> DataFrame:
         if not files:

@@ -12,9 +12,9 @@ from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from outbox_core.stores.interface import RowQuery
 from outbox_spark.cli.doctor import _postgres as look_at_projection
 from outbox_spark.cli.doctor import _readable as look_at_table
-from outbox_spark.config import ProjectSettings, SnapshotTable
+from outbox_spark.config import ProjectSettings, SnapshotTable, TotalsSettings
 from outbox_spark.pipelines.audit_sides import _ReadTable, extent_of
-from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.relay.plan import Planner
 from outbox_spark.relay.shard_store import ShardStore
@@ -60,7 +60,7 @@ def among_others(database):
 
 
 def _projection(keep="latest", table="lines", quarantine="odd"):
-    totals = Totals(TableName.parse("totals"), ("sku",), {"amount": "amount"}, "lines")
+    totals = TotalsSettings(table="totals", by=["sku"], sums={"amount": "amount"}, count="lines")
     columns = {"sku": "text", "amount": "numeric(10,2)"}
     return Projection("p", TableName.parse(table), TableName.parse(quarantine), columns, keep, totals)
 
@@ -94,7 +94,7 @@ def test_an_audit_and_the_doctor_call_no_functions_of_others(among_others):
     task = _ReadTable(among_others, TableName("outbox"), outbox)
     (rows,) = task([pa.RecordBatch.from_pydict({"first": [1], "last": [2]})])
     assert rows.num_rows == 2
-    assert look_at_table(among_others, "outbox") == "outbox may be read"
+    assert look_at_table(SnapshotTable(dsn=among_others, table="outbox")) == "outbox may be read"
     settings = ProjectSettings(
         name="p", topics="t", checkpoint="/c", schema="n BIGINT", postgres={"dsn": among_others, "table": "lines"}
     )
@@ -169,11 +169,11 @@ def test_names_with_percent_signs(database):
 @pytest.mark.parametrize("dsn", ["postgresql://me:S3cr3t P4ss@127.0.0.1:1/x", "host=127.0.0.1 password=S3cr3t P4ss"])
 def test_no_connection_shows_a_password(dsn):
     """A DSN that libpq cannot read is not quoted in errors, as any part of it may be the password."""
-    table = SnapshotTable.model_construct(dsn=dsn, table="outbox", outbox_name=None)
+    table = SnapshotTable.model_construct(dsn=dsn, table=TableName("outbox"), outbox_name=None)
     tries = [
         lambda: ProjectionStore(dsn, _projection()),
         lambda: extent_of(table),
-        lambda: look_at_table(dsn, "outbox"),
+        lambda: look_at_table(table),
         lambda: list(_ReadTable(dsn, TableName("t"), "o")([])),
     ]
     for attempt in tries:

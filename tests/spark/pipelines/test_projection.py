@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName
-from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.config import TotalsSettings
+from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
 
 _TOPIC = "orders"
@@ -21,7 +22,7 @@ class _Killed(Exception):
 
 
 def _projection(query="p", keep="latest"):
-    totals = Totals(TableName.parse("totals"), ("sku",), {"cents": "cents"}, "lines")
+    totals = TotalsSettings(table="totals", by=["sku"], sums={"cents": "cents"}, count="lines")
     columns = {"sku": "text", "cents": "bigint"}
     return Projection(query, TableName.parse("lines"), TableName.parse("odd"), columns, keep, totals)
 

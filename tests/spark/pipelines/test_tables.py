@@ -8,7 +8,7 @@ import pyiceberg.catalog
 import pytest
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
-from outbox_spark.config import AuditSettings, IcebergTable
+from outbox_spark.config import AuditSettings, FileSettings, IcebergTable
 from outbox_spark.pipelines import archive, audit
 from outbox_spark.tables import Layout, open_table
 from outbox_spark.tables.folder import Folder
@@ -34,7 +34,8 @@ def opened(spark, place):
     """Return a function that opens the table as another process would, ready to write."""
 
     def run(schema=_SCHEMA, **sizes):
-        layout = Layout(schema, "time", "date", **{"keep_versions": timedelta(seconds=-1), **sizes})
+        files = FileSettings(**sizes).model_copy(update={"keep_versions": timedelta(seconds=-1)})
+        layout = Layout(schema, "time", "date", files)
         table = open_table(spark, place.get("path") or IcebergTable(**place["iceberg"]), layout)
         table.recover()
         return table
