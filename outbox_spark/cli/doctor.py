@@ -154,10 +154,9 @@ def _topics(kafka: Mapping[str, str], topics: list[str]) -> str:
     check_connection(filled(kafka))
     with closing(TopicLog(kafka, topics)) as log:
         firsts, ends = log.bounds()
-    return ", ".join(
-        f"{topic} has {len(of)} partitions and {sum(of.values()) - sum(firsts[topic].values()):,} offsets"
-        for topic, of in ends.items()
-    )
+    sizes = {place: end - firsts[place] for place, end in ends.items()}
+    parts = {topic: [size for (name, _), size in sizes.items() if name == topic] for topic in topics}
+    return ", ".join(f"{topic} has {len(of)} partitions and {sum(of):,} offsets" for topic, of in parts.items())
 
 
 def _targets(file: PipelineFile) -> str:
@@ -351,4 +350,4 @@ def _archive(spark: SparkSession, place: str | IcebergTable, will_be_made: bool)
         raise CheckFailed(
             f"there is no archive in {table.url}; let `outbox-spark archive` make it, or name another folder"
         )
-    return f"{table.url} has {', '.join(table.positions)}"
+    return f"{table.url} has {', '.join(sorted({topic for topic, _ in table.positions}))}"

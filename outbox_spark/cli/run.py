@@ -107,14 +107,13 @@ def open_session(name: str, spark: SparkSettings) -> SparkSession:
 def _follow(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
     from outbox_spark.pipelines import archive, project
     from outbox_spark.pipelines.follower import Follower
-    from outbox_spark.tables import TableTarget
+    from outbox_spark.tables import Table
 
     pipeline: Any = {"archive": archive, "project": project}[file.pipeline]
     targets = pipeline.targets(spark, file.settings)
     if options.maintain:
-        for target in targets:
-            if isinstance(target, TableTarget):
-                say(f"{target.name}: merged {{:,}} files, deleted {{:,}}".format(*target.maintain()))
+        for table in (target.table for target in targets if isinstance(target.table, Table)):
+            say(f"{table.name}: merged {{:,}} files, deleted {{:,}}".format(*table.maintain()))
         return 0
     counts = Follower(spark, file.kafka, file.settings, targets, say_progress).run(once=options.once, stop=stop)
     say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")

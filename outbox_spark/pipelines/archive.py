@@ -9,9 +9,10 @@ from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark.config import ArchiveSettings, FileSettings, IcebergTable, Period
+from outbox_spark.pipelines.follower import Target
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
-from outbox_spark.tables import Layout, Table, TableTarget, open_table
+from outbox_spark.tables import Layout, Table, open_table
 from outbox_spark.topics.positions import Positions
 
 SCHEMA = (
@@ -31,7 +32,7 @@ def archive(records: DataFrame) -> DataFrame:
 
 def open_archive(spark: SparkSession, place: str | IcebergTable, files: FileSettings | None = None) -> Table:
     """Open the archive in a folder or table; it is empty if there is none."""
-    return open_table(spark, place, Layout(SCHEMA, "timestamp", "date", files or FileSettings()))
+    return open_table(spark, place, Layout(SCHEMA, "timestamp", "date", files or FileSettings(), "archive"))
 
 
 def within(records: DataFrame, period: Period) -> DataFrame:
@@ -55,7 +56,7 @@ def must_be_archive(table: Table, setting: str) -> Table:
     return table
 
 
-def targets(spark: SparkSession, settings: ArchiveSettings) -> list[TableTarget]:
+def targets(spark: SparkSession, settings: ArchiveSettings) -> list[Target]:
     """Return the archive as a target."""
     table = open_archive(spark, settings.place, settings)
 
@@ -65,4 +66,4 @@ def targets(spark: SparkSession, settings: ArchiveSettings) -> list[TableTarget]
         )
         return {"records": table.append(rows, positions)}
 
-    return [TableTarget("the archive", table, write)]
+    return [Target(table, write)]

@@ -20,7 +20,7 @@ from outbox_spark.pipelines.follower import read_topics
 from outbox_spark.pipelines.typed_rows import is_replay
 from outbox_spark.postgres.connection import connect, one_line, with_parameters
 from outbox_spark.session import tasks_at_once
-from outbox_spark.topics.positions import Positions, flat
+from outbox_spark.topics.positions import Positions
 from outbox_spark.topics.ranges import TopicLog
 
 _SIDE = "topic STRING, id STRING, key BINARY, partition INT, offset BIGINT, timestamp TIMESTAMP"
@@ -41,7 +41,7 @@ WHERE id BETWEEN %s AND %s
 
 def below(found: DataFrame, reached: Positions) -> DataFrame:
     """Select the records that an archive with these positions should have."""
-    ends = [(topic, int(partition), offset) for topic, partition, offset in flat(reached)]
+    ends = [(*place, offset) for place, offset in reached.items()]
     if not ends:
         return found.limit(0)
     table = found.sparkSession.createDataFrame(ends, "topic STRING, partition INT, end BIGINT")

@@ -15,11 +15,12 @@ from datetime import timedelta
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
 
-from outbox_spark.config import FileSettings, IcebergTable, LakehouseTarget, ProjectSettings
+from outbox_spark.config import LakehouseTarget, ProjectSettings
+from outbox_spark.pipelines.follower import Target
 from outbox_spark.pipelines.typed_rows import columns_of, is_replay, number_in, outbox_in, parse, project
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
-from outbox_spark.tables import Layout, Table, TableTarget, open_table
+from outbox_spark.tables import Layout, Table, open_table
 from outbox_spark.topics.positions import Positions
 
 _ROW_SCHEMA = (
@@ -42,21 +43,21 @@ reduce(
 """
 
 
-def targets(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> list[TableTarget]:
+def targets(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> list[Target]:
     """Return the tables of misfits and of rows as targets."""
     return [_quarantine(spark, settings, target), _rows(spark, settings, target)]
 
 
-def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
+def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> Target:
     columns = ", ".join(f"`{name}` {kind.simpleString()}" for name, kind in columns_of(spark, settings).items())
-    table = _open(spark, target.place, target, _ROW_SCHEMA.format(columns=columns), "_time")
+    table = open_table(spark, target.place, Layout(_ROW_SCHEMA.format(columns=columns), "_time", "_date", target))
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
         if settings.keep == "latest":
             return _merge(table, _records(records, settings), positions)
         return _add(table, project(records, settings), positions, target.deduplicate_within, tasks_at_once(spark))
 
-    return TableTarget("the table", table, write)
+    return Target(table, write)
 
 
 def _add(table: Table, found: DataFrame, positions: Positions, within: timedelta, tasks: int) -> Mapping[str, int]:
@@ -125,8 +126,9 @@ def _merge(table: Table, found: DataFrame, positions: Positions) -> Mapping[str,
     return {"records": count, "rows": rows, "replaced": replaced, "tombstones": tombstones}
 
 
-def _quarantine(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
-    table = _open(spark, target.quarantine_place, target, _QUARANTINE_SCHEMA, "timestamp")
+def _quarantine(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> Target:
+    layout = Layout(_QUARANTINE_SCHEMA, "timestamp", "_date", target, "quarantine")
+    table = open_table(spark, target.quarantine_place, layout)
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
         misfits = (
@@ -137,8 +139,4 @@ def _quarantine(spark: SparkSession, settings: ProjectSettings, target: Lakehous
         rows = misfits.drop("rows").withColumn("_date", F.expr(utc.day("timestamp")))
         return {"quarantined": table.append(rows.coalesce(1), positions)}
 
-    return TableTarget("the quarantine", table, write)
-
-
-def _open(spark: SparkSession, place: str | IcebergTable, files: FileSettings, schema: str, time: str) -> Table:
-    return open_table(spark, place, Layout(schema, time, "_date", files))
+    return Target(table, write)

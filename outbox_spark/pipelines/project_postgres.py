@@ -12,8 +12,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import DataType
 
 from outbox_core.errors import InvalidConfig
-from outbox_spark.config import PostgresTarget as PostgresSettings
-from outbox_spark.config import ProjectSettings
+from outbox_spark.config import PostgresTarget, ProjectSettings
 from outbox_spark.pipelines.typed_rows import columns_of, is_replay, parse
 from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
@@ -39,10 +38,10 @@ _NESTED = ("array", "struct", "map", "variant")
 _SUMMABLE = ("bigint", "integer", "smallint", "numeric", "real", "double precision")
 
 
-class PostgresTarget:
-    """The table in PostgreSQL as a target of a `Follower`."""
+class PostgresTable:
+    """The table in PostgreSQL as a `Follower` needs it."""
 
-    def __init__(self, spark: SparkSession, settings: ProjectSettings, target: PostgresSettings) -> None:
+    def __init__(self, spark: SparkSession, settings: ProjectSettings, target: PostgresTarget) -> None:
         self._spark = spark
         self._settings = settings
         self._dsn = target.dsn
@@ -59,6 +58,7 @@ class PostgresTarget:
         with self._store() as store:
             store.prepare()
 
+    @property
     def positions(self) -> Positions:
         """Return the committed positions."""
         with self._store() as store:
@@ -164,7 +164,7 @@ def _misfit(types: Mapping[str, DataType]) -> str:
     return f"coalesce(problem, CASE {whens} END)"
 
 
-def _projection(settings: ProjectSettings, target: PostgresSettings, types: Mapping[str, DataType]) -> Projection:
+def _projection(settings: ProjectSettings, target: PostgresTarget, types: Mapping[str, DataType]) -> Projection:
     columns = {name: _postgres_type(kind) for name, kind in types.items()}
     if (totals := target.totals) is not None:
         used = {**dict.fromkeys(totals.by, "by"), **dict.fromkeys(totals.sums.values(), "sums")}

@@ -47,12 +47,7 @@ from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.runtime.secrets import filled_harvest
 
-__all__ = [
-    "OnProgress",
-    "RelayConfig",
-    "RelayFailed",
-    "run_relay",
-]
+__all__ = ["OnProgress", "RelayConfig", "RelayFailed", "run_relay"]
 
 _log = logging.getLogger(__name__)
 

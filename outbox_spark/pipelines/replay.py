@@ -34,6 +34,7 @@ from outbox_spark.pipelines.archive import must_be_archive, open_archive, within
 from outbox_spark.runtime import utc
 from outbox_spark.runtime.secrets import filled
 from outbox_spark.session import tasks_at_once
+from outbox_spark.topics.positions import Positions
 from outbox_spark.topics.ranges import TopicLog
 
 _SECONDS = 30.0
@@ -137,15 +138,13 @@ def run(
 
 
 def _check_targets(
-    kafka: Mapping[str, str],
-    archived: Mapping[str, Mapping[str, int]],
-    settings: ReplaySettings,
-    planned: list[Planned],
+    kafka: Mapping[str, str], archived: Positions, settings: ReplaySettings, planned: list[Planned]
 ) -> None:
     with closing(TopicLog(kafka, [part.target for part in planned])) as log:
         ends = log.bounds()[1]
     for part in planned:
-        wanted, found = 1 + max(map(int, archived.get(part.topic, {"0": 0}))), len(ends[part.target])
+        wanted = 1 + max((partition for topic, partition in archived if topic == part.topic), default=0)
+        found = sum(topic == part.target for topic, _ in ends)
         if settings.keep_partitions and found < wanted:
             raise InvalidConfig(
                 f"replay.keep_partitions: {part.topic} has {wanted} partitions in the archive, {part.target} has "

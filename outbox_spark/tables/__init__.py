@@ -6,9 +6,9 @@ from pyspark.sql import SparkSession
 
 from outbox_spark.config import IcebergTable
 from outbox_spark.tables.folder import Folder
-from outbox_spark.tables.table import Layout, Table, TableTarget
+from outbox_spark.tables.table import Layout, Table
 
-__all__ = ["Layout", "Table", "TableTarget", "open_table"]
+__all__ = ["Layout", "Table", "open_table"]
 
 
 def open_table(spark: SparkSession, place: str | IcebergTable, layout: Layout) -> Table:

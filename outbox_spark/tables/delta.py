@@ -21,7 +21,7 @@ from pyarrow import parquet
 from pyarrow.fs import PyFileSystem
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
-from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, Written, changed_topics, day_of, for_library
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, Written, day_of, for_library
 from outbox_spark.topics.positions import Positions
 
 try:
@@ -114,9 +114,9 @@ class DeltaLog(TableLog[DeltaTable]):
         added_files = [self._add(file, is_new=is_change) for file in files]
         self._name_topics(positions)
         transactions = [
-            deltalake.Transaction(f"{topic}/{number}", of.get(str(number), _UNKNOWN))
-            for topic, of in changed_topics(positions, self.positions).items()
-            for number in range(max(map(int, of), default=-1) + 1)
+            deltalake.Transaction(f"{topic}/{number}", positions.get((topic, number), _UNKNOWN))
+            for topic in {topic for (topic, _), _ in positions.items() - self.positions.items()}
+            for number in range(1 + max(partition for name, partition in positions if name == topic))
         ]
         self._transact(
             [*added_files, *self._removals(removed, is_change=is_change)], "append", table.schema(), transactions
@@ -156,9 +156,9 @@ class DeltaLog(TableLog[DeltaTable]):
             table.load_as_version(wanted)
 
     def _name_topics(self, positions: Positions) -> None:
-        table, named = self._open(), set(_topics(self._open()))
-        if not named.issuperset(positions):
-            before, known = table.version(), ",".join(sorted(named.union(positions)))
+        table, named, topics = self._open(), set(_topics(self._open())), {topic for topic, _ in positions}
+        if not topics <= named:
+            before, known = table.version(), ",".join(sorted(named | topics))
             with _translated(self._uri):
                 table.alter.set_table_properties({_TOPICS: known}, raise_if_not_exists=False)
                 table.update_incremental()
@@ -205,17 +205,14 @@ def _topics(table: DeltaTable) -> list[str]:
 
 
 def _positions(table: DeltaTable) -> Positions:
-    found: dict[str, dict[str, int]] = {}
+    found = {}
     for topic in _topics(table):
-        of = {}
         for number in itertools.count():
             offset = table.transaction_version(f"{topic}/{number}")
             if offset is None:
                 break
             if offset != _UNKNOWN:
-                of[str(number)] = offset
-        if of:
-            found[topic] = of
+                found[topic, number] = offset
     return found
 
 

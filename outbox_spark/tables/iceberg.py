@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, Written, for_library, for_spark
-from outbox_spark.topics.positions import Positions
+from outbox_spark.topics.positions import Positions, from_json, to_json
 
 try:
     from pyiceberg import exceptions as errors
@@ -116,7 +116,7 @@ class IcebergLog(TableLog[Table]):
             transaction = Transaction(table)
             if table.name_mapping() is None:  # Spark's files name columns, and do not number them
                 transaction.set_properties({_MAPPING: table.schema().name_mapping.model_dump_json()})
-            snapshot = transaction.update_snapshot({_POSITIONS: json.dumps(positions, sort_keys=True)})
+            snapshot = transaction.update_snapshot({_POSITIONS: json.dumps(to_json(positions), sort_keys=True)})
             with snapshot.overwrite() if gone else snapshot.merge_append() as update:
                 for file in files:
                     update.append_data_file(file)
@@ -187,8 +187,7 @@ def _positions(table: Table) -> Positions:
         return {}
     while snapshot is not None:
         if snapshot.summary is not None and (text := snapshot.summary.additional_properties.get(_POSITIONS)):
-            found: Positions = json.loads(text)
-            return found
+            return from_json(json.loads(text))
         parent = snapshot.parent_snapshot_id
         snapshot = table.snapshot_by_id(parent) if parent is not None else None
     raise OutboxTableError(

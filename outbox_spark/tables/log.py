@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from typing import Generic, NamedTuple, TypeVar
 
@@ -132,8 +132,3 @@ def for_library(url: str) -> str:
 def for_spark(url: str) -> str:
     """Return a library's URL in the form that Hadoop's file systems know."""
     return re.sub(r"^s3://", "s3a://", url)
-
-
-def changed_topics(positions: Positions, before: Positions) -> Mapping[str, Mapping[str, int]]:
-    """Return the topics of `positions` that differ from `before`."""
-    return {topic: of for topic, of in positions.items() if of != before.get(topic)}

@@ -13,8 +13,8 @@ import logging
 import math
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import unquote
@@ -48,6 +48,7 @@ class Layout:
     time: str
     date: str
     files: FileSettings
+    name: str = "table"  # in messages
 
     def __str__(self) -> str:
         return f"{self.schema}, {self.date} DATE"
@@ -63,6 +64,11 @@ class Table:
         self._earlier = earlier if earlier is not None and ledger.is_ledger(earlier) else None
         self._small: defaultdict[str | None, list[DataFile]] = defaultdict(list)
         log.load()
+
+    @property
+    def name(self) -> str:
+        """Return the table's name in messages."""
+        return f"the {self._layout.name} {self.url}"
 
     @property
     def url(self) -> str:
@@ -164,6 +170,7 @@ class Table:
 
     def maintain(self) -> tuple[int, int]:
         """Merge small files, delete those that no version of the last `keep_versions` has; return both numbers."""
+        self.recover()
         merged = self.compact(2)
         try:
             return merged, self._log.expire(datetime.now(UTC) - self._layout.files.keep_versions)
@@ -239,34 +246,3 @@ class Table:
         writer.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
         urls = [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
         return Written(urls, written.get["rows"])
-
-
-@dataclass(frozen=True)
-class TableTarget:
-    """A table as a target of a `Follower`; `kind` names it in messages, `write` appends a batch and returns counts."""
-
-    kind: str
-    table: Table
-    write: Callable[[DataFrame, Positions], Mapping[str, int]] = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        """Return the table's name in messages."""
-        return f"{self.kind} {self.table.url}"
-
-    def recover(self) -> None:
-        """Create the table, or read its state."""
-        self.table.recover()
-
-    def positions(self) -> Positions:
-        """Return the committed positions."""
-        return self.table.positions
-
-    def compact(self) -> None:
-        """Merge small files."""
-        self.table.compact()
-
-    def maintain(self) -> tuple[int, int]:
-        """Merge all small files, and delete those that no kept version has; return the numbers of both."""
-        self.table.recover()
-        return self.table.maintain()

@@ -24,10 +24,10 @@ from pyspark.sql.types import StructType
 from outbox_core.kafka.clients import TIMESTAMP_NOT_AVAILABLE, Message
 from outbox_core.kafka.messages import UnreadableHeaders, headers_of
 from outbox_spark.runtime.options import SourceOptions
+from outbox_spark.topics.positions import Positions, from_json, to_json
 from outbox_spark.topics.ranges import (
     LATEST,
     OffsetRange,
-    Position,
     TopicLog,
     parse_offsets,
     plan_batch,
@@ -56,7 +56,7 @@ SCHEMA = from_arrow_schema(_ARROW)
 _LAST_MILLISECOND = 253_402_300_799_999  # of the year 9999, the last of Python; brokers take any time
 
 
-Offsets = Position | Literal["earliest", "latest"]
+Offsets = Positions | Literal["earliest", "latest"]
 
 
 def _names(text: object) -> object:
@@ -134,8 +134,8 @@ class _BatchReader(_Reader, DataSourceReader):
 class _StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: KafkaSourceOptions) -> None:
         super().__init__(options)
-        self._target: Position | None = None  # the end of an availableNow run
-        self._firsts: Position = {}
+        self._target: Positions | None = None  # the end of an availableNow run
+        self._firsts: Positions = {}
 
     @cached_property
     def _log(self) -> TopicLog:
@@ -145,30 +145,32 @@ class _StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow
         """Leave out the connection: workers get a copy."""
         return {"options": self.options, "_target": None, "_firsts": {}}
 
-    def initialOffset(self) -> Position:  # noqa: N802
-        return self._log.starting(self.options.starting)
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        return to_json(self._log.starting(self.options.starting))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         return ReadAllAvailable() if self.options.limit is None else ReadMaxRows(self.options.limit)
 
-    def latestOffset(self, start: Position, limit: ReadLimit) -> Position:  # noqa: N802
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        begin, most = from_json(start), limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if self._target is None:
             self._firsts, ends = self._log.bounds()
         else:
             ends = self._target
         if self.options.fail_on_loss:
-            refuse_shortened(start, ends)
-        return plan_batch(start, ends, self._firsts, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+            refuse_shortened(begin, ends)
+        return to_json(plan_batch(begin, ends, self._firsts, most))
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._firsts, self._target = self._log.bounds()
 
-    def reportLatestOffset(self) -> Position | None:  # noqa: N802
-        return self._target
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        return None if self._target is None else to_json(self._target)
 
-    def partitions(self, start: Position, end: Position) -> Sequence[InputPartition]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         firsts = self._firsts or self._log.bounds()[0]
-        return [InputPartition(part) for part in ranges_between(start, end, firsts, self.options.min_partitions)]
+        parts = ranges_between(from_json(start), from_json(end), firsts, self.options.min_partitions)
+        return [InputPartition(part) for part in parts]
 
     def stop(self) -> None:
         self._log.close()

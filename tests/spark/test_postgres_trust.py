@@ -76,11 +76,11 @@ def test_a_projection_calls_no_functions_of_others(among_others, keep):
     """A projection calls no functions of others when it makes tables, reads positions or writes rows and totals."""
     with ProjectionStore(among_others, _projection(keep)) as store:
         store.prepare()
-        store.advance({"t": {"0": 0}})
-        assert store.positions() == {"t": {"0": 0}}
+        store.advance({("t", 0): 0})
+        assert store.positions() == {("t", 0): 0}
         odd = Misfit("odd", b"k", b"v", [("a", None)])
         records = [_record(0), _record(1, misfit=odd), _record(2), _record(3, is_replay=True)]
-        assert store.write(iter(records), {"t": {"0": 4}})["quarantined"] == 1
+        assert store.write(iter(records), {("t", 0): 4})["quarantined"] == 1
     with psycopg.connect(among_others) as connection:
         (amount,) = connection.execute("SELECT amount FROM totals").fetchone()
     assert amount == (3 if keep == "latest" else 9) / 2
@@ -145,7 +145,7 @@ def test_tables_are_found_and_made_by_the_sessions_own_path(database):
     dsn = psycopg.conninfo.make_conninfo(database, options="-csearch_path=mine,public")
     with ProjectionStore(dsn, _projection()) as store:
         store.prepare()
-        store.advance({"t": {"0": 5}})
+        store.advance({("t", 0): 5})
     with psycopg.connect(database) as connection:
         statement = "SELECT relname, nspname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace"
         where = " WHERE relkind = 'r' AND nspname IN ('mine', 'public')"
@@ -160,8 +160,8 @@ def test_names_with_percent_signs(database):
     with ProjectionStore(database, _projection("every", '"100%s"."50%(a)s"', '"100%s"."%"')) as store:
         store.prepare()
         odd = Misfit("odd", b"k", b"v", [])
-        store.write(iter([_record(0), _record(1, misfit=odd)]), {"t": {"0": 2}})
-        assert store.positions() == {"t": {"0": 2}}
+        store.write(iter([_record(0), _record(1, misfit=odd)]), {("t", 0): 2})
+        assert store.positions() == {("t", 0): 2}
     with psycopg.connect(database) as connection:
         assert connection.execute('SELECT count(*) FROM "100%s"."%"').fetchone() == (1,)
 

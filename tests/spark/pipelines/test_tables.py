@@ -51,7 +51,7 @@ def _rows(spark, begin, end, columns="cast(id AS INT) AS n"):
 
 
 def _reach(offset):
-    return {"t": {"0": offset}}
+    return {("t", 0): offset}
 
 
 def _numbers(place):
@@ -176,7 +176,7 @@ def test_reads_as_documented(spark, place, tmp_path, monkeypatch):
     columns = "key BINARY, value BINARY, header_list ARRAY<STRUCT<key: STRING, value: BINARY>>, topic STRING, "
     columns += "partition INT, offset BIGINT, timestamp TIMESTAMP, outbox_id STRING"
     rows = [(b"k", b"v", [], "orders", 0, n, datetime(2026, 11, 20 + n, 12, tzinfo=UTC), f"x:{n}") for n in range(3)]
-    table.append(archive.archive(spark.createDataFrame(rows, columns)).coalesce(1), {"orders": {"0": 3}})
+    table.append(archive.archive(spark.createDataFrame(rows, columns)).coalesce(1), {("orders", 0): 3})
     if "iceberg" in place:
         for name, value in place["iceberg"]["catalog"].items():
             monkeypatch.setenv(f"PYICEBERG_CATALOG__DEFAULT__{name.upper()}", value)
@@ -198,7 +198,7 @@ def test_a_folder_of_an_earlier_version(spark, place):
     with pytest.raises(InvalidConfig, match="--maintain"):
         audit.run(spark, {}, AuditSettings(expected={"archive": place["path"]}, found={"parquet": "/none"}))
     table.recover()
-    assert table.positions == {"orders": {"0": 23, "1": 0}, "stock": {"0": 23}}
+    assert table.positions == {("orders", 0): 23, ("orders", 1): 0, ("stock", 0): 23}
     table = archive.open_archive(spark, place["path"])
     table.recover()
     found = sorted((row.topic, row.outbox_id, row.offset) for row in table.read().collect())
