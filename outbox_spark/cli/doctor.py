@@ -341,13 +341,10 @@ def _database(dsn: str) -> str:
 
 
 def _archive(spark: SparkSession, place: str | IcebergTable, will_be_made: bool) -> str:
-    from outbox_spark.pipelines.archive import open_archive
+    from outbox_spark.pipelines.archive import must_be_archive, open_archive
 
     table = open_archive(spark, place)
     if table.is_empty and will_be_made:
         return f"{table.url} will be made"
-    if table.is_empty:
-        raise CheckFailed(
-            f"there is no archive in {table.url}; let `outbox-spark archive` make it, or name another folder"
-        )
+    must_be_archive(table, "the file")
     return f"{table.url} has {', '.join(sorted({topic for topic, _ in table.positions}))}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
 
 import psycopg
 import pyarrow as pa
@@ -101,7 +99,7 @@ class Sides:
         ranges, name, outbox = extent_of(table)
         frame = self._spark.createDataFrame(ranges, "first BIGINT, last BIGINT")
         spread = frame.repartition(max(1, min(len(ranges), 4 * tasks_at_once(self._spark))))
-        return spread.mapInArrow(_ReadTable(table.dsn, name, outbox), _SIDE)
+        return spread.mapInArrow(read_table(table.dsn, name, outbox), _SIDE)
 
 
 def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, str]:
@@ -113,40 +111,36 @@ def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, s
             (database,) = connection.execute("SELECT current_database()").fetchone() or ("",)
             firsts = [first for (first,) in connection.execute(_FIRSTS.format(table=name.quoted))]
             (last,) = connection.execute(f"SELECT max(id) FROM {name.quoted}").fetchone() or (None,)
-    except psycopg.Error as error:
+    except (psycopg.Error, StoreUnavailable) as error:
         raise InvalidConfig(f"audit: cannot read {named}: {one_line(error)}") from None
-    except StoreUnavailable as error:
-        raise InvalidConfig(f"audit: cannot read {named}: {error}") from None
     ends = [first - 1 for first in firsts[1:]] + [last]
     outbox = table.outbox_name or f"{database}.{name.schema}.{name.table}"
     return list(zip(firsts, ends, strict=True)) if firsts else [], name, outbox
 
 
-@dataclass(frozen=True)
-class _ReadTable:
-    dsn: str
-    table: TableName
-    outbox: str
+def read_table(
+    dsn: str, table: TableName, outbox: str
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return a task that reads ranges of ids from a table, as `extent_of` gives them."""
 
-    def __repr__(self) -> str:
-        return f"read {self.table}"  # without the DSN: Spark shows it
-
-    def __call__(self, batches: Any) -> Any:
-        connection, (name,) = connect(self.dsn, self.table, what=f"audit of {self.table}")
+    def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        connection, (name,) = connect(dsn, table, what=f"audit of {table}")
         statement = _ROWS.format(table=with_parameters(name))
         with connection:
             connection.execute("SET TIME ZONE 'UTC'")
             for batch in batches:
-                for first, last in zip(*batch.to_pydict().values(), strict=True):
-                    rows = connection.execute(statement, (first, last)).fetchall()
+                for place in zip(*batch.to_pydict().values(), strict=True):
+                    rows = connection.execute(statement, place).fetchall()
                     topics, ids, keys, times = zip(*rows, strict=True) if rows else ((), (), (), ())
                     yield pa.RecordBatch.from_pydict(
                         {
                             "topic": pa.array(topics, pa.string()),
-                            "id": pa.array([f"{self.outbox}:{number}" for number in ids], pa.string()),
+                            "id": pa.array([f"{outbox}:{number}" for number in ids], pa.string()),
                             "key": pa.array([None if key is None else key.encode() for key in keys], pa.binary()),
                             "partition": pa.array([0] * len(ids), pa.int32()),
                             "offset": pa.array(ids, pa.int64()),
                             "timestamp": pa.array(times, pa.string()).cast(pa.timestamp("us", tz="UTC")),
                         }
                     )
+
+    return read

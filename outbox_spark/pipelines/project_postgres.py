@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
@@ -66,6 +65,13 @@ class PostgresTable:
 
     def write(self, records: DataFrame, positions: Positions) -> Mapping[str, int]:
         """Write records in the transactions of several tasks; return counts."""
+        dsn, projection = self._dsn, self._projection
+
+        def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            with ProjectionStore(dsn, projection) as store:
+                counts = store.write(_records(batches, list(projection.columns)), positions)
+            yield pa.RecordBatch.from_pydict({"name": list(counts), "count": list(counts.values())})
+
         # `ProjectionStore.write` needs whole partitions of the topics in one task, in order.
         rows = (
             _for_copy(
@@ -74,9 +80,8 @@ class PostgresTable:
             .repartition(tasks_at_once(self._spark), "topic", "partition")
             .sortWithinPartitions("topic", "partition", "offset")
         )
-        task = _WriteTask(self._dsn, self._projection, positions)
         counts: Counter[str] = Counter()
-        for name, count in rows.mapInArrow(task, "name STRING, count BIGINT").collect():
+        for name, count in rows.mapInArrow(write, "name STRING, count BIGINT").collect():
             counts[name] += count
         with self._store() as store:
             store.advance(positions)
@@ -87,24 +92,6 @@ class PostgresTable:
 
     def _store(self) -> ProjectionStore:
         return ProjectionStore(self._dsn, self._projection)
-
-
-@dataclass(frozen=True)
-class _WriteTask:
-    dsn: str
-    projection: Projection
-    end: Positions
-
-    def __repr__(self) -> str:
-        return f"write to {self.projection.table}"  # without the DSN: Spark shows it
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        with ProjectionStore(self.dsn, self.projection) as store:
-            counts = store.write(_records(batches, list(self.projection.columns)), self.end)
-        yield pa.RecordBatch.from_pydict(
-            {"name": list(counts), "count": list(counts.values())},
-            schema=pa.schema([("name", pa.string()), ("count", pa.int64())]),
-        )
 
 
 def _records(batches: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[ProjectedRecord]:

@@ -131,7 +131,14 @@ def run(
         "topic", "partition", "offset"
     )
     columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers", F.col("timestamp"))
-    for row in columns.mapInArrow(_PublishTask(dict(kafka), settings), _COUNTS).collect():
+
+    def publish_shards(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for (topic, partition), of_shard in itertools.groupby(rows, key=lambda row: (row["topic"], row["partition"])):
+            published, skipped = _Shard(kafka, settings, topic, partition).publish(of_shard)
+            yield pa.RecordBatch.from_pydict({"published": [published], "skipped": [skipped]})
+
+    for row in columns.mapInArrow(publish_shards, _COUNTS).collect():
         counts["published"] += row.published
         counts["skipped"] += row.skipped
     return counts
@@ -150,21 +157,6 @@ def _check_targets(
                 f"replay.keep_partitions: {part.topic} has {wanted} partitions in the archive, {part.target} has "
                 f"{found}; add partitions, or set keep_partitions: false to let the key decide"
             )
-
-
-@dataclass(frozen=True)
-class _PublishTask:
-    kafka: Mapping[str, str]
-    settings: ReplaySettings
-
-    def __repr__(self) -> str:
-        return f"replay {self.settings.name}"  # without Kafka's settings: Spark shows it
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for (topic, partition), of_shard in itertools.groupby(rows, key=lambda row: (row["topic"], row["partition"])):
-            published, skipped = _Shard(self.kafka, self.settings, topic, partition).publish(of_shard)
-            yield pa.RecordBatch.from_pydict({"published": [published], "skipped": [skipped]})
 
 
 class _Shard:

@@ -34,23 +34,17 @@ def connect(
     except psycopg.ProgrammingError:
         # Without the driver's words: they quote the DSN, perhaps its password.
         raise InvalidConfig(f"dsn of {what}: libpq cannot read it") from None
-    settings: dict[str, Any] = {
-        "connect_timeout": _CONNECT_SECONDS,
-        "application_name": application_name,
-        **filled(given),
-    }
+    defaults = {"connect_timeout": _CONNECT_SECONDS, "application_name": application_name}
+    connection: Connection | None = None
     try:
-        connection = psycopg.connect(**settings, autocommit=True)
-    except psycopg.Error as error:
-        raise StoreUnavailable(f"cannot reach the database of {what}: {one_line(error)}") from None
-    try:
-        row = connection.execute(_SESSION).fetchone()
+        connection = psycopg.connect(**{**defaults, **filled(given)}, autocommit=True)
+        (first, _) = connection.execute(_SESSION).fetchone() or (None, None)
         found = pin_search_path(connection, *names)
         connection.autocommit = autocommit
     except psycopg.Error as error:
-        connection.close()
+        if connection is not None:
+            connection.close()
         raise StoreUnavailable(f"cannot reach the database of {what}: {one_line(error)}") from None
-    first = row[0] if row is not None else None
     return connection, [name if name.schema else TableName(name.table, first) for name in found]
 
 

@@ -14,10 +14,9 @@ from typing import Any, Self
 
 import psycopg
 
-from outbox_core.config import redact
 from outbox_core.errors import OutboxTableError
 from outbox_core.kafka.reader import Place
-from outbox_spark.postgres.connection import connect, with_parameters
+from outbox_spark.postgres.connection import connect, one_line, with_parameters
 from outbox_spark.postgres.projection import QUARANTINE_COLUMNS, Misfit, ProjectedRecord, Projection, quoted
 from outbox_spark.topics.positions import Positions
 
@@ -35,12 +34,8 @@ class ProjectionStore:
     """A connection to a projection's database. Used by one thread. Raises InvalidConfig and StoreUnavailable."""
 
     def __init__(self, dsn: str, projection: Projection) -> None:
-        self._connection, tables = connect(
-            dsn,
-            *projection.tables,
-            what=str(projection.table),
-            application_name=f"outbox-spark {projection.query}",
-        )
+        name = f"outbox-spark {projection.query}"
+        self._connection, tables = connect(dsn, *projection.tables, what=str(projection.table), application_name=name)
         self._projection = projection.at(tables)
 
     def __enter__(self) -> Self:
@@ -57,14 +52,14 @@ class ProjectionStore:
                 for statement in self._projection.ddl():
                     self._connection.execute(statement)
         except psycopg.Error as error:
-            raise OutboxTableError(f"cannot make {self._projection.table}: {_first_line(error)}") from None
+            raise OutboxTableError(f"cannot make {self._projection.table}: {one_line(error)}") from None
         for table, probe in self._projection.probes():
             try:
                 with self._connection.transaction():
                     self._connection.execute(probe)
             except psycopg.Error as error:
                 raise OutboxTableError(
-                    f"{table} is not a table of this projection: {_first_line(error)}; name another or drop it"
+                    f"{table} is not a table of this projection: {one_line(error)}; name another or drop it"
                 ) from None
 
     def positions(self) -> Positions:
@@ -175,7 +170,3 @@ def _advance(connection: Any, projection: Projection, positions: Positions) -> N
     statement = _ADVANCE.format(positions=with_parameters(projection.positions))
     for place, offset in sorted(positions.items()):
         connection.execute(statement, (projection.query, *place, offset))
-
-
-def _first_line(error: Exception) -> str:
-    return redact(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)

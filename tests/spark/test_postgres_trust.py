@@ -13,7 +13,7 @@ from outbox_core.stores.interface import RowQuery
 from outbox_spark.cli.doctor import _postgres as look_at_projection
 from outbox_spark.cli.doctor import _readable as look_at_table
 from outbox_spark.config import ProjectSettings, SnapshotTable, TotalsSettings
-from outbox_spark.pipelines.audit_sides import _ReadTable, extent_of
+from outbox_spark.pipelines.audit_sides import extent_of, read_table
 from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.relay.plan import Planner
@@ -91,7 +91,7 @@ def test_an_audit_and_the_doctor_call_no_functions_of_others(among_others):
     database = psycopg.conninfo.conninfo_to_dict(among_others)["dbname"]
     (first_and_last,), name, outbox = extent_of(SnapshotTable(dsn=among_others, table="outbox"))
     assert (first_and_last, name.schema, outbox) == ((1, 2), "public", f"{database}.public.outbox")
-    task = _ReadTable(among_others, TableName("outbox"), outbox)
+    task = read_table(among_others, TableName("outbox"), outbox)
     (rows,) = task([pa.RecordBatch.from_pydict({"first": [1], "last": [2]})])
     assert rows.num_rows == 2
     assert look_at_table(SnapshotTable(dsn=among_others, table="outbox")) == "outbox may be read"
@@ -117,7 +117,7 @@ def test_an_audit_reads_odd_rows(database):
     ranges, name, outbox = extent_of(SnapshotTable(dsn=database, table="outbox"))
     assert ranges == [(-(2**63), 2**63 - 1)]
     first, last = zip(*ranges, strict=True)
-    (rows,) = _ReadTable(database, name, outbox)([pa.RecordBatch.from_pydict({"first": first, "last": last})])
+    (rows,) = read_table(database, name, outbox)([pa.RecordBatch.from_pydict({"first": first, "last": last})])
     read = {row["offset"]: row["timestamp"] for row in rows.to_pylist()}
     assert sorted(read) == sorted(odd)
     assert {number: time and time.year for number, time in read.items()} == dict(
@@ -174,7 +174,7 @@ def test_no_connection_shows_a_password(dsn):
         lambda: ProjectionStore(dsn, _projection()),
         lambda: extent_of(table),
         lambda: look_at_table(table),
-        lambda: list(_ReadTable(dsn, TableName("t"), "o")([])),
+        lambda: list(read_table(dsn, TableName("t"), "o")([])),
     ]
     for attempt in tries:
         with pytest.raises(InvalidConfig, match="libpq cannot read") as error:

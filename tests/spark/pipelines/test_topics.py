@@ -195,7 +195,7 @@ def test_the_end_is_what_is_stable(kafka_bootstrap, make_topic):
     log = TopicLog(kafka, [topic])
     assert log.bounds()[1] == {(topic, 0): 1}
     producer.commit_transaction()
-    while (end := log.bounds()[1][topic]["0"]) < 4:
+    while (end := log.bounds()[1][topic, 0]) < 4:
         pass
     assert values_of(kafka, OffsetRange(topic, 0, 0, end)) == [1, 2, 3]
     log.close()
