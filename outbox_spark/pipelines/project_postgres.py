@@ -65,7 +65,7 @@ class PostgresTable:
 
     def write(self, records: DataFrame, positions: Positions) -> Mapping[str, int]:
         """Write records in the transactions of several tasks; return counts."""
-        dsn, projection = self._dsn, self._projection
+        dsn, projection, tasks = self._dsn, self._projection, tasks_at_once(self._spark)
 
         def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             with ProjectionStore(dsn, projection) as store:
@@ -73,13 +73,9 @@ class PostgresTable:
             yield pa.RecordBatch.from_pydict({"name": list(counts), "count": list(counts.values())})
 
         # `ProjectionStore.write` needs whole partitions of the topics in one task, in order.
-        rows = (
-            _for_copy(
-                parse(records, self._settings, keyed=self._settings.keep == "latest"), self._settings, self._types
-            )
-            .repartition(tasks_at_once(self._spark), "topic", "partition")
-            .sortWithinPartitions("topic", "partition", "offset")
-        )
+        parsed = parse(records, self._settings, keyed=self._settings.keep == "latest")
+        spread = _for_copy(parsed, self._settings, self._types).repartition(tasks, "topic", "partition")
+        rows = spread.sortWithinPartitions("topic", "partition", "offset")
         counts: Counter[str] = Counter()
         for name, count in rows.mapInArrow(write, "name STRING, count BIGINT").collect():
             counts[name] += count
@@ -114,16 +110,10 @@ def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, Da
     values = ", ".join(f"{_as_text(f'row.`{name}`', kind)} AS `{name}`" for name, kind in types.items())
     texts = rows.withColumn("rows", F.expr(f"transform(rows, row -> struct({values}))"))
     checked = texts.withColumn("problem", F.expr(_misfit(types)))
-    return checked.select(
-        *("topic", "partition", "offset", F.expr(utc.text("timestamp")).alias("time"), "outbox_id"),
-        *(
-            "key_text",
-            "problem",
-            F.expr("value IS NULL").alias("is_tombstone"),
-            is_replay(settings.replay_header).alias("is_replay"),
-            "rows",
-        ),
-        *(F.expr(f"IF(problem IS NULL, NULL, {name})").alias(name) for name in ("key", "value", "headers")),
+    return checked.withColumn("is_replay", is_replay(settings.replay_header)).selectExpr(
+        *("topic", "partition", "offset", f"{utc.text('timestamp')} AS time", "outbox_id", "key_text", "problem"),
+        *("value IS NULL AS is_tombstone", "is_replay", "rows"),
+        *(f"IF(problem IS NULL, NULL, {name}) AS {name}" for name in ("key", "value", "headers")),
     )
 
 

@@ -77,16 +77,9 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
     named = found.select(record.alias("record"), F.struct("key", "value", reason).alias("_raw"), *fields)
     rows = f"IF(_raw.problem IS NULL AND _raw.value IS NOT NULL, {_rows(settings, schema)}, NULL)"
     try:
-        return named.select(
+        return named.selectExpr(
             *(f"record.{name}" for name in ("outbox_id", "topic", "partition", "offset", "timestamp")),
-            *(
-                "_raw.key",
-                "_raw.value",
-                F.col("record.key").alias("key_text"),
-                F.col("record.headers").alias("headers"),
-                "_raw.problem",
-            ),
-            F.expr(rows).alias("rows"),
+            *("_raw.key", "_raw.value", "record.key AS key_text", "record.headers", "_raw.problem", f"{rows} AS rows"),
         )
     except (AnalysisException, ParseException) as error:
         raise InvalidConfig(f"columns, where or explode: {str(error).strip().splitlines()[0]}") from None
