@@ -60,12 +60,13 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
     """
     schema = json_values.parse_schema(settings.value_schema)
     found, value, of_value = _typed(records, settings, schema)
+    expressions = " ".join([*settings.columns.values(), settings.where or "", settings.explode or ""])
     record = F.struct(
         F.expr("coalesce(outbox_id, concat_ws('-', topic, partition, offset))").alias("outbox_id"),
         F.expr(_KEY).alias("key"),
         *("topic", "partition", "offset", "timestamp", F.col("header_list").alias("headers")),
         # Its many headers are not read for nothing.
-        *((F.expr(_EVENT).alias("event"),) if "event" in _texts(settings) else ()),
+        *((F.expr(_EVENT).alias("event"),) if "event" in expressions.lower() else ()),
     )
     whens = [("header_list IS NULL", _UNREADABLE), (f"key IS NOT NULL AND {_KEY} IS NULL", "the key is not UTF-8 text")]
     if keyed:
@@ -101,10 +102,6 @@ def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tup
     found = records.select("*", text.alias("_text")).withColumn("_parsed", json_values.parsed(F.col("_text"), schema))
     of_value = json_values.problem("value", "_text", "_parsed", schema)
     return found, f"get(_parsed.{json_values.SINGLE}, 0)", of_value
-
-
-def _texts(settings: RowSettings) -> str:
-    return " ".join([*settings.columns.values(), settings.where or "", settings.explode or ""]).lower()
 
 
 def _rows(settings: RowSettings, schema: StructType) -> str:

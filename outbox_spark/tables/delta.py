@@ -48,7 +48,6 @@ class DeltaLog(TableLog[DeltaTable]):
 
     def __init__(self, url: str, date: str) -> None:
         super().__init__(url)
-        self._url = url
         self._uri = for_library(url)
         self._date = date
 
@@ -56,11 +55,6 @@ class DeltaLog(TableLog[DeltaTable]):
     def version(self) -> object:
         """Return the number of the last commit."""
         return -1 if self._table is None else self._table.version()
-
-    @property
-    def location(self) -> str:
-        """Return the folder."""
-        return self._url
 
     def load(self) -> None:
         """Read the table's present state. Raises StoreUnavailable."""
@@ -100,7 +94,7 @@ class DeltaLog(TableLog[DeltaTable]):
             )
         listed = pa.table(self._open().get_add_actions()).select(["path", "size_bytes", "num_records", "partition"])
         return [
-            DataFile(f"{self._url}/{path}", size, rows or 0, None if day is None else str(day))
+            DataFile(f"{self._name}/{path}", size, rows or 0, None if day is None else str(day))
             for path, size, rows, partition in zip(*listed.to_pydict().values(), strict=True)
             for day in partition.values()
         ]
@@ -186,7 +180,7 @@ class DeltaLog(TableLog[DeltaTable]):
                 yield RemoveAction(self._relative(file.url), is_change, _now(), file.size, {self._date: file.day})
 
     def _relative(self, url: str) -> str:
-        return url.removeprefix(f"{self._url}/")
+        return url.removeprefix(f"{self._name}/")
 
 
 @contextmanager

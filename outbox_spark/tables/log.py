@@ -79,9 +79,9 @@ class TableLog(ABC, Generic[T]):
         """Return a value that every commit changes."""
 
     @property
-    @abstractmethod
     def location(self) -> str:
         """Return the folder below which data files are written, as a URL for Spark."""
+        return self._name
 
     @abstractmethod
     def load(self) -> None:
