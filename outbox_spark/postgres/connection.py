@@ -49,8 +49,9 @@ def connect(
 
 
 def one_line(error: Exception) -> str:
-    """Return a driver's message without line breaks and passwords."""
-    return redact("; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__)
+    """Return the server's or the driver's message without the statement, line breaks and passwords."""
+    text = (isinstance(error, psycopg.Error) and error.diag.message_primary) or str(error)
+    return redact("; ".join(line.strip() for line in text.splitlines() if line.strip()) or type(error).__name__)
 
 
 def with_parameters(name: TableName) -> str:
