@@ -130,7 +130,7 @@ def _services(files: Iterable[PipelineFile]) -> Iterator[Finding]:
         topics = list(settings.topics) if file.pipeline in ("project", "archive") else []
         topics += [topic for side in sides for topic in side.topics or []]
         if topics:
-            yield check(f"{file.pipeline}: topics", _topics, file.kafka, topics)
+            yield check(f"{file.pipeline}: topics", _kafka, file.kafka, topics)
         if file.harvest is not None:
             yield check("relay: Kafka", _kafka, file.harvest.base_kafka_config)
             yield check("relay: outbox", lambda harvest: _outbox(filled_harvest(harvest)), file.harvest)
@@ -147,11 +147,13 @@ def _sides(file: PipelineFile) -> list[Any]:
     return [file.settings.expected, file.settings.found] if file.pipeline == "audit" else []
 
 
-def _topics(kafka: Mapping[str, str], topics: list[str]) -> str:
+def _kafka(kafka: Mapping[str, Any], topics: Sequence[str] = ()) -> str:
     from outbox_core.kafka.admin import check_connection
     from outbox_spark.topics.ranges import TopicLog
 
     check_connection(filled(kafka))
+    if not topics:
+        return f"answers at {kafka.get('bootstrap.servers')}"
     with closing(TopicLog(kafka, topics)) as log:
         firsts, ends = log.bounds()
     sizes = {place: end - firsts[place] for place, end in ends.items()}
@@ -164,14 +166,7 @@ def _targets(file: PipelineFile) -> str:
     file.require_kafka()
     replay: ReplaySettings = file.settings
     named = [replay.to.get(topic, topic) for topic in replay.topics or replay.to]
-    return _topics(file.kafka, list(dict.fromkeys(named))) if named else _kafka(file.kafka)
-
-
-def _kafka(kafka: Mapping[str, Any]) -> str:
-    from outbox_core.kafka.admin import check_connection
-
-    check_connection(filled(kafka))
-    return f"answers at {kafka.get('bootstrap.servers')}"
+    return _kafka(file.kafka, list(dict.fromkeys(named)))
 
 
 def _outbox(harvest: Any) -> str:
@@ -289,7 +284,7 @@ def _reached_by_tasks(files: list[PipelineFile]) -> Iterator[tuple[str, Callable
 def _on_executors(spark: SparkSession, find: Callable[..., str], *arguments: Any) -> str:
     """Call `find` in tasks on all executors; return what all of them say, and where. Raises CheckFailed."""
     tasks = _TASKS_FOR_EACH_CORE * tasks_at_once(spark)
-    columns = "host STRING, executor INT, said STRING, failed BOOLEAN"
+    columns = "host STRING, executor BIGINT, said STRING, failed BOOLEAN"
     called = spark.range(0, tasks, 1, tasks).mapInArrow(partial(_in_task, find, arguments), columns)
     try:
         rows = called.collect()
@@ -315,9 +310,8 @@ def _in_task(find: Callable[..., str], arguments: Sequence[Any], batches: Iterat
         except Exception as error:
             said, failed = redact(" ".join(str(error).split())) or type(error).__name__, True
         time.sleep(_SPREAD_SECONDS)
-        row = {"host": [socket.gethostname()], "executor": [os.getppid()], "said": [said], "failed": [failed]}
-        kinds = zip(row, (pa.string(), pa.int32(), pa.string(), pa.bool_()), strict=True)
-        yield pa.RecordBatch.from_pydict(row, schema=pa.schema(list(kinds)))
+        row = {"host": socket.gethostname(), "executor": os.getppid(), "said": said, "failed": failed}
+        yield pa.RecordBatch.from_pylist([row])
 
 
 def versions() -> str:
