@@ -32,6 +32,7 @@ from benchmarks.stage import Services, fresh_topic, machine, services
 from outbox_core.kafka.clients import make_producer
 from outbox_spark.config import ArchiveSettings, AuditSettings, ProjectSettings
 from outbox_spark.pipelines import archive, audit, project
+from outbox_spark.pipelines.follower import Follower
 from outbox_spark.session import start_session
 
 _PARTITIONS = 4
@@ -98,14 +99,15 @@ def measure(spark: SparkSession, running: Services, folder: Path, records: int) 
     )
     watches: dict[str, Stopwatch] = {"archive": Stopwatch(), "project": Stopwatch()}
     runs: list[tuple[str, Callable[..., Any], Any]] = [
-        ("archive", archive.run, to_archive),
-        ("project", project.run, to_table),
+        ("archive", archive.targets, to_archive),
+        ("project", project.targets, to_table),
     ]
     for first, count in ((0, _WARM), (_WARM, records)):
         produce(running.bootstrap, topic, first, count)
-        for name, run, settings in runs:
+        for name, targets, settings in runs:
             kafka = {"bootstrap.servers": running.bootstrap}
-            run(spark, kafka, settings, once=True, stop=threading.Event(), report=watches[name])
+            follower = Follower(spark, kafka, settings, targets(spark, settings), watches[name])
+            follower.run(once=True, stop=threading.Event())
     rates = {name: watch.rate for name, watch in watches.items()}
     return {"raw read": raw_read(running.bootstrap, topic, records), **rates}
 

@@ -45,7 +45,7 @@ class PlainParquet:
     def __init__(self, spark: SparkSession, folder: Path) -> None:
         self._tasks = spark.sparkContext.defaultParallelism
         self._folder = str(folder)
-        self._positions: Positions = {}
+        self.positions: Positions = {}  # remembered by this process alone
 
     def recover(self) -> None:
         """Do nothing."""
@@ -53,16 +53,12 @@ class PlainParquet:
     def compact(self) -> None:
         """Do nothing."""
 
-    def positions(self) -> Positions:
-        """Return the positions, which this process remembers."""
-        return self._positions
-
     def write(self, records: DataFrame, positions: Positions) -> Mapping[str, int]:
         """Write rows as the archive does, into the folder alone."""
         rows = archive.archive(records).coalesce(self._tasks)
         sorted_rows = rows.sortWithinPartitions("date", "topic", "partition", "offset")
         sorted_rows.write.mode("append").partitionBy("date").parquet(self._folder)
-        self._positions = positions
+        self.positions = positions
         return {}
 
 
@@ -85,7 +81,7 @@ def measure(spark: SparkSession, bootstrap: str, topic: str, kind: str, *, recor
         ends.append(time.perf_counter())
 
     plain = PlainParquet(spark, folder / "plain")
-    targets: list[Target] = [plain] if kind == "Parquet" else [*archive.targets(spark, settings)]
+    targets: list[Target] = [Target(plain, plain.write)] if kind == "Parquet" else [*archive.targets(spark, settings)]
     try:
         Follower(spark, {"bootstrap.servers": bootstrap}, settings, targets, note).run(
             once=True, stop=threading.Event()

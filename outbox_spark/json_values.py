@@ -9,13 +9,13 @@ secret. Fields declared NOT NULL are required, at any depth. Decimals are rounde
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark.sql import Column
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import ArrayType, BooleanType, DataType, StringType, StructField, StructType
 
 from outbox_core.errors import InvalidConfig
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column
-    from pyspark.sql.types import DataType, StructType
 
 _CORRUPT = "_corrupt"
 # One name for the life of the driver: with others, Spark would have to compile each batch anew.
@@ -28,8 +28,6 @@ _EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
 
 def parse_schema(ddl: str) -> StructType:
     """Read a schema in Spark's DDL, for example `n BIGINT NOT NULL, lines ARRAY<STRUCT<...>>`. Raises InvalidConfig."""
-    from pyspark.sql.types import StructType
-
     try:
         schema: Any = StructType.fromDDL(ddl)
     except Exception as error:
@@ -46,9 +44,6 @@ def parse_schema(ddl: str) -> StructType:
 
 def parsed(text: Column, schema: StructType) -> Column:
     """Parse a value's text (NULL if it is not UTF-8) into a struct of `SINGLE` and `_corrupt`, for `problem`."""
-    from pyspark.sql import functions as F  # noqa: N812
-    from pyspark.sql.types import ArrayType, BooleanType, StringType, StructField, StructType
-
     sealed = StructType([*schema.fields, StructField(_SEAL, BooleanType())])
     wrapper = StructType([StructField(SINGLE, ArrayType(sealed)), StructField(_CORRUPT, StringType())])
     options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
@@ -109,8 +104,6 @@ def _missing(schema: StructType, value: str, path: str) -> list[tuple[str, str]]
 
 
 def _within(kind: DataType, value: str, path: str) -> list[tuple[str, str]]:
-    from pyspark.sql.types import ArrayType, StructType
-
     if isinstance(kind, StructType):
         return _missing(kind, value, f"{path}.")
     if isinstance(kind, ArrayType):

@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import pyarrow as pa
+from pyspark.sql import Column
+from pyspark.sql.pandas.functions import arrow_udf
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StringType, StructField, StructType
 
 from outbox_core.config import redact
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError, StoreUnavailable
@@ -23,8 +27,6 @@ from outbox_spark.runtime.secrets import filled
 
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient
-    from pyspark.sql import Column
-    from pyspark.sql.types import StructType
 
 Headers = Sequence[tuple[str, bytes | None]]
 Reader = Callable[[bytes, str, Headers], Any]
@@ -42,19 +44,8 @@ class UnreadableValue(Exception):
 def decoded(kind: str, registry: Mapping[str, Any], schema: StructType) -> Callable[..., Column]:
     """Return a function of the columns value, topic and headers: a struct of `value`, NULL for a misfit, and `problem`.
 
-    Args:
-        kind: `avro` or `protobuf`.
-        registry: properties of confluent-kafka's `SchemaRegistryClient`.
-        schema: the fields of `value`.
-
-    Raises:
-        MissingExtra: confluent-kafka lacks what it needs for this format.
-        InvalidConfig: the client refuses the properties.
+    `kind` is `avro` or `protobuf`; `registry` has properties of confluent-kafka's `SchemaRegistryClient`.
     """
-    from pyspark.sql.pandas.functions import arrow_udf
-    from pyspark.sql.pandas.types import to_arrow_schema
-    from pyspark.sql.types import StringType, StructField, StructType
-
     properties = tuple(sorted(registry.items()))
     make_reader(kind, properties)
     optional = StructType.fromJson(json.loads(schema.json(), object_hook=_nullable))
@@ -114,7 +105,7 @@ def make_reader(kind: str, properties: tuple[tuple[str, Any], ...]) -> Reader:
         from confluent_kafka.schema_registry import SchemaRegistryClient
 
         client = SchemaRegistryClient(filled(dict(properties)))
-        return functools.partial(_read, kind.upper(), _Avro(client) if kind == "avro" else _Protobuf(client))
+        return functools.partial(_read, kind.upper(), _avro(client) if kind == "avro" else _Protobuf(client))
     except ImportError as error:
         wanted = f"pip install 'confluent-kafka[{kind},schemaregistry]'"
         raise MissingExtra(f"format: {kind} needs a client of the schema registry ({error}): {wanted}") from None
@@ -144,17 +135,11 @@ def _read(kind: str, decode: Callable[[bytes, Any, Any], Any], value: bytes, top
         raise UnreadableValue(words[:_SHOWN]) from None
 
 
-class _Avro:
-    """Values as dictionaries, lists and scalars."""
+def _avro(client: SchemaRegistryClient) -> Callable[[bytes, Any, Any], Any]:
+    from confluent_kafka.schema_registry.avro import AvroDeserializer
 
-    def __init__(self, client: SchemaRegistryClient) -> None:
-        from confluent_kafka.schema_registry.avro import AvroDeserializer
-
-        self._deserialize = AvroDeserializer(client)
-
-    def __call__(self, value: bytes, context: Any, writer: Any) -> Any:
-        del writer
-        return _plain(self._deserialize(value, context))
+    deserialize = AvroDeserializer(client)
+    return lambda value, context, _: _plain(deserialize(value, context))
 
 
 class _Protobuf:

@@ -19,11 +19,7 @@ from outbox_spark.runtime.java import find_java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = [
-    "check_pyspark",
-    "register",
-    "start_session",
-]
+__all__ = ["check_pyspark", "register", "start_session"]
 
 _CONNECT = "sc://"
 _DEFAULTS = {
@@ -87,13 +83,10 @@ def _choose_python(wanted: str | None) -> None:
     python = wanted or os.environ.get("PYSPARK_PYTHON") or sys.executable
     os.environ["PYSPARK_PYTHON"] = python
     if python != sys.executable:
-        own = [path for path in sys.path if path and path not in _of_standard_library()]
-        os.environ["PYTHONPATH"] = os.pathsep.join(own)
-
-
-def _of_standard_library() -> set[str]:
-    folder = sysconfig.get_path("stdlib")
-    return {folder, f"{folder}/lib-dynload", next((path for path in sys.path if path.endswith(".zip")), "")}
+        library = sysconfig.get_path("stdlib")
+        zipped = next((path for path in sys.path if path.endswith(".zip")), "")
+        standard = ("", library, f"{library}/lib-dynload", zipped)
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path not in standard)
 
 
 def is_connect(spark: SparkSession) -> bool:

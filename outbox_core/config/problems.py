@@ -92,6 +92,8 @@ _WORDS = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
+    "byte_size": "must be a size, such as 128 MiB",
+    "byte_size_unit": "must be a size, such as 128 MiB",
     "dict_type": "must be a mapping",
     "model_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",

@@ -16,9 +16,7 @@ from outbox_core import __version__
 from outbox_core.errors import MissingExtra, OutboxError
 from outbox_core.printable import printable
 
-__all__ = [
-    "main",
-]
+__all__ = ["main"]
 
 EXIT_NOT_STARTED = 2
 

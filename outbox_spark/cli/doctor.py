@@ -25,6 +25,7 @@ from outbox_spark.config import (
     PostgresTarget,
     ProjectSettings,
     ReplaySettings,
+    SnapshotTable,
     SparkSettings,
     read_document,
     validate,
@@ -129,7 +130,7 @@ def _services(files: Iterable[PipelineFile]) -> Iterator[Finding]:
         topics = list(settings.topics) if file.pipeline in ("project", "archive") else []
         topics += [topic for side in sides for topic in side.topics or []]
         if topics:
-            yield check(f"{file.pipeline}: topics", _topics, file.kafka, topics)
+            yield check(f"{file.pipeline}: topics", _kafka, file.kafka, topics)
         if file.harvest is not None:
             yield check("relay: Kafka", _kafka, file.harvest.base_kafka_config)
             yield check("relay: outbox", lambda harvest: _outbox(filled_harvest(harvest)), file.harvest)
@@ -139,24 +140,25 @@ def _services(files: Iterable[PipelineFile]) -> Iterator[Finding]:
             yield check("replay: Kafka", _targets, file)
         for side in sides:
             if side.table is not None:
-                yield check("audit: table", _readable, side.table.dsn, side.table.table)
+                yield check("audit: table", _readable, side.table)
 
 
 def _sides(file: PipelineFile) -> list[Any]:
     return [file.settings.expected, file.settings.found] if file.pipeline == "audit" else []
 
 
-def _topics(kafka: Mapping[str, str], topics: list[str]) -> str:
+def _kafka(kafka: Mapping[str, Any], topics: Sequence[str] = ()) -> str:
     from outbox_core.kafka.admin import check_connection
     from outbox_spark.topics.ranges import TopicLog
 
     check_connection(filled(kafka))
+    if not topics:
+        return f"answers at {kafka.get('bootstrap.servers')}"
     with closing(TopicLog(kafka, topics)) as log:
         firsts, ends = log.bounds()
-    return ", ".join(
-        f"{topic} has {len(of)} partitions and {sum(of.values()) - sum(firsts[topic].values()):,} offsets"
-        for topic, of in ends.items()
-    )
+    sizes = {place: end - firsts[place] for place, end in ends.items()}
+    parts = {topic: [size for (name, _), size in sizes.items() if name == topic] for topic in topics}
+    return ", ".join(f"{topic} has {len(of)} partitions and {sum(of):,} offsets" for topic, of in parts.items())
 
 
 def _targets(file: PipelineFile) -> str:
@@ -164,14 +166,7 @@ def _targets(file: PipelineFile) -> str:
     file.require_kafka()
     replay: ReplaySettings = file.settings
     named = [replay.to.get(topic, topic) for topic in replay.topics or replay.to]
-    return _topics(file.kafka, list(dict.fromkeys(named))) if named else _kafka(file.kafka)
-
-
-def _kafka(kafka: Mapping[str, Any]) -> str:
-    from outbox_core.kafka.admin import check_connection
-
-    check_connection(filled(kafka))
-    return f"answers at {kafka.get('bootstrap.servers')}"
+    return _kafka(file.kafka, list(dict.fromkeys(named)))
 
 
 def _outbox(harvest: Any) -> str:
@@ -184,12 +179,12 @@ def _outbox(harvest: Any) -> str:
 
 def _postgres(settings: ProjectSettings, target: PostgresTarget) -> str:
     """Check the privileges to create missing tables, and to write to those that exist."""
-    from outbox_spark.pipelines.project_postgres import rights_on
     from outbox_spark.postgres.connection import connect
+    from outbox_spark.postgres.projection import Projection
 
-    wanted = rights_on(settings, target)
+    wanted = Projection.of(settings, target, {}).rights()
     remedies, found = [], []
-    connection, tables = connect(target.dsn, *wanted, what=target.table, autocommit=True)
+    connection, tables = connect(target.dsn, *wanted, what=str(target.table), autocommit=True)
     with connection:
         user, database, may_stage = connection.execute(_ABOUT_US).fetchone() or ("", "", False)
         if not may_stage:
@@ -228,15 +223,13 @@ FROM unnest(%s::text[]) AS wanted
 """
 
 
-def _readable(dsn: str, table: str) -> str:
-    from outbox_core.schema import TableName
+def _readable(table: SnapshotTable) -> str:
     from outbox_spark.postgres.connection import connect
 
-    name = TableName.parse(table)
-    connection, (table_found,) = connect(dsn, name, what=str(name), autocommit=True)
+    connection, (name,) = connect(table.dsn, table.table, what=str(table.table), autocommit=True)
     with connection:
-        connection.execute(f"SELECT id, kafka_topic, kafka_key FROM {table_found.quoted} LIMIT 0")
-    return f"{name} may be read"
+        connection.execute(f"SELECT id, kafka_topic, kafka_key FROM {name.quoted} LIMIT 0")
+    return f"{table.table} may be read"
 
 
 def _on_spark(files: list[PipelineFile]) -> Iterator[Finding]:
@@ -291,7 +284,7 @@ def _reached_by_tasks(files: list[PipelineFile]) -> Iterator[tuple[str, Callable
 def _on_executors(spark: SparkSession, find: Callable[..., str], *arguments: Any) -> str:
     """Call `find` in tasks on all executors; return what all of them say, and where. Raises CheckFailed."""
     tasks = _TASKS_FOR_EACH_CORE * tasks_at_once(spark)
-    columns = "host STRING, executor INT, said STRING, failed BOOLEAN"
+    columns = "host STRING, executor BIGINT, said STRING, failed BOOLEAN"
     called = spark.range(0, tasks, 1, tasks).mapInArrow(partial(_in_task, find, arguments), columns)
     try:
         rows = called.collect()
@@ -317,9 +310,8 @@ def _in_task(find: Callable[..., str], arguments: Sequence[Any], batches: Iterat
         except Exception as error:
             said, failed = redact(" ".join(str(error).split())) or type(error).__name__, True
         time.sleep(_SPREAD_SECONDS)
-        row = {"host": [socket.gethostname()], "executor": [os.getppid()], "said": [said], "failed": [failed]}
-        kinds = zip(row, (pa.string(), pa.int32(), pa.string(), pa.bool_()), strict=True)
-        yield pa.RecordBatch.from_pydict(row, schema=pa.schema(list(kinds)))
+        row = {"host": socket.gethostname(), "executor": os.getppid(), "said": said, "failed": failed}
+        yield pa.RecordBatch.from_pylist([row])
 
 
 def versions() -> str:
@@ -343,13 +335,10 @@ def _database(dsn: str) -> str:
 
 
 def _archive(spark: SparkSession, place: str | IcebergTable, will_be_made: bool) -> str:
-    from outbox_spark.pipelines.archive import open_archive
+    from outbox_spark.pipelines.archive import must_be_archive, open_archive
 
     table = open_archive(spark, place)
     if table.is_empty and will_be_made:
         return f"{table.url} will be made"
-    if table.is_empty:
-        raise CheckFailed(
-            f"there is no archive in {table.url}; let `outbox-spark archive` make it, or name another folder"
-        )
-    return f"{table.url} has {', '.join(table.positions)}"
+    must_be_archive(table, "the file")
+    return f"{table.url} has {', '.join(sorted({topic for topic, _ in table.positions}))}"

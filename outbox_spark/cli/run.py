@@ -106,13 +106,16 @@ def open_session(name: str, spark: SparkSettings) -> SparkSession:
 
 def _follow(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
     from outbox_spark.pipelines import archive, project
+    from outbox_spark.pipelines.follower import Follower
+    from outbox_spark.tables import Table
 
     pipeline: Any = {"archive": archive, "project": project}[file.pipeline]
+    targets = pipeline.targets(spark, file.settings)
     if options.maintain:
-        for target in pipeline.targets(spark, file.settings):
-            say(f"{target.name}: merged {{:,}} files, deleted {{:,}}".format(*target.maintain()))
+        for table in (target.table for target in targets if isinstance(target.table, Table)):
+            say(f"{table.name}: merged {{:,}} files, deleted {{:,}}".format(*table.maintain()))
         return 0
-    counts = pipeline.run(spark, file.kafka, file.settings, once=options.once, stop=stop, report=say_progress)
+    counts = Follower(spark, file.kafka, file.settings, targets, say_progress).run(once=options.once, stop=stop)
     say("; ".join(f"{count:,} {name}" for name, count in counts.items()) or "nothing was new")
     return 0
 
@@ -147,10 +150,7 @@ def _audit(spark: SparkSession, file: PipelineFile, _: argparse.Namespace, __: t
 def _relay(spark: SparkSession, file: PipelineFile, options: argparse.Namespace, stop: threading.Event) -> int:
     from outbox_spark.pipelines.relay import RelayConfig, run_relay
 
-    settings = file.settings
-    given = {"shards": settings.shards, "batch_records": settings.batch_records}
-    wanted = {name: value for name, value in given.items() if value is not None}
-    config = RelayConfig(harvest=file.harvest, **wanted)  # type: ignore[arg-type]
+    config = RelayConfig(harvest=file.harvest, **dict(file.settings))  # type: ignore[arg-type]  # it is there
     run_relay(spark, config, once=options.once, on_progress=say_progress, stopping=stop)
     return 0
 

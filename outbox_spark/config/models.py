@@ -6,9 +6,9 @@ import re
 import warnings
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, PlainValidator, field_validator, model_validator
 
 from outbox_core.config import normalise_data_source, parse_duration, redact_settings
 from outbox_core.config.problems import InvalidSettings, Problem, Settings
@@ -16,35 +16,25 @@ from outbox_core.errors import InvalidConfig
 from outbox_core.schema import TableName
 from outbox_core.topic_names import must_be_legal
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}\Z")
-_COLUMN = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,62}\Z")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|KiB|MiB|GiB|B)?\Z", re.IGNORECASE)
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+S = TypeVar("S", bound=Settings)
+
+MOST_ROWS = 50_000  # of a relay's transaction: its manifest is one record, and brokers take 1 MB by default
 
 
-def _name(name: str) -> str:
-    if not _NAME.match(name):
-        raise ValueError("must be 1 to 100 of the characters a-z A-Z 0-9 . _ -")
-    return name
+def _matching(pattern: str, otherwise: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(otherwise)
+        return text
+
+    return AfterValidator(check)
 
 
-def _column(name: str) -> str:
-    if not _COLUMN.match(name):
-        raise ValueError("is not a column name: a letter, then letters, digits and _, 63 at most")
-    return name
-
-
-def _table(name: str) -> str:
+def _table(name: str | TableName) -> TableName:
     try:
-        TableName.parse(name)
-    except InvalidConfig as error:
+        return name if isinstance(name, TableName) else TableName.parse(name)
+    except (InvalidConfig, TypeError) as error:
         raise ValueError(str(error)) from None
-    return name
-
-
-def _size(value: object) -> object:
-    found = _SIZE.match(value.strip()) if isinstance(value, str) else None
-    return int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else value
 
 
 def _single_to_list(value: object) -> object:
@@ -64,10 +54,16 @@ def _duration(value: object) -> timedelta:
     return duration
 
 
-def _with_zone(value: datetime | None) -> datetime | None:
-    if value is not None and value.tzinfo is None:
+def _with_zone(value: datetime) -> datetime:
+    if value.tzinfo is None:
         raise ValueError("needs a time zone; write for example `2026-11-21T00:00:00Z`")
     return value
+
+
+def _with_one_of(settings: S, *names: str) -> S:
+    if sum(getattr(settings, name) is not None for name in names) != 1:
+        raise InvalidSettings([Problem((), f"needs exactly one of {', '.join(names)}")])
+    return settings
 
 
 def _single_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -88,17 +84,20 @@ Topic = Annotated[str, AfterValidator(must_be_legal)]
 Topics = Annotated[
     list[Topic], BeforeValidator(_single_to_list), Field(min_length=1, max_length=1000), AfterValidator(_distinct)
 ]
-Name = Annotated[str, AfterValidator(_name)]
-Column = Annotated[str, AfterValidator(_column)]
-Table = Annotated[str, AfterValidator(_table)]
+Name = Annotated[str, _matching(r"[A-Za-z0-9._-]{1,100}", "must be 1 to 100 of the characters a-z A-Z 0-9 . _ -")]
+Column = Annotated[
+    str,
+    _matching(r"[A-Za-z][A-Za-z0-9_]{0,62}", "is not a column name: a letter, then letters, digits and _, 63 at most"),
+]
+Table = Annotated[TableName, PlainValidator(_table)]
 DataSource = Annotated[str, AfterValidator(normalise_data_source)]
 Duration = Annotated[timedelta, BeforeValidator(_duration)]
-Time = Annotated[datetime | None, AfterValidator(_with_zone)]
+Time = Annotated[datetime, AfterValidator(_with_zone)]
 Path = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=100_000_000, strict=True)]
 Properties = Annotated[dict[str, Any], AfterValidator(_single_values)]
 Texts = Annotated[Properties, AfterValidator(_as_text)]
-Bytes = Annotated[int, BeforeValidator(_size), Field(ge=1024, le=2**40)]
+Bytes = Annotated[ByteSize, Field(ge=1024, le=2**40)]
 
 
 class SparkSettings(Settings):
@@ -157,6 +156,11 @@ class TotalsSettings(Settings):
         _distinct([*self.by, *self.sums, self.count])
         return self
 
+    @property
+    def sources(self) -> list[str]:
+        """Return the columns of the projected table that the totals need."""
+        return list(dict.fromkeys([*self.by, *self.sums.values()]))
+
 
 class PostgresTarget(Settings):
     """A table in PostgreSQL, created if it is missing; `quarantine` is by default its name and `_quarantine`."""
@@ -165,6 +169,11 @@ class PostgresTarget(Settings):
     table: Table
     quarantine: Table | None = None
     totals: TotalsSettings | None = None
+
+    @property
+    def quarantine_table(self) -> TableName:
+        """Return the table of misfits."""
+        return self.quarantine or TableName(f"{self.table.table}_quarantine", self.table.schema)
 
 
 class IcebergTable(Settings):
@@ -186,24 +195,27 @@ Archive = Annotated[Path | IcebergTable, BeforeValidator(_place)]
 """The folder of a Delta table, or an Iceberg table."""
 
 
-class LakehouseTable(Settings):
-    """A Delta table in the folder `path`, any URL that Spark's file systems and deltalake know, or an Iceberg table.
+class FileSettings(Settings):
+    """Sizes and ages of a table's files.
 
     Files of one day are merged to files of `target_file_size` (bytes, or text such as `128 MiB`) when `small_files` of
     them have less than half that size. `--maintain` deletes files that no version of the last `keep_versions` has.
     """
 
-    path: Path | None = None
-    iceberg: IcebergTable | None = None
-    target_file_size: Bytes = 128 * 2**20
+    target_file_size: Bytes = ByteSize(128 * 2**20)
     small_files: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 24
     keep_versions: Duration = timedelta(days=7)
 
+
+class LakehouseTable(FileSettings):
+    """A Delta table in the folder `path`, any URL that Spark's file systems and deltalake know, or an Iceberg table."""
+
+    path: Path | None = None
+    iceberg: IcebergTable | None = None
+
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if (self.path is None) == (self.iceberg is None):
-            raise InvalidSettings([Problem((), "needs exactly one of path, iceberg")])
-        return self
+        return _with_one_of(self, "path", "iceberg")
 
     @property
     def place(self) -> str | IcebergTable:
@@ -289,13 +301,25 @@ class ArchiveSettings(StreamSettings, LakehouseTable):
     """Topics -> a Delta or Iceberg table by event date."""
 
 
-class ReplaySettings(Settings):
+class Period(Settings):
+    """A choice of records: those that Kafka took at or after `since`, and before `until`; None for no bound."""
+
+    since: Time | None = None
+    until: Time | None = None
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Self:
+        if self.since is not None and self.until is not None and self.since >= self.until:
+            raise InvalidSettings([Problem(("until",), "must be later than since")])
+        return self
+
+
+class ReplaySettings(Period):
     """Archive -> topics.
 
     Attributes:
         name: of this replay, in a header of every record; it happens once, and goes on after an interruption.
         keys: only records of these keys (text); None for all.
-        since: only records that Kafka took at or after this time, and before `until`.
         to: topic -> target topic; others are replayed to themselves.
         keep_partitions: send each record to the partition it was archived from; else its key decides.
         header: header that marks replayed records, with the replay's name as value.
@@ -306,8 +330,6 @@ class ReplaySettings(Settings):
     name: Name
     topics: Topics | None = None
     keys: Annotated[list[str], BeforeValidator(_single_to_list), Field(min_length=1)] | None = None
-    since: Time = None
-    until: Time = None
     to: dict[Topic, Topic] = Field(default_factory=dict)
     keep_partitions: bool = True
     header: Annotated[str, Field(min_length=1)] = "outbox-replay"
@@ -315,8 +337,6 @@ class ReplaySettings(Settings):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
-        if self.since is not None and self.until is not None and self.since >= self.until:
-            raise InvalidSettings([Problem(("until",), "must be later than since")])
         if self.topics is not None and (unknown := sorted(set(self.to) - set(self.topics))):
             raise InvalidSettings([Problem(("to", unknown[0]), "is not one of the topics that are replayed")])
         return self
@@ -340,8 +360,6 @@ class AuditSide(Settings):
     `parquet` is a folder of files with the columns `topic`, `key`, `outbox_id`, `partition`, `offset` and `timestamp`.
     """
 
-    _KINDS: ClassVar[tuple[str, ...]] = ("archive", "parquet", "topics", "table")
-
     archive: Archive | None = None
     parquet: Path | None = None
     topics: Topics | None = None
@@ -349,18 +367,14 @@ class AuditSide(Settings):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        given = [kind for kind in self._KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            raise InvalidSettings([Problem((), f"needs exactly one of {', '.join(self._KINDS)}")])
-        return self
+        return _with_one_of(self, "archive", "parquet", "topics", "table")
 
 
-class AuditSettings(Settings):
+class AuditSettings(Period):
     """Archive, or stashed records, against topics.
 
     Attributes:
         topics: compare only these; None for all topics of the expected side (and all of the found one).
-        since: only records of both sides at or after this time, and before `until`.
         examples: number of examples of each kind that the report shows for a topic.
         report: path of the JSON report; None for standard output. `html` is the path of a page with charts.
         findings: folder for all findings as Parquet; None for none.
@@ -370,8 +384,6 @@ class AuditSettings(Settings):
     expected: AuditSide
     found: AuditSide
     topics: Topics | None = None
-    since: Time = None
-    until: Time = None
     examples: Annotated[int, Field(ge=1, le=1000, strict=True)] = 20
     report: Path | None = None
     html: Path | None = None
@@ -388,9 +400,9 @@ class AuditSettings(Settings):
 class RelaySettings(Settings):
     """Outbox table -> topics, by `shards` tasks at once; the section `harvest` names the outbox."""
 
-    shards: Annotated[int, Field(ge=1, le=1000, strict=True)] | None = None
-    batch_records: Annotated[int, Field(ge=1, strict=True)] | None = Field(
-        default=None, validation_alias="batchRecords"
+    shards: Annotated[int, Field(ge=1, le=1000, strict=True)] = 2
+    batch_records: Annotated[int, Field(ge=1, le=MOST_ROWS, strict=True)] = Field(
+        default=20_000, validation_alias="batchRecords"
     )
 
 

@@ -1,1 +1,1 @@
-"""Pipelines: each has a function from DataFrame to DataFrame, and a `run` for the command."""
+"""Pipelines: each has a function from DataFrame to DataFrame, and `run` or `targets` for the command."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig
-from outbox_spark.config import ArchiveSettings, IcebergTable, LakehouseTable
-from outbox_spark.metrics import BatchReport
-from outbox_spark.pipelines.follower import Follower
+from outbox_spark.config import ArchiveSettings, FileSettings, IcebergTable, Period
+from outbox_spark.pipelines.follower import Target
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
-from outbox_spark.tables import Layout, Table, TableTarget, open_table
+from outbox_spark.tables import Layout, Table, open_table
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 SCHEMA = (
     "partition INT, offset BIGINT, timestamp TIMESTAMP, key BINARY, value BINARY, "
@@ -33,9 +30,18 @@ def archive(records: DataFrame) -> DataFrame:
     )
 
 
-def open_archive(spark: SparkSession, place: str | IcebergTable, sizes: LakehouseTable | None = None) -> Table:
+def open_archive(spark: SparkSession, place: str | IcebergTable, files: FileSettings | None = None) -> Table:
     """Open the archive in a folder or table; it is empty if there is none."""
-    return open_table(spark, place, Layout.of(sizes, SCHEMA, time="timestamp", date="date"))
+    return open_table(spark, place, Layout(SCHEMA, "timestamp", "date", files or FileSettings(), "archive"))
+
+
+def within(records: DataFrame, period: Period) -> DataFrame:
+    """Select the records of a period."""
+    if period.since is not None:
+        records = records.where(F.col("timestamp") >= F.lit(period.since))
+    if period.until is not None:
+        records = records.where(F.col("timestamp") < F.lit(period.until))
+    return records
 
 
 def must_be_archive(table: Table, setting: str) -> Table:
@@ -50,7 +56,7 @@ def must_be_archive(table: Table, setting: str) -> Table:
     return table
 
 
-def targets(spark: SparkSession, settings: ArchiveSettings) -> list[TableTarget]:
+def targets(spark: SparkSession, settings: ArchiveSettings) -> list[Target]:
     """Return the archive as a target."""
     table = open_archive(spark, settings.place, settings)
 
@@ -60,17 +66,4 @@ def targets(spark: SparkSession, settings: ArchiveSettings) -> list[TableTarget]
         )
         return {"records": table.append(rows, positions)}
 
-    return [TableTarget("the archive", table, write)]
-
-
-def run(
-    spark: SparkSession,
-    kafka: Mapping[str, str],
-    settings: ArchiveSettings,
-    *,
-    once: bool,
-    stop: threading.Event,
-    report: Callable[[BatchReport], None],
-) -> Mapping[str, int]:
-    """Archive until `stop` is set, or, with `once`, up to the present end of the topics; return counts."""
-    return Follower(spark, kafka, settings, targets(spark, settings), report).run(once=once, stop=stop)
+    return [Target(table, write)]

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, SparkSession, Window
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_spark.config import AuditSettings
 from outbox_spark.pipelines.audit_sides import Sides, below
 from outbox_spark.runtime import utc
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 KINDS = ("lost", "repeated", "reordered", "unexpected")
 
@@ -69,9 +70,6 @@ def audit(expected: DataFrame, found: DataFrame) -> DataFrame:
 
 def compare(expected: DataFrame, found: DataFrame) -> DataFrame:
     """Return a row for each record: `topic`, `hour` (in microseconds), `expected`, `found`, `replayed`, `findings`."""
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     columns = (
         "topic",
         "id",
@@ -153,9 +151,6 @@ _FINDINGS = f"""array_compact(array(
 
 def run(spark: SparkSession, kafka: Mapping[str, str], settings: AuditSettings) -> AuditResult:
     """Compare both sides. Raises InvalidConfig if one cannot be read."""
-    from pyspark import StorageLevel
-    from pyspark.sql import functions as F  # noqa: N812
-
     sides = Sides(spark, kafka, settings)
     expected, reached = sides.read(settings.expected)
     found, _ = sides.read(settings.found)
@@ -172,8 +167,6 @@ def run(spark: SparkSession, kafka: Mapping[str, str], settings: AuditSettings) 
 
 
 def _summarised(compared: DataFrame, settings: AuditSettings, topics: list[str]) -> AuditResult:
-    from pyspark.sql import functions as F  # noqa: N812
-
     zeros = dict.fromkeys((*_TIMES, *KINDS), 0)
     result, hours = AuditResult({topic: dict(zeros) for topic in topics}), dict[Any, dict[str, int]]()
     sums = [F.sum(name).alias(name) for name in _TIMES]
@@ -198,9 +191,6 @@ def _summarised(compared: DataFrame, settings: AuditSettings, topics: list[str])
 
 
 def _add_examples(result: AuditResult, findings: DataFrame, number: int) -> None:
-    from pyspark.sql import Window
-    from pyspark.sql import functions as F  # noqa: N812
-
     place = F.row_number().over(Window.partitionBy("topic", "kind").orderBy("partition", "offset"))
     examples = findings.withColumn("place", place).where(F.col("place") <= number).orderBy("topic", "kind", "place")
     examples = examples.drop("place").withColumn("timestamp", F.expr(utc.micros("timestamp")))

@@ -6,7 +6,9 @@ import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from outbox_core.errors import OutboxError
@@ -25,21 +27,7 @@ _WORDS = {
     "reordered": "found behind a record of its key that should come later",
     "unexpected": "found and not expected",
 }
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; color: #1b1b1f }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums }
-th, td { padding: .25rem .75rem; text-align: right; border-bottom: 1px solid #ddd; vertical-align: top }
-th { background: #f4f4f6 } .t { text-align: left; overflow-wrap: anywhere } td.t { min-width: 6rem }
-.clean { color: #146c2e } .bad { color: #b3261e; font-weight: 600 } small { color: #5f6368 }
-.bar { display: flex; height: 1rem; margin-bottom: .5rem } .bar i { min-width: 2px }
-svg { display: block; width: 100%; height: 13rem }
-@media (max-width: 45rem) {
-  tr:first-child { display: none } tr { display: block; border-bottom: 2px solid #bbb; padding: .25rem 0 }
-  table { width: 100% } td { display: flex; justify-content: space-between; gap: 1rem; padding: .1rem 0; border: 0 }
-  td::before { content: attr(data-name); color: #5f6368; flex: none } td.t { text-align: right }
-  td:empty { display: none }
-}
-"""
+_PAGE = Template(resources.files(__package__).joinpath("audit_report.html").read_text(encoding="utf-8"))
 
 
 def to_json(result: AuditResult) -> str:
@@ -67,42 +55,37 @@ def write(path: str, text: str) -> None:
 
 def to_html(result: AuditResult) -> str:
     """Format the page: a verdict, counts and a chart by topic, a chart by hour, the worst keys, examples."""
-    verdict = (
-        '<p class="clean">Clean: every expected record was found, once and in order.</p>'
-        if result.is_clean
-        else '<p class="bad">Not clean: '
-        + ", ".join(f"{result.total(kind):,} {kind}" for kind in KINDS if result.total(kind))
-        + ".</p>"
-    )
     names = ("expected", "found", "replayed", *KINDS)
     topics = [[topic, *(counts[name] for name in names)] for topic, counts in sorted(result.topics.items())]
-    made = datetime.now(UTC).isoformat(sep=" ", timespec="seconds")
-    parts = [
-        f"<h1>Audit</h1>{verdict}<p><small>Made at {made}. {_legend()}</small></p>",
-        f"<h2>Topics</h2>{_table(('topic', *names), topics)}{_bars(result)}",
-        f"<h2>Hours</h2>{_timeline(result.hours)}",
-        *_of_findings(result),
-    ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    head += f"<title>Audit</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang='en'><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+    return _PAGE.substitute(
+        verdict=_verdict(result),
+        made_at=datetime.now(UTC).isoformat(sep=" ", timespec="seconds"),
+        legend="; ".join(f"<span style='color:{_COLOURS[kind]}'>{kind}</span>: {_WORDS[kind]}" for kind in KINDS),
+        topics=_table(("topic", *names), topics) + _bars(result),
+        hours=_timeline(result.hours),
+        findings="" if result.is_clean else _findings(result),
+    )
 
 
-def _of_findings(result: AuditResult) -> Iterable[str]:
+def _verdict(result: AuditResult) -> str:
     if result.is_clean:
-        return
+        return '<p class="clean">Clean: every expected record was found, once and in order.</p>'
+    counts = ", ".join(f"{result.total(kind):,} {kind}" for kind in KINDS if result.total(kind))
+    return f'<p class="bad">Not clean: {counts}.</p>'
+
+
+def _findings(result: AuditResult) -> str:
     keys = [[key["topic"], _key(key["key"]), *(key[kind] for kind in KINDS)] for key in result.keys]
-    yield f"<h2>Keys with most findings</h2>{_table(('topic', 'key', *KINDS), keys, texts=2)}"
-    yield "<h2>Examples</h2>" + _table(
-        ("topic", "kind", "key", "id", "where", "when", "see"),
+    examples = [
         [
-            [
-                *(example["topic"], example["kind"], _key(example["key"]), example["id"]),
-                *(_place(example, ""), example["timestamp"] or "", _see(example)),
-            ]
-            for example in result.examples
-        ],
-        texts=7,
+            *(example["topic"], example["kind"], _key(example["key"]), example["id"]),
+            *(_place(example, ""), example["timestamp"] or "", _see(example)),
+        ]
+        for example in result.examples
+    ]
+    return (
+        f"<h2>Keys with most findings</h2>{_table(('topic', 'key', *KINDS), keys, texts=2)}"
+        f"<h2>Examples</h2>{_table(('topic', 'kind', 'key', 'id', 'where', 'when', 'see'), examples, texts=7)}"
     )
 
 
@@ -120,10 +103,6 @@ def _place(example: Mapping[str, Any], prefix: str) -> str:
 
 def _key(key: str | None) -> str:
     return "(none)" if key is None else key
-
-
-def _legend() -> str:
-    return "; ".join(f"<span style='color:{_COLOURS[kind]}'>{kind}</span>: {_WORDS[kind]}" for kind in KINDS) + "."
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[Any]], *, texts: int = 1) -> str:

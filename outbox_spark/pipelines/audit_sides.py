@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_core.schema import TableName
 from outbox_spark.config import AuditSettings, AuditSide, SnapshotTable
-from outbox_spark.pipelines.archive import must_be_archive, open_archive
+from outbox_spark.pipelines.archive import must_be_archive, open_archive, within
 from outbox_spark.pipelines.follower import read_topics
+from outbox_spark.pipelines.typed_rows import is_replay
+from outbox_spark.postgres.connection import connect, one_line, with_parameters
 from outbox_spark.session import tasks_at_once
-from outbox_spark.topics.positions import Positions, flat
+from outbox_spark.topics.positions import Positions
 from outbox_spark.topics.ranges import TopicLog
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _SIDE = "topic STRING, id STRING, key BINARY, partition INT, offset BIGINT, timestamp TIMESTAMP"
 _TABLE_ROWS = 50_000
@@ -37,9 +39,7 @@ WHERE id BETWEEN %s AND %s
 
 def below(found: DataFrame, reached: Positions) -> DataFrame:
     """Select the records that an archive with these positions should have."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    ends = [(topic, int(partition), offset) for topic, partition, offset in flat(reached)]
+    ends = [(*place, offset) for place, offset in reached.items()]
     if not ends:
         return found.limit(0)
     table = found.sparkSession.createDataFrame(ends, "topic STRING, partition INT, end BIGINT")
@@ -56,8 +56,6 @@ class Sides:
 
     def read(self, side: AuditSide) -> tuple[DataFrame, Positions | None]:
         """Return a side's records, and the positions of an archive."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         settings, reached = self._settings, None
         if side.archive is not None:
             table = must_be_archive(open_archive(self._spark, side.archive), "audit")
@@ -67,20 +65,13 @@ class Sides:
         elif side.topics is not None:
             rows = self._records(self._topics(side.topics))
         else:
-            rows = self._table(side.table).withColumn("is_replay", F.expr("false"))  # type: ignore[arg-type]  # one of them is given
-        if settings.since is not None:
-            rows = rows.where(F.col("timestamp") >= F.lit(settings.since))
-        if settings.until is not None:
-            rows = rows.where(F.col("timestamp") < F.lit(settings.until))
-        return rows, reached
+            rows = self._table(side.table).withColumn("is_replay", F.lit(False))  # type: ignore[arg-type]  # one of them is given
+        return within(rows, settings), reached
 
     def _records(self, rows: DataFrame) -> DataFrame:
-        name = self._settings.replay_header.replace("\\", "\\\\").replace("'", "\\'")
-        replay = f"exists(headers, header -> header.key = '{name}')" if "headers" in rows.columns else "false"
-        return rows.selectExpr(
-            "topic", "coalesce(outbox_id, concat_ws('-', topic, partition, offset)) AS id", "key", "partition",
-            "offset", "timestamp", f"coalesce({replay}, false) AS is_replay",
-        )  # fmt: skip
+        id_ = F.expr("coalesce(outbox_id, concat_ws('-', topic, partition, offset))").alias("id")
+        replay = is_replay(self._settings.replay_header) if "headers" in rows.columns else F.lit(False)
+        return rows.select("topic", id_, "key", "partition", "offset", "timestamp", replay.alias("is_replay"))
 
     def _parquet(self, path: str) -> DataFrame:
         rows = self._spark.read.parquet(path)
@@ -108,60 +99,48 @@ class Sides:
         ranges, name, outbox = extent_of(table)
         frame = self._spark.createDataFrame(ranges, "first BIGINT, last BIGINT")
         spread = frame.repartition(max(1, min(len(ranges), 4 * tasks_at_once(self._spark))))
-        return spread.mapInArrow(_ReadTable(table.dsn, name, outbox), _SIDE)
+        return spread.mapInArrow(read_table(table.dsn, name, outbox), _SIDE)
 
 
 def extent_of(table: SnapshotTable) -> tuple[list[tuple[int, int]], TableName, str]:
     """Return ranges of ids (first, last) of about as many rows, the table's full name, and the outbox's name."""
-    import psycopg
-
-    from outbox_spark.postgres.connection import connect, one_line
-
-    named = TableName.parse(table.table)
+    named = table.table
     try:
         connection, (name,) = connect(table.dsn, named, what=f"audit of {named}")
         with connection:
             (database,) = connection.execute("SELECT current_database()").fetchone() or ("",)
             firsts = [first for (first,) in connection.execute(_FIRSTS.format(table=name.quoted))]
             (last,) = connection.execute(f"SELECT max(id) FROM {name.quoted}").fetchone() or (None,)
-    except psycopg.Error as error:
+    except (psycopg.Error, StoreUnavailable) as error:
         raise InvalidConfig(f"audit: cannot read {named}: {one_line(error)}") from None
-    except StoreUnavailable as error:
-        raise InvalidConfig(f"audit: cannot read {named}: {error}") from None
     ends = [first - 1 for first in firsts[1:]] + [last]
     outbox = table.outbox_name or f"{database}.{name.schema}.{name.table}"
     return list(zip(firsts, ends, strict=True)) if firsts else [], name, outbox
 
 
-@dataclass(frozen=True)
-class _ReadTable:
-    dsn: str
-    table: TableName
-    outbox: str
+def read_table(
+    dsn: str, table: TableName, outbox: str
+) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return a task that reads ranges of ids from a table, as `extent_of` gives them."""
 
-    def __repr__(self) -> str:
-        return f"read {self.table}"  # without the DSN: Spark shows it
-
-    def __call__(self, batches: Any) -> Any:
-        import pyarrow as pa
-
-        from outbox_spark.postgres.connection import connect, with_parameters
-
-        connection, (name,) = connect(self.dsn, self.table, what=f"audit of {self.table}")
+    def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        connection, (name,) = connect(dsn, table, what=f"audit of {table}")
         statement = _ROWS.format(table=with_parameters(name))
         with connection:
             connection.execute("SET TIME ZONE 'UTC'")
             for batch in batches:
-                for first, last in zip(*batch.to_pydict().values(), strict=True):
-                    rows = connection.execute(statement, (first, last)).fetchall()
+                for place in zip(*batch.to_pydict().values(), strict=True):
+                    rows = connection.execute(statement, place).fetchall()
                     topics, ids, keys, times = zip(*rows, strict=True) if rows else ((), (), (), ())
                     yield pa.RecordBatch.from_pydict(
                         {
                             "topic": pa.array(topics, pa.string()),
-                            "id": pa.array([f"{self.outbox}:{number}" for number in ids], pa.string()),
+                            "id": pa.array([f"{outbox}:{number}" for number in ids], pa.string()),
                             "key": pa.array([None if key is None else key.encode() for key in keys], pa.binary()),
                             "partition": pa.array([0] * len(ids), pa.int32()),
                             "offset": pa.array(ids, pa.int64()),
                             "timestamp": pa.array(times, pa.string()).cast(pa.timestamp("us", tz="UTC")),
                         }
                     )
+
+    return read

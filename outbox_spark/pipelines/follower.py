@@ -25,7 +25,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.streaming.query import StreamingQuery
 
 from outbox_core.errors import (
     InvalidConfig,
@@ -40,12 +44,8 @@ from outbox_spark.metrics import BatchReport, PipelineMetrics, serving
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import TableTaken
-from outbox_spark.topics.positions import Positions, advanced, earliest_of, flat
-from outbox_spark.topics.ranges import Position, TopicLog
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-    from pyspark.sql.streaming.query import StreamingQuery
+from outbox_spark.topics.positions import Positions, advanced, earliest_of, from_json, to_json
+from outbox_spark.topics.ranges import TopicLog
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class PipelineFailed(OutboxError):
 _PERMANENT = (InvalidConfig, OutboxTableError, RecordsMissing, TableTaken, MissingExtra)
 
 
-class Target(Protocol):
-    """A table that takes the records of topics, exactly once."""
+class TargetTable(Protocol):
+    """A table that keeps its own positions in the topics."""
 
     @property
     def name(self) -> str:
@@ -80,15 +80,23 @@ class Target(Protocol):
     def recover(self) -> None:
         """Finish the commit of a dead writer, and read the table's state. Called before each query."""
 
+    @property
     def positions(self) -> Positions:
         """Return the committed next offset of each partition in the table."""
 
-    @property
-    def write(self) -> Callable[[DataFrame, Positions], Mapping[str, int]]:
-        """Write rows of `outbox_kafka`, all new, and all positions after them, in atomic steps; return counts."""
-
-    def compact(self) -> None:
+    def compact(self) -> object:
         """Compact the table between batches, where it needs that."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A table that takes the records of topics, exactly once.
+
+    `write` takes rows of `outbox_kafka`, all new, and all positions after them, in atomic steps; it returns counts.
+    """
+
+    table: TargetTable
+    write: Callable[[DataFrame, Positions], Mapping[str, int]]
 
 
 @dataclass
@@ -139,7 +147,7 @@ class Follower:
     def _run_query(self, *, once: bool, stop: threading.Event) -> None:
         self._error = None
         for target in self.targets:
-            target.recover()
+            target.table.recover()
         query = self._start(once=once)
         asked_at = 0.0
         try:
@@ -172,11 +180,10 @@ class Follower:
     def _start(self, *, once: bool) -> StreamingQuery:
         settings = self.settings
         start = self._log.starting(settings.starting_offsets)
-        known = earliest_of([target.positions() for target in self.targets])
+        known = earliest_of([target.table.positions for target in self.targets])
         self._check_available(known)
-        for topic, partition, offset in flat(known):
-            if topic in start:
-                start[topic][partition] = offset
+        topics = {topic for topic, _ in start}
+        start = {**start, **{place: offset for place, offset in known.items() if place[0] in topics}}
         interval = f"{max(1, round(settings.trigger.total_seconds() * 1000))} milliseconds"
         trigger: dict[str, Any] = {"availableNow": True} if once else {"processingTime": interval}
         query: StreamingQuery = (
@@ -194,8 +201,8 @@ class Follower:
 
     def _check_available(self, known: Positions) -> None:
         firsts, ends = self._log.bounds()
-        for topic, partition, offset in flat(known):
-            first, end = (bounds.get(topic, {}).get(partition) for bounds in (firsts, ends))
+        for (topic, partition), offset in known.items():
+            first, end = firsts.get((topic, partition)), ends.get((topic, partition))
             if first is not None and first > offset and not self.settings.accept_gap:
                 raise RecordsMissing(
                     f"{topic}[{partition}]: the target has all below offset {offset}, but Kafka begins at {first}; "
@@ -226,7 +233,7 @@ class Follower:
         self._metrics.finished(report)
         self.report(report)
         for target in self.targets:
-            target.compact()
+            target.table.compact()
 
     def _write(self, batch: DataFrame, number: int) -> dict[str, int]:
         end = self._logged(number) or {}
@@ -236,8 +243,8 @@ class Follower:
         records = batch.persist() if several else batch
         try:
             for target in self.targets:
-                known = target.positions()
-                self._refuse_gap(target, known, begin)
+                known = target.table.positions
+                self._refuse_gap(target.table.name, known, begin)
                 if advanced(known, end) != known:
                     written = target.write(_without(records, known, begin), advanced(known, end))
                     counts.update((name, count) for name, count in written.items() if name not in counts)
@@ -246,56 +253,50 @@ class Follower:
                 records.unpersist()
         return counts or {"records": 0}
 
-    def _logged(self, number: int) -> Position | None:
+    def _logged(self, number: int) -> Positions | None:
         """Read a batch's end from Spark's checkpoint; None if it has none of that number."""
         path = f"offsets/{number}"
         if number < 0 or not self._checkpoint.exists(path):
             return None
         return parse_offset_log(self._checkpoint.read(path))
 
-    def _refuse_gap(self, target: Target, known: Positions, begin: Position | None) -> None:
+    def _refuse_gap(self, name: str, known: Positions, begin: Positions | None) -> None:
         if begin is None or self.settings.accept_gap:
             return
-        for topic, partition, offset in flat(begin):
-            has = known.get(topic, {}).get(partition, 0)
+        for (topic, partition), offset in begin.items():
+            has = known.get((topic, partition), 0)
             if has < offset:
                 raise RecordsMissing(
-                    f"{target.name} has {topic}[{partition}] up to offset {has}, but the checkpoint is at {offset}: "
+                    f"{name} has {topic}[{partition}] up to offset {has}, but the checkpoint is at {offset}: "
                     f"delete {self.settings.checkpoint} to go on where the target is"
                 )
 
 
 def read_topics(
-    spark: SparkSession, kafka: Mapping[str, str], topics: Sequence[str], *, streaming: bool, starting: Position
+    spark: SparkSession, kafka: Mapping[str, str], topics: Sequence[str], *, streaming: bool, starting: Positions
 ) -> Any:
     """Return a reader of the format `outbox_kafka`, ready for more options and `load`."""
     reader: Any = spark.readStream if streaming else spark.read
     reader = reader.format("outbox_kafka").option("subscribe", ",".join(topics))
     for name, value in kafka.items():
         reader = reader.option(f"kafka.{name}", value)
-    return reader.option("startingOffsets", json.dumps(starting))
+    return reader.option("startingOffsets", json.dumps(to_json(starting)))
 
 
-def parse_offset_log(text: str) -> Position:
+def parse_offset_log(text: str) -> Positions:
     """Read the position in a file of Spark's offset log, its third line. Raises PipelineFailed for another form."""
-    lines = text.strip().splitlines()
     try:
-        found = json.loads(lines[-1])
-        if len(lines) != 3 or not all(isinstance(of, dict) for of in found.values()):
-            raise ValueError  # noqa: TRY301
-    except (ValueError, IndexError, AttributeError):
+        _, _, position = text.strip().splitlines()
+        return from_json(json.loads(position))
+    except (ValueError, AttributeError, TypeError):
         raise PipelineFailed("the checkpoint's offset log is not of this pipeline; take another checkpoint") from None
-    position: Position = found
-    return position
 
 
-def _without(records: DataFrame, known: Positions, begin: Position | None) -> DataFrame:
+def _without(records: DataFrame, known: Positions, begin: Positions | None) -> DataFrame:
     """Leave out the records that the target has, where it is ahead of the batch's beginning."""
-    from pyspark.sql import functions as F  # noqa: N812  its usual name
-
     has: list[Column] = [
-        (F.col("topic") == topic) & (F.col("partition") == int(partition)) & (F.col("offset") < offset)
-        for topic, partition, offset in flat(known)
-        if offset > ((begin or {}).get(topic, {}).get(partition, 0))
+        (F.col("topic") == topic) & (F.col("partition") == partition) & (F.col("offset") < offset)
+        for (topic, partition), offset in known.items()
+        if offset > (begin or {}).get((topic, partition), 0)
     ]
     return records.where(~functools.reduce(operator.or_, has)) if has else records

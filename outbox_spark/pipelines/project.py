@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from pyspark.sql import SparkSession
 
 from outbox_spark.config import ProjectSettings
-from outbox_spark.metrics import BatchReport
-from outbox_spark.pipelines.follower import Follower, Target
-from outbox_spark.pipelines.project_lakehouse import targets
-from outbox_spark.pipelines.project_postgres import PostgresTarget
-from outbox_spark.pipelines.typed_rows import changes, columns_of, project
+from outbox_spark.pipelines import project_lakehouse
+from outbox_spark.pipelines.follower import Target
+from outbox_spark.pipelines.project_postgres import PostgresTable
+from outbox_spark.pipelines.typed_rows import changes, project
 
-__all__ = ["changes", "project", "run", "targets"]
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+__all__ = ["changes", "project", "targets"]
 
 
-def run(
-    spark: SparkSession,
-    kafka: Mapping[str, str],
-    settings: ProjectSettings,
-    *,
-    once: bool,
-    stop: threading.Event,
-    report: Callable[[BatchReport], None],
-) -> Mapping[str, int]:
-    """Project until `stop` is set, or, with `once`, up to the present end of the topics; return counts.
-
-    Raises:
-        InvalidConfig: a setting does not fit the schema.
-        OutboxTableError: a table of the target has other columns.
-        StoreUnavailable: the target's database cannot be reached.
-    """
-    found: list[Target] = []
+def targets(spark: SparkSession, settings: ProjectSettings) -> list[Target]:
+    """Return the tables as targets. Raises InvalidConfig if a setting does not fit the schema."""
+    found = []
     if settings.postgres is not None:
-        found.append(PostgresTarget(spark, settings, settings.postgres, columns_of(spark, settings)))
-    found += targets(spark, settings)
-    return Follower(spark, kafka, settings, found, report).run(once=once, stop=stop)
+        table = PostgresTable(spark, settings, settings.postgres)
+        found.append(Target(table, table.write))
+    if settings.lakehouse is not None:
+        found += project_lakehouse.targets(spark, settings, settings.lakehouse)
+    return found

@@ -11,17 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
-from outbox_spark.config import IcebergTable, LakehouseTarget, ProjectSettings
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+
+from outbox_spark.config import LakehouseTarget, ProjectSettings
+from outbox_spark.pipelines.follower import Target
 from outbox_spark.pipelines.typed_rows import columns_of, is_replay, number_in, outbox_in, parse, project
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
-from outbox_spark.tables import Layout, Table, TableTarget, open_table
+from outbox_spark.tables import Layout, Table, open_table
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 _ROW_SCHEMA = (
     "_outbox_id STRING, _row INT, _topic STRING, _key STRING, _partition INT, _offset BIGINT, _time TIMESTAMP, "
@@ -43,29 +43,25 @@ reduce(
 """
 
 
-def targets(spark: SparkSession, settings: ProjectSettings) -> list[TableTarget]:
-    """Return the lakehouse tables as targets, if there are any."""
-    if settings.lakehouse is None:
-        return []
-    return [_quarantine(spark, settings, settings.lakehouse), _rows(spark, settings, settings.lakehouse)]
+def targets(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> list[Target]:
+    """Return the tables of misfits and of rows as targets."""
+    return [_quarantine(spark, settings, target), _rows(spark, settings, target)]
 
 
-def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
+def _rows(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> Target:
     columns = ", ".join(f"`{name}` {kind.simpleString()}" for name, kind in columns_of(spark, settings).items())
-    table = _open(spark, target.place, target, _ROW_SCHEMA.format(columns=columns), "_time")
+    table = open_table(spark, target.place, Layout(_ROW_SCHEMA.format(columns=columns), "_time", "_date", target))
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
         if settings.keep == "latest":
             return _merge(table, _records(records, settings), positions)
         return _add(table, project(records, settings), positions, target.deduplicate_within, tasks_at_once(spark))
 
-    return TableTarget("the table", table, write)
+    return Target(table, write)
 
 
 def _add(table: Table, found: DataFrame, positions: Positions, within: timedelta, tasks: int) -> Mapping[str, int]:
     """Add rows that are not in the table; return counts."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     rows = found.where("_problem IS NULL").withColumn("_date", F.expr(utc.day("_time"))).persist()
     try:
         counts = rows.agg(F.count(F.lit(1)), F.count_if(F.col("_row") == 0), F.min("_date")).first()
@@ -98,13 +94,11 @@ def _records(records: DataFrame, settings: ProjectSettings) -> DataFrame:
     }
     found = parse(records, settings, keyed=True).where("problem IS NULL")
     named = found.selectExpr("headers", *(f"{expression} AS {name}" for name, expression in columns.items()))
-    return named.withColumn("_is_replay", is_replay(settings)).drop("headers")
+    return named.withColumn("_is_replay", is_replay(settings.replay_header)).drop("headers")
 
 
 def _merge(table: Table, found: DataFrame, positions: Positions) -> Mapping[str, int]:
     """Replace the rows of the records' keys by those of the last record of each; return counts."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     records = found.persist()
     last = records.groupBy(_LANE).agg(F.expr(_LAST).alias("last")).select("_topic", "last._partition", "last._offset")
     latest = records.join(last, _PLACE, "left_semi").persist()
@@ -132,12 +126,11 @@ def _merge(table: Table, found: DataFrame, positions: Positions) -> Mapping[str,
     return {"records": count, "rows": rows, "replaced": replaced, "tombstones": tombstones}
 
 
-def _quarantine(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> TableTarget:
-    table = _open(spark, target.quarantine_place, target, _QUARANTINE_SCHEMA, "timestamp")
+def _quarantine(spark: SparkSession, settings: ProjectSettings, target: LakehouseTarget) -> Target:
+    layout = Layout(_QUARANTINE_SCHEMA, "timestamp", "_date", target, "quarantine")
+    table = open_table(spark, target.quarantine_place, layout)
 
     def write(records: DataFrame, positions: Positions) -> Mapping[str, int]:
-        from pyspark.sql import functions as F  # noqa: N812
-
         misfits = (
             parse(records, settings, keyed=settings.keep == "latest")
             .where("problem IS NOT NULL")
@@ -146,8 +139,4 @@ def _quarantine(spark: SparkSession, settings: ProjectSettings, target: Lakehous
         rows = misfits.drop("rows").withColumn("_date", F.expr(utc.day("timestamp")))
         return {"quarantined": table.append(rows.coalesce(1), positions)}
 
-    return TableTarget("the quarantine", table, write)
-
-
-def _open(spark: SparkSession, place: str | IcebergTable, sizes: LakehouseTarget, schema: str, time: str) -> Table:
-    return open_table(spark, place, Layout.of(sizes, schema, time=time, date="_date"))
+    return Target(table, write)

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import DataType
 
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import TableName
-from outbox_spark.config import PostgresTarget as PostgresSettings
-from outbox_spark.config import ProjectSettings
-from outbox_spark.pipelines.typed_rows import is_replay, parse
-from outbox_spark.postgres.projection import POSITIONS_TABLE, Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.config import PostgresTarget, ProjectSettings
+from outbox_spark.pipelines.typed_rows import columns_of, is_replay, parse
+from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.runtime import utc
 from outbox_spark.session import tasks_at_once
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import DataType
 
 _TYPES = {
     "bigint": "bigint",
@@ -41,21 +37,15 @@ _NESTED = ("array", "struct", "map", "variant")
 _SUMMABLE = ("bigint", "integer", "smallint", "numeric", "real", "double precision")
 
 
-class PostgresTarget:
-    """The table in PostgreSQL as a target of a `Follower`."""
+class PostgresTable:
+    """The table in PostgreSQL as a `Follower` needs it."""
 
-    def __init__(
-        self,
-        spark: SparkSession,
-        settings: ProjectSettings,
-        target: PostgresSettings,
-        types: Mapping[str, DataType],
-    ) -> None:
+    def __init__(self, spark: SparkSession, settings: ProjectSettings, target: PostgresTarget) -> None:
+        self._spark = spark
         self._settings = settings
         self._dsn = target.dsn
-        self._types = types
-        self._projection = _projection(settings, target, types)
-        self._spark = spark
+        self._types = columns_of(spark, settings)
+        self._projection = _projection(settings, target, self._types)
 
     @property
     def name(self) -> str:
@@ -67,6 +57,7 @@ class PostgresTarget:
         with self._store() as store:
             store.prepare()
 
+    @property
     def positions(self) -> Positions:
         """Return the committed positions."""
         with self._store() as store:
@@ -74,17 +65,19 @@ class PostgresTarget:
 
     def write(self, records: DataFrame, positions: Positions) -> Mapping[str, int]:
         """Write records in the transactions of several tasks; return counts."""
+        dsn, projection, tasks = self._dsn, self._projection, tasks_at_once(self._spark)
+
+        def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            with ProjectionStore(dsn, projection) as store:
+                counts = store.write(_records(batches, list(projection.columns)), positions)
+            yield pa.RecordBatch.from_pydict({"name": list(counts), "count": list(counts.values())})
+
         # `ProjectionStore.write` needs whole partitions of the topics in one task, in order.
-        rows = (
-            _for_copy(
-                parse(records, self._settings, keyed=self._settings.keep == "latest"), self._settings, self._types
-            )
-            .repartition(tasks_at_once(self._spark), "topic", "partition")
-            .sortWithinPartitions("topic", "partition", "offset")
-        )
-        task = _WriteTask(self._dsn, self._projection, positions)
+        parsed = parse(records, self._settings, keyed=self._settings.keep == "latest")
+        spread = _for_copy(parsed, self._settings, self._types).repartition(tasks, "topic", "partition")
+        rows = spread.sortWithinPartitions("topic", "partition", "offset")
         counts: Counter[str] = Counter()
-        for name, count in rows.mapInArrow(task, "name STRING, count BIGINT").collect():
+        for name, count in rows.mapInArrow(write, "name STRING, count BIGINT").collect():
             counts[name] += count
         with self._store() as store:
             store.advance(positions)
@@ -95,26 +88,6 @@ class PostgresTarget:
 
     def _store(self) -> ProjectionStore:
         return ProjectionStore(self._dsn, self._projection)
-
-
-@dataclass(frozen=True)
-class _WriteTask:
-    dsn: str
-    projection: Projection
-    end: Positions
-
-    def __repr__(self) -> str:
-        return f"write to {self.projection.table}"  # without the DSN: Spark shows it
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
-        with ProjectionStore(self.dsn, self.projection) as store:
-            counts = store.write(_records(batches, list(self.projection.columns)), self.end)
-        yield pa.RecordBatch.from_pydict(
-            {"name": list(counts), "count": list(counts.values())},
-            schema=pa.schema([("name", pa.string()), ("count", pa.int64())]),
-        )
 
 
 def _records(batches: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[ProjectedRecord]:
@@ -134,21 +107,13 @@ def _records(batches: Iterable[pa.RecordBatch], columns: list[str]) -> Iterator[
 
 def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, DataType]) -> DataFrame:
     """Turn times and nested values into text for COPY, which is faster than Python objects."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     values = ", ".join(f"{_as_text(f'row.`{name}`', kind)} AS `{name}`" for name, kind in types.items())
     texts = rows.withColumn("rows", F.expr(f"transform(rows, row -> struct({values}))"))
     checked = texts.withColumn("problem", F.expr(_misfit(types)))
-    return checked.select(
-        *("topic", "partition", "offset", F.expr(utc.text("timestamp")).alias("time"), "outbox_id"),
-        *(
-            "key_text",
-            "problem",
-            F.expr("value IS NULL").alias("is_tombstone"),
-            is_replay(settings).alias("is_replay"),
-            "rows",
-        ),
-        *(F.expr(f"IF(problem IS NULL, NULL, {name})").alias(name) for name in ("key", "value", "headers")),
+    return checked.withColumn("is_replay", is_replay(settings.replay_header)).selectExpr(
+        *("topic", "partition", "offset", f"{utc.text('timestamp')} AS time", "outbox_id", "key_text", "problem"),
+        *("value IS NULL AS is_tombstone", "is_replay", "rows"),
+        *(f"IF(problem IS NULL, NULL, {name}) AS {name}" for name in ("key", "value", "headers")),
     )
 
 
@@ -176,25 +141,17 @@ def _misfit(types: Mapping[str, DataType]) -> str:
     return f"coalesce(problem, CASE {whens} END)"
 
 
-def _projection(settings: ProjectSettings, target: PostgresSettings, types: Mapping[str, DataType]) -> Projection:
-    table, quarantine = _tables(target)
+def _projection(settings: ProjectSettings, target: PostgresTarget, types: Mapping[str, DataType]) -> Projection:
     columns = {name: _postgres_type(kind) for name, kind in types.items()}
-    totals = None
-    if target.totals is not None:
-        used = {**dict.fromkeys(target.totals.by, "by"), **dict.fromkeys(target.totals.sums.values(), "sums")}
+    if (totals := target.totals) is not None:
+        used = {**dict.fromkeys(totals.by, "by"), **dict.fromkeys(totals.sums.values(), "sums")}
         for name, where in used.items():
             if name not in columns:
                 raise InvalidConfig(f"postgres.totals.{where}: {name!r} is not one of the columns {', '.join(columns)}")
-        for name in target.totals.sums.values():
+        for name in totals.sums.values():
             if columns[name].partition("(")[0] not in _SUMMABLE:
                 raise InvalidConfig(f"postgres.totals.sums: {name!r} is {columns[name]}, which cannot be summed")
-        totals = Totals(
-            table=TableName.parse(target.totals.table),
-            by=tuple(target.totals.by),
-            sums=dict(target.totals.sums),
-            count=target.totals.count,
-        )
-    return Projection(settings.name, table, quarantine, columns, settings.keep, totals)
+    return Projection.of(settings, target, columns)
 
 
 def _postgres_type(kind: DataType) -> str:
@@ -206,22 +163,3 @@ def _postgres_type(kind: DataType) -> str:
     if name not in _TYPES:
         raise InvalidConfig(f"columns: there is no PostgreSQL type for {name}; cast it to another")
     return _TYPES[name]
-
-
-def _tables(target: PostgresSettings) -> tuple[TableName, TableName]:
-    table = TableName.parse(target.table)
-    beside = TableName(table.table + "_quarantine", table.schema)
-    return table, TableName.parse(target.quarantine) if target.quarantine else beside
-
-
-def rights_on(settings: ProjectSettings, target: PostgresSettings) -> dict[TableName, tuple[str, ...]]:
-    """Return the tables of a projection, each with the privileges that writing to it needs."""
-    table, quarantine = _tables(target)
-    rights: dict[TableName, tuple[str, ...]] = {
-        table: ("SELECT", "INSERT", "DELETE") if settings.keep == "latest" else ("SELECT", "INSERT"),
-        quarantine: ("SELECT", "INSERT"),
-        TableName(POSITIONS_TABLE, table.schema): ("SELECT", "INSERT", "UPDATE"),
-    }
-    if target.totals is not None:
-        rights[TableName.parse(target.totals.table)] = ("SELECT", "INSERT", "UPDATE", "DELETE")
-    return rights

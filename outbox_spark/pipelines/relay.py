@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+
+from pyspark.sql import SparkSession
 
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership
@@ -35,25 +36,18 @@ from outbox_core.errors import (
 from outbox_core.kafka.admin import check_connection
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.tracking import ForeignLedger
+from outbox_spark.config import RelaySettings
 from outbox_spark.metrics import serving
 from outbox_spark.relay import fencing
 from outbox_spark.relay.batch import has_ended, publish, refuse_functions
 from outbox_spark.relay.leadership import Contender
 from outbox_spark.relay.monitor import OnProgress, RelayMonitor
-from outbox_spark.relay.plan import MOST_ROWS, BatchPlan, Planner, Transform
+from outbox_spark.relay.plan import BatchPlan, Planner, Transform
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.runtime.secrets import filled_harvest
 
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-__all__ = [
-    "OnProgress",
-    "RelayConfig",
-    "RelayFailed",
-    "run_relay",
-]
+__all__ = ["OnProgress", "RelayConfig", "RelayFailed", "run_relay"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,8 +67,7 @@ class RelayFailed(OutboxError):
     """A failure of the relay's tasks that another try would not mend."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RelayConfig:
+class RelayConfig(RelaySettings):
     """Settings of a relay. Raises InvalidConfig, naming the setting.
 
     Attributes:
@@ -84,17 +77,6 @@ class RelayConfig:
     """
 
     harvest: HarvestConfig
-    shards: int = 2
-    batch_records: int = 20_000
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.shards <= 1000:
-            raise InvalidConfig(f"relay.shards: must be from 1 to 1000, is {self.shards}")
-        if not 1 <= self.batch_records <= MOST_ROWS:
-            raise InvalidConfig(
-                f"relay.batchRecords: must be from 1 to {MOST_ROWS}, is {self.batch_records}: the manifest of a "
-                "transaction is one record"
-            )
 
 
 def run_relay(

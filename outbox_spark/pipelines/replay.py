@@ -19,22 +19,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.transactions import Aborted, Ended, Outcome, TransactionalProducer
 from outbox_spark.config import ReplaySettings
-from outbox_spark.pipelines.archive import must_be_archive, open_archive
+from outbox_spark.pipelines.archive import must_be_archive, open_archive, within
 from outbox_spark.runtime import utc
 from outbox_spark.runtime.secrets import filled
 from outbox_spark.session import tasks_at_once
+from outbox_spark.topics.positions import Positions
 from outbox_spark.topics.ranges import TopicLog
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
 
 _SECONDS = 30.0
 _ANY_PARTITION = -1
@@ -63,17 +64,12 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
 
     `without_headers` tells whether their own headers are unreadable (NULL in the archive).
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     rows = archived
     if settings.topics is not None:
         rows = rows.where(F.col("topic").isin(settings.topics))
     if settings.keys is not None:
         rows = rows.where(F.col("key").isin([bytearray(key.encode()) for key in settings.keys]))
-    if settings.since is not None:
-        rows = rows.where(F.col("timestamp") >= F.lit(settings.since))
-    if settings.until is not None:
-        rows = rows.where(F.col("timestamp") < F.lit(settings.until))
+    rows = within(rows, settings)
     target = F.col("topic")
     for name, other in settings.to.items():
         target = F.when(F.col("topic") == name, other).otherwise(target)
@@ -87,8 +83,6 @@ def replay(archived: DataFrame, settings: ReplaySettings) -> DataFrame:
 
 def plan(rows: DataFrame) -> list[Planned]:
     """Plan the replay of these rows, topic by topic."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     found = (
         rows.groupBy("topic", "target")
         .agg(
@@ -119,8 +113,6 @@ def run(
         InvalidConfig: there is no archive, or a target topic is missing or has too few partitions.
         ReplayFailed: Kafka refused a record.
     """
-    from pyspark.sql import functions as F  # noqa: N812
-
     table = must_be_archive(open_archive(spark, settings.archive), "replay.archive")
     since = settings.since.astimezone(UTC).date().isoformat() if settings.since is not None else None
     rows = replay(table.read(since=since), settings)
@@ -139,44 +131,32 @@ def run(
         "topic", "partition", "offset"
     )
     columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers", F.col("timestamp"))
-    for row in columns.mapInArrow(_PublishTask(dict(kafka), settings), _COUNTS).collect():
+
+    def publish_shards(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        rows = (row for batch in batches for row in batch.to_pylist())
+        for (topic, partition), of_shard in itertools.groupby(rows, key=lambda row: (row["topic"], row["partition"])):
+            published, skipped = _Shard(kafka, settings, topic, partition).publish(of_shard)
+            yield pa.RecordBatch.from_pydict({"published": [published], "skipped": [skipped]})
+
+    for row in columns.mapInArrow(publish_shards, _COUNTS).collect():
         counts["published"] += row.published
         counts["skipped"] += row.skipped
     return counts
 
 
 def _check_targets(
-    kafka: Mapping[str, str],
-    archived: Mapping[str, Mapping[str, int]],
-    settings: ReplaySettings,
-    planned: list[Planned],
+    kafka: Mapping[str, str], archived: Positions, settings: ReplaySettings, planned: list[Planned]
 ) -> None:
     with closing(TopicLog(kafka, [part.target for part in planned])) as log:
         ends = log.bounds()[1]
     for part in planned:
-        wanted, found = 1 + max(map(int, archived.get(part.topic, {"0": 0}))), len(ends[part.target])
+        wanted = 1 + max((partition for topic, partition in archived if topic == part.topic), default=0)
+        found = sum(topic == part.target for topic, _ in ends)
         if settings.keep_partitions and found < wanted:
             raise InvalidConfig(
                 f"replay.keep_partitions: {part.topic} has {wanted} partitions in the archive, {part.target} has "
                 f"{found}; add partitions, or set keep_partitions: false to let the key decide"
             )
-
-
-@dataclass(frozen=True)
-class _PublishTask:
-    kafka: Mapping[str, str]
-    settings: ReplaySettings
-
-    def __repr__(self) -> str:
-        return f"replay {self.settings.name}"  # without Kafka's settings: Spark shows it
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-
-        rows = (row for batch in batches for row in batch.to_pylist())
-        for (topic, partition), of_shard in itertools.groupby(rows, key=lambda row: (row["topic"], row["partition"])):
-            published, skipped = _Shard(self.kafka, self.settings, topic, partition).publish(of_shard)
-            yield pa.RecordBatch.from_pydict({"published": [published], "skipped": [skipped]})
 
 
 class _Shard:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pyspark.errors import AnalysisException, ParseException
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import DataType, StructType
 
 from outbox_core.errors import InvalidConfig
 from outbox_spark import json_values, registry_values
-from outbox_spark.config import ProjectSettings, RowSettings
-
-if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
-    from pyspark.sql.types import DataType, StructType
+from outbox_spark.config import RowSettings
+from outbox_spark.topics.source import SCHEMA
 
 _UNREADABLE = "a header name is not UTF-8, so the headers, the outbox-id among them, cannot be read"
 _ID = "r'^(?s)(.+):([0-9]{1,18})$'"
@@ -38,11 +38,9 @@ def _event() -> str:
 _EVENT = _event()
 
 
-def is_replay(settings: ProjectSettings) -> Column:
+def is_replay(header_name: str) -> Column:
     """Return a column that tells by the `headers` whether a record is a replay."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    return F.coalesce(F.exists("headers", lambda header: header["key"] == settings.replay_header), F.lit(False))
+    return F.coalesce(F.exists("headers", lambda header: header["key"] == header_name), F.lit(False))
 
 
 def outbox_in(outbox_id: str) -> str:
@@ -60,17 +58,15 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
 
     With `keyed`, records without a key are misfits. Raises InvalidConfig.
     """
-    from pyspark.errors import AnalysisException, ParseException
-    from pyspark.sql import functions as F  # noqa: N812
-
     schema = json_values.parse_schema(settings.value_schema)
     found, value, of_value = _typed(records, settings, schema)
+    expressions = " ".join([*settings.columns.values(), settings.where or "", settings.explode or ""])
     record = F.struct(
         F.expr("coalesce(outbox_id, concat_ws('-', topic, partition, offset))").alias("outbox_id"),
         F.expr(_KEY).alias("key"),
         *("topic", "partition", "offset", "timestamp", F.col("header_list").alias("headers")),
         # Its many headers are not read for nothing.
-        *((F.expr(_EVENT).alias("event"),) if "event" in _texts(settings) else ()),
+        *((F.expr(_EVENT).alias("event"),) if "event" in expressions.lower() else ()),
     )
     whens = [("header_list IS NULL", _UNREADABLE), (f"key IS NOT NULL AND {_KEY} IS NULL", "the key is not UTF-8 text")]
     if keyed:
@@ -82,16 +78,9 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
     named = found.select(record.alias("record"), F.struct("key", "value", reason).alias("_raw"), *fields)
     rows = f"IF(_raw.problem IS NULL AND _raw.value IS NOT NULL, {_rows(settings, schema)}, NULL)"
     try:
-        return named.select(
+        return named.selectExpr(
             *(f"record.{name}" for name in ("outbox_id", "topic", "partition", "offset", "timestamp")),
-            *(
-                "_raw.key",
-                "_raw.value",
-                F.col("record.key").alias("key_text"),
-                F.col("record.headers").alias("headers"),
-                "_raw.problem",
-            ),
-            F.expr(rows).alias("rows"),
+            *("_raw.key", "_raw.value", "record.key AS key_text", "record.headers", "_raw.problem", f"{rows} AS rows"),
         )
     except (AnalysisException, ParseException) as error:
         raise InvalidConfig(f"columns, where or explode: {str(error).strip().splitlines()[0]}") from None
@@ -99,8 +88,6 @@ def parse(records: DataFrame, settings: RowSettings, *, keyed: bool = False) -> 
 
 def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tuple[DataFrame, str, str]:
     """Add the typed value; return SQL expressions of it, a struct, and of the reason of a misfit."""
-    from pyspark.sql import functions as F  # noqa: N812
-
     if settings.registry is not None:
         read = registry_values.decoded(settings.format, settings.registry, schema)
         found = records.withColumn("_read", read("value", "topic", "header_list"))
@@ -115,10 +102,6 @@ def _typed(records: DataFrame, settings: RowSettings, schema: StructType) -> tup
     found = records.select("*", text.alias("_text")).withColumn("_parsed", json_values.parsed(F.col("_text"), schema))
     of_value = json_values.problem("value", "_text", "_parsed", schema)
     return found, f"get(_parsed.{json_values.SINGLE}, 0)", of_value
-
-
-def _texts(settings: RowSettings) -> str:
-    return " ".join([*settings.columns.values(), settings.where or "", settings.explode or ""]).lower()
 
 
 def _rows(settings: RowSettings, schema: StructType) -> str:
@@ -173,7 +156,5 @@ def changes(records: DataFrame, settings: RowSettings) -> DataFrame:
 
 def columns_of(spark: SparkSession, settings: RowSettings) -> dict[str, DataType]:
     """Return the projected columns with their types. Raises InvalidConfig if an expression is wrong."""
-    from outbox_spark.topics.source import SCHEMA
-
     fields = parse(spark.createDataFrame([], SCHEMA), settings).schema["rows"].dataType.elementType.fields  # type: ignore[attr-defined]
     return {field.name: field.dataType for field in fields}

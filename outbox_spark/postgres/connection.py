@@ -34,29 +34,24 @@ def connect(
     except psycopg.ProgrammingError:
         # Without the driver's words: they quote the DSN, perhaps its password.
         raise InvalidConfig(f"dsn of {what}: libpq cannot read it") from None
-    settings: dict[str, Any] = {
-        "connect_timeout": _CONNECT_SECONDS,
-        "application_name": application_name,
-        **filled(given),
-    }
+    defaults = {"connect_timeout": _CONNECT_SECONDS, "application_name": application_name}
+    connection: Connection | None = None
     try:
-        connection = psycopg.connect(**settings, autocommit=True)
-    except psycopg.Error as error:
-        raise StoreUnavailable(f"cannot reach the database of {what}: {one_line(error)}") from None
-    try:
-        row = connection.execute(_SESSION).fetchone()
+        connection = psycopg.connect(**{**defaults, **filled(given)}, autocommit=True)
+        (first, _) = connection.execute(_SESSION).fetchone() or (None, None)
         found = pin_search_path(connection, *names)
         connection.autocommit = autocommit
     except psycopg.Error as error:
-        connection.close()
+        if connection is not None:
+            connection.close()
         raise StoreUnavailable(f"cannot reach the database of {what}: {one_line(error)}") from None
-    first = row[0] if row is not None else None
     return connection, [name if name.schema else TableName(name.table, first) for name in found]
 
 
 def one_line(error: Exception) -> str:
-    """Return a driver's message without line breaks and passwords."""
-    return redact("; ".join(line.strip() for line in str(error).splitlines() if line.strip()) or type(error).__name__)
+    """Return the server's or the driver's message without the statement, line breaks and passwords."""
+    text = (isinstance(error, psycopg.Error) and error.diag.message_primary) or str(error)
+    return redact("; ".join(line.strip() for line in text.splitlines() if line.strip()) or type(error).__name__)
 
 
 def with_parameters(name: TableName) -> str:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from outbox_core.schema import TableName, quote
+from outbox_spark.config import PostgresTarget, ProjectSettings, TotalsSettings
 
-POSITIONS_TABLE = "outbox_spark_positions"
+_POSITIONS_TABLE = "outbox_spark_positions"
 _DIGITS = 18  # of any bigint
 
 _META = {
@@ -107,21 +108,6 @@ class ProjectedRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Totals:
-    """Sums over the table; `sums` maps a column of the totals to the column that it sums, `count` counts rows."""
-
-    table: TableName
-    by: tuple[str, ...]
-    sums: Mapping[str, str]
-    count: str
-
-    @property
-    def sources(self) -> list[str]:
-        """Return the columns of the projected table that the totals need."""
-        return list(dict.fromkeys([*self.by, *self.sums.values()]))
-
-
-@dataclass(frozen=True)
 class Projection:
     """The tables of a pipeline's records, and their columns; `found_positions` is set once its schema is known."""
 
@@ -130,13 +116,18 @@ class Projection:
     quarantine: TableName
     columns: Mapping[str, str]
     keep: Literal["every", "latest"]
-    totals: Totals | None = None
+    totals: TotalsSettings | None = None
     found_positions: TableName | None = None
+
+    @classmethod
+    def of(cls, settings: ProjectSettings, target: PostgresTarget, columns: Mapping[str, str]) -> Projection:
+        """Return the projection of a pipeline into a table with these columns: name -> PostgreSQL's type."""
+        return cls(settings.name, target.table, target.quarantine_table, columns, settings.keep, target.totals)
 
     @property
     def positions(self) -> TableName:
         """Return the table of positions; it is in the schema of the projected table."""
-        return self.found_positions or TableName(POSITIONS_TABLE, self.table.schema)
+        return self.found_positions or TableName(_POSITIONS_TABLE, self.table.schema)
 
     @property
     def tables(self) -> list[TableName]:
@@ -146,8 +137,14 @@ class Projection:
     def at(self, tables: Sequence[TableName]) -> Projection:
         """Return the same projection with its tables at their places."""
         table, quarantine, positions, *others = tables
-        totals = replace(self.totals, table=others[0]) if self.totals is not None else None
+        totals = self.totals.model_copy(update={"table": others[0]}) if self.totals is not None else None
         return replace(self, table=table, quarantine=quarantine, totals=totals, found_positions=positions)
+
+    def rights(self) -> dict[TableName, tuple[str, ...]]:
+        """Return the tables, each with the privileges that writing to it needs."""
+        rows = ("SELECT", "INSERT", "DELETE") if self.keep == "latest" else ("SELECT", "INSERT")
+        others = ("SELECT", "INSERT"), ("SELECT", "INSERT", "UPDATE"), ("SELECT", "INSERT", "UPDATE", "DELETE")
+        return dict(zip(self.tables, (rows, *others), strict=False))
 
     @property
     def all_columns(self) -> list[str]:

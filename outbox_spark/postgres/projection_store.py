@@ -10,16 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from outbox_core.config import redact
+import psycopg
+
 from outbox_core.errors import OutboxTableError
-from outbox_spark.postgres.connection import connect, with_parameters
+from outbox_core.kafka.reader import Place
+from outbox_spark.postgres.connection import connect, one_line, with_parameters
 from outbox_spark.postgres.projection import QUARANTINE_COLUMNS, Misfit, ProjectedRecord, Projection, quoted
-from outbox_spark.topics.positions import Positions, flat
-
-if TYPE_CHECKING:
-    import psycopg
+from outbox_spark.topics.positions import Positions
 
 _READ_POSITIONS = "SELECT topic, partition, next_offset FROM {positions} WHERE query = %s"
 _MAKE_POSITION = "INSERT INTO {positions} VALUES (%s, %s, %s, 0) ON CONFLICT DO NOTHING"
@@ -35,12 +34,8 @@ class ProjectionStore:
     """A connection to a projection's database. Used by one thread. Raises InvalidConfig and StoreUnavailable."""
 
     def __init__(self, dsn: str, projection: Projection) -> None:
-        self._connection, tables = connect(
-            dsn,
-            *projection.tables,
-            what=str(projection.table),
-            application_name=f"outbox-spark {projection.query}",
-        )
+        name = f"outbox-spark {projection.query}"
+        self._connection, tables = connect(dsn, *projection.tables, what=str(projection.table), application_name=name)
         self._projection = projection.at(tables)
 
     def __enter__(self) -> Self:
@@ -51,37 +46,33 @@ class ProjectionStore:
 
     def prepare(self) -> None:
         """Create missing tables, and check the columns of all. Raises OutboxTableError."""
-        import psycopg
-
         try:
             with self._connection.transaction():
                 self._connection.execute("SELECT pg_advisory_xact_lock(hashtext('outbox_spark'))")
                 for statement in self._projection.ddl():
                     self._connection.execute(statement)
         except psycopg.Error as error:
-            raise OutboxTableError(f"cannot make {self._projection.table}: {_first_line(error)}") from None
+            raise OutboxTableError(f"cannot make {self._projection.table}: {one_line(error)}") from None
         for table, probe in self._projection.probes():
             try:
                 with self._connection.transaction():
                     self._connection.execute(probe)
             except psycopg.Error as error:
                 raise OutboxTableError(
-                    f"{table} is not a table of this projection: {_first_line(error)}; name another or drop it"
+                    f"{table} is not a table of this projection: {one_line(error)}; name another or drop it"
                 ) from None
 
-    def positions(self) -> dict[str, dict[str, int]]:
+    def positions(self) -> Positions:
         """Return the next offset of each partition."""
-        found: dict[str, dict[str, int]] = {}
         statement = _READ_POSITIONS.format(positions=with_parameters(self._projection.positions))
         with self._connection.transaction():
-            for topic, partition, offset in self._connection.execute(statement, (self._projection.query,)):
-                found.setdefault(topic, {})[str(partition)] = offset
-        return found
+            found = self._connection.execute(statement, (self._projection.query,)).fetchall()
+        return {(topic, partition): offset for topic, partition, offset in found}
 
     def advance(self, positions: Positions) -> None:
         """Advance positions; later ones stay."""
         with self._connection.transaction():
-            _advance(self._connection, self._projection, flat(positions))
+            _advance(self._connection, self._projection, positions)
 
     def write(self, records: Iterable[ProjectedRecord], end: Positions) -> dict[str, int]:
         """Write records of whole partitions, by offset, and their `end` in one transaction; return counts."""
@@ -104,18 +95,18 @@ class _Writing:
     def run(self, records: Iterable[ProjectedRecord]) -> dict[str, int]:
         for statement in self._projection.staging():
             self._cursor.execute(statement)
-        for (topic, partition), of_partition in itertools.groupby(records, key=lambda record: record[:2]):
-            begin, end = self._lock(topic, partition), self._end[topic][str(partition)]
+        for place, of_partition in itertools.groupby(records, key=lambda record: record[:2]):
+            begin, end = self._lock(place), self._end[place]
             self._stage(record for record in of_partition if begin <= record.offset < end)
-            _advance(self._cursor, self._projection, [(topic, str(partition), end)])
+            _advance(self._cursor, self._projection, {place: end})
         self._apply()
         return self._counts
 
-    def _lock(self, topic: str, partition: int) -> int:
+    def _lock(self, place: Place) -> int:
         """Lock the partition's position until the transaction ends; return its next offset."""
-        table, place = with_parameters(self._projection.positions), (self._projection.query, topic, partition)
-        self._cursor.execute(_MAKE_POSITION.format(positions=table), place)
-        row = self._cursor.execute(_LOCK_POSITION.format(positions=table), place).fetchone()
+        table, row_key = with_parameters(self._projection.positions), (self._projection.query, *place)
+        self._cursor.execute(_MAKE_POSITION.format(positions=table), row_key)
+        row = self._cursor.execute(_LOCK_POSITION.format(positions=table), row_key).fetchone()
         return int(row[0]) if row else 0
 
     def _stage(self, records: Iterator[ProjectedRecord]) -> None:
@@ -175,11 +166,7 @@ def _quarantined(record: ProjectedRecord, misfit: Misfit) -> tuple[Any, ...]:
     return (*place, misfit.key, misfit.value, shown, misfit.reason)
 
 
-def _advance(connection: Any, projection: Projection, positions: Iterable[tuple[str, str, int]]) -> None:
+def _advance(connection: Any, projection: Projection, positions: Positions) -> None:
     statement = _ADVANCE.format(positions=with_parameters(projection.positions))
-    for topic, partition, offset in sorted(positions):
-        connection.execute(statement, (projection.query, topic, int(partition), offset))
-
-
-def _first_line(error: Exception) -> str:
-    return redact(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+    for place, offset in sorted(positions.items()):
+        connection.execute(statement, (projection.query, *place, offset))

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
 
 from outbox_core.config import HarvestConfig
 from outbox_core.errors import InvalidConfig
@@ -15,10 +18,6 @@ from outbox_spark.relay.plan import BatchPlan, ShardOutcome
 from outbox_spark.relay.shard_task import ShardTask
 from outbox_spark.runtime.secrets import filled_harvest
 from outbox_spark.session import is_connect
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import SparkSession
 
 _TAG = "outbox-relay-batch"
 _POLL_SECONDS = 0.05
@@ -62,8 +61,6 @@ def has_ended(spark: SparkSession) -> bool:
 
 def _publish_shards(plan: BatchPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Publish the shards of these numbers, on a worker."""
-    import pyarrow as pa
-
     plan = replace(plan, harvest=filled_harvest(plan.harvest))
     for batch in batches:
         outcomes = [pickle.dumps(ShardTask(plan, number).run()) for number in batch.column(0).to_pylist()]

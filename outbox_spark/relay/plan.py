@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from outbox_core.config import HarvestConfig
 from outbox_core.monitoring.publication import PublicationCounts
 from outbox_core.stores.interface import NO_FLOOR, NO_HOLDS, HoldSet, RowQuery, StoredRecord
+from outbox_spark.config.models import MOST_ROWS
 from outbox_spark.relay.shard_store import Place, ShardRange, ShardStore, Sight
 
 _log = logging.getLogger(__name__)
 
-MOST_ROWS = 50_000  # of a transaction: its manifest is one record, and brokers take 1 MB by default
 SLICE_SECONDS = 10.0
 _PATIENCE_SECONDS = 90.0
 _FROM_HEAD_SECONDS = 60.0
@@ -39,58 +39,35 @@ Transform = Callable[[StoredRecord], StoredRecord | None]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What all tasks of a batch need to know; pickled to the workers.
-
-    Attributes:
-        harvest: settings of the outbox.
-        outbox: its identity, `<database>.<schema>.<table>`.
-        server_id: ID of the database server.
-        term: number of the claim under which the batch is published.
-        ranges: what each shard reads.
-        holds: what is left out.
-        rows: maximum number of records in a transaction, however quick it is.
-        seconds: time after which a shard begins no other transaction.
-        patience: time for which it endures outages.
-        transform: row -> record to publish, or None for none.
-        title: what Spark's UI calls the batch.
-    """
+    """What all tasks of a batch need to know; pickled to the workers."""
 
     harvest: HarvestConfig = field(repr=False)
-    outbox: str = ""
-    server_id: str = ""
-    term: int = 0
-    ranges: tuple[ShardRange, ...] = ()
-    holds: HoldSet = field(default=NO_HOLDS, repr=False)
-    rows: int = MOST_ROWS
-    seconds: float = SLICE_SECONDS
-    patience: float = _PATIENCE_SECONDS
-    transform: Transform | None = None
-    title: str = ""
+    outbox: str = ""  # its identity, `<database>.<schema>.<table>`
+    server_id: str = ""  # of the database
+    term: int = 0  # number of the claim under which the batch is published
+    ranges: tuple[ShardRange, ...] = ()  # one for each shard
+    holds: HoldSet = field(default=NO_HOLDS, repr=False)  # what is left out
+    rows: int = MOST_ROWS  # at most in a transaction, however quick it is
+    seconds: float = SLICE_SECONDS  # after which a shard begins no other transaction
+    patience: float = _PATIENCE_SECONDS  # for which it endures outages
+    transform: Transform | None = None  # row -> record to publish, or None for none
+    title: str = ""  # in Spark's UI
 
 
 @dataclass(frozen=True, slots=True)
 class ShardOutcome:
     """What a shard did in a batch.
 
-    Attributes:
-        number: of the shard.
-        published: records committed.
-        settled: rows that had been published before, and were deleted.
-        reached: no row of the shard up to this id is left, but for those that the plan's holds keep back.
-        rows: maximum number of rows of a transaction that proved right; 0 for none.
-        seconds: the task's own time.
-        error: the name of the error that ended it, '' for none.
-        message: its text.
-        counts: of the published records, for the metrics.
+    No row of the shard up to the id `reached` is left, but for those that the plan's holds keep back.
     """
 
     number: int
     published: int = 0
-    settled: int = 0
+    settled: int = 0  # rows that had been published before, and were deleted
     reached: int = NO_FLOOR.id
-    rows: int = 0
-    seconds: float = 0.0
-    error: str = ""
+    rows: int = 0  # at most in a transaction, as proved right; 0 for none
+    seconds: float = 0.0  # the task's own time
+    error: str = ""  # the name of the error that ended it
     message: str = ""
     counts: PublicationCounts = field(default_factory=PublicationCounts, compare=False, repr=False)
 

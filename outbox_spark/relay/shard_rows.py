@@ -27,16 +27,11 @@ MOST_BYTES = 64 * 2**20  # no row is added to a transaction of that much: a task
 
 
 class ShardRows:
-    """The rows of one range, for one task. Used by one thread; its own has the connection.
-
-    Attributes:
-        settled: number of rows that were published before, and are deleted.
-        most: number of rows of a transaction, at most; it follows the time that they take.
-    """
+    """The rows of one range, for one task. Used by one thread; its own has the connection."""
 
     def __init__(self, plan: BatchPlan, wanted: ShardRange) -> None:
-        self.settled = 0
-        self.most = min(wanted.rows or plan.rows, plan.rows)
+        self.settled = 0  # rows that were published before, and are deleted
+        self.most = min(wanted.rows or plan.rows, plan.rows)  # in a transaction; it follows the time that they take
         self._plan = plan
         self._range = wanted
         self._holds = plan.holds

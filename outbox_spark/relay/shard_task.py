@@ -251,11 +251,14 @@ class ShardTask:
 
     def _commit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> list[_Refused]:
         """Commit; or abort, and return the records to hold for it, or raise its error."""
+        identity = self._identity
         # The manifest is written once every record is in Kafka, and the last transaction's rows are out of the table:
         # rule 4.
-        if producer.all_arrive(self._identity.timeout, self._is_late):
+        if producer.all_arrive(identity.timeout, self._is_late):
             self._rows.join()
-            self._send_manifest(producer, records)
+            ids, create_times = [record.id for record in records], [record.create_time for record in records]
+            manifest = Manifest(identity.outbox, ids, create_times, self._plan.server_id).encode()
+            unless_ended(producer.send_manifest(identity.tracking_topic, manifest, identity.tracking_partition))
             outcome = unless_ended(producer.commit())
         else:
             outcome = unless_ended(producer.abort(producer.failure))
@@ -268,12 +271,6 @@ class ShardTask:
         self._counts.add(records)
         self._failpoint("committed")
         return []
-
-    def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
-        identity = self._identity
-        ids, create_times = [record.id for record in records], [record.create_time for record in records]
-        manifest = Manifest(identity.outbox, ids, create_times, self._plan.server_id).encode()
-        unless_ended(producer.send_manifest(identity.tracking_topic, manifest, identity.tracking_partition))
 
     def _fit(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> None:
         """Begin again with smaller batches if a topic takes no larger ones: a producer cannot change its own."""
@@ -344,17 +341,13 @@ def _without_too_large(rows: Sequence[StoredRecord]) -> tuple[Sequence[StoredRec
         lane = None if row.key is None else (row.topic, held_key(row.key))
         if lane in lanes:
             continue
-        if isinstance(row.value, OversizedValue):
-            refused.append((row, _too_large(row.value)))
+        if isinstance(value := row.value, OversizedValue):
+            sizes = f"have {value.size:,} bytes, and the producer's message.max.bytes is {value.limit:,}"
+            refused.append((row, KafkaError(KafkaError.MSG_SIZE_TOO_LARGE, f"key, value and headers {sizes}")))
             lanes.update(() if lane is None else (lane,))
         else:
             fitting.append(row)
     return fitting, refused
-
-
-def _too_large(value: OversizedValue) -> KafkaError:
-    text = f"key, value and headers have {value.size:,} bytes, and the producer's message.max.bytes is {value.limit:,}"
-    return KafkaError(KafkaError.MSG_SIZE_TOO_LARGE, text)
 
 
 def _refusal(among: Sequence[StoredRecord], error: KafkaError, kafka: KafkaConfig) -> InvalidRecord | KafkaUnavailable:

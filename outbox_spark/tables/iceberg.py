@@ -11,22 +11,23 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
 
 from outbox_core.errors import MissingExtra, OutboxTableError, StoreUnavailable
 from outbox_spark.tables.folder import Folder
-from outbox_spark.tables.log import CommitConflict, DataFile, Written, for_library, for_spark
-from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyiceberg.manifest import DataFile as IcebergFile
-    from pyiceberg.table import Table
-    from pyspark.sql import SparkSession
+from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, Written, for_library, for_spark
+from outbox_spark.topics.positions import Positions, from_json, to_json
 
 try:
     from pyiceberg import exceptions as errors
     from pyiceberg.catalog import load_catalog
+    from pyiceberg.io.pyarrow import parquet_file_to_data_file
+    from pyiceberg.manifest import DataFile as IcebergFile
+    from pyiceberg.table import Table, Transaction
+    from pyiceberg.transforms import DayTransform
 except ImportError:
     raise MissingExtra("pyiceberg is not installed: pip install 'kafka-outbox[iceberg]'") from None
 
@@ -39,23 +40,16 @@ _PROPERTIES = {
 }
 
 
-class IcebergLog:
+class IcebergLog(TableLog[Table]):
     """The log of a table by its name with its namespace; partitioned by the day of `time`, it has no column `date`."""
 
     def __init__(self, spark: SparkSession, name: str, catalog: Mapping[str, str], time: str, date: str) -> None:
+        super().__init__(name)
         self._spark = spark
-        self._name = name
         self._time = time
         self._date = date
-        self._table: Table | None = None
-        self.positions: Positions = {}
         with _translated(name):
             self._catalog = load_catalog(**{"name": "default", **catalog})
-
-    @property
-    def exists(self) -> bool:
-        """Tell whether there was a table at the last `load`."""
-        return self._table is not None
 
     @property
     def version(self) -> object:
@@ -79,8 +73,6 @@ class IcebergLog:
 
     def create(self, schema: pa.Schema) -> None:
         """Create the table, unless it exists, and load it."""
-        from pyiceberg.transforms import DayTransform
-
         with _translated(self._name):
             self._catalog.create_namespace_if_not_exists(self._name.rpartition(".")[0])
             try:
@@ -117,9 +109,6 @@ class IcebergLog:
 
     def commit(self, added: Written, removed: Collection[str], positions: Positions) -> list[DataFile]:
         """Add and remove files, by URL, and advance the positions; return the added ones. Raises CommitConflict."""
-        from pyiceberg.io.pyarrow import parquet_file_to_data_file
-        from pyiceberg.table import Transaction
-
         table, gone = self._open(), {for_library(url) for url in removed}
         with _translated(self._name):
             files = [parquet_file_to_data_file(table.io, table.metadata, for_library(url)) for url in added.urls]
@@ -127,7 +116,7 @@ class IcebergLog:
             transaction = Transaction(table)
             if table.name_mapping() is None:  # Spark's files name columns, and do not number them
                 transaction.set_properties({_MAPPING: table.schema().name_mapping.model_dump_json()})
-            snapshot = transaction.update_snapshot({_POSITIONS: json.dumps(positions, sort_keys=True)})
+            snapshot = transaction.update_snapshot({_POSITIONS: json.dumps(to_json(positions), sort_keys=True)})
             with snapshot.overwrite() if gone else snapshot.merge_append() as update:
                 for file in files:
                     update.append_data_file(file)
@@ -137,10 +126,6 @@ class IcebergLog:
             self._hold(transaction.commit_transaction())
         self.positions = positions
         return [_described(file) for file in files]
-
-    def rewrite(self, added: Written, schema: pa.Schema) -> list[DataFile]:
-        """Iceberg reads old files in wider types."""
-        raise NotImplementedError
 
     def expire(self, before: datetime) -> int:
         """Forget snapshots older than `before`, and delete files that no other one has."""
@@ -182,11 +167,6 @@ class IcebergLog:
         table.metadata.properties[_RETRIES] = "0"
         self._table = table
 
-    def _open(self) -> Table:
-        if self._table is None:
-            raise OutboxTableError(f"there is no Iceberg table {self._name}")
-        return self._table
-
 
 @contextmanager
 def _translated(name: str) -> Iterator[None]:
@@ -207,8 +187,7 @@ def _positions(table: Table) -> Positions:
         return {}
     while snapshot is not None:
         if snapshot.summary is not None and (text := snapshot.summary.additional_properties.get(_POSITIONS)):
-            found: Positions = json.loads(text)
-            return found
+            return from_json(json.loads(text))
         parent = snapshot.parent_snapshot_id
         snapshot = table.snapshot_by_id(parent) if parent is not None else None
     raise OutboxTableError(

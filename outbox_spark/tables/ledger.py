@@ -12,6 +12,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.errors import OutboxTableError
+from outbox_spark.topics.positions import Positions, from_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from outbox_spark.tables.folder import Folder
     from outbox_spark.tables.table import Table
-    from outbox_spark.topics.positions import Positions
 
 _log = logging.getLogger(__name__)
 
@@ -35,11 +35,7 @@ def is_ledger(folder: Folder) -> bool:
 
 
 def move(spark: SparkSession, folder: Folder, table: Table, schema: str) -> None:
-    """Copy the rows and positions of a folder into its new, empty table.
-
-    Raises:
-        OutboxTableError: the commit log is damaged.
-    """
+    """Copy the rows and positions of a folder into its new, empty table. Raises OutboxTableError if it is damaged."""
     _log.info("moving %s into a Delta table", folder.url)
     last, entries = _entries(folder)
     if entries and entries[-1]["format"] == _FORMAT:
@@ -92,7 +88,7 @@ def _read(
     for file in entries[-1]["added"] if entries else ():  # its writer may have died before it moved them
         if not folder.exists(file["path"]):
             folder.move(file["staged"], file["path"])
-    positions: Positions = entries[-1]["positions"] if entries else {}
+    positions: Positions = from_json(entries[-1]["positions"]) if entries else {}
     if not files:
         return spark.createDataFrame([], schema), positions
     reader = spark.read.schema(schema).option("basePath", folder.url)

@@ -7,15 +7,17 @@ repeated blindly: a conflict with another writer is told to the caller, who look
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Generic, NamedTuple, TypeVar
+
+import pyarrow as pa
 
 from outbox_core.errors import OutboxError, OutboxTableError
 from outbox_spark.topics.positions import Positions
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+T = TypeVar("T")  # the library's table
 
 _NO_DAY = "__HIVE_DEFAULT_PARTITION__"
 
@@ -53,50 +55,65 @@ class TableTaken(OutboxError):
     """A table whose positions another process has changed."""
 
 
-class TableLog(Protocol):
+class TableLog(ABC, Generic[T]):
     """A table's log, of one format. State is that of the last `load` or `commit`; used by one thread."""
 
-    positions: Positions
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._table: T | None = None
+        self.positions: Positions = {}
 
     @property
     def exists(self) -> bool:
         """Tell whether there was a table at the last `load`."""
+        return self._table is not None
+
+    def _open(self) -> T:
+        if self._table is None:
+            raise OutboxTableError(f"there is no table {self._name}")
+        return self._table
 
     @property
+    @abstractmethod
     def version(self) -> object:
         """Return a value that every commit changes."""
 
     @property
     def location(self) -> str:
         """Return the folder below which data files are written, as a URL for Spark."""
+        return self._name
 
+    @abstractmethod
     def load(self) -> None:
         """Read the table's present state. Raises StoreUnavailable, OutboxTableError."""
 
+    @abstractmethod
     def create(self, schema: pa.Schema) -> None:
         """Create the table, unless it exists, and load it."""
 
+    @abstractmethod
     def evolve(self, schema: pa.Schema) -> Collection[str]:
         """Add missing columns; return those whose files must be rewritten in a wider type.
 
-        Raises:
-            OutboxTableError: a column has a type that cannot be widened to the wanted one.
+        Raises OutboxTableError for a column of a type that cannot be widened to the wanted one.
         """
 
+    @abstractmethod
     def files(self) -> list[DataFile]:
         """List the table's files."""
 
+    @abstractmethod
     def commit(self, added: Written, removed: Collection[str], positions: Positions) -> list[DataFile]:
         """Add and remove files, by URL, and advance the positions; return the added ones.
 
-        Raises:
-            CommitConflict: another commit came first.
-            OutboxTableError: files are missing.
+        Raises CommitConflict if another commit came first, OutboxTableError if files are missing.
         """
 
     def rewrite(self, added: Written, schema: pa.Schema) -> list[DataFile]:
         """Replace all files and the schema in one commit; return the added files. Raises CommitConflict."""
+        raise NotImplementedError  # of a format that reads old files in wider types
 
+    @abstractmethod
     def expire(self, before: datetime) -> int:
         """Forget versions older than `before`, and delete files that no other version has; return their number."""
 
@@ -115,8 +132,3 @@ def for_library(url: str) -> str:
 def for_spark(url: str) -> str:
     """Return a library's URL in the form that Hadoop's file systems know."""
     return re.sub(r"^s3://", "s3a://", url)
-
-
-def changed_topics(positions: Positions, before: Positions) -> Mapping[str, Mapping[str, int]]:
-    """Return the topics of `positions` that differ from `before`."""
-    return {topic: of for topic, of in positions.items() if of != before.get(topic)}

@@ -13,24 +13,25 @@ import logging
 import math
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
 from urllib.parse import unquote
 
+import pyarrow as pa
+from pyspark.sql import DataFrame, Observation, SparkSession
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
 from outbox_core.errors import StoreUnavailable
-from outbox_spark.config import LakehouseTable
+from outbox_spark.config import FileSettings
 from outbox_spark.runtime import utc
 from outbox_spark.tables import ledger
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, DataFile, TableLog, TableTaken, Written, for_library
 from outbox_spark.topics.positions import Positions
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
-    from pyspark.sql.types import StructType
 
 _log = logging.getLogger(__name__)
 
@@ -41,24 +42,13 @@ _ATTEMPTS = 5  # to commit, while others change the table without changing its p
 
 @dataclass(frozen=True)
 class Layout:
-    """A table's columns as Spark's DDL, the last one the day (UTC) of the column `time`, and the size of its files.
-
-    Files of less than half of `target_size` bytes are merged when a day has `small_files` of them.
-    """
+    """A table's columns as Spark's DDL, the last one the day (UTC) of the column `time`, and the size of its files."""
 
     schema: str
     time: str
     date: str
-    target_size: int = 128 * 2**20
-    small_files: int = 24
-    keep_versions: timedelta = timedelta(days=7)
-
-    @classmethod
-    def of(cls, sizes: LakehouseTable | None, schema: str, *, time: str, date: str) -> Layout:
-        """Return a layout with the sizes in these settings; None for the defaults."""
-        if sizes is None:
-            return cls(schema, time, date)
-        return cls(schema, time, date, sizes.target_file_size, sizes.small_files, sizes.keep_versions)
+    files: FileSettings
+    name: str = "table"  # in messages
 
     def __str__(self) -> str:
         return f"{self.schema}, {self.date} DATE"
@@ -67,13 +57,18 @@ class Layout:
 class Table:
     """A Delta or Iceberg table. Used by one thread; one process may write to it at a time."""
 
-    def __init__(self, spark: SparkSession, log: TableLog, layout: Layout, earlier: Folder | None = None) -> None:
+    def __init__(self, spark: SparkSession, log: TableLog[Any], layout: Layout, earlier: Folder | None = None) -> None:
         self._spark = spark
         self._log = log
         self._layout = layout
         self._earlier = earlier if earlier is not None and ledger.is_ledger(earlier) else None
         self._small: defaultdict[str | None, list[DataFile]] = defaultdict(list)
         log.load()
+
+    @property
+    def name(self) -> str:
+        """Return the table's name in messages."""
+        return f"the {self._layout.name} {self.url}"
 
     @property
     def url(self) -> str:
@@ -118,8 +113,7 @@ class Table:
     def append(self, rows: DataFrame, positions: Positions) -> int:
         """Write rows, in their order, and commit them with the positions after them; return their number.
 
-        Raises:
-            TableTaken: another process has changed the positions meanwhile.
+        Raises TableTaken if another process has changed the positions meanwhile.
         """
         added = self._commit(self._write(rows), positions=positions)
         self._note_small(added)
@@ -137,9 +131,7 @@ class Table:
     def replace(self, files: Collection[DataFile], rows: DataFrame, positions: Positions) -> int:
         """Write rows in place of files, and commit them with the positions after them; return their number.
 
-        Raises:
-            TableTaken: another process has changed the positions meanwhile.
-            StoreUnavailable: another process has merged the files; try again.
+        Raises TableTaken as `append`, and StoreUnavailable if another process has merged the files: try again.
         """
         gone = {file.url for file in files}
         order = [self._layout.date, *(name for name in _ORDER if name in rows.columns)]
@@ -155,7 +147,7 @@ class Table:
 
     def compact(self, small_files: int | None = None) -> int:
         """Merge the small files of each day that has too many; return the number of files replaced."""
-        least, replaced = small_files or self._layout.small_files, 0
+        least, replaced = small_files or self._layout.files.small_files, 0
         for day, files in list(self._small.items()):
             if len(files) >= least:
                 try:
@@ -178,9 +170,10 @@ class Table:
 
     def maintain(self) -> tuple[int, int]:
         """Merge small files, delete those that no version of the last `keep_versions` has; return both numbers."""
+        self.recover()
         merged = self.compact(2)
         try:
-            return merged, self._log.expire(datetime.now(UTC) - self._layout.keep_versions)
+            return merged, self._log.expire(datetime.now(UTC) - self._layout.files.keep_versions)
         except CommitConflict as conflict:
             raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
 
@@ -216,27 +209,21 @@ class Table:
 
     def _note_small(self, files: Collection[DataFile]) -> None:
         for file in files:
-            if file.size < self._layout.target_size / 2:
+            if file.size < self._layout.files.target_file_size / 2:
                 self._small[file.day].append(file)
 
     def _schema(self) -> StructType:
-        from pyspark.sql.types import StructType
-
         schema: Any = StructType.fromDDL(str(self._layout))
         return schema  # type: ignore[no-any-return]
 
     def _arrow(self) -> pa.Schema:
-        from pyspark.sql.pandas.types import to_arrow_schema
-
         return to_arrow_schema(self._schema(), timezone="UTC")
 
     def _targets(self, files: Collection[DataFile]) -> int:
         """Return the number of files of the wanted size that these become."""
-        return math.ceil(sum(file.size for file in files) / self._layout.target_size)
+        return math.ceil(sum(file.size for file in files) / self._layout.files.target_file_size)
 
     def _read(self, files: Collection[DataFile]) -> DataFrame:
-        from pyspark.sql import functions as F  # noqa: N812
-
         if not files:
             return self._spark.createDataFrame([], self._schema())
         # Days are not in the files. Without a lookup below folders, Spark would look for columns in their names.
@@ -246,9 +233,6 @@ class Table:
 
     def _write(self, rows: DataFrame) -> Written:
         """Write files of one day each, in a folder of their own."""
-        from pyspark.sql import Observation
-        from pyspark.sql import functions as F  # noqa: N812
-
         place = f"data/{uuid.uuid4().hex}"
         kinds = {column.name: column.dataType for column in self._schema()}
         named = rows.select(*(F.col(name).cast(kind).alias(name) for name, kind in kinds.items()))
@@ -262,34 +246,3 @@ class Table:
         writer.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
         urls = [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
         return Written(urls, written.get["rows"])
-
-
-@dataclass(frozen=True)
-class TableTarget:
-    """A table as a target of a `Follower`; `kind` names it in messages, `write` appends a batch and returns counts."""
-
-    kind: str
-    table: Table
-    write: Callable[[DataFrame, Positions], Mapping[str, int]] = field(repr=False)
-
-    @property
-    def name(self) -> str:
-        """Return the table's name in messages."""
-        return f"{self.kind} {self.table.url}"
-
-    def recover(self) -> None:
-        """Create the table, or read its state."""
-        self.table.recover()
-
-    def positions(self) -> Positions:
-        """Return the committed positions."""
-        return self.table.positions
-
-    def compact(self) -> None:
-        """Merge small files."""
-        self.table.compact()
-
-    def maintain(self) -> tuple[int, int]:
-        """Merge all small files, and delete those that no kept version has; return the numbers of both."""
-        self.table.recover()
-        return self.table.maintain()

@@ -1,35 +1,34 @@
-"""Positions of readers of topics, compared: the later of two, the earliest of several."""
+"""Positions of readers of topics, compared: the later of two, the earliest of several; and in JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
-from outbox_spark.topics.ranges import Position
+from outbox_core.kafka.reader import Place
 
-Positions = Mapping[str, Mapping[str, int]]
-"""A `Position` that is not changed: topic -> partition, as text -> next offset."""
+Positions = Mapping[Place, int]
+"""The next offset of each partition."""
 
 
-def advanced(position: Positions, to: Positions) -> Position:
+def advanced(position: Positions, to: Positions) -> Positions:
     """Return the later of both, for each partition."""
-    result = {topic: dict(of) for topic, of in position.items()}
-    for topic, partition, offset in flat(to):
-        mine = result.setdefault(topic, {})
-        mine[partition] = max(offset, mine.get(partition, offset))
-    return result
+    return {**position, **{place: max(offset, position.get(place, offset)) for place, offset in to.items()}}
 
 
-def earliest_of(several: Iterable[Positions]) -> Position:
+def earliest_of(several: Sequence[Positions]) -> Positions:
     """Return the earliest of all, for each partition that all have: the beginning of a reader for all."""
-    first, *others = several
-    result: Position = {}
-    for topic, partition, offset in flat(first):
-        offsets = [offset, *(other[topic][partition] for other in others if partition in other.get(topic, {}))]
-        if len(offsets) == 1 + len(others):
-            result.setdefault(topic, {})[partition] = min(offsets)
+    common = set(several[0]).intersection(*several)
+    return {place: min(position[place] for position in several) for place in common}
+
+
+def to_json(position: Positions) -> dict[str, dict[str, int]]:
+    """Return topic -> partition, as text -> offset: keys in JSON are no pairs and no numbers."""
+    result: dict[str, dict[str, int]] = {}
+    for (topic, partition), offset in position.items():
+        result.setdefault(topic, {})[str(partition)] = offset
     return result
 
 
-def flat(position: Positions) -> Iterator[tuple[str, str, int]]:
-    """Yield (topic, partition, offset)."""
-    return ((topic, partition, offset) for topic, of in position.items() for partition, offset in of.items())
+def from_json(content: Mapping[str, Mapping[str, int]]) -> dict[Place, int]:
+    """Return the position of `to_json`. Raises ValueError, AttributeError and TypeError for anything else."""
+    return {(topic, int(partition)): int(offset) for topic, of in content.items() for partition, offset in of.items()}

@@ -31,11 +31,9 @@ from outbox_core.kafka.clients import (
     make_consumer,
 )
 from outbox_core.kafka.errors import CONSUMER_RECOVERS, why_unreadable
-from outbox_core.kafka.reader import PartitionReader
+from outbox_core.kafka.reader import PartitionReader, reader_settings
 from outbox_spark.runtime.secrets import filled
-
-Position = dict[str, dict[str, int]]
-"""Topic -> partition, as text -> offset. JSON has no numbers as keys."""
+from outbox_spark.topics.positions import Positions, from_json
 
 EARLIEST, LATEST = -2, -1
 _GROUP = "kafka-outbox-spark"
@@ -67,7 +65,7 @@ class OffsetRange:
         return f"{self.topic}[{self.partition}]"
 
 
-def parse_offsets(text: str) -> Position | Literal["earliest", "latest"]:
+def parse_offsets(text: str) -> Positions | Literal["earliest", "latest"]:
     """Read `earliest`, `latest`, or `{"topic": {"0": 17, "1": -2}}` with -2 for earliest. Raises InvalidConfig."""
     word = text.strip().lower()
     if word == "earliest":
@@ -75,13 +73,10 @@ def parse_offsets(text: str) -> Position | Literal["earliest", "latest"]:
     if word == "latest":
         return "latest"
     try:
-        position = {
-            str(topic): {str(int(partition)): int(offset) for partition, offset in offsets.items()}
-            for topic, offsets in json.loads(text).items()
-        }
+        position = from_json(json.loads(text))
     except (ValueError, AttributeError, TypeError):
         position = {}
-    if not position or any(offset < EARLIEST for offsets in position.values() for offset in offsets.values()):
+    if not position or min(position.values()) < EARLIEST:
         raise InvalidConfig(
             f'must be earliest, latest, or JSON like {{"topic": {{"0": 17, "1": -2}}}} '
             f"(-2 for earliest, -1 for latest), is {text!r}"
@@ -97,39 +92,27 @@ class TopicLog:
         self._topics = topics
         self._consumer: Consumer | None = None
 
-    def bounds(self) -> tuple[Position, Position]:
+    def bounds(self) -> tuple[Positions, Positions]:
         """Return the present beginning and end of each partition. Raises InvalidConfig and KafkaUnavailable."""
-        firsts: Position = {}
-        ends: Position = {}
         consumer = self._connected()
-        for topic in self._topics:
-            firsts[topic], ends[topic] = {}, {}
-            for partition in self._partitions(consumer, topic):
-                low, high = _watermarks(consumer, topic, partition)
-                firsts[topic][str(partition)], ends[topic][str(partition)] = low, high
-        return firsts, ends
+        places = [(topic, partition) for topic in self._topics for partition in self._partitions(consumer, topic)]
+        found = {place: _watermarks(consumer, *place) for place in places}
+        return {place: low for place, (low, _) in found.items()}, {place: high for place, (_, high) in found.items()}
 
-    def starting(self, wanted: Position | Literal["earliest", "latest"], *, others: int = EARLIEST) -> Position:
+    def starting(self, wanted: Positions | Literal["earliest", "latest"], *, others: int = EARLIEST) -> Positions:
         """Resolve offsets; `others` (`EARLIEST` or `LATEST`) is for partitions not mentioned. Raises as `bounds`."""
         firsts, ends = self.bounds()
         if wanted == "earliest":
             return firsts
         if wanted == "latest":
             return ends
-        for topic, offsets in wanted.items():
-            strangers = [partition for partition in offsets if partition not in firsts.get(topic, {})]
-            if strangers:
-                raise InvalidConfig(f"offsets name {topic}[{', '.join(strangers)}], which is not there")
-        return {
-            topic: {
-                partition: {EARLIEST: first, LATEST: ends[topic][partition]}.get(asked, asked)
-                for partition, first in offsets.items()
-                for asked in (wanted.get(topic, {}).get(partition, others),)
-            }
-            for topic, offsets in firsts.items()
-        }
+        for topic, partition in wanted.keys() - firsts:
+            raise InvalidConfig(f"offsets name {topic}[{partition}], which is not there")
+        asked = {place: wanted.get(place, others) for place in firsts}
+        words = {place: {EARLIEST: first, LATEST: ends[place]} for place, first in firsts.items()}
+        return {place: words[place].get(offset, offset) for place, offset in asked.items()}
 
-    def behind(self, position: Position) -> tuple[int, float | None]:
+    def behind(self, position: Positions) -> tuple[int, float | None]:
         """Return the number of offsets behind a position, and the age (in seconds) of the first record there.
 
         The age, by the record's timestamp, is None if Kafka does not show the record in a moment. Raises as `bounds`.
@@ -199,36 +182,35 @@ def _retry(ask: Callable[[], Any], what: str) -> Any:
             time.sleep(_POLL_SECONDS)
 
 
-def refuse_shortened(start: Position, ends: Position) -> None:
+def refuse_shortened(start: Positions, ends: Positions) -> None:
     """Raise RecordsExpired for a partition that ends before its position: perhaps another topic of that name."""
-    for topic, offsets in ends.items():
-        for partition, end in offsets.items():
-            reached = start.get(topic, {}).get(partition, end)
-            if end < reached:
-                raise RecordsExpired(
-                    f"{topic}[{partition}] was read up to offset {reached}, and now ends at {end}: is it another topic "
-                    "of that name? Begin with a new checkpoint, or wait with option failOnDataLoss=false until it is "
-                    "that long again"
-                )
+    for (topic, partition), end in ends.items():
+        reached = start.get((topic, partition), end)
+        if end < reached:
+            raise RecordsExpired(
+                f"{topic}[{partition}] was read up to offset {reached}, and now ends at {end}: is it another topic of "
+                "that name? Begin with a new checkpoint, or wait with option failOnDataLoss=false until it is that "
+                "long again"
+            )
 
 
-def plan_batch(start: Position, ends: Position, firsts: Position, limit: int | None) -> Position:
+def plan_batch(start: Positions, ends: Positions, firsts: Positions, limit: int | None) -> Positions:
     """Return the end of a batch that begins at `start`, or, for partitions that are new, at `firsts`.
 
     Within the limit of offsets, each partition gets a share by its lag, and at least one offset, so that all progress.
     """
     whole = _partitions_between(start, ends, firsts)
     total = sum(map(len, whole))
-    batch: Position = {topic: {} for topic in ends}
+    batch = {}
     for part in whole:
         share = len(part)
         if share and limit is not None and total > limit:
             share = min(share, max(1, limit * share // total))
-        batch[part.topic][str(part.partition)] = part.first + share
+        batch[part.topic, part.partition] = part.first + share
     return batch
 
 
-def ranges_between(start: Position, end: Position, firsts: Position, at_least: int = 1) -> list[OffsetRange]:
+def ranges_between(start: Positions, end: Positions, firsts: Positions, at_least: int = 1) -> list[OffsetRange]:
     """Return the ranges between two positions, split into about `at_least` ranges, if there are enough offsets."""
     whole = [found for found in _partitions_between(start, end, firsts) if len(found)]
     total = sum(map(len, whole))
@@ -242,29 +224,14 @@ def ranges_between(start: Position, end: Position, firsts: Position, at_least: i
     return pieces
 
 
-def _partitions_between(start: Position, end: Position, firsts: Position) -> list[OffsetRange]:
-    return [
-        OffsetRange(topic, int(partition), start.get(topic, {}).get(partition, firsts[topic][partition]), offset)
-        for topic, offsets in end.items()
-        for partition, offset in offsets.items()
-    ]
+def _partitions_between(start: Positions, end: Positions, firsts: Positions) -> list[OffsetRange]:
+    return [OffsetRange(*place, start.get(place, firsts[place]), offset) for place, offset in end.items()]
 
 
 def _make_consumer(kafka: Mapping[str, Any]) -> Consumer:
-    return make_consumer(
-        {
-            "group.id": _GROUP,
-            "isolation.level": "read_committed",
-            "fetch.wait.max.ms": 50,
-            "queued.max.messages.kbytes": 32_768,
-            **{name: value for name, value in filled(kafka).items() if name != "group.instance.id"},
-            "enable.auto.commit": False,
-            "enable.auto.offset.store": False,
-            "enable.partition.eof": True,
-            "auto.offset.reset": "error",
-            "allow.auto.create.topics": False,
-        }
-    )
+    chosen = {"group.id": _GROUP, "fetch.wait.max.ms": 50, "queued.max.messages.kbytes": 32_768, **filled(kafka)}
+    ours = {"auto.offset.reset": "error", "fetch.wait.max.ms": chosen["fetch.wait.max.ms"]}
+    return make_consumer({**reader_settings(chosen, chosen["group.id"]), **ours})
 
 
 def read_range(kafka: Mapping[str, Any], wanted: OffsetRange, *, fail_on_loss: bool = True) -> Iterator[list[Message]]:

@@ -17,16 +17,17 @@ from typing import Annotated, Any, Literal
 import pyarrow as pa
 from pydantic import BeforeValidator, Field
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
 from outbox_core.kafka.clients import TIMESTAMP_NOT_AVAILABLE, Message
 from outbox_core.kafka.messages import UnreadableHeaders, headers_of
 from outbox_spark.runtime.options import SourceOptions
+from outbox_spark.topics.positions import Positions, from_json, to_json
 from outbox_spark.topics.ranges import (
     LATEST,
     OffsetRange,
-    Position,
     TopicLog,
     parse_offsets,
     plan_batch,
@@ -35,29 +36,27 @@ from outbox_spark.topics.ranges import (
     refuse_shortened,
 )
 
-SCHEMA = (
-    "key binary, value binary, headers map<string, binary>, header_list array<struct<key: string, value: binary>>, "
-    "topic string, partition int, offset bigint, timestamp timestamp, outbox_id string"
-)
-
-_HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
+_HEADER = pa.struct({"key": pa.string(), "value": pa.binary()})
+HEADERS = pa.list_(pa.field("element", _HEADER))
+TIME = pa.timestamp("us", tz="UTC")
 _ARROW = pa.schema(
-    [
-        pa.field("key", pa.binary()),
-        pa.field("value", pa.binary()),
-        pa.field("headers", pa.map_(pa.string(), pa.binary())),
-        pa.field("header_list", pa.list_(pa.field("element", _HEADER))),
-        pa.field("topic", pa.string()),
-        pa.field("partition", pa.int32()),
-        pa.field("offset", pa.int64()),
-        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
-        pa.field("outbox_id", pa.string()),
-    ]
+    {
+        "key": pa.binary(),
+        "value": pa.binary(),
+        "headers": pa.map_(pa.string(), pa.binary()),
+        "header_list": HEADERS,
+        "topic": pa.string(),
+        "partition": pa.int32(),
+        "offset": pa.int64(),
+        "timestamp": TIME,
+        "outbox_id": pa.string(),
+    }
 )
+SCHEMA = from_arrow_schema(_ARROW)
 _LAST_MILLISECOND = 253_402_300_799_999  # of the year 9999, the last of Python; brokers take any time
 
 
-Offsets = Position | Literal["earliest", "latest"]
+Offsets = Positions | Literal["earliest", "latest"]
 
 
 def _names(text: object) -> object:
@@ -95,7 +94,7 @@ class KafkaSource(DataSource):
         """Return the format's name."""
         return "outbox_kafka"
 
-    def schema(self) -> str:
+    def schema(self) -> StructType:
         """Return the columns of a row."""
         return SCHEMA
 
@@ -135,8 +134,8 @@ class _BatchReader(_Reader, DataSourceReader):
 class _StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: KafkaSourceOptions) -> None:
         super().__init__(options)
-        self._target: Position | None = None  # the end of an availableNow run
-        self._firsts: Position = {}
+        self._target: Positions | None = None  # the end of an availableNow run
+        self._firsts: Positions = {}
 
     @cached_property
     def _log(self) -> TopicLog:
@@ -146,30 +145,32 @@ class _StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow
         """Leave out the connection: workers get a copy."""
         return {"options": self.options, "_target": None, "_firsts": {}}
 
-    def initialOffset(self) -> Position:  # noqa: N802
-        return self._log.starting(self.options.starting)
+    def initialOffset(self) -> dict[str, Any]:  # noqa: N802
+        return to_json(self._log.starting(self.options.starting))
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         return ReadAllAvailable() if self.options.limit is None else ReadMaxRows(self.options.limit)
 
-    def latestOffset(self, start: Position, limit: ReadLimit) -> Position:  # noqa: N802
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
+        begin, most = from_json(start), limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if self._target is None:
             self._firsts, ends = self._log.bounds()
         else:
             ends = self._target
         if self.options.fail_on_loss:
-            refuse_shortened(start, ends)
-        return plan_batch(start, ends, self._firsts, limit.max_rows if isinstance(limit, ReadMaxRows) else None)
+            refuse_shortened(begin, ends)
+        return to_json(plan_batch(begin, ends, self._firsts, most))
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         self._firsts, self._target = self._log.bounds()
 
-    def reportLatestOffset(self) -> Position | None:  # noqa: N802
-        return self._target
+    def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
+        return None if self._target is None else to_json(self._target)
 
-    def partitions(self, start: Position, end: Position) -> Sequence[InputPartition]:
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         firsts = self._firsts or self._log.bounds()[0]
-        return [InputPartition(part) for part in ranges_between(start, end, firsts, self.options.min_partitions)]
+        parts = ranges_between(from_json(start), from_json(end), firsts, self.options.min_partitions)
+        return [InputPartition(part) for part in parts]
 
     def stop(self) -> None:
         self._log.close()
@@ -185,7 +186,7 @@ def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
     nulls = pa.array(unreadable) if any(unreadable) else None
     offsets, names, values = _flat(header_lists)
     entries = pa.StructArray.from_arrays([names, values], fields=list(_HEADER))
-    lists = pa.ListArray.from_arrays(offsets, entries, type=_ARROW.field("header_list").type, mask=nulls)
+    lists = pa.ListArray.from_arrays(offsets, entries, type=HEADERS, mask=nulls)
     unique = [dict(headers) for headers in header_lists]
     if sum(map(len, unique)) != len(names):
         offsets, names, values = _flat([tuple(headers.items()) for headers in unique])
@@ -194,18 +195,18 @@ def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:
         identity.decode("utf-8", "replace") if (identity := headers.get(id_header)) is not None else None
         for headers in unique
     ]
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array([message.key() for message in messages], pa.binary()),
-            pa.array([message.value() for message in messages], pa.binary()),
-            maps,
-            lists,
-            pa.array([message.topic() for message in messages], pa.string()),
-            pa.array([message.partition() for message in messages], pa.int32()),
-            pa.array([message.offset() for message in messages], pa.int64()),
-            pa.array([_microseconds(message) for message in messages], pa.timestamp("us", tz="UTC")),
-            pa.array(identities, pa.string()),
-        ],
+    return pa.RecordBatch.from_pydict(
+        {
+            "key": [message.key() for message in messages],
+            "value": [message.value() for message in messages],
+            "headers": maps,
+            "header_list": lists,
+            "topic": [message.topic() for message in messages],
+            "partition": [message.partition() for message in messages],
+            "offset": [message.offset() for message in messages],
+            "timestamp": [_microseconds(message) for message in messages],
+            "outbox_id": identities,
+        },
         schema=_ARROW,
     )
 

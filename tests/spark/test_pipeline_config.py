@@ -85,6 +85,38 @@ def test_names_what_is_wrong(load, old, new, words):
         load(_PROJECT.replace(old, new), SERVERS="x")
 
 
+@pytest.mark.parametrize(
+    ("size", "number"),
+    [("128 MiB", 2**27), ("1.5GB", 1_500_000_000), (2048, 2048), ("many", "must be a size, such as")],
+)
+def test_sizes_of_files(load, size, number):
+    """A size is a number of bytes, or text with a unit."""
+    section = f"{{name: a, topics: t, checkpoint: /c, path: /p, target_file_size: {size}}}"
+    text = f"kafka: {{bootstrap.servers: s}}\narchive: {section}"
+    if isinstance(number, int):
+        assert load(text, "archive").settings.target_file_size == number
+    else:
+        with pytest.raises(InvalidConfig, match=rf"archive\.target_file_size: {number}"):
+            load(text, "archive")
+
+
+def test_a_period_ends_after_it_begins(load):
+    """A replay or an audit of no time is refused."""
+    period = "since: 2026-11-21T00:00:00Z, until: 2026-11-21T00:00:00Z"
+    for pipeline, section in (
+        ("replay", "archive: /a, name: n"),
+        ("audit", "expected: {archive: /a}, found: {parquet: /b}"),
+    ):
+        with pytest.raises(InvalidConfig, match=rf"{pipeline}\.until: must be later than since"):
+            load(f"{pipeline}: {{{section}, {period}}}", pipeline)
+
+
+def test_a_relay_has_limits(load):
+    """A transaction of a relay has at most as many records as its manifest has room for."""
+    with pytest.raises(InvalidConfig, match=r"relay\.batchRecords: must be 50000 or less"):
+        load("harvest: {dataSource: dbname=x}\nrelay: {batchRecords: 50001}", "relay")
+
+
 def test_a_side_of_an_audit_is_one_thing(load):
     """A side of an audit with two kinds, and a table on the found side, are refused."""
     audit = "kafka: {}\naudit:\n  expected: {archive: /a, parquet: /b}\n  found: {topics: t}\n"

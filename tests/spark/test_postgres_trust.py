@@ -12,9 +12,9 @@ from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from outbox_core.stores.interface import RowQuery
 from outbox_spark.cli.doctor import _postgres as look_at_projection
 from outbox_spark.cli.doctor import _readable as look_at_table
-from outbox_spark.config import ProjectSettings, SnapshotTable
-from outbox_spark.pipelines.audit_sides import _ReadTable, extent_of
-from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.config import ProjectSettings, SnapshotTable, TotalsSettings
+from outbox_spark.pipelines.audit_sides import extent_of, read_table
+from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
 from outbox_spark.relay.plan import Planner
 from outbox_spark.relay.shard_store import ShardStore
@@ -60,7 +60,7 @@ def among_others(database):
 
 
 def _projection(keep="latest", table="lines", quarantine="odd"):
-    totals = Totals(TableName.parse("totals"), ("sku",), {"amount": "amount"}, "lines")
+    totals = TotalsSettings(table="totals", by=["sku"], sums={"amount": "amount"}, count="lines")
     columns = {"sku": "text", "amount": "numeric(10,2)"}
     return Projection("p", TableName.parse(table), TableName.parse(quarantine), columns, keep, totals)
 
@@ -76,11 +76,11 @@ def test_a_projection_calls_no_functions_of_others(among_others, keep):
     """A projection calls no functions of others when it makes tables, reads positions or writes rows and totals."""
     with ProjectionStore(among_others, _projection(keep)) as store:
         store.prepare()
-        store.advance({"t": {"0": 0}})
-        assert store.positions() == {"t": {"0": 0}}
+        store.advance({("t", 0): 0})
+        assert store.positions() == {("t", 0): 0}
         odd = Misfit("odd", b"k", b"v", [("a", None)])
         records = [_record(0), _record(1, misfit=odd), _record(2), _record(3, is_replay=True)]
-        assert store.write(iter(records), {"t": {"0": 4}})["quarantined"] == 1
+        assert store.write(iter(records), {("t", 0): 4})["quarantined"] == 1
     with psycopg.connect(among_others) as connection:
         (amount,) = connection.execute("SELECT amount FROM totals").fetchone()
     assert amount == (3 if keep == "latest" else 9) / 2
@@ -91,10 +91,10 @@ def test_an_audit_and_the_doctor_call_no_functions_of_others(among_others):
     database = psycopg.conninfo.conninfo_to_dict(among_others)["dbname"]
     (first_and_last,), name, outbox = extent_of(SnapshotTable(dsn=among_others, table="outbox"))
     assert (first_and_last, name.schema, outbox) == ((1, 2), "public", f"{database}.public.outbox")
-    task = _ReadTable(among_others, TableName("outbox"), outbox)
+    task = read_table(among_others, TableName("outbox"), outbox)
     (rows,) = task([pa.RecordBatch.from_pydict({"first": [1], "last": [2]})])
     assert rows.num_rows == 2
-    assert look_at_table(among_others, "outbox") == "outbox may be read"
+    assert look_at_table(SnapshotTable(dsn=among_others, table="outbox")) == "outbox may be read"
     settings = ProjectSettings(
         name="p", topics="t", checkpoint="/c", schema="n BIGINT", postgres={"dsn": among_others, "table": "lines"}
     )
@@ -117,7 +117,7 @@ def test_an_audit_reads_odd_rows(database):
     ranges, name, outbox = extent_of(SnapshotTable(dsn=database, table="outbox"))
     assert ranges == [(-(2**63), 2**63 - 1)]
     first, last = zip(*ranges, strict=True)
-    (rows,) = _ReadTable(database, name, outbox)([pa.RecordBatch.from_pydict({"first": first, "last": last})])
+    (rows,) = read_table(database, name, outbox)([pa.RecordBatch.from_pydict({"first": first, "last": last})])
     read = {row["offset"]: row["timestamp"] for row in rows.to_pylist()}
     assert sorted(read) == sorted(odd)
     assert {number: time and time.year for number, time in read.items()} == dict(
@@ -145,7 +145,7 @@ def test_tables_are_found_and_made_by_the_sessions_own_path(database):
     dsn = psycopg.conninfo.make_conninfo(database, options="-csearch_path=mine,public")
     with ProjectionStore(dsn, _projection()) as store:
         store.prepare()
-        store.advance({"t": {"0": 5}})
+        store.advance({("t", 0): 5})
     with psycopg.connect(database) as connection:
         statement = "SELECT relname, nspname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace"
         where = " WHERE relkind = 'r' AND nspname IN ('mine', 'public')"
@@ -160,8 +160,8 @@ def test_names_with_percent_signs(database):
     with ProjectionStore(database, _projection("every", '"100%s"."50%(a)s"', '"100%s"."%"')) as store:
         store.prepare()
         odd = Misfit("odd", b"k", b"v", [])
-        store.write(iter([_record(0), _record(1, misfit=odd)]), {"t": {"0": 2}})
-        assert store.positions() == {"t": {"0": 2}}
+        store.write(iter([_record(0), _record(1, misfit=odd)]), {("t", 0): 2})
+        assert store.positions() == {("t", 0): 2}
     with psycopg.connect(database) as connection:
         assert connection.execute('SELECT count(*) FROM "100%s"."%"').fetchone() == (1,)
 
@@ -169,12 +169,12 @@ def test_names_with_percent_signs(database):
 @pytest.mark.parametrize("dsn", ["postgresql://me:S3cr3t P4ss@127.0.0.1:1/x", "host=127.0.0.1 password=S3cr3t P4ss"])
 def test_no_connection_shows_a_password(dsn):
     """A DSN that libpq cannot read is not quoted in errors, as any part of it may be the password."""
-    table = SnapshotTable.model_construct(dsn=dsn, table="outbox", outbox_name=None)
+    table = SnapshotTable.model_construct(dsn=dsn, table=TableName("outbox"), outbox_name=None)
     tries = [
         lambda: ProjectionStore(dsn, _projection()),
         lambda: extent_of(table),
-        lambda: look_at_table(dsn, "outbox"),
-        lambda: list(_ReadTable(dsn, TableName("t"), "o")([])),
+        lambda: look_at_table(table),
+        lambda: list(read_table(dsn, TableName("t"), "o")([])),
     ]
     for attempt in tries:
         with pytest.raises(InvalidConfig, match="libpq cannot read") as error:

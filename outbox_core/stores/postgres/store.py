@@ -87,7 +87,6 @@ class PostgresStore:
         self._reading_timeout = statement_timeout
         self._skipped_since: float | None = None
         self._found_none = False  # by the last mark
-        self._marks = 0
 
     def check(self) -> str:
         """Check the table, prepare for its layout, and return `<database>.<schema>.<table>`."""
@@ -108,8 +107,7 @@ class PostgresStore:
     def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
         """Mark the rows of a query that `leader_id` has not marked yet, and return them."""
         parts = mark_parts(self.table.layout(), query)
-        self._marks += 1
-        parameters = {"leader_id": leader_id, "mark": str(self._marks), **self._parameters(query)}
+        parameters = {"leader_id": leader_id, "mark": str(time.monotonic_ns()), **self._parameters(query)}
         if self._found_none and not self._finds_any(parameters, parts):  # one statement while nothing comes
             return MarkedBatch(0, ())
         try:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from confluent_kafka import Producer
 
+from outbox_spark.pipelines.follower import Follower
+
 ROOT = Path(__file__).resolve().parents[3]
 
 SCHEMA = "n BIGINT NOT NULL, amount DECIMAL(10,2), items ARRAY<STRUCT<sku: STRING NOT NULL, cents: BIGINT>>"
@@ -33,9 +35,9 @@ def produce(bootstrap, topic, numbers, *, keys=5, abort=False):
 
 def run_once(pipeline, spark, bootstrap, settings, report=lambda _: None):
     """Run a pipeline to the present end of its source; return its counts."""
-    return pipeline.run(
-        spark, {"bootstrap.servers": bootstrap}, settings, once=True, stop=threading.Event(), report=report
-    )
+    targets = pipeline.targets(spark, settings)
+    follower = Follower(spark, {"bootstrap.servers": bootstrap}, settings, targets, report)
+    return follower.run(once=True, stop=threading.Event())
 
 
 def forget_last_commit(checkpoint):
@@ -52,6 +54,7 @@ def run_and_die(pipeline, bootstrap, settings):
 import os, pickle, signal, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from outbox_spark.pipelines import {pipeline}
+from outbox_spark.pipelines.follower import Follower
 from outbox_spark.session import start_session
 
 def die(_):
@@ -59,7 +62,8 @@ def die(_):
 
 spark = start_session("dies", {{"spark.driver.memory": "512m"}}, master="local[2]")
 settings = pickle.loads({pickle.dumps(settings)!r})
-{pipeline}.run(spark, {{"bootstrap.servers": {bootstrap!r}}}, settings, once=True, stop=threading.Event(), report=die)
+targets = {pipeline}.targets(spark, settings)
+Follower(spark, {{"bootstrap.servers": {bootstrap!r}}}, settings, targets, die).run(once=True, stop=threading.Event())
 """
     done = subprocess.run([sys.executable, "-c", script], start_new_session=True, check=False, timeout=240, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL

@@ -210,7 +210,7 @@ def test_a_replay_of_a_time_in_any_zone(spark, settings):
     records = archive.archive(spark.createDataFrame(rows, columns))
     table = archive.open_archive(spark, settings.path)
     table.recover()
-    table.append(records, {"orders": {"0": 5}})
+    table.append(records, {("orders", 0): 5})
     east = timezone(timedelta(hours=5))
     wanted = ReplaySettings(
         archive=settings.path,

@@ -12,6 +12,7 @@ from confluent_kafka import Producer
 from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_spark.config import ProjectSettings
 from outbox_spark.pipelines import project
+from outbox_spark.pipelines.follower import Follower
 from tests.raw_records import NOT_UTF8, produce_raw
 from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
 from tests.spark.pipelines.runs import SCHEMA, forget_last_commit, produce, run_and_die, run_once
@@ -310,14 +311,9 @@ def test_services_may_restart(spark, settings, private_stack, private_database, 
 
     def follow():
         try:
-            project.run(
-                spark,
-                {"bootstrap.servers": bootstrap},
-                chosen,
-                once=False,
-                stop=stop,
-                report=lambda _: batches.release(),
-            )
+            targets = project.targets(spark, chosen)
+            kafka = {"bootstrap.servers": bootstrap}
+            Follower(spark, kafka, chosen, targets, lambda _: batches.release()).run(once=False, stop=stop)
         except BaseException as error:
             errors.append(error)
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName
-from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection, Totals
+from outbox_spark.config import TotalsSettings
+from outbox_spark.postgres.projection import Misfit, ProjectedRecord, Projection
 from outbox_spark.postgres.projection_store import ProjectionStore
 
 _TOPIC = "orders"
@@ -21,7 +22,7 @@ class _Killed(Exception):
 
 
 def _projection(query="p", keep="latest"):
-    totals = Totals(TableName.parse("totals"), ("sku",), {"cents": "cents"}, "lines")
+    totals = TotalsSettings(table="totals", by=["sku"], sums={"cents": "cents"}, count="lines")
     columns = {"sku": "text", "cents": "bigint"}
     return Projection(query, TableName.parse("lines"), TableName.parse("odd"), columns, keep, totals)
 
@@ -91,16 +92,16 @@ def test_each_record_counts_once(database, keep, batches):
                     yield _record(offset, partition)
 
             with suppress(_Killed):
-                store.write(records(), {_TOPIC: {str(partition): end}})
+                store.write(records(), {(_TOPIC, partition): end})
                 ends[partition] = end
-        positions = store.positions().get(_TOPIC, {})
-    assert positions == {str(partition): end for partition, end in ends.items() if end}
+        positions = store.positions()
+    assert positions == {(_TOPIC, partition): end for partition, end in ends.items() if end}
     assert _found(database) == _expected(keep, ends)
 
 
 def test_a_task_and_its_successor_come_one_after_the_other(database):
     """Of several tasks with the same records at the same time one writes them, and the others find them written."""
-    projection, end, counts = _projection(), {_TOPIC: {"0": 500}}, []
+    projection, end, counts = _projection(), {(_TOPIC, 0): 500}, []
 
     def write():
         with ProjectionStore(database, projection) as store:
@@ -139,7 +140,7 @@ def test_a_replay_does_not_go_back(database, in_one_batch):
     with ProjectionStore(database, _projection()) as store:
         store.prepare()
         batches = [records] if in_one_batch else [[record] for record in records]
-        counts = [store.write(iter(batch), {_TOPIC: {"0": batch[-1].offset + 1}}) for batch in batches]
+        counts = [store.write(iter(batch), {(_TOPIC, 0): batch[-1].offset + 1}) for batch in batches]
     assert sum(count["repeated"] for count in counts) == 2
     with psycopg.connect(database) as connection:
         rows = connection.execute("SELECT _key, _outbox_id, cents FROM lines ORDER BY 1").fetchall()
@@ -154,10 +155,10 @@ def test_pipelines_of_one_database_have_positions_of_their_own(database):
         with ProjectionStore(database, _projection(query=name)) as store:
             store.prepare()
             assert store.positions() == {}
-            store.advance({_TOPIC: {"0": 9}})
-            assert store.positions() == {_TOPIC: {"0": 9}}
-            store.advance({_TOPIC: {"0": 3}})
-            assert store.positions() == {_TOPIC: {"0": 9}}
+            store.advance({(_TOPIC, 0): 9})
+            assert store.positions() == {(_TOPIC, 0): 9}
+            store.advance({(_TOPIC, 0): 3})
+            assert store.positions() == {(_TOPIC, 0): 9}
 
 
 def test_says_what_is_wrong(database):

@@ -30,7 +30,7 @@ def test_the_lag_is_that_of_records_to_be_read(kafka_bootstrap, make_topic):
         producer.flush()
 
     def behind(*offsets):
-        lag, seconds = log.behind({topic: {str(partition): offset for partition, offset in enumerate(offsets)}})
+        lag, seconds = log.behind({(topic, partition): offset for partition, offset in enumerate(offsets)})
         return lag, seconds and seconds - (time.time() - now)
 
     assert behind() == (4, pytest.approx(900, abs=1))

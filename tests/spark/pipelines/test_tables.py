@@ -8,7 +8,7 @@ import pyiceberg.catalog
 import pytest
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
-from outbox_spark.config import AuditSettings, IcebergTable
+from outbox_spark.config import AuditSettings, FileSettings, IcebergTable
 from outbox_spark.pipelines import archive, audit
 from outbox_spark.tables import Layout, open_table
 from outbox_spark.tables.folder import Folder
@@ -34,7 +34,8 @@ def opened(spark, place):
     """Return a function that opens the table as another process would, ready to write."""
 
     def run(schema=_SCHEMA, **sizes):
-        layout = Layout(schema, "time", "date", **{"keep_versions": timedelta(seconds=-1), **sizes})
+        files = FileSettings(**sizes).model_copy(update={"keep_versions": timedelta(seconds=-1)})
+        layout = Layout(schema, "time", "date", files)
         table = open_table(spark, place.get("path") or IcebergTable(**place["iceberg"]), layout)
         table.recover()
         return table
@@ -50,7 +51,7 @@ def _rows(spark, begin, end, columns="cast(id AS INT) AS n"):
 
 
 def _reach(offset):
-    return {"t": {"0": offset}}
+    return {("t", 0): offset}
 
 
 def _numbers(place):
@@ -175,7 +176,7 @@ def test_reads_as_documented(spark, place, tmp_path, monkeypatch):
     columns = "key BINARY, value BINARY, header_list ARRAY<STRUCT<key: STRING, value: BINARY>>, topic STRING, "
     columns += "partition INT, offset BIGINT, timestamp TIMESTAMP, outbox_id STRING"
     rows = [(b"k", b"v", [], "orders", 0, n, datetime(2026, 11, 20 + n, 12, tzinfo=UTC), f"x:{n}") for n in range(3)]
-    table.append(archive.archive(spark.createDataFrame(rows, columns)).coalesce(1), {"orders": {"0": 3}})
+    table.append(archive.archive(spark.createDataFrame(rows, columns)).coalesce(1), {("orders", 0): 3})
     if "iceberg" in place:
         for name, value in place["iceberg"]["catalog"].items():
             monkeypatch.setenv(f"PYICEBERG_CATALOG__DEFAULT__{name.upper()}", value)
@@ -197,7 +198,7 @@ def test_a_folder_of_an_earlier_version(spark, place):
     with pytest.raises(InvalidConfig, match="--maintain"):
         audit.run(spark, {}, AuditSettings(expected={"archive": place["path"]}, found={"parquet": "/none"}))
     table.recover()
-    assert table.positions == {"orders": {"0": 23, "1": 0}, "stock": {"0": 23}}
+    assert table.positions == {("orders", 0): 23, ("orders", 1): 0, ("stock", 0): 23}
     table = archive.open_archive(spark, place["path"])
     table.recover()
     found = sorted((row.topic, row.outbox_id, row.offset) for row in table.read().collect())

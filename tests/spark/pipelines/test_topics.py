@@ -23,14 +23,16 @@ from outbox_spark.topics.ranges import (
 from outbox_spark.topics.source import KafkaSourceOptions, _StreamReader, to_arrow
 from tests.raw_records import NOT_UTF8, produce_raw
 
-PARTITIONS = st.dictionaries(st.integers(0, 5).map(str), st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1)
+PARTITIONS = st.dictionaries(
+    st.integers(0, 5).map(lambda number: ("t", number)), st.tuples(st.integers(0, 50), st.integers(0, 60)), min_size=1
+)
 
 
 @given(PARTITIONS, st.one_of(st.none(), st.integers(1, 100)))
 def test_batches_cover_everything_once(partitions, limit):
     """Successive batches, from any start, read every offset once, none beyond the end, at most the limit or so."""
-    firsts = {"t": {p: first for p, (first, _) in partitions.items()}}
-    ends = {"t": {p: first + length for p, (first, length) in partitions.items()}}
+    firsts = {place: first for place, (first, _) in partitions.items()}
+    ends = {place: first + length for place, (first, length) in partitions.items()}
     start, seen = {}, []
     for _ in range(1000):
         end = plan_batch(start, ends, firsts, limit)
@@ -41,15 +43,15 @@ def test_batches_cover_everything_once(partitions, limit):
             assert sum(map(len, ranges)) <= max(limit, limit + len(partitions))
         seen += [(found.partition, offset) for found in ranges for offset in range(found.first, found.end)]
         start = end
-    wanted = [(int(p), offset) for p, (first, length) in partitions.items() for offset in range(first, first + length)]
+    wanted = [(p, offset) for (_, p), (first, length) in partitions.items() for offset in range(first, first + length)]
     assert sorted(seen) == sorted(wanted)
 
 
 @given(PARTITIONS, st.integers(1, 20))
 def test_ranges_are_split_without_gaps(partitions, pieces):
     """More tasks than partitions read the same offsets, each once."""
-    firsts = {"t": {p: first for p, (first, _) in partitions.items()}}
-    ends = {"t": {p: first + length for p, (first, length) in partitions.items()}}
+    firsts = {place: first for place, (first, _) in partitions.items()}
+    ends = {place: first + length for place, (first, length) in partitions.items()}
     whole = ranges_between(firsts, ends, firsts)
     split = ranges_between(firsts, ends, firsts, pieces)
 
@@ -62,14 +64,14 @@ def test_ranges_are_split_without_gaps(partitions, pieces):
 
 def test_a_batch_never_goes_back():
     """A partition whose end is below the start (a topic made anew) yields an empty range, not a negative one."""
-    assert plan_batch({"t": {"0": 9}}, {"t": {"0": 4}}, {"t": {"0": 0}}, None) == {"t": {"0": 9}}
+    assert plan_batch({("t", 0): 9}, {("t", 0): 4}, {("t", 0): 0}, None) == {("t", 0): 9}
 
 
 class _Log:
     """A log of one partition that ends at 4."""
 
     def bounds(self):
-        return {"t": {"0": 0}}, {"t": {"0": 4}}
+        return {("t", 0): 0}, {("t", 0): 4}
 
 
 @pytest.mark.parametrize("available_now", [True, False])
@@ -99,7 +101,7 @@ def test_offsets_that_are_none_are_refused(text):
 def test_offsets_as_spark_writes_them():
     """Offsets are words, in upper or lower case, or JSON."""
     assert parse_offsets(" Earliest ") == "earliest"
-    assert parse_offsets('{"t": {"0": 17, "1": -2}}') == {"t": {"0": 17, "1": -2}}
+    assert parse_offsets('{"t": {"0": 17, "1": -2}}') == {("t", 0): 17, ("t", 1): -2}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_ranges_end_at_markers_and_aborted_records(kafka_bootstrap, make_topic):
     produce(kafka_bootstrap, topic, range(3), transactional_id=f"{topic}-a")  # 0..2, marker 3
     produce(kafka_bootstrap, topic, range(90, 95), transactional_id=f"{topic}-b", commit=False)  # 4..8, marker 9
     log = TopicLog(kafka, [topic])
-    assert log.bounds()[1] == {topic: {"0": 10}}
+    assert log.bounds()[1] == {(topic, 0): 10}
     assert values_of(kafka, OffsetRange(topic, 0, 0, 10)) == [0, 1, 2]
     assert values_of(kafka, OffsetRange(topic, 0, 3, 10)) == []
     assert values_of(kafka, OffsetRange(topic, 0, 1, 3)) == [1, 2]
@@ -191,9 +193,9 @@ def test_the_end_is_what_is_stable(kafka_bootstrap, make_topic):
     producer.flush()
     produce(kafka_bootstrap, topic, [3])
     log = TopicLog(kafka, [topic])
-    assert log.bounds()[1] == {topic: {"0": 1}}
+    assert log.bounds()[1] == {(topic, 0): 1}
     producer.commit_transaction()
-    while (end := log.bounds()[1][topic]["0"]) < 4:
+    while (end := log.bounds()[1][topic, 0]) < 4:
         pass
     assert values_of(kafka, OffsetRange(topic, 0, 0, end)) == [1, 2, 3]
     log.close()
@@ -222,11 +224,11 @@ def test_positions_by_words_and_numbers(kafka_bootstrap, make_topic, topic_name)
     kafka = {"bootstrap.servers": kafka_bootstrap}
     produce(kafka_bootstrap, topic, range(5))
     log = TopicLog(kafka, [topic])
-    assert log.starting({topic: {"0": -1}}) == {topic: {"0": 5, "1": 0}}
-    assert log.starting({topic: {"1": 0}}, others=LATEST) == {topic: {"0": 5, "1": 0}}
-    assert log.starting({topic: {"0": 3, "1": -2}}) == {topic: {"0": 3, "1": 0}}
+    assert log.starting({(topic, 0): -1}) == {(topic, 0): 5, (topic, 1): 0}
+    assert log.starting({(topic, 1): 0}, others=LATEST) == {(topic, 0): 5, (topic, 1): 0}
+    assert log.starting({(topic, 0): 3, (topic, 1): -2}) == {(topic, 0): 3, (topic, 1): 0}
     with pytest.raises(InvalidConfig, match=r"\[7\], which is not there"):
-        log.starting({topic: {"7": 0}})
+        log.starting({(topic, 7): 0})
     log.close()
     with pytest.raises((InvalidConfig, KafkaUnavailable), match="cannot be read"):
         TopicLog(kafka, [topic_name("missing")]).bounds()
