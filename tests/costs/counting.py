@@ -72,8 +72,9 @@ def counted_statements(monkeypatch, name):
     execute = psycopg.Cursor.execute
 
     def counting(self, query, *arguments, **options):
-        if name in str(query) and threading.current_thread().name.startswith("outbox-"):
-            statements[" ".join(str(query).split())[:_SHOWN_OF_STATEMENT]] += 1
+        text = query.decode() if isinstance(query, bytes) else str(query)
+        if name in text and threading.current_thread().name.startswith("outbox-"):
+            statements[" ".join(text.split())[:_SHOWN_OF_STATEMENT]] += 1
         return execute(self, query, *arguments, **options)
 
     with monkeypatch.context() as patch:
