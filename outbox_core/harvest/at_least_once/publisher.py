@@ -33,6 +33,14 @@ def _partition(message: Message | None) -> int:
     return -1 if found is None else found
 
 
+def _cause(error: Exception) -> KafkaError:
+    """Return the client's refusal of a record, or that its row is no message: somebody wrote it by hand."""
+    if isinstance(error, KafkaException):
+        refusal: KafkaError = error.args[0]
+        return refusal
+    return KafkaError(KafkaError._INVALID_ARG, str(error))  # noqa: SLF001  its public name
+
+
 class Publisher:
     """The producers, the records in flight, and the results of delivery: `delivered` and `failed`.
 
@@ -65,7 +73,8 @@ class Publisher:
         self.failed: list[Failure] = []
         self._sent = 0  # since it was made
         self._taken = 0  # of these, by `take_delivered` and `take_failed`
-        self._send_times: deque[tuple[float, int, int]] = deque()  # time, number, and `_sent` then
+        self._send_times: deque[tuple[float, int]] = deque()  # with the number of records that are not taken yet
+        self._delivered_since: list[tuple[float, int]] = []
 
     @property
     def in_flight(self) -> int:
@@ -96,16 +105,14 @@ class Publisher:
                 produce(topic, value, key, partition, on_delivery=partial(report, record), headers=headers)
             except BufferError:
                 break
-            except KafkaException as error:
-                self._note_failure(Failure(record, error.args[0], alone=True))
-            except (TypeError, ValueError, OverflowError) as error:  # a row that is no message, written by hand
-                cause = KafkaError(KafkaError._INVALID_ARG, str(error))  # noqa: SLF001
-                self._note_failure(Failure(record, cause, alone=True))
+            except (KafkaException, TypeError, ValueError, OverflowError) as error:
+                self._note_failure(Failure(record, _cause(error), alone=True))
             else:
                 self._unbatched_in_flight += alone
             sent += 1
         self._sent += sent
-        self._send_times.append((sent_at, sent, self._sent))
+        if sent:
+            self._send_times.append((sent_at, sent))
         self.lingers = self.lingers or sent > 0
         return sent
 
@@ -174,14 +181,14 @@ class Publisher:
         """Return the records delivered since the last call."""
         self._check_counts()
         delivered, self.delivered = self.delivered, []
-        self._taken += len(delivered)
+        self._delivered_since += self._take(len(delivered))
         return delivered
 
     def take_failed(self) -> list[Failure]:
         """Return the records that failed since the last call."""
         self._check_counts()
         failed, self.failed = self.failed, []
-        self._taken += len(failed)
+        self._take(len(failed))
         return failed
 
     def _check_counts(self) -> None:
@@ -189,14 +196,24 @@ class Publisher:
         must(0 <= alone <= total, "each record must be reported once; %d of %d in flight are alone", alone, total)
 
     def take_send_times(self) -> list[tuple[float, int]]:
-        """Return when so many records were sent, of which as many as were sent until then have been taken since.
+        """Return when as many records were sent as have been delivered since the last call, with their numbers.
 
-        Nearly those that were taken: in their order but for that of partitions, which costs nothing for each record.
+        As if all were delivered in their order, whatever their partitions: that costs nothing for each record.
         """
-        found = []
-        while self._send_times and self._send_times[0][2] <= self._taken:
-            found.append(self._send_times.popleft()[:2])
-        return found
+        times, self._delivered_since = self._delivered_since, []
+        return times
+
+    def _take(self, number: int) -> list[tuple[float, int]]:
+        self._taken += number
+        times = []
+        while number:
+            sent_at, left = self._send_times.popleft()
+            count = min(left, number)
+            times.append((sent_at, count))
+            number -= count
+            if count < left:
+                self._send_times.appendleft((sent_at, left - count))
+        return times
 
     def close(self) -> None:
         """Drop the producers, with their threads and connections."""

@@ -107,7 +107,7 @@ class PostgresStore:
     def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
         """Mark the rows of a query that `leader_id` has not marked yet, and return them."""
         parts = mark_parts(self.table.layout(), query)
-        parameters = {"leader_id": leader_id, "mark": str(time.monotonic_ns()), **self._parameters(query)}
+        parameters = {"leader_id": leader_id, **self._parameters(query)}
         if self._found_none and not self._finds_any(parameters, parts):  # one statement while nothing comes
             return MarkedBatch(0, ())
         try:
@@ -243,6 +243,7 @@ class PostgresStore:
 
     def _parameters(self, query: RowQuery) -> dict[str, Any]:
         return {
+            "mark": str(time.monotonic_ns()),
             "limit": query.limit,
             "max_bytes": query.max_bytes,
             "max_message": self._max_message_bytes,
