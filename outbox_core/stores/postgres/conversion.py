@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from outbox_core.stores.interface import HeldKey, HoldSet, LaneKey, OversizedValue, RowId, StoredRecord, held_key
+from outbox_core.stores.postgres.statements import OVERSIZED
 
 _LARGEST_ID = 2**63 - 1
 _partition_of = attrgetter("partition")
@@ -84,15 +85,14 @@ def key_as_held(key: str | None) -> HeldKey | None:
 
 
 def with_oversized(records: list[StoredRecord], max_message_bytes: int) -> list[StoredRecord]:
-    """Return records as they were read; those without a partition were too large, and have their size as header."""
-    if None in map(_partition_of, records):
+    """Return records as they were read; those that were too large have their size in the place of a partition."""
+    if max(map(_partition_of, records), default=0) > OVERSIZED:
         return [_oversized(record, max_message_bytes) for record in records]
     return records
 
 
 def _oversized(record: StoredRecord, max_message_bytes: int) -> StoredRecord:
-    if record.partition is not None:
+    if record.partition <= OVERSIZED:
         return record
-    (size,) = record.header_keys or ()
-    value: Any = OversizedValue(int(size), max_message_bytes)
-    return record._replace(key=key_as_held(record.key), value=value, header_keys=None, partition=-1)
+    value: Any = OversizedValue(record.partition - OVERSIZED, max_message_bytes)
+    return record._replace(key=key_as_held(record.key), value=value, partition=-1)

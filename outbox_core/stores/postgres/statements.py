@@ -49,14 +49,14 @@ CASE WHEN pg_column_compression({array}) IS NULL THEN pg_column_size({array}) EL
 """
 
 _ARRAY_SIZE = f"""
-CASE WHEN pg_column_size({{array}}) >= 24
+CASE WHEN pg_column_size({{array}}) > 16
      THEN {_RAW_ARRAY} + {HEADER_BYTES}::bigint * cardinality({{array}}) ELSE 0 END
 """
 
 # No more than what a message has of it, so that nothing is withheld that a client would take: a byte for the length of
 # each name and value at least, as millions of NULL take next to nothing in a row.
 _ARRAY_CONTENT = f"""
-CASE WHEN pg_column_size({{array}}) >= 24
+CASE WHEN pg_column_size({{array}}) > 16
      THEN greatest({_RAW_ARRAY} - 32 - 7 * cardinality({{array}}), cardinality({{array}})) ELSE 0 END
 """
 
@@ -69,11 +69,11 @@ def _of_headers(expression: str) -> str:
 
 
 # About what a row takes in memory (`sizes_of` in Python). Known without reading values that are stored out of line,
-# except compressed headers. No more than an integer holds, as sums of larger ones are slow. Two empty arrays take 32
-# bytes or less, and are not looked at one by one.
+# except compressed headers. No more than an integer holds, as sums of larger ones are slow. Empty arrays are not
+# looked at twice.
 SIZE = f"""
 least(coalesce(octet_length(kafka_topic), 0)::bigint + {_TEXTS}
-      + CASE WHEN pg_column_size(kafka_header_keys) + pg_column_size(kafka_header_values) <= 32 THEN 0
+      + CASE WHEN pg_column_size(kafka_header_keys) <= 16 AND pg_column_size(kafka_header_values) <= 16 THEN 0
              ELSE 0{_of_headers(_ARRAY_SIZE)} END, {2**31 - 1})::integer
 """
 
@@ -203,23 +203,39 @@ AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
 """
 
 
-# A record's columns. A message that is larger than any client of ours takes is not read: it has a partition of NULL,
-# and its size in the place of the header names. A message is measured only if some row may be so large.
+OVERSIZED = 2**40
+"""A message that is larger than any client of ours takes is not read: in the place of its row's partition, which is no
+larger than 2^31, is its size, and this above it."""
+
+
 def _columns(is_large: str, content: str) -> str:
+    """Return the columns of a record."""
     return f"""id, {TOPIC}, CASE WHEN {is_large} THEN {HELD_KEY} ELSE kafka_key END,
        CASE WHEN {is_large} THEN NULL ELSE kafka_value END,
-       CASE WHEN {is_large} THEN ARRAY[({content})::text]
-            WHEN pg_column_size(kafka_header_keys) >= 24 THEN kafka_header_keys END,
-       CASE WHEN NOT ({is_large}) AND pg_column_size(kafka_header_values) >= 24 THEN kafka_header_values END,
-       CASE WHEN NOT ({is_large}) THEN {{partition}} END, {MICROSECONDS}"""
+       CASE WHEN NOT ({is_large}) AND cardinality(kafka_header_keys) > 0 THEN kafka_header_keys END,
+       CASE WHEN NOT ({is_large}) AND cardinality(kafka_header_values) > 0 THEN kafka_header_values END,
+       CASE WHEN {is_large} THEN {OVERSIZED} + {content} ELSE {{partition}} END, {MICROSECONDS}"""
 
 
-_COLUMNS = _columns(f"(SELECT may_be_large FROM head) AND {CONTENT} > %(max_message)s", CONTENT)
+_COLUMNS = _columns(
+    "(SELECT has_large FROM head) AND id::bigint = ANY ((SELECT large FROM head)::bigint[])",
+    "(SELECT contents FROM head)[array_position((SELECT large FROM head), id::bigint)]",
+)
 
-# The rows of a query are chosen by their sizes. Only if these do not fit together it is found out how many of them do:
-# a running sum costs more than all the rest.
 _CHOSEN = "FROM {table} WHERE {above} AND {others} {exclusion} ORDER BY id"
 
+# The rows of a query are chosen by their sizes. A message is measured only if its row is so large, and once: each copy
+# of the expression would decompress the headers, and keep what it has decompressed.
+_HEAD = f"""sum(size) AS bytes, count(*) FILTER (WHERE content > %(max_message)s) > 0 AS has_large,
+           array_agg(id::bigint) FILTER (WHERE content > %(max_message)s) AS large,
+           array_agg(content) FILTER (WHERE content > %(max_message)s) AS contents
+    FROM (
+        SELECT id, ctid, size, CASE WHEN size > %(max_message)s THEN {CONTENT} END AS content
+        FROM (SELECT id, ctid, kafka_key, kafka_value, kafka_header_keys, kafka_header_values, {{size}} AS size
+              {_CHOSEN} LIMIT %(limit)s) AS earliest
+    ) AS measured"""
+
+# Only if rows do not fit together it is found out how many of them do: a running sum costs more than all the rest.
 _FITTING = f"""FROM (
                 SELECT *, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) - size AS before
                 FROM (SELECT id, ctid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
@@ -230,13 +246,11 @@ _FITTING = f"""FROM (
 # table expression around the update, would cost a copy of each row.
 MARK = f"""
 WITH head AS MATERIALIZED (
-    SELECT array_agg({{locator}}) AS rows, sum(size) AS bytes, max(size) > %(max_message)s AS may_be_large
-    FROM (SELECT id, ctid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
+    SELECT array_agg({{locator}}) AS rows, {_HEAD}
 ), chosen AS MATERIALIZED (
     SELECT rows, set_config('outbox.selected', %(mark)s::text || ' ' || coalesce(cardinality(rows), 0), false) AS noted
     FROM (
-        SELECT CASE WHEN bytes <= %(max_bytes)s THEN rows
-                    ELSE (SELECT array_agg({{locator}}) {_FITTING}) END AS rows
+        SELECT CASE WHEN bytes > %(max_bytes)s THEN (SELECT array_agg({{locator}}) {_FITTING}) ELSE rows END AS rows
         FROM head
     ) AS fitting
 )
@@ -252,11 +266,10 @@ FINDS_ANY = f"SELECT (SELECT id {_CHOSEN} LIMIT 1) IS NOT NULL"
 
 SCAN = f"""
 WITH head AS MATERIALIZED (
-    SELECT count(*) AS number, sum(size) AS bytes, max(size) > %(max_message)s AS may_be_large
-    FROM (SELECT {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest
+    SELECT count(*) AS number, {_HEAD}
 )
 SELECT {_COLUMNS} {_CHOSEN}
-LIMIT (SELECT CASE WHEN bytes <= %(max_bytes)s THEN number ELSE (SELECT count(*) {_FITTING}) END FROM head)
+LIMIT (SELECT CASE WHEN bytes > %(max_bytes)s THEN (SELECT count(*) {_FITTING}) ELSE number END FROM head)
 """
 
 FIND = """
@@ -358,7 +371,7 @@ ON CONFLICT (id) DO NOTHING
 RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''), nullif(error, '')) AS reason
 """
 
-# Measured once for each row: OFFSET 0 keeps the planner from putting the sum in each place that uses it.
+# OFFSET 0 keeps the planner from measuring in each place that uses the sum.
 FETCH_HELD = f"""
 SELECT {_columns("content > %(max_message)s", "content")}
 FROM (SELECT *, {{content}} AS content FROM {{table}} WHERE id = ANY (%(ids)s::bigint[]) OFFSET 0) AS stored

@@ -110,6 +110,7 @@ class PostgresStore:
         parameters = {"leader_id": leader_id, **self._parameters(query)}
         if self._found_none and not self._finds_any(parameters, parts):  # one statement while nothing comes
             return MarkedBatch(0, ())
+        self._found_none = False
         try:
             records = self._read(sql.MARK, parameters, parts)
         except OutboxTableError as error:
@@ -257,6 +258,7 @@ class PostgresStore:
     def _read(self, statement: str, parameters: dict[str, Any], parts: dict[str, str]) -> list[StoredRecord]:
         """Run a mark or a scan."""
         records = self._timed(lambda: self.table.records(statement, parameters, **parts))
+        self.table.read_succeeded()
         return with_oversized(records, self._max_message_bytes)
 
     def _timed(self, read: Callable[[], T]) -> T:
@@ -272,7 +274,6 @@ class PostgresStore:
             if was_cancelled and 0 < 0.9 * timeout < time.monotonic() - began:  # and not by somebody
                 self._give_more_time()
             raise
-        self.table.read_succeeded()
         if timeout != usual:
             self._reading_timeout = usual
             self.table.set_timeout(usual)

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import random
+import string
 from concurrent.futures import ThreadPoolExecutor
 from uuid import uuid4
 
@@ -87,6 +89,41 @@ def test_statements_walk_the_primary_key(scene, store, statistics, by_address):
             assert "(id >= " in "".join(node.get("Index Cond", "") for node in nodes), f"{name}: the floor is a filter"
         if name.startswith("mark") and by_address:
             assert "Tid Scan" in {node["Node Type"] for node in nodes}
+
+
+def test_headers_are_read_however_small_they_are_compressed(scene, store):
+    """Header arrays in a row that the server compresses take fewer bytes than any others, and are read all the same."""
+    key = "".join(random.Random(3).choices(string.ascii_letters, k=1985))
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values) "
+        f"SELECT 't', '{key}', 'v', array_agg('h' || n), array_fill(''::bytea, ARRAY[17]) FROM generate_series(1, 17) AS n"
+    )
+    (row,) = scene.execute("SELECT pg_column_size(kafka_header_values) AS size FROM outbox")
+    assert row.size < 24, "the case is not met"
+    for (record,) in (store.scan(RowQuery(10)), store.mark(uuid4(), RowQuery(10)).records):
+        assert record.header_keys == [f"h{n}" for n in range(1, 18)]
+        assert record.header_values == [b""] * 17
+
+
+def test_large_messages_are_measured_once():
+    """No column of a mark or scan measures a message again, which would decompress its headers each time."""
+    for statement in (sql.MARK, sql.SCAN):
+        assert "array_send" not in statement.partition("RETURNING")[2]
+        assert statement.count(sql.CONTENT) == 1
+
+
+def test_lasting_errors_of_marks_are_told_after_an_idle_time(scene, store):
+    """A mark that fails for good says so at its second failure, although the table could be read in between."""
+    assert store.mark(uuid4(), RowQuery(10)).records == []
+    scene.execute(
+        "CREATE FUNCTION breaks() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM missing(); RETURN NEW; END'"
+    )
+    scene.execute("CREATE TRIGGER breaks BEFORE UPDATE ON outbox FOR EACH ROW EXECUTE FUNCTION breaks()")
+    scene.fill("t", 1)
+    with pytest.raises(StoreUnavailable, match="missing"):
+        store.mark(uuid4(), RowQuery(10))
+    with pytest.raises(OutboxTableError, match="missing"):
+        store.mark(uuid4(), RowQuery(10))
 
 
 def test_plans_stay_when_the_table_grows_under_a_prepared_statement(scene, store):
