@@ -218,22 +218,28 @@ def _columns(is_large: str, content: str) -> str:
 
 
 _COLUMNS = _columns(
-    "(SELECT has_large FROM head) AND id::bigint = ANY ((SELECT large FROM head)::bigint[])",
-    "(SELECT contents FROM head)[array_position((SELECT large FROM head), id::bigint)]",
+    "(SELECT may_be_large FROM head) AND id::bigint = ANY ((SELECT ids FROM large)::bigint[])",
+    "(SELECT contents FROM large)[array_position((SELECT ids FROM large), id::bigint)]",
 )
 
 _CHOSEN = "FROM {table} WHERE {above} AND {others} {exclusion} ORDER BY id"
 
-# The rows of a query are chosen by their sizes. A message is measured only if its row is so large, and once: each copy
-# of the expression would decompress the headers, and keep what it has decompressed.
-_HEAD = f"""sum(size) AS bytes, count(*) FILTER (WHERE content > %(max_message)s) > 0 AS has_large,
-           array_agg(id::bigint) FILTER (WHERE content > %(max_message)s) AS large,
-           array_agg(content) FILTER (WHERE content > %(max_message)s) AS contents
+# The rows of a query are chosen by their sizes.
+_HEAD = f"""sum(size) AS bytes, max(size) > %(max_message)s AS may_be_large
+    FROM (SELECT id, ctid, {{size}} AS size {_CHOSEN} LIMIT %(limit)s) AS earliest"""
+
+# Looked at only if some row may be so large. Each message is measured once: each copy of the expression would
+# decompress the headers, and keep what it has decompressed.
+_LARGE = f"""large AS MATERIALIZED (
+    SELECT coalesce(array_agg(id::bigint), '{{{{}}}}') AS ids, array_agg(content) AS contents
     FROM (
-        SELECT id, ctid, size, CASE WHEN size > %(max_message)s THEN {CONTENT} END AS content
-        FROM (SELECT id, ctid, kafka_key, kafka_value, kafka_header_keys, kafka_header_values, {{size}} AS size
+        SELECT id, {CONTENT} AS content
+        FROM (SELECT id, kafka_key, kafka_value, kafka_header_keys, kafka_header_values, {{size}} AS size
               {_CHOSEN} LIMIT %(limit)s) AS earliest
-    ) AS measured"""
+        WHERE size > %(max_message)s OFFSET 0
+    ) AS measured
+    WHERE content > %(max_message)s
+)"""
 
 # Only if rows do not fit together it is found out how many of them do: a running sum costs more than all the rest.
 _FITTING = f"""FROM (
@@ -247,7 +253,7 @@ _FITTING = f"""FROM (
 MARK = f"""
 WITH head AS MATERIALIZED (
     SELECT array_agg({{locator}}) AS rows, {_HEAD}
-), chosen AS MATERIALIZED (
+), {_LARGE}, chosen AS MATERIALIZED (
     SELECT rows, set_config('outbox.selected', %(mark)s::text || ' ' || coalesce(cardinality(rows), 0), false) AS noted
     FROM (
         SELECT CASE WHEN bytes > %(max_bytes)s THEN (SELECT array_agg({{locator}}) {_FITTING}) ELSE rows END AS rows
@@ -267,7 +273,7 @@ FINDS_ANY = f"SELECT (SELECT id {_CHOSEN} LIMIT 1) IS NOT NULL"
 SCAN = f"""
 WITH head AS MATERIALIZED (
     SELECT count(*) AS number, {_HEAD}
-)
+), {_LARGE}
 SELECT {_COLUMNS} {_CHOSEN}
 LIMIT (SELECT CASE WHEN bytes > %(max_bytes)s THEN (SELECT count(*) {_FITTING}) ELSE number END FROM head)
 """

@@ -5,6 +5,7 @@ import logging
 import random
 import string
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from uuid import uuid4
 
 import psycopg
@@ -96,13 +97,25 @@ def test_headers_are_read_however_small_they_are_compressed(scene, store):
     key = "".join(random.Random(3).choices(string.ascii_letters, k=1985))
     scene.execute(
         "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values) "
-        f"SELECT 't', '{key}', 'v', array_agg('h' || n), array_fill(''::bytea, ARRAY[17]) FROM generate_series(1, 17) AS n"
+        f"SELECT 't', '{key}', 'v', array_agg('h' || n), array_fill(''::bytea, ARRAY[17])"
+        " FROM generate_series(1, 17) AS n"
     )
     (row,) = scene.execute("SELECT pg_column_size(kafka_header_values) AS size FROM outbox")
     assert row.size < 24, "the case is not met"
     for (record,) in (store.scan(RowQuery(10)), store.mark(uuid4(), RowQuery(10)).records):
         assert record.header_keys == [f"h{n}" for n in range(1, 18)]
         assert record.header_values == [b""] * 17
+
+
+def test_headers_that_take_more_memory_than_a_message_may_have_bytes_are_read(scene):
+    """A row whose size in memory is beyond the limit of messages, and whose message is not, is read as it is."""
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys, kafka_header_values) "
+        "SELECT 't', 'v', array_agg('h' || n), array_agg('v'::bytea) FROM generate_series(1, 20) AS n"
+    )
+    with closing(PostgresStore(scene.database, max_message_bytes=1000)) as store:
+        for (record,) in (store.scan(RowQuery(10)), store.mark(uuid4(), RowQuery(10)).records):
+            assert (record.value, len(record.header_keys), len(record.header_values)) == (b"v", 20, 20)
 
 
 def test_large_messages_are_measured_once():
