@@ -26,7 +26,7 @@ from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
 from outbox_core.kafka.tracking import ForeignLedger, Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended
 from outbox_core.printable import plural
-from outbox_core.stores.interface import OutboxStore, StoredRecord
+from outbox_core.stores.interface import OutboxStore, StoredRecord, ids_and_times
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class Recovery:
             for rows in transactions.read_torn(opening, self._over, self._find):
                 strange = [row.id for row in rows if not opening.first <= row.id <= opening.last]
                 must(not strange, "only rows of a torn transaction must be deleted for it; not %s", strange)
-                if not self._delete([row.id for row in rows], [row.create_time for row in rows]):
+                if not self._delete(*ids_and_times(rows)):
                     return _TOO_LATE
         except ManifestNotRead as error:
             return Ended(str(error))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from operator import attrgetter
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 from uuid import UUID
@@ -47,6 +48,7 @@ __all__ = [
     "WaitingRows",
     "bytes_of",
     "held_key",
+    "ids_and_times",
     "keys_among",
     "lane_of",
     "lane_or_row",
@@ -56,6 +58,8 @@ __all__ = [
 
 LaneKey = tuple[str, str]
 """(topic, key): the unit of order. A record without a key belongs to none."""
+
+_id_of, _create_time_of = attrgetter("id"), attrgetter("create_time")
 
 NO_LIMIT = 2**62
 """More bytes than there are."""
@@ -119,6 +123,11 @@ def lane_of(record: StoredRecord) -> LaneKey | None:
 def row_id(record: StoredRecord) -> RowId:
     """Return the identity of a record's row."""
     return RowId(record.id, record.create_time)
+
+
+def ids_and_times(rows: Collection[RowId | StoredRecord]) -> tuple[list[int], list[int]]:
+    """Return the ids and the create times of rows, as deletions take them."""
+    return list(map(_id_of, rows)), list(map(_create_time_of, rows))
 
 
 LaneOrRow = LaneKey | RowId

@@ -29,6 +29,7 @@ from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
 from outbox_core.kafka.tracking import Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended, GiveUp
+from outbox_core.stores.interface import ids_and_times
 from outbox_core.stores.postgres.store import PostgresStore
 
 _log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def delete_published(identity: TransactionalIdentity, ledger: Ledger, store: Pos
     if opening is not None:
         try:
             for rows in identity.read_torn(opening, give_up, store.find):
-                count += store.delete_published([row.id for row in rows], [row.create_time for row in rows])
+                count += store.delete_published(*ids_and_times(rows))
         except ManifestNotRead as error:
             raise KafkaUnavailable(str(error)) from None
     return count

@@ -39,7 +39,7 @@ Transform = Callable[[StoredRecord], StoredRecord | None]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """What all tasks of a batch need to know; pickled to the workers."""
+    """The facts that all tasks of a batch share; pickled to the workers."""
 
     harvest: HarvestConfig = field(repr=False)
     outbox: str = ""  # its identity, `<database>.<schema>.<table>`

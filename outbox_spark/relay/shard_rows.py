@@ -15,7 +15,7 @@ from outbox_core.errors import OutboxTableError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.tracking import Ledger
 from outbox_core.kafka.transactions import GiveUp
-from outbox_core.stores.interface import NO_FLOOR, NO_HOLDS, HoldSet, NewHold, RowQuery, StoredRecord
+from outbox_core.stores.interface import NO_FLOOR, NO_HOLDS, HoldSet, NewHold, RowQuery, StoredRecord, ids_and_times
 from outbox_spark.relay.fencing import delete_published
 from outbox_spark.relay.plan import BatchPlan
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
@@ -84,7 +84,7 @@ class ShardRows:
         self.join()
         if not rows:
             return
-        ids, create_times = [row.id for row in rows], [row.create_time for row in rows]
+        ids, create_times = ids_and_times(rows)
         purge = self._thread.submit(lambda: self._store.delete_published(ids, create_times))
         self._purge = purge, rows[-1].id
 

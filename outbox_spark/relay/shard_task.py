@@ -41,7 +41,7 @@ from outbox_core.kafka.topics import TopicLimits
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted
 from outbox_core.monitoring.publication import PublicationCounts
-from outbox_core.stores.interface import OversizedValue, StoredRecord, held_key, row_id
+from outbox_core.stores.interface import OversizedValue, StoredRecord, held_key, ids_and_times, row_id
 from outbox_core.topic_names import topic_problem
 from outbox_spark.relay.fencing import Fenced, fenced, ledger_after_fence, unless_ended
 from outbox_spark.relay.plan import BatchPlan, ShardOutcome, Transform
@@ -256,7 +256,7 @@ class ShardTask:
         # rule 4.
         if producer.all_arrive(identity.timeout, self._is_late):
             self._rows.join()
-            ids, create_times = [record.id for record in records], [record.create_time for record in records]
+            ids, create_times = ids_and_times(records)
             manifest = Manifest(identity.outbox, ids, create_times, self._plan.server_id).encode()
             unless_ended(producer.send_manifest(identity.tracking_topic, manifest, identity.tracking_partition))
             outcome = unless_ended(producer.commit())

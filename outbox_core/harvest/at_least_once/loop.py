@@ -65,12 +65,13 @@ from outbox_core.stores.interface import (
     RowQuery,
     StoredRecord,
     bytes_of,
+    ids_and_times,
     row_id,
 )
 
 _log = logging.getLogger(__name__)
 
-_id_of, _create_time_of, _topic_of = attrgetter("id"), attrgetter("create_time"), attrgetter("topic")
+_id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 _NOTHING_MARKED: Final = MarkedBatch(0, ())
 _SEND_CHUNK = 500
 _SENT_AT_ONCE = 50  # between two looks at the lease: less than a millisecond
@@ -438,7 +439,7 @@ class AtLeastOnce:
             return
         self._being_settled, self._to_settle = rows, _Rows([], [])
         leader_id, reset_ids = self.leader_id, list(map(_id_of, rows.reset))
-        ids, create_times = list(map(_id_of, rows.purge)), list(map(_create_time_of, rows.purge))
+        ids, create_times = ids_and_times(rows.purge)
 
         def settle(store: OutboxStore) -> bool:
             purged = 0

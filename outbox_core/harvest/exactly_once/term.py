@@ -31,6 +31,7 @@ from outbox_core.stores.interface import (
     RowQuery,
     StoredRecord,
     bytes_of,
+    ids_and_times,
     lane_of,
 )
 
@@ -321,7 +322,7 @@ class Term:
         return producer.send_manifest(transactions.tracking_topic, opening.encode(), key=key)
 
     def _send_manifest(self, producer: RecordProducer, records: Sequence[StoredRecord]) -> Ended | None:
-        manifest = Manifest(self._transactions.outbox, *_ids_and_times(records), self._server)
+        manifest = Manifest(self._transactions.outbox, *ids_and_times(records), self._server)
         return producer.send_manifest(self._transactions.tracking_topic, manifest.encode())
 
     def _is_late(self) -> bool:
@@ -423,9 +424,9 @@ class Term:
 
         def purge(store: OutboxStore) -> int:
             began = now()
-            count = store.delete_published(*_ids_and_times(rows)) if rows else 0
+            count = store.delete_published(*ids_and_times(rows)) if rows else 0
             if letters:
-                count += store.holds.delete_dead_lettered(*_ids_and_times(letters))
+                count += store.holds.delete_dead_lettered(*ids_and_times(letters))
             self._ctx.metrics.purge_took(now() - began, count)
             return count
 
@@ -453,10 +454,6 @@ def _split(records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], Seq
         return records, []
     letters = [record for record in records if isinstance(record, DeadLetter)]
     return [record for record in records if not isinstance(record, DeadLetter)], letters
-
-
-def _ids_and_times(records: Iterable[StoredRecord]) -> tuple[list[int], list[int]]:
-    return [record.id for record in records], [record.create_time for record in records]
 
 
 def _without(records: Iterable[StoredRecord], refused: Iterable[StoredRecord]) -> list[StoredRecord]:

@@ -31,6 +31,7 @@ from outbox_core.stores.interface import (
     RowId,
     StoredRecord,
     bytes_of,
+    ids_and_times,
     lane_or_row,
     row_id,
 )
@@ -245,7 +246,7 @@ class FailedDeliveries(FailureHandler):
 
 def _delete_dead_lettered(store: OutboxStore, letters: list[StoredRecord]) -> list[StoredRecord]:
     try:
-        store.holds.delete_dead_lettered([each.id for each in letters], [each.create_time for each in letters])
+        store.holds.delete_dead_lettered(*ids_and_times(letters))
     except RowsRemain as error:  # marks go on all the same: only dead letters wait
         raise StoreUnavailable(str(error)) from error
     return letters

@@ -6,7 +6,16 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from outbox_core.stores.interface import HeldKey, HoldSet, LaneKey, OversizedValue, RowId, StoredRecord, held_key
+from outbox_core.stores.interface import (
+    HeldKey,
+    HoldSet,
+    LaneKey,
+    OversizedValue,
+    RowId,
+    StoredRecord,
+    held_key,
+    ids_and_times,
+)
 from outbox_core.stores.postgres.statements import OVERSIZED
 
 _LARGEST_ID = 2**63 - 1
@@ -47,7 +56,7 @@ def without_keys(lanes: Collection[LaneKey]) -> dict[str, Any]:
 
 def without_rows(rows: Collection[RowId | StoredRecord]) -> dict[str, str]:
     """Return the parameters of `WITHOUT_ROWS`."""
-    ids, create_times = [row.id for row in rows], [row.create_time for row in rows]
+    ids, create_times = ids_and_times(rows)
     return {"ids": multirange(ids), "row_ids": array(ids), "row_times": array(create_times)}
 
 
@@ -55,7 +64,8 @@ def only_rows(rows: Collection[RowId] | None) -> dict[str, str]:
     """Return the parameters of `ONLY_ROWS`."""
     if rows is None:
         return {}
-    return {"only_ids": array([row.id for row in rows]), "only_times": array([row.create_time for row in rows])}
+    ids, create_times = ids_and_times(rows)
+    return {"only_ids": array(ids), "only_times": array(create_times)}
 
 
 class HeldParameters:

@@ -582,7 +582,7 @@ UNMARKED = "leader_id IS DISTINCT FROM %(leader_id)s"
 
 BY_ADDRESS = {"locator": "ctid", "locator_type": "tid"}
 BY_ID = {"locator": "id", "locator_type": "bigint"}
-"""How a mark finds rows again. Addresses are unique within one physical table only."""
+"""Parts by which a mark finds rows again. Addresses are unique within one physical table only."""
 
 PLANNED_ONCE = frozenset(
     {MARK, SELECTED, FINDS_ANY, SCAN, PURGE, RESET, DELETE_PUBLISHED, IS_EMPTY, READ_HOLDS, LAST_ID_DRAWN, OPEN_WRITERS}
