@@ -18,7 +18,7 @@ import pytest
 from outbox_core.schema import TableName, create_table_sql
 
 REAPER_YAML = (Path(__file__).parents[2] / "reaper.yaml").read_text()
-START_ERROR_SECONDS = 15
+START_ERROR_SECONDS = 40  # 10 to wait for an answer; the rest is for a process to start beside other tests
 
 
 @pytest.fixture
