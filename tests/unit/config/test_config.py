@@ -159,6 +159,10 @@ def test_limits_that_contradict_each_other_are_refused():
         ("harvest: {dataSource: 'mysql://a@b/c'}", r"harvest\.dataSource: is the URL of another kind of database"),
         ("harvest: {dataSource: localhost}", r"harvest\.dataSource: is not a list of `key=value` pairs at its begin"),
         ("- harvest", "must be a mapping with `harvest:` and `logging:`"),
+        ("on: x", r"True: unknown field"),
+        ("logging: {1: x}", r"logging\.1: unknown field"),
+        ("harvest: {dataSource: {{ dsn }}}", r"line 1, column 24: .* a `\{\{ \}\}` that was not filled in\?"),
+        ("harvest: {? [a, b] : c}", r"line 1, column 13: .*a list or mapping stands where a name should be"),
         ("harvest: [", r"reaper\.yaml, line 1, column 11: is not valid YAML"),
     ],
 )
@@ -351,6 +355,8 @@ def test_property_on_the_command_line_wins_over_the_producers_own():
     document = {"harvest": {"producerKafkaConfig": {"linger.ms": 100}}}
     config = load_config(document, overrides={"base_kafka_config": {"linger.ms": "1"}})
     assert config.producer_settings()["linger.ms"] == "1"
+    with pytest.raises(InvalidConfig, match=r"^harvest\.producerKafkaConfig: must be a mapping$"):
+        load_config({"harvest": {"producerKafkaConfig": "x"}}, overrides={"base_kafka_config": {"linger.ms": "1"}})
 
 
 def test_every_setting_has_a_variable():
