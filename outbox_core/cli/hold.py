@@ -63,7 +63,7 @@ def ask_on_terminal(question: str) -> bool:
     """Ask on standard input, and take no answer for no."""
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return False
 
 
