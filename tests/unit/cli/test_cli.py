@@ -451,6 +451,17 @@ def test_each_mistake_is_a_line_by_its_name(command, capsys, monkeypatch, tmp_pa
         }
 
 
+@pytest.mark.parametrize("command", [["hold", "list"], ["peek"], ["restash", "--topic", "t"], ["schema", "--version"]])
+def test_mistakes_in_variables_that_say_where_the_outbox_is(command, capsys, monkeypatch):
+    """Commands that need no other setting name the variable, too, when database or table come from it."""
+    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", " ")
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("outbox: error: OUTBOX_POSTGRES_DSN: is empty; ")
+    monkeypatch.setenv("OUTBOX_TABLE", " outbox")
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("outbox: error: OUTBOX_TABLE: ' outbox' is not a table name; ")
+
+
 def test_wrong_level_hides_no_other_mistake(capsys, tmp_path):
     """A wrong log level is one mistake among the others."""
     file = tmp_path / "outbox.yaml"

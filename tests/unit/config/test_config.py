@@ -139,6 +139,10 @@ def test_limits_that_contradict_each_other_are_refused():
         ("harvest: {limits: 5}", r"harvest\.limits: must be a mapping"),
         ("harvest: {baseKafkaConfig: kafka:9092}", r"harvest\.baseKafkaConfig: must be a mapping"),
         ("harvest: {baseKafkaConfig: {security: {protocol: ssl}}}", r"harvest\.baseKafkaConfig\.security: .*single"),
+        (
+            "harvest: {baseKafkaConfig: {bootstrap.servers: ' '}}",
+            r"baseKafkaConfig\.bootstrap\.servers: is empty; write",
+        ),
         ("harvest: {baseKafkaConfig: {sasl.username: }}", r"harvest\.baseKafkaConfig\.sasl\.username: has no value"),
         ("harvest: {baseKafkaConfig: {sasl.password: 0123}}", r"sasl\.password: put it in quotes"),
         ("harvest: {leaderTopic: 5}", r"harvest\.leaderTopic: must be text; put it in quotes"),
@@ -401,7 +405,8 @@ def test_empty_variable_is_no_setting_except_for_the_header():
 
 def test_unknown_variable_is_a_warning(caplog):
     """An unknown variable is only a warning, as it may belong to others; those of our other parts are not mentioned."""
-    load_config(None, environ={"OUTBOX_TABEL": SECRET, "OUTBOX_DEVSTACK_DIR": "x", "OUTBOX_LOG_LEVEL": "info"})
+    others = {"OUTBOX_DEVSTACK_DIR": "x", "OUTBOX_LOG_LEVEL": "info", "OUTBOX_CONSOLE_TOKEN": "x"}
+    load_config(None, environ={"OUTBOX_TABEL": SECRET, **others})
     assert [record.getMessage() for record in caplog.records] == [
         "OUTBOX_TABEL: unknown variable; did you mean OUTBOX_TABLE?; it is ignored"
     ]
