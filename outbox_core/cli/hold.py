@@ -123,7 +123,7 @@ def _add_endings(action: Callable[[str, str, str], argparse.ArgumentParser]) -> 
         "of it that are held stay so.",
     )
     _add_records(releasing)
-    _add_care(releasing)
+    _add_care(releasing, asks=False)
     skipping = action(
         "skip",
         "delete held records",
@@ -139,7 +139,7 @@ def _add_endings(action: Callable[[str, str, str], argparse.ArgumentParser]) -> 
         "behind them goes on.",
     )
     _add_records(burying)
-    _add_care(burying)
+    _add_care(burying, asks=False)
 
 
 def run_action(connection: Connection, holds: Holds, options: Mapping[str, Any], desk: Desk) -> None:
@@ -165,8 +165,9 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the outbox's history")
 
 
-def _add_care(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+def _add_care(parser: argparse.ArgumentParser, *, asks: bool = True) -> None:
+    without_effect = "accepted, as by the others; this one never asks"
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask" if asks else without_effect)
     parser.add_argument("-n", "--dry-run", action="store_true", help="show what would be done, and do nothing")
 
 
@@ -178,7 +179,7 @@ def _list(connection: Connection, holds: Holds, options: Mapping[str, Any], desk
     lane = {"topic": options["topic"], "key": options["key"]}
     found = holds.list(connection, **lane, limit=wanted)
     shown = found if limit is None else found[:limit]
-    kept = holds.count_behind(connection, **lane) if shown else {}
+    kept = _kept(connection, holds, options) if shown else {}
     if options["json"]:
         for hold in shown:
             desk.out.write(f"{_as_json(hold, kept.get(hold.id, 0))}\n")
@@ -188,6 +189,10 @@ def _list(connection: Connection, holds: Holds, options: Mapping[str, Any], desk
         desk.note("there are more: --limit 0 shows all, --topic and --key those of one")
     if not found and is_terminal(desk.out):
         desk.note("nothing is held")
+
+
+def _kept(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> dict[int, int]:
+    return holds.count_behind(connection, topic=options["topic"], key=options["key"])
 
 
 def _write_holds(holds: Sequence[Hold], kept: Mapping[int, int], out: Output) -> None:
@@ -272,7 +277,7 @@ def _show_release(
         found = [hold for hold in found if hold.record_id is not None]
     elif not options["records"] and options["key"] is None:
         found = [hold for hold in found if hold.key is None and hold.record_id is None]
-    _write_holds(found, {}, desk.out)
+    _write_holds(found, _kept(connection, holds, options), desk.out)
     desk.out.write(f"would release {_count(len(found), 'hold')}\n")
 
 
@@ -301,16 +306,16 @@ def _skip(connection: Connection, holds: Holds, options: Mapping[str, Any], desk
     if options["dry_run"] or not options["yes"]:
         found = _chosen(connection, holds, selected)
         if options["dry_run"]:
-            _write_holds(found, {}, desk.out)
+            _write_holds(found, _kept(connection, holds, options), desk.out)
             desk.out.write(f"would skip {_count(len(found), 'record')}\n")
             return
         if found:
-            _confirm_skip(found, options, desk)
+            _confirm_skip(found, _kept(connection, holds, options), options, desk)
     number = holds.skip(connection, **selected, reason=options["reason"])
     desk.out.write(f"skipped {_count(number, 'record')}{_not_held(number, options)}\n")
 
 
-def _confirm_skip(found: Sequence[Hold], options: Mapping[str, Any], desk: Desk) -> None:
+def _confirm_skip(found: Sequence[Hold], kept: Mapping[int, int], options: Mapping[str, Any], desk: Desk) -> None:
     if desk.ask is None:
         if options["all"]:
             raise InvalidConfig(
@@ -318,7 +323,7 @@ def _confirm_skip(found: Sequence[Hold], options: Mapping[str, Any], desk: Desk)
                 "them with --dry-run"
             )
         return
-    _write_holds(found[:_NAMED], {}, desk.out)
+    _write_holds(found[:_NAMED], kept, desk.out)
     more = f" (and {len(found) - _NAMED} more)" if len(found) > _NAMED else ""
     if not desk.ask(f"Delete {_count(len(found), 'record')}{more} for good?"):
         raise NotConfirmed("nothing was deleted")
@@ -328,7 +333,7 @@ def _dead_letter(connection: Connection, holds: Holds, options: Mapping[str, Any
     selected = _selected(options)
     if options["dry_run"]:
         found = _chosen(connection, holds, selected)
-        _write_holds(found, {}, desk.out)
+        _write_holds(found, _kept(connection, holds, options), desk.out)
         desk.out.write(f"would ask for {_count(len(found), 'record')}\n")
         return
     number = holds.dead_letter(connection, **selected, reason=options["reason"])

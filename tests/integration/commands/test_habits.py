@@ -189,7 +189,10 @@ def test_what_a_hold_keeps(run):
     code, told, note = run("hold", "release", "--topic", "orders")
     assert (code, told) == (0, "released 0 holds\n")
     assert "held of topic orders: 1 record;" in note
-    assert "would release 1 hold\n" in run("hold", "release", "--all", "--dry-run")[1]
+    for action, told in (("release", "release 1 hold"), ("skip", "skip 1 record"), ("dead-letter", "ask for 1 record")):
+        held, would = run("hold", action, "--all", "--dry-run")[1].splitlines()
+        assert held.split("\t")[4] == "2"
+        assert would == f"would {told}"
     assert run("hold", "release", "--all")[1] == "released 1 hold\n"
     assert "held: 1 topic;" in run("hold", "release", "--all")[2]
 
