@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import io
 import os
 import re
@@ -25,15 +24,13 @@ from typing import TYPE_CHECKING, NoReturn
 
 from outbox_core import __version__
 from outbox_core.cli import claims, completion, console, doctor, harvest, hold, inbox, peek, restash, schema
+from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output
 from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _COMMANDS = "outbox.commands"
-_EXIT_INTERRUPTED = 130
-_EXIT_BROKEN_PIPE = 141
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,14 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OutboxError as error:
         return harvest.fail_with(error)
     except KeyboardInterrupt:
-        return harvest.fail("interrupted", _EXIT_INTERRUPTED)
+        return harvest.fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # `outbox schema | head`
-        _drop_output()
-        return _EXIT_BROKEN_PIPE
+        drop_output()
+        return EXIT_BROKEN_PIPE
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in FULL:
             raise
-        _drop_output()
+        drop_output()
         return harvest.fail(f"the output cannot be written: {error.strerror}")
     return code
 
@@ -87,11 +84,6 @@ def _prepare_output() -> None:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  for the rest of the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-
-
-def _drop_output() -> None:
-    """Discard what is not yet written, which Python would try once more at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Parser(argparse.ArgumentParser):
