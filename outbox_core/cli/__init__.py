@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, NoReturn
 from outbox_core import __version__
 from outbox_core.cli import claims, completion, console, doctor, harvest, hold, inbox, peek, restash, schema
 from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output
-from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
+from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,8 +94,9 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)$", message)
         choices = wrong[2].replace("'", "").split(", ") if wrong else []
         close = difflib.get_close_matches(wrong[1], choices, 1) if wrong else []
-        # A DSN that was not put in quotes leaves its password behind as an argument.
-        super().error(harvest.shown(InvalidConfig(f"{message}; did you mean {close[0]!r}?" if close else message)))
+        if message.startswith("unrecognized arguments"):  # a DSN that was not put in quotes leaves its password there
+            message = re.sub(r"(?<==)\S+|\S+(?=@)", "***", message)
+        super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 
 def _run(arguments: list[str]) -> int:
