@@ -214,6 +214,17 @@ def test_skipping_needs_a_yes(outbox, run, monkeypatch):
 
 
 @pytest.mark.usefixtures("outbox")
+def test_holds_of_a_locked_table(database, run, monkeypatch):
+    """While a migration locks the tables, an action ends after some seconds and says who knows the session."""
+    monkeypatch.setattr(hold, "_LOCK_TIMEOUT", "100ms")
+    with psycopg.connect(database) as migration:
+        migration.execute("LOCK TABLE outbox, outbox_hold IN ACCESS EXCLUSIVE MODE")
+        code, told, error = run("hold", "list")
+    assert (code, told) == (2, "")
+    assert error == "outbox: error: public.outbox is locked by another session; `outbox doctor` names it\n"
+
+
+@pytest.mark.usefixtures("outbox")
 def test_place_from_a_file(database, run, monkeypatch, tmp_path):
     """`-f` names database and table as for `outbox harvest`; environment variables and options win over it."""
     monkeypatch.delenv("OUTBOX_POSTGRES_DSN")
