@@ -387,8 +387,8 @@ class MetricsServer:
         self._health = health
         try:
             self._server = HttpServer(host, port, self._respond, "outbox-metrics")
-        except OSError as error:
-            reason = error.strerror or str(error)
+        except (OSError, OverflowError) as error:  # the latter for a port above 65535
+            reason = getattr(error, "strerror", None) or str(error)
             raise InvalidConfig(f"metrics_port: cannot listen on port {port} of {host}: {reason}") from None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import NamedTuple, Protocol
 from uuid import uuid4
@@ -155,9 +155,20 @@ def collect(store: ClaimStore | None, name: str) -> bytes:
         ) from error
 
 
+@contextmanager
+def store_errors(store: ClaimStore, what: str) -> Iterator[None]:
+    """Turn what a store raises into ClaimStoreFailed."""
+    try:
+        yield
+    except Exception as error:
+        raise ClaimStoreFailed(f"{what} in {type(store).__name__}: {type(error).__name__}: {error}") from error
+
+
 def written_before(store: ClaimStore, before: datetime) -> Iterator[tuple[str, ClaimName]]:
     """Yield the payloads that were written before a time, by the clocks of their writers."""
-    for name in store.names():
+    with store_errors(store, "payloads could not be listed"):
+        names = list(store.names())
+    for name in names:
         parsed = ClaimName.parse(name)
         if parsed is not None and parsed.written_at < before:
             yield name, parsed

@@ -5,42 +5,53 @@ the command's name and returns the exit code.
 
 Exit codes: 0 for success, 2 for an error before work began (arguments, settings, an unreachable service, a missing
 table), 1 for a harvester that an error ended, for a doctor that found a problem and for what was not confirmed, 3 to 5
-for services that did not answer `status` or `doctor`, 130 and 143 after a second SIGINT or SIGTERM. Each failure is one
-line on stderr, beginning with `outbox: error:`; settings have a line for each mistake.
+for services that did not answer `status` or `doctor`, 130 for Ctrl-C, and 130 and 143 for a second SIGINT or SIGTERM
+where the first one drains. Each failure is one line on stderr, beginning with `outbox: error:`; settings have a line
+for each mistake.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import io
 import os
 import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from outbox_core import __version__
 from outbox_core.cli import claims, completion, console, doctor, harvest, hold, inbox, peek, restash, schema
+from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _COMMANDS = "outbox.commands"
-_EXIT_BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    _prepare_output()
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except OutboxError as error:
         return harvest.fail_with(error)
+    except KeyboardInterrupt:
+        return harvest.fail("interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:  # `outbox schema | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_BROKEN_PIPE
+        drop_output()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        drop_output()
+        return harvest.fail(f"the output cannot be written: {error.strerror}")
     return code
 
 
@@ -66,6 +77,15 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _prepare_output() -> None:
+    """Have output that no one can read discarded, and escape what the terminal's encoding lacks: a key, say."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # `outbox harvest >&-`
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  for the rest of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that suggests the right word for a wrong one, as Python's own does from 3.14 on."""
 
@@ -74,6 +94,8 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)$", message)
         choices = wrong[2].replace("'", "").split(", ") if wrong else []
         close = difflib.get_close_matches(wrong[1], choices, 1) if wrong else []
+        if message.startswith("unrecognized arguments"):  # a DSN that was not put in quotes leaves its password there
+            message = re.sub(r"(?<==)\S+|\S+(?=@)", "***", message)
         super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 

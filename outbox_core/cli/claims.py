@@ -6,12 +6,15 @@ import argparse
 import os
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outbox_core.claims.claims import store_errors
+from outbox_core.claims.stores import FolderStore, FsspecStore, TableStore, store_of
 from outbox_core.cli.database import connect
 from outbox_core.cli.harvest import add_source_arguments, missing_extra, overrides_from
 from outbox_core.cli.inbox import parse_age
-from outbox_core.errors import OutboxTableError
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName
 
 if TYPE_CHECKING:
@@ -72,10 +75,9 @@ def run_claims(config: HarvestConfig, out: Output, options: argparse.Namespace) 
     """Find orphans, print their names, and delete them if that is the action."""
     try:
         from outbox_core.claims.orphans import find_orphans
-        from outbox_core.claims.stores import store_of
     except ImportError as error:
         raise missing_extra(error) from None
-    store, before = store_of(options.store), datetime.now(UTC) - options.older_than
+    store, before = _store(options.store), datetime.now(UTC) - options.older_than
     connection, outbox = connect(config.data_source, TableName.parse(config.outbox_table))
     import psycopg
 
@@ -95,10 +97,29 @@ def run_claims(config: HarvestConfig, out: Output, options: argparse.Namespace) 
             )
         except (psycopg.errors.UndefinedTable, psycopg.errors.UndefinedColumn) as error:
             raise OutboxTableError(f"no outbox: {error.diag.message_primary}") from None
+        except psycopg.errors.InsufficientPrivilege as error:
+            needs = f"role {connection.info.user} needs SELECT on outbox and archive"
+            raise OutboxTableError(f"{error.diag.message_primary}; {needs}") from None
+        except psycopg.OperationalError as error:
+            raise StoreUnavailable(f"the database failed: {error}; run the command again") from None
     for name in orphans:
         if options.action == "delete":
-            store.delete(name)
+            with store_errors(store, f"payload {name} could not be deleted"):
+                store.delete(name)
         out.write(f"{name}\n")
+
+
+def _store(text: str) -> FolderStore | FsspecStore | TableStore:
+    from outbox_core.config import normalise_data_source
+
+    try:
+        # The driver would quote a URL that it cannot read, perhaps its password.
+        text = normalise_data_source(text) if text.startswith("postgres") and "://" in text else text
+    except ValueError as error:
+        raise InvalidConfig(f"--store: {error}") from None
+    if "://" not in text and not Path(text).is_dir():
+        raise InvalidConfig(f"--store: there is no folder {text}")
+    return store_of(text)
 
 
 def _existing(kafka: dict[str, object], topic: str) -> set[str]:

@@ -47,7 +47,7 @@ def find_place(options: argparse.Namespace) -> tuple[str | None, TableName]:
     try:
         return dsn, TableName.parse(str(table or "outbox"))
     except InvalidConfig as error:
-        raise InvalidConfig(f"--table: {error}" if options.table else f"outbox table: {error}") from None
+        raise InvalidConfig(f"{'--table' if options.table else TABLE_VARIABLE}: {error}") from None
 
 
 def _read_file(path: str) -> dict[str, Any]:
@@ -87,17 +87,18 @@ def connect_to_schema(
     dsn = dsn or os.environ.get(DATA_SOURCE_VARIABLE)
     if not dsn:
         raise InvalidConfig(f"no database: pass --dsn or set {DATA_SOURCE_VARIABLE}")
-    from outbox_core.stores.postgres.connection import one_line, pin_search_path
+    from outbox_core.stores.postgres.connection import location, one_line, pin_search_path
 
+    source = as_libpq_reads_it(dsn)
     try:
-        connection = psycopg.connect(as_libpq_reads_it(dsn), autocommit=True, connect_timeout=_CONNECT_SECONDS)
+        connection = psycopg.connect(source, autocommit=True, connect_timeout=_CONNECT_SECONDS)
         (schema,) = connection.execute("SELECT pg_catalog.current_schema()").fetchone() or (None,)
         (found,) = pin_search_path(connection, name)
     except psycopg.ProgrammingError:
         # Without the driver's words: they quote the DSN, perhaps its password.
-        raise InvalidConfig("--dsn: neither key=value pairs nor a postgresql:// URL") from None
+        raise InvalidConfig(f"{_name_of(dsn)}: neither key=value pairs nor a postgresql:// URL") from None
     except psycopg.OperationalError as error:
-        raise StoreUnavailable(f"cannot connect to the database: {one_line(error)}") from None
+        raise StoreUnavailable(f"cannot connect to {location(source)}: {one_line(error)}") from None
     return connection, found, schema
 
 
@@ -119,4 +120,8 @@ def as_libpq_reads_it(dsn: str) -> str:
     try:
         return normalise_data_source(dsn)
     except ValueError as error:
-        raise InvalidConfig(f"--dsn: {error}") from None
+        raise InvalidConfig(f"{_name_of(dsn)}: {error}") from None
+
+
+def _name_of(dsn: str) -> str:
+    return DATA_SOURCE_VARIABLE if dsn == os.environ.get(DATA_SOURCE_VARIABLE) else "--dsn"

@@ -41,12 +41,15 @@ DOCTOR_DESCRIPTION = (
     "Look at database, table and Kafka for whatever could keep records from being published, or out of order, and say "
     "how to mend it. Changes nothing, and needs no right but SELECT; each finding is printed as soon as it is made."
 )
-_EXIT_CODES = (
-    f"{EXIT_NO_DATABASE} the database did not answer, or the table is locked; {EXIT_NO_KAFKA} Kafka did not answer; "
-    f"{EXIT_NEITHER} neither did."
+STATUS_EPILOG = (
+    f"Exit codes: 0 all is known; 2 wrong options or settings; {EXIT_NO_DATABASE} what waits is not known: the "
+    "database did not answer, or the table is locked, missing or not readable; "
+    f"{EXIT_NO_KAFKA} Kafka did not answer; {EXIT_NEITHER} neither is known."
 )
-STATUS_EPILOG = f"Exit codes: 0 all is known; 2 wrong options or settings; {_EXIT_CODES}"
-DOCTOR_EPILOG = f"Exit codes: 0 no problem; {EXIT_PROBLEM} a problem; 2 wrong options or settings; {_EXIT_CODES}"
+DOCTOR_EPILOG = (
+    f"Exit codes: 0 no problem; {EXIT_PROBLEM} a problem; 2 wrong options or settings; {EXIT_NO_DATABASE} the database "
+    f"did not answer, or the table is locked; {EXIT_NO_KAFKA} Kafka did not answer; {EXIT_NEITHER} neither did."
+)
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

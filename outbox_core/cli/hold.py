@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 1000
 _NAMED = 20
+_LOCK_TIMEOUT = "10s"  # longer than the harvester's statements have rows locked; a migration takes minutes
 _TITLES = ("WHAT", "TOPIC", "KEY", "SINCE", "KEPT", "WHY")
 _DESCRIPTION = (
     "Say what the harvester is not to publish, and what is to become of records that Kafka refused. Everything may be "
@@ -63,7 +64,7 @@ def ask_on_terminal(question: str) -> bool:
     """Ask on standard input, and take no answer for no."""
     try:
         return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         return False
 
 
@@ -123,7 +124,7 @@ def _add_endings(action: Callable[[str, str, str], argparse.ArgumentParser]) -> 
         "of it that are held stay so.",
     )
     _add_records(releasing)
-    _add_care(releasing)
+    _add_care(releasing, asks=False)
     skipping = action(
         "skip",
         "delete held records",
@@ -139,7 +140,7 @@ def _add_endings(action: Callable[[str, str, str], argparse.ArgumentParser]) -> 
         "behind them goes on.",
     )
     _add_records(burying)
-    _add_care(burying)
+    _add_care(burying, asks=False)
 
 
 def run_action(connection: Connection, holds: Holds, options: Mapping[str, Any], desk: Desk) -> None:
@@ -165,8 +166,9 @@ def _add_records(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reason", default="", metavar="TEXT", help="why, for the outbox's history")
 
 
-def _add_care(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-y", "--yes", action="store_true", help="do not ask")
+def _add_care(parser: argparse.ArgumentParser, *, asks: bool = True) -> None:
+    without_effect = "accepted, as by the others; this one never asks"
+    parser.add_argument("-y", "--yes", action="store_true", help="do not ask" if asks else without_effect)
     parser.add_argument("-n", "--dry-run", action="store_true", help="show what would be done, and do nothing")
 
 
@@ -178,7 +180,7 @@ def _list(connection: Connection, holds: Holds, options: Mapping[str, Any], desk
     lane = {"topic": options["topic"], "key": options["key"]}
     found = holds.list(connection, **lane, limit=wanted)
     shown = found if limit is None else found[:limit]
-    kept = holds.count_behind(connection, **lane) if shown else {}
+    kept = _kept(connection, holds, options) if shown else {}
     if options["json"]:
         for hold in shown:
             desk.out.write(f"{_as_json(hold, kept.get(hold.id, 0))}\n")
@@ -188,6 +190,10 @@ def _list(connection: Connection, holds: Holds, options: Mapping[str, Any], desk
         desk.note("there are more: --limit 0 shows all, --topic and --key those of one")
     if not found and is_terminal(desk.out):
         desk.note("nothing is held")
+
+
+def _kept(connection: Connection, holds: Holds, options: Mapping[str, Any]) -> dict[int, int]:
+    return holds.count_behind(connection, topic=options["topic"], key=options["key"])
 
 
 def _write_holds(holds: Sequence[Hold], kept: Mapping[int, int], out: Output) -> None:
@@ -272,7 +278,7 @@ def _show_release(
         found = [hold for hold in found if hold.record_id is not None]
     elif not options["records"] and options["key"] is None:
         found = [hold for hold in found if hold.key is None and hold.record_id is None]
-    _write_holds(found, {}, desk.out)
+    _write_holds(found, _kept(connection, holds, options), desk.out)
     desk.out.write(f"would release {_count(len(found), 'hold')}\n")
 
 
@@ -301,16 +307,16 @@ def _skip(connection: Connection, holds: Holds, options: Mapping[str, Any], desk
     if options["dry_run"] or not options["yes"]:
         found = _chosen(connection, holds, selected)
         if options["dry_run"]:
-            _write_holds(found, {}, desk.out)
+            _write_holds(found, _kept(connection, holds, options), desk.out)
             desk.out.write(f"would skip {_count(len(found), 'record')}\n")
             return
         if found:
-            _confirm_skip(found, options, desk)
+            _confirm_skip(found, _kept(connection, holds, options), options, desk)
     number = holds.skip(connection, **selected, reason=options["reason"])
     desk.out.write(f"skipped {_count(number, 'record')}{_not_held(number, options)}\n")
 
 
-def _confirm_skip(found: Sequence[Hold], options: Mapping[str, Any], desk: Desk) -> None:
+def _confirm_skip(found: Sequence[Hold], kept: Mapping[int, int], options: Mapping[str, Any], desk: Desk) -> None:
     if desk.ask is None:
         if options["all"]:
             raise InvalidConfig(
@@ -318,7 +324,7 @@ def _confirm_skip(found: Sequence[Hold], options: Mapping[str, Any], desk: Desk)
                 "them with --dry-run"
             )
         return
-    _write_holds(found[:_NAMED], {}, desk.out)
+    _write_holds(found[:_NAMED], kept, desk.out)
     more = f" (and {len(found) - _NAMED} more)" if len(found) > _NAMED else ""
     if not desk.ask(f"Delete {_count(len(found), 'record')}{more} for good?"):
         raise NotConfirmed("nothing was deleted")
@@ -328,7 +334,7 @@ def _dead_letter(connection: Connection, holds: Holds, options: Mapping[str, Any
     selected = _selected(options)
     if options["dry_run"]:
         found = _chosen(connection, holds, selected)
-        _write_holds(found, {}, desk.out)
+        _write_holds(found, _kept(connection, holds, options), desk.out)
         desk.out.write(f"would ask for {_count(len(found), 'record')}\n")
         return
     number = holds.dead_letter(connection, **selected, reason=options["reason"])
@@ -353,6 +359,7 @@ def _run(options: argparse.Namespace) -> int:
         import psycopg
 
         try:
+            connection.execute("SELECT pg_catalog.set_config('lock_timeout', %s, false)", [_LOCK_TIMEOUT])
             run_action(connection, holds, vars(options), Desk(sys.stdout, sys.stderr, asker(), "outbox hold"))
         except NotConfirmed as error:
             sys.stderr.write(f"outbox: {printable(str(error))}\n")
@@ -362,6 +369,8 @@ def _run(options: argparse.Namespace) -> int:
         except psycopg.errors.InsufficientPrivilege as error:
             needs = f"rights on {holds.table} and, to skip, DELETE on {holds.outbox}"
             raise OutboxTableError(f"{error.diag.message_primary}; role {connection.info.user} needs {needs}") from None
+        except psycopg.errors.LockNotAvailable:
+            raise StoreUnavailable(f"{holds.outbox} is locked by another session; `outbox doctor` names it") from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"the database failed: {error}; run the command again") from None
     return 0

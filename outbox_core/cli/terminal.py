@@ -5,13 +5,19 @@ Colour is left out where `NO_COLOR` is set (https://no-color.org) or the termina
 
 from __future__ import annotations
 
+import errno
 import os
+import sys
 from collections.abc import Sequence
 from typing import Protocol, Self
 
 from outbox_core.printable import printable
 
 RED, GREEN, YELLOW, BOLD = "31", "32", "33", "1"
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of output to a file whose disk is full, or that may not grow."""
 _GAP = "  "
 
 
@@ -63,6 +69,11 @@ def flush(out: Output) -> None:
     act = getattr(out, "flush", None)
     if act is not None:
         act()
+
+
+def drop_output() -> None:
+    """Discard what is not yet written to standard output, which Python would try once more at the end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_table(out: Output, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -56,6 +56,10 @@ def refused_settings(settings: KafkaSettings) -> Iterator[Refusal]:
             yield Refusal(name, "has no value")
         elif isinstance(value, Mapping | list | tuple | set):
             yield Refusal(name, "must be a single value; write librdkafka's properties with dots, lists with commas")
+        elif (
+            name in SERVERS and not str(value).strip()
+        ):  # a template that was not filled in: clients would look for ever
+            yield Refusal(name, "is empty; write for example `localhost:9092`")
     yield from _losing_settings({name: value for name, value in settings.items() if value is not None})
 
 

@@ -44,7 +44,7 @@ _PROPERTY_PREFIXES = {"OUTBOX_PRODUCER_KAFKA_": "producer_kafka_config", "OUTBOX
 _LOG_LEVEL = "OUTBOX_LOG_LEVEL"
 _LOG_FORMAT = "OUTBOX_LOG_FORMAT"
 _LOG_FORMATS = ("text", "json")
-_OF_OTHERS = ("OUTBOX_DEVSTACK_", "OUTBOX_TEST_", "OUTBOX_DEMO_", "OUTBOX_BENCH_")
+_OF_OTHERS = ("OUTBOX_CONSOLE_TOKEN", "OUTBOX_DEVSTACK_", "OUTBOX_TEST_", "OUTBOX_DEMO_", "OUTBOX_BENCH_")
 
 _LEVELS = {
     "all": logging.DEBUG,
@@ -158,7 +158,7 @@ class _Gathered:
         return self._names.get(path) or self._names.get(path[:1]) or ".".join(path)
 
     def take_document(self, document: Document) -> None:
-        for name, section in document.items():
+        for name, section in _by_text(document).items():
             if name in _FIELDS or name in _FIELDS.values():
                 self._complain((name,), name, "belongs under `harvest:`")
             elif name not in _DOCUMENT:
@@ -166,7 +166,7 @@ class _Gathered:
             elif section is not None and not isinstance(section, Mapping):
                 self._complain((name,), name, "must be a mapping")
         logging_section = document.get("logging")
-        for name in logging_section if isinstance(logging_section, Mapping) else ():
+        for name in _by_text(logging_section) if isinstance(logging_section, Mapping) else ():
             if name not in _LOGGING:
                 self._complain(("logging", name), f"logging.{name}", unknown_field(name, _LOGGING))
         harvest = document.get("harvest")
@@ -208,8 +208,9 @@ class _Gathered:
             if field in _SECTIONS and isinstance(value, Mapping):
                 for key, entry in value.items():
                     self._set((field, key), entry, option((field, key)))
-                    if field == "base_kafka_config" and "producer_kafka_config" in self.values:
-                        self.values["producer_kafka_config"].pop(key, None)  # the command line wins over the file
+                    of_producer = self.values.get("producer_kafka_config")
+                    if field == "base_kafka_config" and isinstance(of_producer, dict):
+                        of_producer.pop(key, None)  # the command line wins over the file
             elif value is not None:
                 self._set((field,), value, option((field,)))
 
@@ -225,6 +226,11 @@ class _Gathered:
     def _complain(self, path: Path, shown: str, message: str) -> None:
         self._names[path] = shown
         self.problems.append(Problem(path, message))
+
+
+def _by_text(section: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a mapping with its names as text: YAML reads `on:` as true, and `1:` as a number."""
+    return {str(name): value for name, value in section.items()}
 
 
 def _property_path(variable: str) -> Path | None:

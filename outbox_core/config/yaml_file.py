@@ -20,10 +20,12 @@ class _StrictLoader(yaml.SafeLoader):
         for key, _ in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 continue
+            if not isinstance(key, yaml.ScalarNode):
+                problem = "a list or mapping stands where a name should be; is this a `{{ }}` that was not filled in?"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"`{key.value}` is given twice", key.start_mark)
-            if isinstance(key.value, str):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 
 

@@ -13,6 +13,7 @@ from outbox_core.kafka.admin import Inquiry, TopicDescription, TopicHidden
 from outbox_core.kafka.clients import KafkaConfig, KafkaError, KafkaException
 from outbox_core.kafka.errors import grant, principal_of
 from outbox_core.kafka.transactions import TransactionsRefused, check_transactional_id
+from outbox_core.topic_names import topic_problem
 
 _ASSIGNOR = "cooperative-sticky"
 CONNECT_SECONDS = 2.0
@@ -169,7 +170,13 @@ class KafkaChecks:
         known = self._inquiry.metadata().topics
         found = []
         for name in names:
-            if name not in known:
+            why = topic_problem(name)
+            if why is not None:  # any writer may have named it: it must not come into a command that is to be typed
+                remedy = (
+                    f"correct kafka_topic of their rows and release them, or skip them: {self._commands.hold('list')}"
+                )
+                found.append(warning("topic", f"records wait for a topic that records cannot have: {why}", remedy))
+            elif name not in known:
                 found.append(
                     warning(
                         "topic",
@@ -179,14 +186,17 @@ class KafkaChecks:
                         "written to",
                     )
                 )
-                continue
-            look = self._described("topic", name)
-            if isinstance(look, TopicDescription):
-                wrong = self._wrong("topic", name, look, {"WRITE"}, 0)
-                found += [warning("topic", f"records wait for {one.detail}", one.remedy) for one in wrong]
-                if name in with_keyless:
-                    found += self._compacted(name)
+            else:
+                found += self._existing_topic(name, has_keyless=name in with_keyless)
         return found or [fine("topics", f"all {len(names)} that records wait for are there")]
+
+    def _existing_topic(self, topic: str, *, has_keyless: bool) -> list[Finding]:
+        look = self._described("topic", topic)
+        if not isinstance(look, TopicDescription):
+            return []
+        wrong = self._wrong("topic", topic, look, {"WRITE"}, 0)
+        found = [warning("topic", f"records wait for {one.detail}", one.remedy) for one in wrong]
+        return [*found, *self._compacted(topic)] if has_keyless else found
 
     def _compacted(self, topic: str) -> list[Finding]:
         policy = self._settings(topic).get("cleanup.policy", "")

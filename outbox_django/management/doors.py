@@ -3,13 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from django.core.management.base import CommandError
+from django.core.management.base import BaseCommand, CommandError
 
 from outbox_core.cli.harvest import EXIT_NOT_STARTED, sentences
+from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output
 from outbox_core.errors import OutboxError
+
+
+class Door(BaseCommand):
+    """A command that ends without a traceback on Ctrl-C and when its output cannot be written."""
+
+    requires_system_checks = ()
+
+    def execute(self, *args: Any, **options: Any) -> str | None:
+        """Run the command."""
+        try:
+            output = super().execute(*args, **options)
+            sys.stdout.flush()
+        except KeyboardInterrupt:
+            raise CommandError("interrupted", returncode=EXIT_INTERRUPTED) from None
+        except BrokenPipeError:  # `manage.py outbox_peek | head`
+            drop_output()
+            sys.exit(EXIT_BROKEN_PIPE)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            drop_output()
+            raise CommandError(f"the output cannot be written: {error.strerror}", returncode=EXIT_NOT_STARTED) from None
+        return output
 
 
 def add_database_argument(parser: argparse.ArgumentParser) -> None:

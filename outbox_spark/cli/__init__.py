@@ -1,9 +1,9 @@
 """The command `outbox-spark`: a pipeline by its name and a YAML file, `doctor` and `pack`.
 
 Exit codes: 0 for success (an audit: clean), 1 for a pipeline that an error ended and for findings of `audit` or
-`doctor`, 2 for errors before the work began. Each failure is one line on stderr, beginning with `outbox-spark: error:`.
-A first SIGTERM or SIGINT stops between two batches, or cancels `audit` and `replay`, which have none; a second one ends
-the process at once. Importing this package imports no PySpark.
+`doctor`, 2 for errors before the work began, 130 for Ctrl-C there. Each failure is one line on stderr, beginning with
+`outbox-spark: error:`. A first SIGTERM or SIGINT stops between two batches, or cancels `audit` and `replay`, which have
+none; a second one ends the process at once. Importing this package imports no PySpark.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from outbox_core.printable import printable
 __all__ = ["main"]
 
 EXIT_NOT_STARTED = 2
+_EXIT_INTERRUPTED = 130
 
 _HELP = {
     "project": "topics -> a typed, deduplicated table in PostgreSQL, Delta or Iceberg",
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return fail(missing, EXIT_NOT_STARTED)
     except OutboxError as error:
         return fail(error, EXIT_NOT_STARTED)
+    except KeyboardInterrupt:  # before the pipeline takes signals, or in `doctor` and `pack`
+        return fail(OutboxError("interrupted"), _EXIT_INTERRUPTED)
 
 
 def fail(error: Exception, code: int) -> int:

@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from outbox_core.errors import MissingExtra
+from outbox_core.errors import InvalidConfig, MissingExtra
 
 _OURS = ("outbox_core", "outbox_spark")
 _DRIVER_ONLY = {"pyspark", "pandas"}
@@ -25,12 +25,15 @@ _EXTRA = re.compile(r"extra\s*==\s*['\"]([^'\"]+)")
 
 
 def main(path: str) -> int:
-    """Write the archive, and tell what is in it; return the exit code. Raises MissingExtra."""
+    """Write the archive, and tell what is in it; return the exit code. Raises MissingExtra or InvalidConfig."""
     target, count = Path(path), 0
-    with tarfile.open(target, "w:gz", compresslevel=3) as archive:
-        for source, name in _files():
-            archive.add(source, name, recursive=False)
-            count += 1
+    try:
+        with tarfile.open(target, "w:gz", compresslevel=3) as archive:
+            for source, name in _files():
+                archive.add(source, name, recursive=False)
+                count += 1
+    except OSError as error:
+        raise InvalidConfig(f"--output {target}: cannot be written: {error.strerror}") from None
     size, version = target.stat().st_size, ".".join(map(str, sys.version_info[:2]))
     sys.stdout.write(f"{target}: {count:,} files, {size / 1e6:.0f} MB, for Python {version}\n")
     return 0

@@ -3,10 +3,11 @@
 import subprocess
 import sys
 import tarfile
+from unittest import mock
 
 import pytest
 
-from outbox_spark.cli import pack
+from outbox_spark.cli import main, pack
 
 _IMPORTS = (
     "import outbox_spark.topics.ranges, outbox_spark.relay.shard_task, outbox_spark.pipelines.replay, pyarrow, fastavro"
@@ -22,6 +23,22 @@ def test_what_is_packed():
     assert any(name.startswith("confluent_kafka.libs/librdkafka") for name in names) or sys.platform != "linux"
     assert tops.isdisjoint({"pyspark", "pandas", "deltalake", "pyiceberg", "pytest", "__pycache__"})
     assert len(names) == len(set(names))
+
+
+def test_archive_that_cannot_be_written(tmp_path, capsys):
+    """A folder that is not there is one line."""
+    assert main(["pack", "-o", str(tmp_path / "none" / "packages.tar.gz")]) == 2
+    told = (
+        f"outbox-spark: error: --output {tmp_path}/none/packages.tar.gz: cannot be written: No such file or directory\n"
+    )
+    assert capsys.readouterr().err == told
+
+
+def test_interrupted_command_is_one_line(monkeypatch, capsys):
+    """Ctrl-C outside a pipeline ends in one line, with exit code 130."""
+    monkeypatch.setattr(pack, "main", mock.Mock(side_effect=KeyboardInterrupt))
+    assert main(["pack", "-o", "packages.tar.gz"]) == 130
+    assert capsys.readouterr().err == "outbox-spark: error: interrupted\n"
 
 
 @pytest.mark.complete

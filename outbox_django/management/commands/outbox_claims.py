@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
 from outbox_core.cli.claims import DESCRIPTION, add_actions, run_claims
 from outbox_core.cli.harvest import add_source_arguments, overrides_from
-from outbox_django.management.doors import add_database_argument, command_errors
+from outbox_django.management.doors import Door, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
 
-class Command(BaseCommand):
+class Command(Door):
     """A door onto `outbox_core.claims.orphans`."""
 
     help = DESCRIPTION
-    requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the actions of `outbox claims`, behind which the options stand."""

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import Error
 
 from outbox_core.cli.database import operator
@@ -16,20 +16,19 @@ from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from outbox_core.schema import TableName
 from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
-from outbox_django.management.doors import add_place_arguments
+from outbox_django.management.doors import Door, add_place_arguments
 from outbox_django.settings import outbox_settings
 
 _FLAGS_OF_DJANGO = ("--traceback", "--no-color", "--force-color", "--skip-checks")
 
 
-class Command(BaseCommand):
+class Command(Door):
     """A door onto `outbox_core.holds`."""
 
     help = (
         "Say what the harvester is not to publish, and what is to become of records that Kafka refused. Everything may "
         f"be done while it runs, and again; it takes effect within a second. {EPILOG}"
     )
-    requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the outbox's alias and the actions of `outbox hold`, before and behind which options may stand."""

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
 from outbox_core.cli.peek import DESCRIPTION, add_peek_arguments, run_peek
-from outbox_django.management.doors import add_place_arguments, command_errors
+from outbox_django.management.doors import Door, add_place_arguments, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
 
-class Command(BaseCommand):
+class Command(Door):
     """A door onto `outbox_core.cli.peek`."""
 
     help = DESCRIPTION
-    requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the outbox's alias and the options that select records."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import Error
 
 from outbox_core.cli.database import operator
@@ -15,16 +15,15 @@ from outbox_core.errors import OutboxError
 from outbox_core.retention.archive import Archive
 from outbox_core.schema import TableName
 from outbox_django.databases import pinned_search_path, postgres_connection
-from outbox_django.management.doors import add_place_arguments
+from outbox_django.management.doors import Door, add_place_arguments
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
 
-class Command(BaseCommand):
+class Command(Door):
     """A door onto `outbox_core.retention.archive`."""
 
     help = DESCRIPTION
-    requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the outbox's alias and the options that say what to stash anew."""

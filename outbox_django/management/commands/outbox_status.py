@@ -5,20 +5,19 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
 from outbox_core.cli.doctor import STATUS_DESCRIPTION, STATUS_EPILOG, add_status_arguments, run_status
 from outbox_core.cli.harvest import add_source_arguments, overrides_from
-from outbox_django.management.doors import add_database_argument, command_errors
+from outbox_django.management.doors import Door, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
 
-class Command(BaseCommand):
+class Command(Door):
     """A door onto `outbox_core.cli.doctor`."""
 
     help = f"{STATUS_DESCRIPTION} {STATUS_EPILOG}"
-    requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add Django's alias of the database, and the options that say where to look."""

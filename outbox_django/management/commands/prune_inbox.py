@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 from django.db import Error
 
 from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
@@ -13,17 +13,17 @@ from outbox_core.errors import OutboxError
 from outbox_core.schema import TableName
 from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
 from outbox_django.inbox import InboxTable
+from outbox_django.management.doors import Door
 from outbox_django.settings import outbox_settings
 
 
-class Command(BaseCommand):
+class Command(Door):
     """A door onto `outbox_core.inbox`."""
 
     help = (
         "Delete from the inbox what was accepted longer ago, in batches, the oldest first. A message that is repeated "
         "later than that is accepted again."
     )
-    requires_system_checks = ()
 
     def add_arguments(self, parser: CommandParser) -> None:
         """Add the table and the selection of its rows."""

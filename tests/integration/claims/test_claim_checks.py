@@ -24,6 +24,7 @@ from outbox_core.schema import TableName, create_inbox_sql
 from outbox_queue import QueueService
 from outbox_sqlalchemy import Outbox, sqlalchemy_url
 from tests.queueing import queue_config
+from tests.services import as_role
 
 WRITER = Path(__file__).with_name("claim_writer.py")
 LARGE = b"large " * 1000
@@ -157,6 +158,20 @@ def test_rolled_back_payloads_are_found_by_the_command(scene, make_topic, tmp_pa
     assert main(["claims", "delete", *options]) == 0
     assert set(store.names()) - {old} == set(store.names()) > kept
     assert _orphans(scene, store) == sorted(set(store.names()) - kept)
+
+
+def test_right_that_the_command_lacks(scene, topic_name, tmp_path, capsys):
+    """`outbox claims` by a role that may not read the outbox is one line with the right."""
+    role = topic_name("reads_nothing")
+    FolderStore(tmp_path).put(f"orders/20200101T000000Z-{'0' * 32}", LARGE)
+    options = ["--store", str(tmp_path), "--older-than", "1h", "--bootstrap-servers", scene.bootstrap]
+    scene.execute(f'CREATE ROLE "{role}" LOGIN')
+    try:
+        assert main(["claims", "list", *options, "--dsn", as_role(scene.database, role)]) == 2
+    finally:
+        scene.execute(f'DROP ROLE "{role}"')
+    told = f"permission denied for table outbox; role {role} needs SELECT on outbox and archive\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_archived_records_keep_their_payloads(scene, make_topic, store):

@@ -189,7 +189,10 @@ def test_what_a_hold_keeps(run):
     code, told, note = run("hold", "release", "--topic", "orders")
     assert (code, told) == (0, "released 0 holds\n")
     assert "held of topic orders: 1 record;" in note
-    assert "would release 1 hold\n" in run("hold", "release", "--all", "--dry-run")[1]
+    for action, told in (("release", "release 1 hold"), ("skip", "skip 1 record"), ("dead-letter", "ask for 1 record")):
+        held, would = run("hold", action, "--all", "--dry-run")[1].splitlines()
+        assert held.split("\t")[4] == "2"
+        assert would == f"would {told}"
     assert run("hold", "release", "--all")[1] == "released 1 hold\n"
     assert "held: 1 topic;" in run("hold", "release", "--all")[2]
 
@@ -208,6 +211,17 @@ def test_skipping_needs_a_yes(outbox, run, monkeypatch):
     assert run("hold", "skip", "1")[1].endswith("skipped 1 record\n")
     assert asked == ["Delete 1 record for good?"] * 2
     assert outbox.execute("SELECT count(*) FROM outbox").fetchone() == (2,)
+
+
+@pytest.mark.usefixtures("outbox")
+def test_holds_of_a_locked_table(database, run, monkeypatch):
+    """While a migration locks the tables, an action ends after some seconds and says who knows the session."""
+    monkeypatch.setattr(hold, "_LOCK_TIMEOUT", "100ms")
+    with psycopg.connect(database) as migration:
+        migration.execute("LOCK TABLE outbox, outbox_hold IN ACCESS EXCLUSIVE MODE")
+        code, told, error = run("hold", "list")
+    assert (code, told) == (2, "")
+    assert error == "outbox: error: public.outbox is locked by another session; `outbox doctor` names it\n"
 
 
 @pytest.mark.usefixtures("outbox")

@@ -215,6 +215,15 @@ def test_missing_topic_is_named(connection, run, topic_name):
     assert topic in of(run("doctor")[1], "warning")["topic"]["detail"]
 
 
+@pytest.mark.parametrize("topic", ["orders; rm -rf ~", "__consumer_offsets"])
+def test_topic_that_no_record_can_have(connection, run, topic):
+    """A name that the harvester refuses is told as such, and comes into no command."""
+    connection.execute(INSERT, (topic, 3))
+    found = of(run("doctor")[1], "warning")["topic"]
+    assert found["detail"].startswith(f"records wait for a topic that records cannot have: {topic!r} is ")
+    assert found["remedy"] == ("correct kafka_topic of their rows and release them, or skip them: `outbox hold list`")
+
+
 def test_status_shows_what_waits_and_who_leads(connection, run, topic_name, capsys):
     """The status shows the backlog by topic; without a harvester its list of harvesters is empty."""
     topic = topic_name("waiting")

@@ -215,7 +215,7 @@ def test_held_records(connection, find):
     """A paused topic is found, and the command in the remedy lists it."""
     assert main(["hold", "add", "--topic", "orders"]) == 0
     (found,) = find("holds")
-    assert "paused: orders" in found.detail
+    assert found.detail == "held: topic orders"
     type_remedy(found.remedy, connection)
 
 

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from pathlib import Path
+from unittest import mock
 
 import psycopg
 import pytest
@@ -13,6 +15,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from outbox_core.errors import InvalidConfig
 from outbox_django.harvesting import data_source, harvest_config
+from outbox_django.management.commands import outbox_peek
 from outbox_django.settings import outbox_settings
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
 from tests.kafka_reader import read_topic
@@ -224,11 +227,12 @@ def test_wrong_settings_are_one_line_and_exit_code_2(settings, started, outbox, 
     assert started == []
 
 
-def _manage(database, bootstrap, *arguments):
+def _manage(database, bootstrap, *arguments, stdout=subprocess.PIPE):
     return subprocess.run(
         [sys.executable, "-c", _PROJECT, *arguments],
         env={**os.environ, "TEST_DATABASE": database, "TEST_KAFKA": bootstrap},
-        capture_output=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         text=True,
         check=False,
         timeout=60,
@@ -259,3 +263,23 @@ def test_a_missing_table_is_one_line(database, kafka_bootstrap):
     (line,) = ran.stderr.splitlines()
     assert "billing.outbox" in line
     assert "migrate" in line
+
+
+def test_output_that_cannot_be_written(database, kafka_bootstrap):
+    """A reader that has gone, and a full disk, end a command without a traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread, Path("/dev/full").open("w") as full:
+        ran = _manage(database, kafka_bootstrap, "outbox_status", stdout=unread)
+        assert (ran.returncode, ran.stderr) == (141, "")
+        ran = _manage(database, kafka_bootstrap, "outbox_status", stdout=full)
+    told = "CommandError: the output cannot be written: No space left on device\n"
+    assert (ran.returncode, ran.stderr) == (2, told)
+
+
+def test_interrupted_command_is_one_line(monkeypatch):
+    """Ctrl-C ends a command in one line, with exit code 130."""
+    monkeypatch.setattr(outbox_peek.Command, "handle", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(CommandError, match=r"^interrupted$") as raised:
+        call_command("outbox_peek")
+    assert raised.value.returncode == 130

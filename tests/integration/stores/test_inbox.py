@@ -263,7 +263,10 @@ def test_the_command(database, connection, capsys, monkeypatch):
         (["--older-than", "7d", "--table", "a b"], "--table: 'a b' is not a table name"),
         (["--older-than", "7d", "--table", "absent"], "there is no table absent; `outbox schema --inbox absent`"),
         (["--older-than", "7d", "--table", "business"], "business is no inbox: column"),
-        (["--older-than", "7d", "--dsn", "host=/nowhere password=geheim"], "cannot connect to the database"),
+        (
+            ["--older-than", "7d", "--dsn", "host=/nowhere password=geheim"],
+            "cannot connect to database (the default) at /nowhere: ",
+        ),
         (["--older-than", "7d", "--dsn", "nonsense geheim"], "--dsn: "),
         (["--older-than", "7d", "--dsn", ""], "no database: pass --dsn or set OUTBOX_POSTGRES_DSN"),
     ],

@@ -2,17 +2,19 @@
 
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from unittest import mock
 
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from outbox_core import OutboxRecord, Stasher
-from outbox_core.claims import CLAIM_HEADER, ClaimMissing, ClaimStoreFailed, FolderStore, FsspecStore, claim_of
+from outbox_core.claims import CLAIM_HEADER, ClaimMissing, ClaimStoreFailed, FolderStore, FsspecStore, claim_of, orphans
 from outbox_core.claims.claims import ClaimName, collect, written_before
 from outbox_core.claims.stores import store_of
+from outbox_core.cli import claims, main
 from outbox_core.errors import InvalidConfig, InvalidRecord, MissingExtra, TransactionRequired
-from outbox_core.schema import TEXT_LAYOUT
+from outbox_core.schema import TEXT_LAYOUT, TableName
 from outbox_django import OutboxTable
 from outbox_queue import QueueConfig, QueueService
 from outbox_sqlalchemy import Outbox
@@ -171,3 +173,35 @@ def test_stores_of_a_command(tmp_path):
         store_of("nonsense://bucket")
     with pytest.raises(MissingExtra, match="claim store s3: "):
         store_of("s3://bucket/claims")
+
+
+@pytest.mark.parametrize(
+    ("store", "told"),
+    [
+        ("{}/no", "outbox: error: --store: there is no folder {}/no\n"),
+        ("postgresql://u:s3c r3t@localhost/db", "outbox: error: --store: contains white space; write `%20` "),
+        ("postgresql://u:s3cr3t@127.0.0.1:1/db", "outbox: error: payloads could not be listed in TableStore: Operat"),
+    ],
+)
+def test_stores_that_a_command_cannot_use(store, told, tmp_path, monkeypatch, capsys):
+    """A store that is not there is told in one line, without its password; it must not look like an empty one."""
+    monkeypatch.setattr(claims, "connect", lambda *_: (mock.MagicMock(), TableName("outbox")))
+    monkeypatch.setattr(claims, "_existing", lambda *_: set())
+    assert main(["claims", "list", "--store", store.format(tmp_path), "--older-than", "1d"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(told.format(tmp_path))
+    assert error.count("\n") == 1
+    assert "r3t" not in error
+
+
+def test_payload_that_a_command_cannot_delete(tmp_path, monkeypatch, capsys):
+    """A store that fails in between is told in one line that names the payload."""
+    monkeypatch.setattr(claims, "connect", lambda *_: (mock.MagicMock(), TableName("outbox")))
+    monkeypatch.setattr(claims, "_existing", lambda *_: set())
+    monkeypatch.setattr(orphans, "find_orphans", lambda *_, **__: ["t/1"])
+    monkeypatch.setattr(FolderStore, "delete", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert main(["claims", "delete", "--store", str(tmp_path), "--older-than", "1d"]) == 2
+    told = (
+        "outbox: error: payload t/1 could not be deleted in FolderStore: PermissionError: [Errno 13] Permission denied"
+    )
+    assert capsys.readouterr().err == f"{told}\n"

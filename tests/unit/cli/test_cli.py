@@ -13,7 +13,7 @@ import uuid
 import pytest
 
 from outbox_core import __version__
-from outbox_core.cli import harvest, main
+from outbox_core.cli import harvest, hold, main
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.config import HarvestConfig
 from outbox_core.errors import KafkaUnavailable, LeaderTopicError, StoreUnavailable
@@ -156,6 +156,56 @@ def test_schema_survives_a_closed_pipe():
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "told"),
+    [
+        (">/dev/full", 2, "outbox: error: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        (">&- 2>&-", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written(redirection, code, told):
+    """A full disk is one line and exit code 2; closed output is as `/dev/null`."""
+    command = f"{sys.executable} -m outbox_core schema {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (code, told)
+
+
+def test_characters_that_the_terminal_lacks():
+    """What the encoding of the output lacks is escaped."""
+    done = run_outbox("schema", "--only", "outbox", "--table", '"ключ"', PYTHONIOENCODING="latin-1")
+    assert done.returncode == 0, done.stderr
+    assert r'CREATE TABLE "\u043a\u043b\u044e\u0447"' in done.stdout
+
+
+def test_interrupted_command_is_one_line(played, capsys):
+    """Ctrl-C before the harvester takes signals, and in commands that do not, ends in one line and exit code 130."""
+    played.start_error = KeyboardInterrupt()
+    assert main(["harvest"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "outbox: error: interrupted"
+
+
+def test_interrupted_question_is_a_no(monkeypatch):
+    """Ctrl-C at a question answers it with no, so that the command says what it left undone."""
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert hold.ask_on_terminal("Delete?") is False
+
+
+@pytest.mark.parametrize(
+    ("dsn", "told"),
+    [(["host=db", "password=s3cr3t"], "password=***"), (["postgresql://u:s3c", "r3t@db/x"], "***@db/x")],
+)
+def test_dsn_without_quotes_does_not_show_its_password(dsn, told, capsys):
+    """What a shell has cut off a DSN is named without its secrets."""
+    with pytest.raises(SystemExit):
+        main(["harvest", "--dsn", *dsn])
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {told}\n")
 
 
 def test_schema_needs_no_dependencies():
@@ -403,6 +453,17 @@ def test_each_mistake_is_a_line_by_its_name(command, capsys, monkeypatch, tmp_pa
             "outbox: error: OUTBOX_METRICS_PORT: must be 65535 or less",
             "outbox: error: --table: 'a.b.c' is not a table name; write `table` or `schema.table`",
         }
+
+
+@pytest.mark.parametrize("command", [["hold", "list"], ["peek"], ["restash", "--topic", "t"], ["schema", "--version"]])
+def test_mistakes_in_variables_that_say_where_the_outbox_is(command, capsys, monkeypatch):
+    """Commands that need no other setting name the variable, too, when database or table come from it."""
+    monkeypatch.setenv("OUTBOX_POSTGRES_DSN", " ")
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("outbox: error: OUTBOX_POSTGRES_DSN: is empty; ")
+    monkeypatch.setenv("OUTBOX_TABLE", " outbox")
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("outbox: error: OUTBOX_TABLE: ' outbox' is not a table name; ")
 
 
 def test_wrong_level_hides_no_other_mistake(capsys, tmp_path):

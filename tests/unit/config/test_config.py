@@ -139,6 +139,10 @@ def test_limits_that_contradict_each_other_are_refused():
         ("harvest: {limits: 5}", r"harvest\.limits: must be a mapping"),
         ("harvest: {baseKafkaConfig: kafka:9092}", r"harvest\.baseKafkaConfig: must be a mapping"),
         ("harvest: {baseKafkaConfig: {security: {protocol: ssl}}}", r"harvest\.baseKafkaConfig\.security: .*single"),
+        (
+            "harvest: {baseKafkaConfig: {bootstrap.servers: ' '}}",
+            r"baseKafkaConfig\.bootstrap\.servers: is empty; write",
+        ),
         ("harvest: {baseKafkaConfig: {sasl.username: }}", r"harvest\.baseKafkaConfig\.sasl\.username: has no value"),
         ("harvest: {baseKafkaConfig: {sasl.password: 0123}}", r"sasl\.password: put it in quotes"),
         ("harvest: {leaderTopic: 5}", r"harvest\.leaderTopic: must be text; put it in quotes"),
@@ -159,6 +163,10 @@ def test_limits_that_contradict_each_other_are_refused():
         ("harvest: {dataSource: 'mysql://a@b/c'}", r"harvest\.dataSource: is the URL of another kind of database"),
         ("harvest: {dataSource: localhost}", r"harvest\.dataSource: is not a list of `key=value` pairs at its begin"),
         ("- harvest", "must be a mapping with `harvest:` and `logging:`"),
+        ("on: x", r"True: unknown field"),
+        ("logging: {1: x}", r"logging\.1: unknown field"),
+        ("harvest: {dataSource: {{ dsn }}}", r"line 1, column 24: .* a `\{\{ \}\}` that was not filled in\?"),
+        ("harvest: {? [a, b] : c}", r"line 1, column 13: .*a list or mapping stands where a name should be"),
         ("harvest: [", r"reaper\.yaml, line 1, column 11: is not valid YAML"),
     ],
 )
@@ -351,6 +359,8 @@ def test_property_on_the_command_line_wins_over_the_producers_own():
     document = {"harvest": {"producerKafkaConfig": {"linger.ms": 100}}}
     config = load_config(document, overrides={"base_kafka_config": {"linger.ms": "1"}})
     assert config.producer_settings()["linger.ms"] == "1"
+    with pytest.raises(InvalidConfig, match=r"^harvest\.producerKafkaConfig: must be a mapping$"):
+        load_config({"harvest": {"producerKafkaConfig": "x"}}, overrides={"base_kafka_config": {"linger.ms": "1"}})
 
 
 def test_every_setting_has_a_variable():
@@ -395,7 +405,8 @@ def test_empty_variable_is_no_setting_except_for_the_header():
 
 def test_unknown_variable_is_a_warning(caplog):
     """An unknown variable is only a warning, as it may belong to others; those of our other parts are not mentioned."""
-    load_config(None, environ={"OUTBOX_TABEL": SECRET, "OUTBOX_DEVSTACK_DIR": "x", "OUTBOX_LOG_LEVEL": "info"})
+    others = {"OUTBOX_DEVSTACK_DIR": "x", "OUTBOX_LOG_LEVEL": "info", "OUTBOX_CONSOLE_TOKEN": "x"}
+    load_config(None, environ={"OUTBOX_TABEL": SECRET, **others})
     assert [record.getMessage() for record in caplog.records] == [
         "OUTBOX_TABEL: unknown variable; did you mean OUTBOX_TABLE?; it is ignored"
     ]

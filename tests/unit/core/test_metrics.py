@@ -338,6 +338,12 @@ def test_unknown_host_is_a_clear_error():
         MetricsServer("nowhere.invalid", 0, CollectorRegistry(), lambda: WELL)
 
 
+def test_impossible_port_is_a_clear_error():
+    """A number that no port has is an error, also where no settings were validated before: `outbox queue tracker`."""
+    with pytest.raises(InvalidConfig, match=r"metrics_port: cannot listen on port 99999 of ::1: .*must be 0-65535"):
+        MetricsServer("::1", 99999, CollectorRegistry(), lambda: WELL)
+
+
 def test_close_frees_the_port_and_may_be_repeated():
     """After `close`, which may be repeated, the port is free at once."""
     server = MetricsServer("127.0.0.1", 0, CollectorRegistry(), lambda: WELL)
