@@ -27,7 +27,7 @@ from outbox_queue import (
 )
 from outbox_queue.dead_letters.store import DeadLetters
 from outbox_queue.protocol import markers as wire
-from outbox_queue.protocol.headers import DELIVER_AT
+from outbox_queue.protocol.headers import DELIVER_AT, dead_letter_record
 from outbox_queue.protocol.topics import ensure_topics
 from tests.kafka_reader import read_topic
 from tests.queueing import eventually as _eventually
@@ -686,6 +686,32 @@ def test_transactional_starts_are_seen_with_their_offsets_or_not_at_all(service,
     assert Counter(payloads) == Counter(b"%d" % n for n in range(20))
     kinds = Counter(kind for markers in markers_in(config).values() for _, kind in markers)
     assert kinds == {wire.START: 20, wire.END: 20}
+
+
+def test_batches_fit_into_topics_of_small_messages(kafka_bootstrap, topic_name):
+    """Start markers, and requeued dead letters, go in batches no larger than topics of small messages take."""
+    config = QueueConfig(
+        bootstrap_servers=kafka_bootstrap,
+        message_topic=topic_name("m"),
+        marker_topic=topic_name("k"),
+        message_partitions=1,
+        marker_partitions=1,
+        max_message_bytes=2000,
+        transactional=True,
+    )
+    queue = QueueService(config).queue("q")
+    send(queue, *(b"x" * 200 for _ in range(100)))
+    with queue.consumer() as consumer:
+        for _ in range(100):
+            receive(consumer).ack()
+    letters = Producer({"bootstrap.servers": kafka_bootstrap})
+    for number in range(100):
+        key, value, headers = dead_letter_record(
+            b"q", b"x" * 200, headers=(), attempts=1, enqueued_at_ms=1, origin=(0, number), reason="no", dead_at_ms=1
+        )
+        letters.produce(config.dead_letters, value, key, headers=headers)
+    assert letters.flush(30) == 0
+    assert len(DeadLetters(config).requeue(lambda _: True)) == 100
 
 
 def test_missing_topics_are_made_for_their_purpose(kafka_bootstrap, topic_name):
