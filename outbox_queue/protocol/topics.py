@@ -64,10 +64,10 @@ def _ensure_message_topic(config: QueueConfig) -> int:
 
 def _ensure(config: QueueConfig, name: str, topic: str, partitions: int) -> int:
     largest = config.max_message_bytes + _BATCH_OVERHEAD
-    settings = {"max.message.bytes": str(largest)}
+    settings = {"max.message.bytes": str(largest), "cleanup.policy": "delete"}
     if topic == config.marker_topic:
         retention = str(milliseconds(config.marker_retention))
-        settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention, "cleanup.policy": "delete"}
+        settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention}
     elif topic == config.dead_letters:
         settings["cleanup.policy"] = "compact"  # dead letters never expire; a tombstone removes one
         settings["max.message.bytes"] = str(max(largest, _LARGEST_DEAD_LETTER))
@@ -94,6 +94,12 @@ def _problems(config: QueueConfig, topics: Sequence[str]) -> list[str]:
                 f"topic {topic!r} takes records of {settings['max.message.bytes']} bytes (max.message.bytes), and "
                 f"max_message_bytes is {config.max_message_bytes}: lower it, or raise the topic's"
             )
+        if topic != config.dead_letters and "compact" in settings["cleanup.policy"]:
+            lost = "markers of messages in progress" if topic == config.marker_topic else "all messages of a queue but one"
+            raise QueueTopicError(
+                f"topic {topic!r} has cleanup.policy={settings['cleanup.policy']}: compaction would remove {lost}; set it "
+                "to delete"
+            )
         if topic == config.marker_topic:
             problems += _marker_problems(config, settings)
     return problems
@@ -101,11 +107,6 @@ def _problems(config: QueueConfig, topics: Sequence[str]) -> list[str]:
 
 def _marker_problems(config: QueueConfig, settings: dict[str, str]) -> list[str]:
     topic = config.marker_topic
-    if "compact" in settings["cleanup.policy"]:
-        raise QueueTopicError(
-            f"marker topic {topic!r} has cleanup.policy={settings['cleanup.policy']}: compaction would remove start "
-            "markers of messages in progress; set it to delete"
-        )
     problems = []
     if settings["message.timestamp.type"] != LOG_APPEND_TIME:
         problems.append(

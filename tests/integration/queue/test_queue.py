@@ -28,7 +28,7 @@ from outbox_queue import (
 from outbox_queue.dead_letters.store import DeadLetters
 from outbox_queue.protocol import markers as wire
 from outbox_queue.protocol.headers import DELIVER_AT, dead_letter_record
-from outbox_queue.protocol.topics import ensure_topics
+from outbox_queue.protocol.topics import ensure_message_topic, ensure_topics
 from tests.kafka_reader import read_topic
 from tests.queueing import eventually as _eventually
 from tests.queueing import queue_config, tracking
@@ -739,8 +739,11 @@ def test_wrong_topics_are_reported(kafka_bootstrap, make_topic, caplog):
     assert "message.timestamp.type=CreateTime" in problem
     assert problem in caplog.text
     compacted = make_topic(4, config={"cleanup.policy": "compact"})
+    for kind in ("message_topic", "marker_topic"):
+        with pytest.raises(QueueTopicError, match="compaction would remove"):
+            ensure_topics(config.for_queue(**{kind: compacted}))
     with pytest.raises(QueueTopicError, match="compaction would remove"):
-        ensure_topics(config.for_queue(marker_topic=compacted))
+        ensure_message_topic(config.for_queue(message_topic=compacted))
     with pytest.raises(QueueTopicError, match=r"max\.message\.bytes"):
         ensure_topics(config.for_queue(max_message_bytes=5_000_000))
     with pytest.raises(QueueTopicError, match="message_partitions is 9"):
