@@ -94,15 +94,30 @@ def _problems(config: QueueConfig, topics: Sequence[str]) -> list[str]:
                 f"topic {topic!r} takes records of {settings['max.message.bytes']} bytes (max.message.bytes), and "
                 f"max_message_bytes is {config.max_message_bytes}: lower it, or raise the topic's"
             )
-        if topic != config.dead_letters and "compact" in settings["cleanup.policy"]:
-            lost = "markers of messages in progress" if topic == config.marker_topic else "all messages of a queue but one"
+        if topic == config.dead_letters:
+            problems += _dead_letter_problems(topic, settings)
+            continue
+        if "compact" in settings["cleanup.policy"]:
+            lost = "start markers" if topic == config.marker_topic else "all messages of a queue but the last"
             raise QueueTopicError(
-                f"topic {topic!r} has cleanup.policy={settings['cleanup.policy']}: compaction would remove {lost}; set it "
-                "to delete"
+                f"topic {topic!r} has cleanup.policy={settings['cleanup.policy']}: compaction would remove {lost}; "
+                "set it to delete"
             )
         if topic == config.marker_topic:
             problems += _marker_problems(config, settings)
     return problems
+
+
+def _dead_letter_problems(topic: str, settings: dict[str, str]) -> list[str]:
+    policy = settings["cleanup.policy"]
+    if policy == "compact" or int(settings["retention.ms"]) == _retention_bytes(settings) == _UNLIMITED:
+        return []
+    problem = f"dead letter topic {topic!r} has cleanup.policy={policy} and a retention, so dead letters expire"
+    return [f"{problem}; set it to compact"]
+
+
+def _retention_bytes(settings: dict[str, str]) -> int:
+    return int(settings.get("retention.bytes", _UNLIMITED))
 
 
 def _marker_problems(config: QueueConfig, settings: dict[str, str]) -> list[str]:
@@ -112,6 +127,12 @@ def _marker_problems(config: QueueConfig, settings: dict[str, str]) -> list[str]
         problems.append(
             f"marker topic {topic!r} has message.timestamp.type={settings['message.timestamp.type']}: redelivery goes "
             f"by the clocks of consumers, and is early or late by their error; set it to {LOG_APPEND_TIME}"
+        )
+    size = _retention_bytes(settings)
+    if size != _UNLIMITED:
+        problems.append(
+            f"marker topic {topic!r} keeps {size} bytes of markers in a partition (retention.bytes): after a burst a "
+            "new tracker might not find start markers; set it to -1"
         )
     retention = int(settings["retention.ms"])
     longest = max(config.max_processing_time, config.max_delay, config.redelivery_timeout)

@@ -750,6 +750,19 @@ def test_wrong_topics_are_reported(kafka_bootstrap, make_topic, caplog):
         ensure_topics(config.for_queue(message_partitions=9))
 
 
+def test_topics_that_forget_too_early_are_reported(kafka_bootstrap, make_topic):
+    """Dead letters that expire are reported, and a marker topic that is limited by its size."""
+    marker_settings = {"message.timestamp.type": "LogAppendTime", "retention.bytes": "1000000"}
+    config = queue_config(
+        kafka_bootstrap, make_topic, marker_topic=make_topic(4, config=marker_settings), dead_letter_topic=make_topic(4)
+    )
+    markers, letters = ensure_topics(config).problems
+    assert "retention.bytes" in markers
+    assert "dead letters expire" in letters
+    lasting = make_topic(4, config={"retention.ms": "-1"})
+    assert ensure_topics(config.for_queue(dead_letter_topic=lasting)).problems == (markers,)
+
+
 def test_numbers_are_counted(service, config):
     """Metrics count the sent, handed-out and settled messages of a queue, and their times."""
     queue = service.queue("q")
