@@ -13,7 +13,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -39,6 +39,7 @@ from outbox_queue import Message, Reject
 
 _EARLY = timedelta(seconds=1)  # clocks differ; what is due within it runs now
 _LONGEST_TRACEBACK = 20_000
+_LOOK_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ def run_tasks(
         stop: ends the work when it is set.
 
     Raises:
-        QueueError: if a queue cannot be read; the others are stopped first.
+        QueueError: if a queue cannot be read, or an error ends the tracker; the other queues are stopped first.
     """
     stop = stop or threading.Event()
     runner = TaskRunner(backend)
@@ -189,15 +190,19 @@ def run_tasks(
                 runner, concurrency=concurrency, drain_timeout=drain_timeout, stop=stop, on_signals=False
             )
         finally:
+            stop.set()  # one that cannot go on ends the others
             connections.close_all()
 
     with ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop.set))
-        if with_tracker:
-            stack.enter_context(backend.service.tracker())
+        tracker = stack.enter_context(backend.service.tracker()) if with_tracker else None
         pool = stack.enter_context(ThreadPoolExecutor(len(queue_names), thread_name_prefix="outbox-tasks"))
         futures = [pool.submit(work, name) for name in queue_names]
         _log.info("running the tasks of %s as %s", ", ".join(queue_names), runner.worker_id)
-        wait(futures, return_when=FIRST_EXCEPTION)
-        stop.set()
+        try:
+            while not stop.wait(_LOOK_SECONDS):
+                if tracker is not None:
+                    tracker.join(0)  # raises the error that has ended it
+        finally:
+            stop.set()
         return min(future.result() for future in futures)
