@@ -82,12 +82,12 @@ def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
 
 
 def write(result: TaskResult[..., Any], alias: str) -> None:
-    """Write all of a result that can change."""
+    """Write all of a result that can change, unless another worker, after this one had lost the message, succeeded."""
     values = {name: getattr(result, name) for name in _CHANGED if name not in ("return_value", "errors")}
     values["status"] = str(result.status)
     values["return_value"] = getattr(result, "_return_value", None)
     values["errors"] = [[error.exception_class_path, error.traceback] for error in result.errors]
-    Result.objects.using(alias).filter(pk=result.id).update(**values)
+    Result.objects.using(alias).filter(pk=result.id).exclude(status=TaskResultStatus.SUCCESSFUL).update(**values)
 
 
 def prune(older_than: timedelta, alias: str) -> int:

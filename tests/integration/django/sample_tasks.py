@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NewType, TypedDict
 
 import django
+from django.utils import timezone
 
 from outbox_queue import Reject
 
@@ -46,6 +47,16 @@ def attempt_of(context, name: str) -> list:
 def fail(message: str = "no") -> None:
     """Raise."""
     raise ValueError(message)
+
+
+@task(takes_context=True)
+def overtaken(context) -> None:
+    """Fail after another worker has succeeded."""
+    from outbox_django.tasks.models import Result
+
+    results = Result.objects.filter(pk=context.task_result.id)
+    results.update(status="SUCCESSFUL", return_value="by another", finished_at=timezone.now())
+    raise ValueError("too late")
 
 
 @task

@@ -252,6 +252,16 @@ def test_a_task_that_fails(finished):
     assert (result.status, result.attempts, result.finished_at) == (TaskResultStatus.READY, 3, None)
 
 
+def test_a_success_is_final():
+    """A worker that was thought dead fails after another has succeeded: the result stays, and nothing runs again."""
+    result = sample_tasks.overtaken.enqueue()
+    with pytest.raises(ValueError, match="too late"):
+        _run()
+    result.refresh()
+    assert result.status == TaskResultStatus.SUCCESSFUL
+    assert result.return_value == "by another"
+
+
 @pytest.mark.parametrize(
     ("task", "raised", "status"),
     [
