@@ -90,6 +90,17 @@ def write(result: TaskResult[..., Any], alias: str) -> None:
     Result.objects.using(alias).filter(pk=result.id).exclude(status=TaskResultStatus.SUCCESSFUL).update(**values)
 
 
+def give_up(result_id: str, error: TaskError, alias: str) -> None:
+    """Note that a task becomes a dead letter before it could begin; without a row, do nothing."""
+    with transaction.atomic(using=alias):
+        rows = Result.objects.using(alias).select_for_update().exclude(status=TaskResultStatus.SUCCESSFUL)
+        row = rows.filter(pk=result_id).first()
+        if row is not None:
+            row.status, row.finished_at = TaskResultStatus.FAILED, timezone.now()
+            row.errors.append([error.exception_class_path, error.traceback])
+            row.save(update_fields=["status", "finished_at", "errors"])
+
+
 def prune(older_than: timedelta, alias: str) -> int:
     """Delete the results of tasks that finished longer ago; return their number."""
     finished = Result.objects.using(alias).filter(finished_at__lt=timezone.now() - older_than)

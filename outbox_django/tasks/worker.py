@@ -75,7 +75,15 @@ class TaskRunner:
         if job.wait > _EARLY:
             self._backend.stash(job, message.queue)  # it has to wait longer than a message can be delayed
             return
-        attempt = _Attempt(job.result(message.queue, self._backend.alias), message, self._backend)
+        try:
+            result = job.result(message.queue, self._backend.alias)
+        except Exception as error:
+            if self._backend.supports_get_result and (isinstance(error, InvalidJob) or _is_last(message)):
+                from outbox_django.tasks import results
+
+                results.give_up(job.id, _task_error(error), stash_alias())
+            raise
+        attempt = _Attempt(result, message, self._backend)
         if attempt.begin(self.worker_id):
             attempt.run()
 
@@ -133,20 +141,13 @@ class _Attempt:
         self._finish()
 
     def _failed(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
-        kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        self._result.errors.append(TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:]))
-        if self._is_last or isinstance(error, Reject):
+        self._result.errors.append(_task_error(error))
+        if _is_last(self._message) or isinstance(error, Reject):
             change(self._result, status=TaskResultStatus.FAILED, finished_at=timezone.now())
             self._finish()
         else:
             change(self._result, status=TaskResultStatus.READY)
             self._write()
-
-    @property
-    def _is_last(self) -> bool:
-        most = self._message.max_attempts
-        return most is not None and self._message.attempt >= most
 
     def _finish(self) -> None:
         self._write()
@@ -157,6 +158,16 @@ class _Attempt:
             from outbox_django.tasks import results
 
             results.write(self._result, stash_alias())
+
+
+def _is_last(message: Message) -> bool:
+    return message.max_attempts is not None and message.attempt >= message.max_attempts
+
+
+def _task_error(error: BaseException) -> TaskError:
+    text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:])
 
 
 def run_tasks(

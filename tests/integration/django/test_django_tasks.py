@@ -262,6 +262,27 @@ def test_a_success_is_final():
     assert result.return_value == "by another"
 
 
+def test_a_task_that_never_runs():
+    """A task that no worker knows, or that is none, is READY until its message becomes a dead letter, then FAILED."""
+    result = sample_tasks.noop.enqueue()
+    row = Outbox.objects.latest("id")
+    job = json.loads(bytes(row.kafka_value))
+    payload = json.dumps({**job, "task": f"{_MODULE}.of_tomorrow"}).encode()
+    for attempt, status in ((1, "READY"), (2, "FAILED")):
+        with pytest.raises(ImportError):
+            _run(attempt=attempt, max_attempts=2, payload=payload)
+        result.refresh()
+        assert result.status == status
+    assert [error.exception_class for error in result.errors] == [ImportError]
+    assert result.finished_at is not None
+    other = sample_tasks.noop.enqueue()
+    payload = json.dumps({**job, "id": other.id, "task": f"{_MODULE}.NOT_A_TASK"}).encode()
+    with pytest.raises(Reject):
+        _run(payload=payload)
+    other.refresh()
+    assert other.status == "FAILED"
+
+
 @pytest.mark.parametrize(
     ("task", "raised", "status"),
     [
