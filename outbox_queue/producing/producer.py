@@ -102,7 +102,7 @@ class Producer:
         if self._is_closed:
             raise QueueClosed(f"the producer of queue {self._queue!r} has been closed")
         refuse_forked(self, self._pid)
-        value, pairs = self._check.encode(payload, with_creation(self._queue, headers), delay)
+        value, pairs, _ = self._check.encode(payload, with_creation(self._queue, headers), delay)
         try:
             self._produce(value, pairs)
         except BufferError:
