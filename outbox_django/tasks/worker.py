@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from django.db import close_old_connections, connections
+from django.db import DataError, close_old_connections, connections
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
@@ -130,27 +130,28 @@ class _Attempt:
         self._succeeded(value)
 
     def _succeeded(self, value: object) -> None:
-        if self._keeps_result:
-            try:
-                value = normalize_json(value)
-            except (TypeError, ValueError) as error:
-                refusal = Reject(f"the task has run, but what it returned cannot be kept: {error}")
-                self._failed(refusal)
-                raise refusal from error
-        change(self._result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now(), _return_value=value)
-        self._finish()
+        try:
+            kept = normalize_json(value) if self._keeps_result else value
+            change(self._result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now(), _return_value=kept)
+            self._write()
+        except (TypeError, ValueError, DataError) as error:  # PostgreSQL's JSON has no NaN, NUL or lone surrogate
+            change(self._result, _return_value=None)
+            refusal = Reject(f"the task has run, but what it returned cannot be kept: {error}")
+            self._failed(refusal)
+            raise refusal from error
+        self._announce()
 
     def _failed(self, error: BaseException) -> None:
         self._result.errors.append(_task_error(error))
         if _is_last(self._message) or isinstance(error, Reject):
             change(self._result, status=TaskResultStatus.FAILED, finished_at=timezone.now())
-            self._finish()
+            self._write()
+            self._announce()
         else:
             change(self._result, status=TaskResultStatus.READY)
             self._write()
 
-    def _finish(self) -> None:
-        self._write()
+    def _announce(self) -> None:
         task_finished.send(type(self._backend), task_result=self._result)
 
     def _write(self) -> None:
@@ -166,6 +167,7 @@ def _is_last(message: Message) -> bool:
 
 def _task_error(error: BaseException) -> TaskError:
     text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    text = text.encode(errors="replace").decode()  # lone surrogates
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:])
 

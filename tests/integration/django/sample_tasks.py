@@ -66,6 +66,14 @@ def refuse() -> None:
 
 
 @task
+def echo(value: str) -> Any:
+    """Return what PostgreSQL's JSON does not have, or raise it."""
+    if value == "raise":
+        raise ValueError("\ud800\0")
+    return {"nan": float("nan"), "nul": "\0", "surrogate": "\ud800"}[value]
+
+
+@task
 def leave() -> None:
     """Raise what would end a worker."""
     sys.exit(3)

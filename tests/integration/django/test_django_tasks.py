@@ -252,6 +252,25 @@ def test_a_task_that_fails(finished):
     assert (result.status, result.attempts, result.finished_at) == (TaskResultStatus.READY, 3, None)
 
 
+@pytest.mark.parametrize("value", ["nan", "nul", "surrogate"])
+def test_a_return_value_that_the_table_refuses(value):
+    """A task whose value JSON has in Python alone has run all the same: it is FAILED, and not tried again."""
+    result = sample_tasks.echo.enqueue(value)
+    with pytest.raises(Reject, match="cannot be kept"):
+        _run()
+    result.refresh()
+    assert (result.status, len(result.errors)) == (TaskResultStatus.FAILED, 1)
+
+
+def test_an_error_whose_text_the_table_refuses():
+    """An attempt is counted as failed also if the text of its error cannot be kept as it is."""
+    result = sample_tasks.echo.enqueue("raise")
+    with pytest.raises(ValueError, match="\0"):
+        _run()
+    result.refresh()
+    assert (result.status, len(result.errors)) == (TaskResultStatus.READY, 1)
+
+
 def test_a_success_is_final():
     """A worker that was thought dead fails after another has succeeded: the result stays, and nothing runs again."""
     result = sample_tasks.overtaken.enqueue()
