@@ -41,7 +41,7 @@ from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from outbox_core.kafka.errors import GROUP_MOVED, MEMBER_RECOVERS
-from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of
+from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of, refuse_unfinished
 
 __all__ = [
     "ID_HEADER",
@@ -138,6 +138,7 @@ def consume(
             its place.
         KafkaException: if the consumer cannot recover.
         ClaimMissing: if a record's payload is in a claim store that does not have it, or that was not given.
+        OutboxError: if the handler returns a coroutine or a generator, whose work would never be done.
         Exception: of the handler, the database or the claim store. The record's transaction is rolled back, its offset
             is not committed, and the consumer is set back to it.
     """
@@ -152,7 +153,7 @@ def consume(
             accepted = accept_it(begun, source, message_id)
             if accepted:
                 bring_back(message, claim_store)  # not for repeats, whose payloads may be gone
-                handler(begun, message)
+                refuse_unfinished(handler(begun, message), message.topic())
         return accepted
 
     handled = repeats = 0

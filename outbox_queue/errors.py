@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from outbox_core.errors import OutboxError
@@ -60,3 +61,9 @@ class Reject(QueueError):
 
 class QueueTopicError(QueueError):
     """A topic of the queues is missing and cannot be made, or its settings would lose messages."""
+
+
+def refuse_forked(made: object, pid: int) -> None:
+    """Refuse to use what another process made (`QueueError`): the threads of its Kafka client are not in this one."""
+    if os.getpid() != pid:
+        raise QueueError(f"{made!r} was made in process {pid} before this one was forked; make one in each process")

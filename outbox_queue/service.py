@@ -181,15 +181,22 @@ class Queue:
         for a table without `kafka_partition`. Value and headers that are UTF-8 are text, which fits tables of either
         layout.
         """
-        value, pairs = self._check.encode(payload, with_creation(self.name, headers), delay)
+        return self._record(payload, headers, delay, spread=spread)[0]
+
+    def _record(
+        self, payload: Any, headers: UserHeaders, delay: timedelta | None, *, spread: bool = True
+    ) -> tuple[OutboxRecord, str | None]:
+        """Make a record; return the name of its payload in the claim store, too, if that went there."""
+        value, pairs, claim = self._check.encode(payload, with_creation(self.name, headers), delay)
         partitions = self._service.known_message_partitions if spread else None
-        return OutboxRecord(
+        record = OutboxRecord(
             topic=self.config.message_topic,
             key=self.name,
             value=_text(value),
             headers=[(name, None if content is None else _text(content)) for name, content in pairs],
             partition=random.randrange(partitions) if partitions else None,  # noqa: S311  not for secrets
         )
+        return record, claim
 
     def stash(self, session: Any, payload: Any, *, headers: UserHeaders = (), delay: timedelta | None = None) -> None:
         """Send a message if, and only if, the session's transaction commits. A harvester publishes it.
@@ -201,27 +208,27 @@ class Queue:
             InvalidMessage: naming the part that is wrong, also a message that is too large for a consumer to start it.
             TransactionRequired: if the connection commits by itself; nothing was written.
         """
-        record = self.record(payload, headers=headers, delay=delay)
-        with _withdrawn_if_refused(self.claims, record):
+        record, claim = self._record(payload, headers, delay)
+        with _withdrawn_if_refused(self.claims, claim):
             stashing.stash(session, record)
 
     async def astash(
         self, session: Any, payload: Any, *, headers: UserHeaders = (), delay: timedelta | None = None
     ) -> None:
         """Stash on one of SQLAlchemy's asynchronous sessions or connections, as `stash` does."""
-        record = self.record(payload, headers=headers, delay=delay)
-        with _withdrawn_if_refused(self.claims, record):
+        record, claim = self._record(payload, headers, delay)
+        with _withdrawn_if_refused(self.claims, claim):
             await stashing.astash(session, record)
 
 
 @contextmanager
-def _withdrawn_if_refused(claims: ClaimCheck | None, record: OutboxRecord) -> Iterator[None]:
+def _withdrawn_if_refused(claims: ClaimCheck | None, claim: str | None) -> Iterator[None]:
     """Take a large payload out of its store again if the record is refused before any SQL."""
     try:
         yield
     except OutboxError:
-        if claims is not None:
-            claims.withdraw(record.headers)  # type: ignore[arg-type]  # pairs by now
+        if claims is not None and claim is not None:
+            claims.withdraw(claim)
         raise
 
 

@@ -23,7 +23,7 @@ from outbox_core.testing.expectation import bytes_of, headers_of
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.consuming.delivery import Delivery, ReceivedMessage, State
 from outbox_queue.consuming.message import Message
-from outbox_queue.consuming.worker import Handler, HandlerCall, RetryDelay, backoff, check_handler, refuse_unfinished
+from outbox_queue.consuming.worker import Handler, HandlerCall, RetryDelay, backoff, call_handler, check_handler
 from outbox_queue.errors import InvalidMessage, Reject
 from outbox_queue.protocol import headers as message_headers
 from outbox_queue.service import Queue
@@ -207,7 +207,7 @@ def _noting(handler: Handler, errors: list[Exception]) -> Callable[[Message], ob
 
     def noting(message: Message) -> None:
         try:
-            refuse_unfinished(handler(message))
+            call_handler(handler, message)
         except Reject:
             raise
         except Exception as error:

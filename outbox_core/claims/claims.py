@@ -115,12 +115,10 @@ class ClaimCheck:
             ) from error
         return name
 
-    def withdraw(self, headers: Iterable[tuple[str, bytes | str | None]]) -> None:
-        """Delete the payload that a record's headers name, since the record was not written; else it is an orphan."""
-        name = claim_of(headers, b"")
-        if name is not None:
-            with suppress(Exception):
-                self.store.delete(name)
+    def withdraw(self, name: str) -> None:
+        """Delete a payload whose record was not written; else it is an orphan."""
+        with suppress(Exception):
+            self.store.delete(name)
 
 
 def claim_of(headers: Iterable[tuple[str, bytes | str | None]] | None, value: bytes | None) -> str | None:

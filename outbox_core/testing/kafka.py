@@ -12,7 +12,6 @@ handlers get its messages; it does not connect to anything.
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from collections import Counter
@@ -20,9 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outbox_core.claims.claims import ClaimStore
-from outbox_core.errors import OutboxError
 from outbox_core.kafka.clients import Consumer, Message, TopicPartition
-from outbox_core.kafka.messages import ID_HEADER, bring_back
+from outbox_core.kafka.messages import ID_HEADER, bring_back, refuse_unfinished
 from outbox_core.testing.expectation import bytes_of, headers_of
 from outbox_core.testing.interception import CapturedRecord
 from outbox_core.testing.records import StashedRecords
@@ -81,7 +79,7 @@ class InProcessKafka:
             handler = handlers.get(message.topic() or "")
             if handler is not None:
                 bring_back(message, claim_store)
-                _call(handler, message)
+                refuse_unfinished(handler(message), message.topic())
                 handled += 1
             self._delivered += 1
         return handled
@@ -180,14 +178,3 @@ class InProcessConsumer(Consumer):
     def _index(self, *place: object) -> int:
         places = [(message.topic(), message.partition(), message.offset()) for message in self._kafka.published]
         return places.index(place)  # type: ignore[arg-type]
-
-
-def _call(handler: Callable[[Message], object], message: Message) -> None:
-    result = handler(message)
-    if inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
-        if inspect.iscoroutine(result):
-            result.close()  # it is not warned of as never awaited
-        raise OutboxError(
-            f"the handler of topic {message.topic()!r} returned {type(result).__name__}, which is not awaited: the "
-            "work is not done; hand over a function that runs it, such as lambda message: asyncio.run(handle(message))"
-        )

@@ -82,12 +82,23 @@ def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
 
 
 def write(result: TaskResult[..., Any], alias: str) -> None:
-    """Write all of a result that can change."""
+    """Write all of a result that can change, unless another worker, after this one had lost the message, succeeded."""
     values = {name: getattr(result, name) for name in _CHANGED if name not in ("return_value", "errors")}
     values["status"] = str(result.status)
     values["return_value"] = getattr(result, "_return_value", None)
     values["errors"] = [[error.exception_class_path, error.traceback] for error in result.errors]
-    Result.objects.using(alias).filter(pk=result.id).update(**values)
+    Result.objects.using(alias).filter(pk=result.id).exclude(status=TaskResultStatus.SUCCESSFUL).update(**values)
+
+
+def give_up(result_id: str, error: TaskError, alias: str) -> None:
+    """Note that a task becomes a dead letter before it could begin; without a row, do nothing."""
+    with transaction.atomic(using=alias):
+        rows = Result.objects.using(alias).select_for_update().exclude(status=TaskResultStatus.SUCCESSFUL)
+        row = rows.filter(pk=result_id).first()
+        if row is not None:
+            row.status, row.finished_at = TaskResultStatus.FAILED, timezone.now()
+            row.errors.append([error.exception_class_path, error.traceback])
+            row.save(update_fields=["status", "finished_at", "errors"])
 
 
 def prune(older_than: timedelta, alias: str) -> int:

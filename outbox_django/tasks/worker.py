@@ -13,12 +13,12 @@ import socket
 import threading
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from django.db import close_old_connections, connections
+from django.db import DataError, close_old_connections, connections
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
@@ -39,6 +39,7 @@ from outbox_queue import Message, Reject
 
 _EARLY = timedelta(seconds=1)  # clocks differ; what is due within it runs now
 _LONGEST_TRACEBACK = 20_000
+_LOOK_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +75,15 @@ class TaskRunner:
         if job.wait > _EARLY:
             self._backend.stash(job, message.queue)  # it has to wait longer than a message can be delayed
             return
-        attempt = _Attempt(job.result(message.queue, self._backend.alias), message, self._backend)
+        try:
+            result = job.result(message.queue, self._backend.alias)
+        except Exception as error:
+            if self._backend.supports_get_result and (isinstance(error, InvalidJob) or _is_last(message)):
+                from outbox_django.tasks import results
+
+                results.give_up(job.id, _task_error(error), stash_alias())
+            raise
+        attempt = _Attempt(result, message, self._backend)
         if attempt.begin(self.worker_id):
             attempt.run()
 
@@ -121,34 +130,28 @@ class _Attempt:
         self._succeeded(value)
 
     def _succeeded(self, value: object) -> None:
-        if self._keeps_result:
-            try:
-                value = normalize_json(value)
-            except (TypeError, ValueError) as error:
-                refusal = Reject(f"the task has run, but what it returned cannot be kept: {error}")
-                self._failed(refusal)
-                raise refusal from error
-        change(self._result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now(), _return_value=value)
-        self._finish()
+        try:
+            kept = normalize_json(value) if self._keeps_result else value
+            change(self._result, status=TaskResultStatus.SUCCESSFUL, finished_at=timezone.now(), _return_value=kept)
+            self._write()
+        except (TypeError, ValueError, DataError) as error:  # PostgreSQL's JSON has no NaN, NUL or lone surrogate
+            change(self._result, _return_value=None)
+            refusal = Reject(f"the task has run, but what it returned cannot be kept: {error}")
+            self._failed(refusal)
+            raise refusal from error
+        self._announce()
 
     def _failed(self, error: BaseException) -> None:
-        text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
-        kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        self._result.errors.append(TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:]))
-        if self._is_last or isinstance(error, Reject):
+        self._result.errors.append(_task_error(error))
+        if _is_last(self._message) or isinstance(error, Reject):
             change(self._result, status=TaskResultStatus.FAILED, finished_at=timezone.now())
-            self._finish()
+            self._write()
+            self._announce()
         else:
             change(self._result, status=TaskResultStatus.READY)
             self._write()
 
-    @property
-    def _is_last(self) -> bool:
-        most = self._message.max_attempts
-        return most is not None and self._message.attempt >= most
-
-    def _finish(self) -> None:
-        self._write()
+    def _announce(self) -> None:
         task_finished.send(type(self._backend), task_result=self._result)
 
     def _write(self) -> None:
@@ -156,6 +159,17 @@ class _Attempt:
             from outbox_django.tasks import results
 
             results.write(self._result, stash_alias())
+
+
+def _is_last(message: Message) -> bool:
+    return message.max_attempts is not None and message.attempt >= message.max_attempts
+
+
+def _task_error(error: BaseException) -> TaskError:
+    text = "".join(traceback.format_exception(error)).replace("\0", "\N{REPLACEMENT CHARACTER}")
+    text = text.encode(errors="replace").decode()  # lone surrogates
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return TaskError(exception_class_path=kind, traceback=text[-_LONGEST_TRACEBACK:])
 
 
 def run_tasks(
@@ -178,7 +192,7 @@ def run_tasks(
         stop: ends the work when it is set.
 
     Raises:
-        QueueError: if a queue cannot be read; the others are stopped first.
+        QueueError: if a queue cannot be read, or an error ends the tracker; the other queues are stopped first.
     """
     stop = stop or threading.Event()
     runner = TaskRunner(backend)
@@ -189,15 +203,19 @@ def run_tasks(
                 runner, concurrency=concurrency, drain_timeout=drain_timeout, stop=stop, on_signals=False
             )
         finally:
+            stop.set()  # one that cannot go on ends the others
             connections.close_all()
 
     with ExitStack() as stack:
         stack.enter_context(stop_on_signals(stop.set))
-        if with_tracker:
-            stack.enter_context(backend.service.tracker())
+        tracker = stack.enter_context(backend.service.tracker()) if with_tracker else None
         pool = stack.enter_context(ThreadPoolExecutor(len(queue_names), thread_name_prefix="outbox-tasks"))
         futures = [pool.submit(work, name) for name in queue_names]
         _log.info("running the tasks of %s as %s", ", ".join(queue_names), runner.worker_id)
-        wait(futures, return_when=FIRST_EXCEPTION)
-        stop.set()
+        try:
+            while not stop.wait(_LOOK_SECONDS):
+                if tracker is not None:
+                    tracker.join(0)  # raises the error that has ended it
+        finally:
+            stop.set()
         return min(future.result() for future in futures)

@@ -6,6 +6,7 @@ The way of a message: reader -> start markers -> buffer -> receive -> Message ->
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from outbox_queue.consuming.message import Message
 from outbox_queue.consuming.reader import QueueReader
 from outbox_queue.consuming.start_markers import StartMarkers
 from outbox_queue.dead_letters.writer import DeadLetterWriter
-from outbox_queue.errors import InvalidMessage, QueueClosed
+from outbox_queue.errors import InvalidMessage, QueueClosed, refuse_forked
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.protocol.topics import Topics
 from outbox_queue.times import Timeout, now_ms, seconds
@@ -63,6 +64,7 @@ class Consumer:
         start_markers = StartMarkers(config, queue, keys, dead_letters, counters)
         self._acks = AckHandler(config, self._buffer, dead_letters, counters)
         self._closing = threading.Lock()
+        self._pid = os.getpid()
         self._reader = QueueReader(config, start_markers, self._buffer, self._acks, counters)
         self._heartbeat_ends = threading.Event()
         self._heartbeat = threading.Thread(target=self._run_heartbeat, name=f"outbox-queue-alive-{queue}", daemon=True)
@@ -93,7 +95,7 @@ class Consumer:
             timeout: None for as long as the consumer runs.
 
         Raises:
-            QueueError: if the queue cannot be read.
+            QueueError: if the queue cannot be read, also in a process that was forked after the consumer was made.
             QueueClosed: if the consumer has been closed.
         """
         messages = self.receive_many(1, timeout)
@@ -103,6 +105,7 @@ class Consumer:
         """Wait for a message as `receive` does, and return it with others that are there, up to so many."""
         if self._acks.is_closed:
             raise QueueClosed(f"the consumer of queue {self._queue!r} has been closed")
+        refuse_forked(self, self._pid)
         if most < 1:
             raise InvalidMessage(f"receive_many: expected to receive 1 or more, got {most!r}")
         deliveries = self._buffer.get(most, seconds(timeout))

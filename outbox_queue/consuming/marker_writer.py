@@ -17,12 +17,15 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from outbox_core.kafka.clients import KafkaError, KafkaException, Producer, make_producer
+from outbox_core.outage import Outage
 from outbox_queue.config import QueueConfig
 from outbox_queue.errors import QueueClosed
 from outbox_queue.protocol.clients import PARTITIONER, producer_settings
 
 _ANY_PARTITION = -1
 _PURGE_SECONDS = 1.0
+_RETRY_SECONDS = 0.05
+_LOG_AGAIN_SECONDS = 60.0
 
 IsWanted = Callable[[], bool]  # asked before an undelivered marker is sent again
 
@@ -62,6 +65,7 @@ class MarkerWriter:
         self._topic = config.marker_topic
         self._failed: deque[tuple[MarkerRecord, IsWanted | None]] = deque()
         self._is_broken = False
+        self._outage = Outage("delivering markers", _log, _LOG_AGAIN_SECONDS)
         self._producer: Producer | None = self._make()
 
     def _make(self) -> Producer:
@@ -89,6 +93,8 @@ class MarkerWriter:
             record, is_wanted = self._failed.popleft()
             if is_wanted is None or is_wanted():
                 self.write(record, is_wanted)
+        # Successes are not reported, and a failure takes so long at most.
+        self._outage.expire_after(2 * self._config.delivery_timeout.total_seconds())
 
     def flush(self, timeout_seconds: float) -> int:
         """Wait until all markers are delivered; return the number of those that are not in time."""
@@ -99,6 +105,8 @@ class MarkerWriter:
                 return 0
             if time.monotonic() >= end:
                 return left + len(self._failed)
+            if self._failed:
+                time.sleep(_RETRY_SECONDS)  # it may fail at once, again and again
             self.retry_failed()
 
     def close(self, timeout_seconds: float) -> int:
@@ -128,8 +136,8 @@ class MarkerWriter:
             size = len(record.value)
             _log.error("a marker of %d bytes is given up: %s; its message is redelivered", size, error.str())
             return
-        if not self._failed and self._producer is not None:
-            _log.warning("markers could not be delivered, and are tried again: %s", error.str())
+        if self._producer is not None:
+            self._outage.failed(error.str())
         self._failed.append((record, is_wanted))
 
     def _replace_producer(self) -> None:

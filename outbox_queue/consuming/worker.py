@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import random
@@ -55,7 +56,7 @@ class HandlerCall:
         try:
             try:
                 with message.span():
-                    refuse_unfinished(self._handler(message))
+                    call_handler(self._handler, message)
             except Exception as error:
                 self._failed(message, error)
             else:
@@ -153,8 +154,12 @@ def check_handler(handler: object) -> None:
             raise InvalidMessage(f"handler: {handler!r:.200} is a generator function: calling it does nothing yet")
 
 
-def refuse_unfinished(result: object) -> None:
-    """Refuse the result of a handler that was only begun (`QueueError`)."""
+def call_handler(handler: Handler, message: Message) -> None:
+    """Call a handler; raise QueueError for one that was only begun, or cancelled in an event loop of its own."""
+    try:
+        result = handler(message)
+    except asyncio.CancelledError as error:  # no Exception: it would end the worker
+        raise QueueError("the handler was cancelled") from error
     if result is None or not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
         return
     if inspect.iscoroutine(result):

@@ -32,6 +32,7 @@ class Payload(NamedTuple):
 
     value: bytes  # of the record
     headers: list[Header]  # of the record; the user's, and `kmq-deliver-at` if it is delayed
+    claim: str | None  # name of the payload in the claim store, if it went there
 
 
 class PayloadCheck:
@@ -49,21 +50,24 @@ class PayloadCheck:
         """Return the value and headers of a message's record; for arguments and errors see `Producer.send`."""
         value = payload if type(payload) is bytes else _value(payload)
         pairs = message_headers.of_users(headers) if headers else []
-        name = self._claims.deposit(self._topic, value) if self._claims is not None else None
-        if name is not None:
+        deliver_at_ms = now_ms() + self._delay_ms(delay) if delay else None
+        claim = self._claims.deposit(self._topic, value) if self._claims is not None else None
+        if claim is not None:
             value = b""
-            pairs.append((CLAIM_HEADER, name.encode()))
+            pairs.append((CLAIM_HEADER, claim.encode()))
         size = len(value) + sum(len(name) * 4 + len(content or b"") + _HEADER_OVERHEAD for name, content in pairs)
         if size > self._free:
+            if self._claims is not None and claim is not None:
+                self._claims.withdraw(claim)
             raise MessageTooLarge(
                 f"a message of {len(value)} bytes{_with(pairs)} is too large for queue {self._queue!r}: its start "
                 f"marker has to fit into max_message_bytes ({self._limit}), so payload and headers may have "
                 f"{self._free} bytes; keep the data elsewhere and send a reference, or raise max_message_bytes and "
                 "both topics' max.message.bytes"
             )
-        if delay:
-            pairs.append((message_headers.DELIVER_AT, b"%d" % (now_ms() + self._delay_ms(delay))))
-        return Payload(value, pairs)
+        if deliver_at_ms is not None:
+            pairs.append((message_headers.DELIVER_AT, b"%d" % deliver_at_ms))
+        return Payload(value, pairs, claim)
 
     def _delay_ms(self, delay: timedelta) -> int:
         result = delay_milliseconds(delay)

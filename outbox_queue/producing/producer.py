@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -16,7 +17,7 @@ from outbox_core.kafka.clients import KafkaError, KafkaException, make_producer
 from outbox_core.kafka.clients import Producer as KafkaProducer
 from outbox_core.kafka.errors import MAYBE_DELIVERED
 from outbox_queue.config import QueueConfig
-from outbox_queue.errors import QueueClosed, SendFailed
+from outbox_queue.errors import QueueClosed, SendFailed, refuse_forked
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.producing.payloads import PayloadCheck, with_creation
 from outbox_queue.protocol.clients import producer_settings
@@ -73,6 +74,7 @@ class Producer:
         self._reports = _Reports()
         self._reporting = threading.Lock()
         self._is_closed = False
+        self._pid = os.getpid()
 
     def _make(self) -> KafkaProducer:
         # Successes are reported too, for the metric `produced`.
@@ -95,10 +97,12 @@ class Producer:
             ClaimStoreFailed: if it is large and its claim store did not take it; nothing was sent.
             SendFailed: if no place got free for it within `delivery_timeout`; it was not sent.
             QueueClosed: if the producer has been closed.
+            QueueError: if it was made before this process was forked, which its client does not survive.
         """
         if self._is_closed:
             raise QueueClosed(f"the producer of queue {self._queue!r} has been closed")
-        value, pairs = self._check.encode(payload, with_creation(self._queue, headers), delay)
+        refuse_forked(self, self._pid)
+        value, pairs, _ = self._check.encode(payload, with_creation(self._queue, headers), delay)
         try:
             self._produce(value, pairs)
         except BufferError:

@@ -17,6 +17,7 @@ PARTITIONER = {"partitioner": "murmur2_random"}  # Go's: one partition for a que
 UNTIL_FLUSH_MS = 100  # linger of producers that are flushed after each batch: a request for each partition is enough
 
 _MOST_QUEUED_MESSAGES = 100_000
+_LARGEST_BATCH_BYTES = 1_000_000  # librdkafka's default
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
 
 
@@ -35,6 +36,8 @@ def producer_settings(config: QueueConfig, *, linger_ms: float = 5) -> dict[str,
     return {
         "linger.ms": linger_ms,
         "queue.buffering.max.messages": _MOST_QUEUED_MESSAGES,
+        # Topics limit a batch, not a record: it would be refused as a whole, and as often as it is tried.
+        "batch.size": min(_LARGEST_BATCH_BYTES, config.max_message_bytes),
         **common_settings(config),
         "enable.idempotence": True,
         "acks": "all",

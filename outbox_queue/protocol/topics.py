@@ -64,10 +64,10 @@ def _ensure_message_topic(config: QueueConfig) -> int:
 
 def _ensure(config: QueueConfig, name: str, topic: str, partitions: int) -> int:
     largest = config.max_message_bytes + _BATCH_OVERHEAD
-    settings = {"max.message.bytes": str(largest)}
+    settings = {"max.message.bytes": str(largest), "cleanup.policy": "delete"}
     if topic == config.marker_topic:
         retention = str(milliseconds(config.marker_retention))
-        settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention, "cleanup.policy": "delete"}
+        settings |= {"message.timestamp.type": LOG_APPEND_TIME, "retention.ms": retention}
     elif topic == config.dead_letters:
         settings["cleanup.policy"] = "compact"  # dead letters never expire; a tombstone removes one
         settings["max.message.bytes"] = str(max(largest, _LARGEST_DEAD_LETTER))
@@ -94,23 +94,45 @@ def _problems(config: QueueConfig, topics: Sequence[str]) -> list[str]:
                 f"topic {topic!r} takes records of {settings['max.message.bytes']} bytes (max.message.bytes), and "
                 f"max_message_bytes is {config.max_message_bytes}: lower it, or raise the topic's"
             )
+        if topic == config.dead_letters:
+            problems += _dead_letter_problems(topic, settings)
+            continue
+        if "compact" in settings["cleanup.policy"]:
+            lost = "start markers" if topic == config.marker_topic else "all messages of a queue but the last"
+            raise QueueTopicError(
+                f"topic {topic!r} has cleanup.policy={settings['cleanup.policy']}: compaction would remove {lost}; "
+                "set it to delete"
+            )
         if topic == config.marker_topic:
             problems += _marker_problems(config, settings)
     return problems
 
 
+def _dead_letter_problems(topic: str, settings: dict[str, str]) -> list[str]:
+    policy = settings["cleanup.policy"]
+    if policy == "compact" or int(settings["retention.ms"]) == _retention_bytes(settings) == _UNLIMITED:
+        return []
+    problem = f"dead letter topic {topic!r} has cleanup.policy={policy} and a retention, so dead letters expire"
+    return [f"{problem}; set it to compact"]
+
+
+def _retention_bytes(settings: dict[str, str]) -> int:
+    return int(settings.get("retention.bytes", _UNLIMITED))
+
+
 def _marker_problems(config: QueueConfig, settings: dict[str, str]) -> list[str]:
     topic = config.marker_topic
-    if "compact" in settings["cleanup.policy"]:
-        raise QueueTopicError(
-            f"marker topic {topic!r} has cleanup.policy={settings['cleanup.policy']}: compaction would remove start "
-            "markers of messages in progress; set it to delete"
-        )
     problems = []
     if settings["message.timestamp.type"] != LOG_APPEND_TIME:
         problems.append(
             f"marker topic {topic!r} has message.timestamp.type={settings['message.timestamp.type']}: redelivery goes "
             f"by the clocks of consumers, and is early or late by their error; set it to {LOG_APPEND_TIME}"
+        )
+    size = _retention_bytes(settings)
+    if size != _UNLIMITED:
+        problems.append(
+            f"marker topic {topic!r} keeps {size} bytes of markers in a partition (retention.bytes): after a burst a "
+            "new tracker might not find start markers; set it to -1"
         )
     retention = int(settings["retention.ms"])
     longest = max(config.max_processing_time, config.max_delay, config.redelivery_timeout)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NewType, TypedDict
 
 import django
+from django.utils import timezone
 
 from outbox_queue import Reject
 
@@ -48,10 +49,28 @@ def fail(message: str = "no") -> None:
     raise ValueError(message)
 
 
+@task(takes_context=True)
+def overtaken(context) -> None:
+    """Fail after another worker has succeeded."""
+    from outbox_django.tasks.models import Result
+
+    results = Result.objects.filter(pk=context.task_result.id)
+    results.update(status="SUCCESSFUL", return_value="by another", finished_at=timezone.now())
+    raise ValueError("too late")
+
+
 @task
 def refuse() -> None:
     """Refuse for good."""
     raise Reject("makes no sense")
+
+
+@task
+def echo(value: str) -> Any:
+    """Return what PostgreSQL's JSON does not have, or raise it."""
+    if value == "raise":
+        raise ValueError("\ud800\0")
+    return {"nan": float("nan"), "nul": "\0", "surrogate": "\ud800"}[value]
 
 
 @task

@@ -252,6 +252,56 @@ def test_a_task_that_fails(finished):
     assert (result.status, result.attempts, result.finished_at) == (TaskResultStatus.READY, 3, None)
 
 
+@pytest.mark.parametrize("value", ["nan", "nul", "surrogate"])
+def test_a_return_value_that_the_table_refuses(value):
+    """A task whose value JSON has in Python alone has run all the same: it is FAILED, and not tried again."""
+    result = sample_tasks.echo.enqueue(value)
+    with pytest.raises(Reject, match="cannot be kept"):
+        _run()
+    result.refresh()
+    assert (result.status, len(result.errors)) == (TaskResultStatus.FAILED, 1)
+
+
+def test_an_error_whose_text_the_table_refuses():
+    """An attempt is counted as failed also if the text of its error cannot be kept as it is."""
+    result = sample_tasks.echo.enqueue("raise")
+    with pytest.raises(ValueError, match="\0"):
+        _run()
+    result.refresh()
+    assert (result.status, len(result.errors)) == (TaskResultStatus.READY, 1)
+
+
+def test_a_success_is_final():
+    """A worker that was thought dead fails after another has succeeded: the result stays, and nothing runs again."""
+    result = sample_tasks.overtaken.enqueue()
+    with pytest.raises(ValueError, match="too late"):
+        _run()
+    result.refresh()
+    assert result.status == TaskResultStatus.SUCCESSFUL
+    assert result.return_value == "by another"
+
+
+def test_a_task_that_never_runs():
+    """A task that no worker knows, or that is none, is READY until its message becomes a dead letter, then FAILED."""
+    result = sample_tasks.noop.enqueue()
+    row = Outbox.objects.latest("id")
+    job = json.loads(bytes(row.kafka_value))
+    payload = json.dumps({**job, "task": f"{_MODULE}.of_tomorrow"}).encode()
+    for attempt, status in ((1, "READY"), (2, "FAILED")):
+        with pytest.raises(ImportError):
+            _run(attempt=attempt, max_attempts=2, payload=payload)
+        result.refresh()
+        assert result.status == status
+    assert [error.exception_class for error in result.errors] == [ImportError]
+    assert result.finished_at is not None
+    other = sample_tasks.noop.enqueue()
+    payload = json.dumps({**job, "id": other.id, "task": f"{_MODULE}.NOT_A_TASK"}).encode()
+    with pytest.raises(Reject):
+        _run(payload=payload)
+    other.refresh()
+    assert other.status == "FAILED"
+
+
 @pytest.mark.parametrize(
     ("task", "raised", "status"),
     [

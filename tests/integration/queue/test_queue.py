@@ -27,8 +27,8 @@ from outbox_queue import (
 )
 from outbox_queue.dead_letters.store import DeadLetters
 from outbox_queue.protocol import markers as wire
-from outbox_queue.protocol.headers import DELIVER_AT
-from outbox_queue.protocol.topics import ensure_topics
+from outbox_queue.protocol.headers import DELIVER_AT, dead_letter_record
+from outbox_queue.protocol.topics import ensure_message_topic, ensure_topics
 from tests.kafka_reader import read_topic
 from tests.queueing import eventually as _eventually
 from tests.queueing import queue_config, tracking
@@ -688,6 +688,32 @@ def test_transactional_starts_are_seen_with_their_offsets_or_not_at_all(service,
     assert kinds == {wire.START: 20, wire.END: 20}
 
 
+def test_batches_fit_into_topics_of_small_messages(kafka_bootstrap, topic_name):
+    """Start markers, and requeued dead letters, go in batches no larger than topics of small messages take."""
+    config = QueueConfig(
+        bootstrap_servers=kafka_bootstrap,
+        message_topic=topic_name("m"),
+        marker_topic=topic_name("k"),
+        message_partitions=1,
+        marker_partitions=1,
+        max_message_bytes=2000,
+        transactional=True,
+    )
+    queue = QueueService(config).queue("q")
+    send(queue, *(b"x" * 200 for _ in range(100)))
+    with queue.consumer() as consumer:
+        for _ in range(100):
+            receive(consumer).ack()
+    letters = Producer({"bootstrap.servers": kafka_bootstrap})
+    for number in range(100):
+        key, value, headers = dead_letter_record(
+            b"q", b"x" * 200, headers=(), attempts=1, enqueued_at_ms=1, origin=(0, number), reason="no", dead_at_ms=1
+        )
+        letters.produce(config.dead_letters, value, key, headers=headers)
+    assert letters.flush(30) == 0
+    assert len(DeadLetters(config).requeue(lambda _: True)) == 100
+
+
 def test_missing_topics_are_made_for_their_purpose(kafka_bootstrap, topic_name):
     """Missing topics are made: dead letters compacted, and the others with the configured partitions."""
     config = QueueConfig(
@@ -713,12 +739,28 @@ def test_wrong_topics_are_reported(kafka_bootstrap, make_topic, caplog):
     assert "message.timestamp.type=CreateTime" in problem
     assert problem in caplog.text
     compacted = make_topic(4, config={"cleanup.policy": "compact"})
+    for kind in ("message_topic", "marker_topic"):
+        with pytest.raises(QueueTopicError, match="compaction would remove"):
+            ensure_topics(config.for_queue(**{kind: compacted}))
     with pytest.raises(QueueTopicError, match="compaction would remove"):
-        ensure_topics(config.for_queue(marker_topic=compacted))
+        ensure_message_topic(config.for_queue(message_topic=compacted))
     with pytest.raises(QueueTopicError, match=r"max\.message\.bytes"):
         ensure_topics(config.for_queue(max_message_bytes=5_000_000))
     with pytest.raises(QueueTopicError, match="message_partitions is 9"):
         ensure_topics(config.for_queue(message_partitions=9))
+
+
+def test_topics_that_forget_too_early_are_reported(kafka_bootstrap, make_topic):
+    """Dead letters that expire are reported, and a marker topic that is limited by its size."""
+    marker_settings = {"message.timestamp.type": "LogAppendTime", "retention.bytes": "1000000"}
+    config = queue_config(
+        kafka_bootstrap, make_topic, marker_topic=make_topic(4, config=marker_settings), dead_letter_topic=make_topic(4)
+    )
+    markers, letters = ensure_topics(config).problems
+    assert "retention.bytes" in markers
+    assert "dead letters expire" in letters
+    lasting = make_topic(4, config={"retention.ms": "-1"})
+    assert ensure_topics(config.for_queue(dead_letter_topic=lasting)).problems == (markers,)
 
 
 def test_numbers_are_counted(service, config):

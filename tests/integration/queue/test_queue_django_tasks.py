@@ -15,7 +15,9 @@ from outbox_django.models import Outbox
 from outbox_django.tasks.library import task_backends
 from outbox_django.tasks.models import Result
 from outbox_django.tasks.worker import run_tasks
+from outbox_queue import QueueError
 from outbox_queue.dead_letters.store import DeadLetters
+from outbox_queue.redelivery.loop import TrackerLoop
 from tests.integration.django import sample_tasks
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
 from tests.queueing import PATIENCE, queue_config
@@ -73,6 +75,23 @@ def test_tasks_run(backend, tmp_path):
     letters = list(DeadLetters(backend.service.config).all())
     assert [(letter.queue, letter.reason) for letter in letters] == [("default", "makes no sense")]
     connections.close_all()
+
+
+def test_a_worker_does_not_go_on_without_its_tracker(backend, monkeypatch):
+    """An error that ends the tracker ends the worker, too: its supervisor restarts both, as failed tasks would wait."""
+
+    def turn(_):
+        raise QueueError("no right to read markers")
+
+    monkeypatch.setattr(TrackerLoop, "turn", turn)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_tasks, backend, ["default"], with_tracker=True, stop=stop)
+        try:
+            with pytest.raises(QueueError, match="no right"):
+                running.result(PATIENCE)
+        finally:
+            stop.set()
 
 
 def _is_over(running):

@@ -16,7 +16,7 @@ from outbox_core.cli import claims, main
 from outbox_core.errors import InvalidConfig, InvalidRecord, MissingExtra, TransactionRequired
 from outbox_core.schema import TEXT_LAYOUT, TableName
 from outbox_django import OutboxTable
-from outbox_queue import QueueConfig, QueueService
+from outbox_queue import InvalidMessage, QueueConfig, QueueService
 from outbox_sqlalchemy import Outbox
 
 SECRET = "../../etc/passwd"
@@ -163,6 +163,22 @@ def test_nothing_goes_to_the_store_for_a_stash_that_is_refused(store):
         with pytest.raises(error):
             queue.stash(refused, b"x" * 11)
     assert list(store.names()) == []
+
+
+def test_a_refused_message_takes_back_its_own_payload_only(store):
+    """A message that is refused leaves no payload of its own, and that of a forwarded header is another message's."""
+    options = {"claim_store": store, "claim_check_above": 10}
+    config = QueueConfig(bootstrap_servers="nowhere:1", message_topic="jobs")
+    queue = QueueService(config, **options).queue("q")
+    received = queue.record(b"x" * 11)
+    names = list(store.names())
+    for refused in ({"delay": timedelta(days=365)}, {"headers": {"h": b"x" * 1_000_000}}):
+        with pytest.raises(InvalidMessage):
+            queue.record(b"y" * 11, **refused)
+    for payload in (b"small", b"", b"y" * 11):
+        with pytest.raises(TransactionRequired):
+            queue.stash(SimpleNamespace(autocommit=True, cursor=None), payload, headers=received.headers)
+    assert list(store.names()) == names
 
 
 def test_stores_of_a_command(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from outbox_core.consuming import Consumed, backoff, consume, group_of, message_id_of
-from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
+from outbox_core.errors import InvalidConfig, InvalidMessageId, OutboxError, UnsafeConsumer
 
 
 class Record:
@@ -149,6 +149,26 @@ def test_a_handler_that_raises(error):
     assert work.accepted == set()
     if isinstance(error, Exception):
         assert raised.value.__notes__ == ["while handling orders[3] at offset 5, attempt 1"]
+
+
+async def _only_begun(_transaction, _record):
+    """Would do the work if it was awaited."""
+
+
+def _generating(_transaction, _record):
+    yield
+
+
+@pytest.mark.parametrize("handler", [_only_begun, _generating])
+def test_work_that_is_only_begun_is_not_accepted(handler):
+    """A handler that only begins its work is refused: its record would be accepted and committed, and never handled."""
+    consumer = PlayedConsumer(Record(7))
+    work = Work(consumer)
+    with pytest.raises(OutboxError, match="the work is not done"):
+        run(consumer, handler, work=work)
+    assert work.accepted == set()
+    assert ("seek", 7) in consumer.log
+    assert ("commit", 8) not in consumer.log
 
 
 def test_retries():

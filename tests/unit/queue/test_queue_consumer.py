@@ -1,12 +1,13 @@
 """A consumer without Kafka: the messages that it hands out and gives back, and their markers."""
 
+import os
 import time
 from datetime import timedelta
 
 import pytest
 from confluent_kafka import TIMESTAMP_CREATE_TIME
 
-from outbox_queue import InvalidMessage, QueueConfig
+from outbox_queue import InvalidMessage, QueueConfig, QueueError
 from outbox_queue.consuming import acks, consumer, group_member, reader
 from outbox_queue.consuming.consumer import Consumer
 from outbox_queue.consuming.reader import QueueReader
@@ -217,3 +218,12 @@ def test_a_bad_reason_leaves_the_message_in_progress(begin):
     message.nack(reason="\ud800")
     assert one.in_progress == 0
     assert one._acks._markers.written[-1][0].reason == "?"
+
+
+def test_a_forked_consumer_refuses_to_receive(begin, monkeypatch):
+    """The threads of a consumer do not survive a fork: its messages would be waited for for ever."""
+    one = begin()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(QueueError, match="forked; make one in each process"):
+            one.receive(0)

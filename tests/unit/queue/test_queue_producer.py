@@ -1,9 +1,11 @@
 """A producer's errors about undelivered messages, with a Kafka client that fails on demand."""
 
+import os
+
 import pytest
 from confluent_kafka import KafkaError
 
-from outbox_queue import QueueConfig, SendFailed
+from outbox_queue import QueueConfig, QueueError, SendFailed
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.producing import producer
 from outbox_queue.producing.producer import Producer
@@ -104,3 +106,12 @@ def test_a_producer_looks_at_no_other_topic(monkeypatch):
     of_queues.queue("other").producer()
     assert asked == ["messages", "messages"]
     assert of_queues.known_message_partitions == 5
+
+
+def test_a_forked_producer_refuses_to_send(client, monkeypatch):
+    """The client's threads do not survive a fork: its messages would never leave the process, without any error."""
+    sending = Producer(CONFIG, "q", QueueCounters())
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    with pytest.raises(QueueError, match="forked; make one in each process"):
+        sending.send(b"x")
+    assert client.reports == []

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from asyncio import CancelledError
 from datetime import timedelta
 
 import pytest
@@ -99,6 +100,7 @@ def failing(error):
         (Unprintable(), "nack after 1000 ms: Unprintable: Unprintable without text"),
         (Reject("makes no sense"), "reject: makes no sense"),
         (Reject(ValueError("an error")), "reject: an error"),
+        (CancelledError(), "nack after 1000 ms: QueueError: the handler was cancelled"),  # of its own event loop
     ],
 )
 def test_an_error_settles_its_message(error, settled):
