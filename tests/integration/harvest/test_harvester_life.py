@@ -353,6 +353,21 @@ def test_stop_is_bounded(scene, monkeypatch):
     assert scene.count("leader_id IS NOT NULL") == 0
 
 
+def test_hand_over_waits_for_sends(scene, monkeypatch):
+    """A hand-over ends after all sends, however short the user's patience is: the next leader sends at once."""
+    monkeypatch.setattr("outbox_core.harvest.at_least_once.loop._REPORTS_LATE_SECONDS", 0.1)
+    scene.fill("t", 20)
+    producer = _Resending()
+    limits = {"heartbeat_timeout": "1s", "drain_timeout": "200ms"}
+    harvester = scene.harvester(producer_factory=lambda: producer, limits=limits)
+    harvester.start()
+    wait_until(lambda: producer.sent == 20, "all are on the wire")
+    harvester.elector.revoke()
+    assert len(producer) == 0
+    harvester.stop()
+    assert harvester.join(10)
+
+
 class NeverLeader(AlwaysLeader):
     """An elector that never leads."""
 
