@@ -47,6 +47,7 @@ from outbox_core.harvest.at_least_once.send_window import CHECK_EVERY_SECONDS
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
 from outbox_core.harvest.failures.handler import NO_LETTERS, Letters
+from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.failures.policy import Remark, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
@@ -57,7 +58,6 @@ from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.messages import Failure
 from outbox_core.printable import plural
 from outbox_core.stores.interface import (
-    NO_HOLDS,
     HoldSet,
     MarkedBatch,
     OutboxStore,
@@ -87,8 +87,6 @@ class _MarkRequest(NamedTuple):
 
     limit: int = 0
     plan: ScanPlan | None = None
-    excludes: bool = False
-    holds: HoldSet = NO_HOLDS
     rows: Sequence[RowId] = ()
     letters: Sequence[int] = ()
 
@@ -225,7 +223,7 @@ class AtLeastOnce:
     def _start_trying(self, rows: list[RowId], letters: list[int]) -> None:
         failures, holds, leader_id = self._failures, self._failures.holds, self.leader_id
         ids = [*letters, *(row.id for row in rows if row.id in holds.requests)]
-        self._request = _MarkRequest(len(rows), None, excludes=True, holds=holds, rows=rows, letters=letters)
+        self._request = _MarkRequest(len(rows), rows=rows, letters=letters)
         query = RowQuery(len(rows), self._ctx.limits.mark_query_bytes, holds=holds, only_rows=rows)
         self._lanes.mark_starts()
 
@@ -241,7 +239,7 @@ class AtLeastOnce:
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         holds = self._failures.holds
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
-        self._request = _MarkRequest(limit, plan, bool(lanes or rows or topics), holds)
+        self._request = _MarkRequest(limit, plan)
         query = RowQuery(limit, self._ctx.limits.mark_query_bytes, plan.floor, lanes, rows, topics, holds)
         leader_id = self.leader_id
         self._lanes.mark_starts()
@@ -320,16 +318,10 @@ class AtLeastOnce:
             self._release(self._lanes.admit(records, holds.covers if holds else None))
 
     def _check_drained(self) -> None:
-        if not self._drain or self._request.excludes or self._lanes.held or self._failures.must_hold:
+        if not self._drain or self._lanes.held or self._failures.backoffs:
             return
-        holds, hold_cache = self._failures.holds, self._failures.hold_cache
-        if holds is not self._request.holds:
-            return  # something may have been released since the mark began
         try:
-            if holds:  # the rest is held: unless that has changed, this is all
-                self.drained = self._ctx.marker.submit(hold_cache.read).result() is holds and not holds.requests
-            else:
-                self.drained = self._ctx.marker.submit(lambda store: store.is_empty()).result()
+            self.drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
             self._ctx.database.failed(error)
 
