@@ -554,22 +554,25 @@ class AtLeastOnce:
     def _finish(self) -> None:
         """Await the records in flight, purge those that arrived, release the rest: the module's last paragraph."""
         self._force_remark()
-        give_up_at = now() + self._ctx.limits.drain_timeout
+        drain_timeout = self._ctx.limits.drain_timeout
+        give_up_at = now() + drain_timeout
         drop_at = now() + self._ctx.limits.delivery_timeout + _REPORTS_LATE_SECONDS
+        dropped_at = float("inf")
         while True:
             if not self._leads() or now() >= drop_at:
                 # In each turn: what is on the wire comes back from a lost connection and would be sent again, for as
                 # long as the client's clock says, which stands still while the machine sleeps.
                 self._publisher.cancel()
+                dropped_at = min(dropped_at, now())  # not when it was due: the machine may have slept since
             self._ctx.wake.clear()
             self._collect_mark()
             self._collect_settled()
             self._start_settling()
             if self._publisher.in_flight:
-                give_up_at = now() + self._ctx.limits.drain_timeout
+                give_up_at = now() + drain_timeout
             elif not self._busy_with_database() or now() >= give_up_at:
                 break
-            if now() >= drop_at + self._ctx.limits.drain_timeout and self._publisher.in_flight:
+            if self._publisher.in_flight and now() >= dropped_at + max(drain_timeout, _REPORTS_LATE_SECONDS):
                 raise OutboxError(f"the Kafka client does not give back {plural(self._publisher.in_flight, 'record')}")
             self._wait(self._patience())
             self._collect_reports()
