@@ -61,7 +61,8 @@ class Outage:
     @property
     def lasted_seconds(self) -> float:
         """Seconds without any success; 0.0 if there is no outage."""
-        return 0.0 if self._began_at is None else time.monotonic() - max(self._began_at, self._succeeded_at)
+        began_at = self._began_at  # another thread may end it meanwhile
+        return 0.0 if began_at is None else time.monotonic() - max(began_at, self._succeeded_at)
 
     def describe(self) -> str:
         """Return name, duration and reason in one line."""

@@ -207,7 +207,7 @@ class Neli:
         try:
             while not self._stopping.is_set():
                 member.run_once()
-        except Exception as error:
+        except BaseException as error:  # of a handler that calls `sys.exit`, too: a thread would end without a word
             if not isinstance(error, OutboxError):
                 logger.exception("%s: leader election failed", self._config.name)
             self._fail(error)

@@ -134,7 +134,7 @@ class EmbeddedHarvester:
                 if self._stopping.is_set():  # `stop` may have come before it could be seen
                     harvester.stop()
                 harvester.join()
-            except Exception as error:
+            except BaseException as error:  # of an event handler that calls `sys.exit`, too, which ends only a thread
                 self._harvester = None
                 self._outage.failed(redact(str(error)) or type(error).__name__)
                 self._stopping.wait(self._retry_seconds)

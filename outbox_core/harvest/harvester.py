@@ -321,7 +321,8 @@ class Harvester:
         self._wake.set()
 
     def _hand_over(self) -> None:
-        limit = self.config.limits.drain_timeout.total_seconds()
+        # The elector tells the successor that nothing is under way; a send may be for as long as a lease lasts.
+        limit = max(self.config.limits.drain_timeout, self.config.limits.heartbeat_timeout).total_seconds()
         with self._term_changed:
             self._announced = None
             if self._term is not None:

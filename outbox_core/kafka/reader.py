@@ -46,8 +46,17 @@ def reader_settings(kafka: KafkaConfig, group: str) -> dict[str, Any]:
     }
 
 
-def partition_ends(settings: KafkaConfig, topics: Iterable[str], *, timeout_seconds: float) -> dict[Place, int]:
-    """Return the end of each partition, behind open transactions, or raise KafkaException for an unreadable topic."""
+def partition_ends(
+    settings: KafkaConfig,
+    topics: Iterable[str],
+    *,
+    timeout_seconds: float,
+    on_denied: Callable[[KafkaError, str], None] | None = None,
+) -> dict[Place, int]:
+    """Return the end of each partition, behind open transactions, or raise KafkaException for an unreadable topic.
+
+    With `on_denied`, topics that we may not see are told to it, and left out.
+    """
     # A read_committed client is told where the first open transaction begins.
     consumer = make_consumer({**settings, "isolation.level": "read_uncommitted", "allow.auto.create.topics": False})
     try:
@@ -55,7 +64,9 @@ def partition_ends(settings: KafkaConfig, topics: Iterable[str], *, timeout_seco
         for topic in topics:
             found = consumer.list_topics(topic, timeout=timeout_seconds).topics[topic]
             if found.error is not None and found.error.code() not in NO_SUCH_PARTITION:
-                raise KafkaException(found.error)
+                if on_denied is None or found.error.code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                    raise KafkaException(found.error)
+                on_denied(found.error, topic)
             for partition in sorted(found.partitions):
                 ends[topic, partition] = _end(consumer, TopicPartition(topic, partition), timeout_seconds)
         return ends

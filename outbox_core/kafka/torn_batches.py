@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from outbox_core.errors import KafkaUnavailable
@@ -24,6 +25,7 @@ from outbox_core.kafka.messages import headers_of
 from outbox_core.kafka.reader import PartitionReader, Place, partition_ends, reader_settings
 from outbox_core.kafka.tracking import ManifestNotRead
 from outbox_core.stores.interface import StoredRecord
+from outbox_core.topic_names import is_legal
 
 _log = logging.getLogger(__name__)
 
@@ -83,10 +85,13 @@ def read_back(
     settings = reader_settings(kafka, group)
     consumer = make_consumer(settings)
     prefix = f"{outbox_name}:".encode()
+    on_denied = partial(_note_denied, grant("READ", kafka))
+    # Writers may name any other: its rows were refused before they were sent.
+    topics = filter(is_legal, opening.topics or ())
     try:
-        ends = partition_ends(settings, opening.topics or (), timeout_seconds=_ANSWER_SECONDS)
+        ends = partition_ends(settings, topics, timeout_seconds=_ANSWER_SECONDS, on_denied=on_denied)
         starts = _starts(consumer, ends, opening.written_at_ms - _MARGIN_MS)
-        for message in _messages(consumer, starts, ends, give_up, grant("READ", kafka)):
+        for message in _messages(consumer, starts, ends, give_up, on_denied):
             identity = _id_of(message, id_header, prefix)
             if identity is not None and opening.first <= identity <= opening.last:
                 yield Seen(identity, message.key(), message.value())
@@ -96,6 +101,10 @@ def read_back(
         raise ManifestNotRead(f"a torn batch cannot be read back: {error}") from None
     finally:
         consumer.close()
+
+
+def _note_denied(grant_read: str, error: KafkaError, topic: str) -> None:
+    _log.error("topic %s: %s; rows for it may be repeated: %s", topic, error.str(), grant_read)
 
 
 def _starts(consumer: Consumer, ends: Mapping[Place, int], since_ms: int) -> list[TopicPartition]:
@@ -113,7 +122,7 @@ def _messages(
     starts: list[TopicPartition],
     ends: Mapping[Place, int],
     give_up: Callable[[], bool],
-    grant_read: str,
+    on_denied: Callable[[KafkaError, str], None],
 ) -> Iterator[Message]:
     """Yield all records before the ends, however many: a term that gave up would leave more to the next one."""
 
@@ -123,7 +132,7 @@ def _messages(
 
     def on_error(error: KafkaError, topic: str) -> None:
         if error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-            _log.error("topic %s: %s; rows for it may be repeated: %s", topic, error.str(), grant_read)
+            on_denied(error, topic)
             reader.skip(topic)
         elif error.fatal() or not error.retriable():
             raise KafkaException(error)

@@ -47,6 +47,7 @@ from outbox_core.harvest.at_least_once.send_window import CHECK_EVERY_SECONDS
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
 from outbox_core.harvest.failures.handler import NO_LETTERS, Letters
+from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.failures.policy import Remark, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
@@ -57,7 +58,6 @@ from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.messages import Failure
 from outbox_core.printable import plural
 from outbox_core.stores.interface import (
-    NO_HOLDS,
     HoldSet,
     MarkedBatch,
     OutboxStore,
@@ -87,8 +87,6 @@ class _MarkRequest(NamedTuple):
 
     limit: int = 0
     plan: ScanPlan | None = None
-    excludes: bool = False
-    holds: HoldSet = NO_HOLDS
     rows: Sequence[RowId] = ()
     letters: Sequence[int] = ()
 
@@ -225,7 +223,7 @@ class AtLeastOnce:
     def _start_trying(self, rows: list[RowId], letters: list[int]) -> None:
         failures, holds, leader_id = self._failures, self._failures.holds, self.leader_id
         ids = [*letters, *(row.id for row in rows if row.id in holds.requests)]
-        self._request = _MarkRequest(len(rows), None, excludes=True, holds=holds, rows=rows, letters=letters)
+        self._request = _MarkRequest(len(rows), rows=rows, letters=letters)
         query = RowQuery(len(rows), self._ctx.limits.mark_query_bytes, holds=holds, only_rows=rows)
         self._lanes.mark_starts()
 
@@ -241,7 +239,7 @@ class AtLeastOnce:
         # Passed to the statement as they are known now: a release that becomes known later counts for the next one.
         holds = self._failures.holds
         plan = self._ctx.watermark.plan(frozenset(lanes | rows | topics | holds.items))
-        self._request = _MarkRequest(limit, plan, bool(lanes or rows or topics), holds)
+        self._request = _MarkRequest(limit, plan)
         query = RowQuery(limit, self._ctx.limits.mark_query_bytes, plan.floor, lanes, rows, topics, holds)
         leader_id = self.leader_id
         self._lanes.mark_starts()
@@ -299,7 +297,7 @@ class AtLeastOnce:
                 self._check_drained()
         elif (request.rows or request.letters) and not self._remark:
             rows, letters = failures.take_in_tried(request.rows, request.letters, batch.records, marked.letters)
-            self._release(record for record in batch.records if record not in rows)
+            self._release(record for record in batch.records if row_id(record) not in failures.tried)
             self._admit(rows)
             self._ctx.batches.meet(set(map(_topic_of, letters)))
             self._release(self._lanes.admit(letters))
@@ -320,16 +318,10 @@ class AtLeastOnce:
             self._release(self._lanes.admit(records, holds.covers if holds else None))
 
     def _check_drained(self) -> None:
-        if not self._drain or self._request.excludes or self._lanes.held or self._failures.must_hold:
+        if not self._drain or self._lanes.held or self._failures.backoffs:
             return
-        holds, hold_cache = self._failures.holds, self._failures.hold_cache
-        if holds is not self._request.holds:
-            return  # something may have been released since the mark began
         try:
-            if holds:  # the rest is held: unless that has changed, this is all
-                self.drained = self._ctx.marker.submit(hold_cache.read).result() is holds and not holds.requests
-            else:
-                self.drained = self._ctx.marker.submit(lambda store: store.is_empty()).result()
+            self.drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
             self._ctx.database.failed(error)
 
@@ -562,22 +554,25 @@ class AtLeastOnce:
     def _finish(self) -> None:
         """Await the records in flight, purge those that arrived, release the rest: the module's last paragraph."""
         self._force_remark()
-        give_up_at = now() + self._ctx.limits.drain_timeout
+        drain_timeout = self._ctx.limits.drain_timeout
+        give_up_at = now() + drain_timeout
         drop_at = now() + self._ctx.limits.delivery_timeout + _REPORTS_LATE_SECONDS
+        dropped_at = float("inf")
         while True:
             if not self._leads() or now() >= drop_at:
                 # In each turn: what is on the wire comes back from a lost connection and would be sent again, for as
                 # long as the client's clock says, which stands still while the machine sleeps.
                 self._publisher.cancel()
+                dropped_at = min(dropped_at, now())  # not when it was due: the machine may have slept since
             self._ctx.wake.clear()
             self._collect_mark()
             self._collect_settled()
             self._start_settling()
             if self._publisher.in_flight:
-                give_up_at = now() + self._ctx.limits.drain_timeout
+                give_up_at = now() + drain_timeout
             elif not self._busy_with_database() or now() >= give_up_at:
                 break
-            if now() >= drop_at + self._ctx.limits.drain_timeout and self._publisher.in_flight:
+            if self._publisher.in_flight and now() >= dropped_at + max(drain_timeout, _REPORTS_LATE_SECONDS):
                 raise OutboxError(f"the Kafka client does not give back {plural(self._publisher.in_flight, 'record')}")
             self._wait(self._patience())
             self._collect_reports()

@@ -438,12 +438,16 @@ def test_an_empty_manifest_hides_nobodys(transactions):
     assert list(transactions.begin(own)[1].manifest.ids) == [7]
 
 
-def test_a_torn_batch_is_read_back_once(scene, transactions, make_topic):
-    """Recovery settles a torn transaction with a manifest, so that the next term finds no opening."""
+@pytest.mark.parametrize("others", [(), ("", "no topic!", "x" * 1000)], ids=["", "illegal names"])
+def test_a_torn_batch_is_read_back_once(scene, transactions, make_topic, others):
+    """Recovery settles a torn transaction with a manifest, so that the next term finds no opening.
+
+    Its batch may have had rows for topics that cannot exist.
+    """
     own = transactions.own
     producer, _ = transactions.begin(own)
     assert producer.begin() is None
-    opening = Opening(own.outbox, 1, 9, (make_topic(1),))
+    opening = Opening(own.outbox, 1, 9, (make_topic(1), *others))
     assert producer.send_manifest(own.tracking_topic, opening.encode(), key=opening_key(own.transactional_id)) is None
     assert isinstance(producer.commit(), Committed)
     assert transactions.begin(own)[1].opening is not None

@@ -79,3 +79,17 @@ def test_what_is_not_looked_at_is_not_away(clock):
     clock(146.0)
     outage.expire_after(5.0)
     assert outage.lasted_seconds == 0.0
+
+
+def test_asked_while_it_ends(monkeypatch):
+    """An outage that ends on its own thread while another one asks how long it has lasted is no error."""
+    outage = Outage("database", _log)
+    outage.failed("gone")
+
+    def time_passes():
+        outage.forget()
+        return 1e9
+
+    monkeypatch.setattr(outage_module.time, "monotonic", time_passes)
+    assert outage.lasted_seconds > 0.0
+    assert outage.lasted_seconds == 0.0

@@ -168,3 +168,22 @@ def test_ends_are_asked_for_again_while_a_leader_changes(monkeypatch):
     with pytest.raises(KafkaException):
         reader.partition_ends({}, ["t"], timeout_seconds=5)
     assert denied.asked == 1
+
+
+def test_topics_that_we_may_not_see_are_left_out(monkeypatch):
+    """A topic that we may not see is an error, or told to the caller and left out; no other error is."""
+    code, denied = [KafkaError.TOPIC_AUTHORIZATION_FAILED], []
+    no_client = SimpleNamespace(
+        list_topics=lambda topic, **_: SimpleNamespace(
+            topics={topic: SimpleNamespace(error=KafkaError(code[-1]), partitions={})}
+        ),
+        close=lambda: None,
+    )
+    monkeypatch.setattr(reader, "make_consumer", lambda _: no_client)
+    with pytest.raises(KafkaException):
+        reader.partition_ends({}, ["t"], timeout_seconds=5)
+    assert reader.partition_ends({}, ["t"], timeout_seconds=5, on_denied=lambda *told: denied.append(told)) == {}
+    assert [topic for _, topic in denied] == ["t"]
+    code.append(KafkaError.LEADER_NOT_AVAILABLE)
+    with pytest.raises(KafkaException):
+        reader.partition_ends({}, ["t"], timeout_seconds=5, on_denied=lambda *_: None)

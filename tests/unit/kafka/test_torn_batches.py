@@ -111,13 +111,13 @@ class _SlowConsumer:
 def test_topics_are_read_back_however_long_they_are(monkeypatch):
     """Topics are read back for as long as it takes: a term that gave up would find even more in the next one."""
     consumer, place = _SlowConsumer(monkeypatch, 500), TopicPartition("t", 0, 0)
-    messages = torn_batches._messages(consumer, [place], {("t", 0): 500}, lambda: False, "")
+    messages = torn_batches._messages(consumer, [place], {("t", 0): 500}, lambda: False, print)
     assert len(list(messages)) == 500
 
 
 def test_a_partition_that_is_not_read_to_its_end_is_named(monkeypatch):
     """A partition whose end is hidden by an open transaction is named in the error."""
     consumer, place = _SlowConsumer(monkeypatch, 3), TopicPartition("t", 0, 0)
-    messages = torn_batches._messages(consumer, [place], {("t", 0): 4}, lambda: False, "")
+    messages = torn_batches._messages(consumer, [place], {("t", 0): 4}, lambda: False, print)
     with pytest.raises(ManifestNotRead, match="topic t, partition 0"):
         list(messages)

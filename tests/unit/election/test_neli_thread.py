@@ -1,0 +1,41 @@
+"""The elector's thread, without a broker."""
+
+import sys
+
+import pytest
+
+from outbox_core.election import Neli, NeliConfig, neli
+from outbox_core.events import LeaderFenced
+
+
+class _FencedAtOnce:
+    """A member that is fenced when it first runs."""
+
+    leadership = trouble = None
+    silent_seconds = 0.0
+
+    def __init__(self, config, width, notify, barrier):
+        del config, width, barrier
+        self._notify = notify
+
+    def join(self):
+        pass
+
+    close = join
+
+    def run_once(self):
+        self._notify(LeaderFenced(None, "too slow", 1))
+
+    def lose(self, reason):
+        del reason
+
+
+def test_handler_that_exits_ends_the_elector(monkeypatch):
+    """An elector whose handler exits has failed, and says so: it must not look like one that stands by."""
+    monkeypatch.setattr(neli, "ensure_leader_topic", lambda *_: 1)
+    monkeypatch.setattr(neli, "Member", _FencedAtOnce)
+    elector = Neli(NeliConfig(kafka={}, group_id="billing"), lambda _: sys.exit("no leader any more"))
+    elector.start()
+    with pytest.raises(SystemExit, match="no leader any more"):
+        elector.join(10)
+    assert elector.trouble == "no leader any more"
