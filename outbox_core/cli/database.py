@@ -90,7 +90,8 @@ def connect_to_schema(
     from outbox_core.stores.postgres.connection import one_line, pin_search_path
 
     try:
-        connection = psycopg.connect(as_libpq_reads_it(dsn), autocommit=True, connect_timeout=_CONNECT_SECONDS)
+        settings: dict[str, Any] = {"client_encoding": "utf8", "connect_timeout": _CONNECT_SECONDS}
+        connection = psycopg.connect(as_libpq_reads_it(dsn), autocommit=True, **settings)
         (schema,) = connection.execute("SELECT pg_catalog.current_schema()").fetchone() or (None,)
         (found,) = pin_search_path(connection, name)
     except psycopg.ProgrammingError:

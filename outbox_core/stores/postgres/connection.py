@@ -58,6 +58,8 @@ SELECT set_config('synchronous_commit', 'on', false),
 """
 
 CONNECTION_DEFAULTS = {
+    # Whatever role or database set: there are texts that no other encoding has.
+    "client_encoding": "utf8",
     # Without these a database that vanishes behind a firewall is noticed after two hours.
     "connect_timeout": "10",
     "keepalives_idle": "5",

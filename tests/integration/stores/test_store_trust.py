@@ -1,12 +1,14 @@
 """The store among others' objects, rights and settings, such as a role with little more than INSERT can make."""
 
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 from uuid import uuid4
 
 import psycopg
 import pytest
 
+from outbox_core.cli import main
 from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from outbox_core.stores.interface import (
@@ -219,6 +221,25 @@ def test_record_without_a_topic(scene, store):
     assert [row[0] for row in store.mark(ME, RowQuery(10, holds=store.holds.read())).records] == [2]
     (letter,) = store.holds.fetch([1])
     assert store.holds.delete_dead_lettered([1], [letter[7]]) == 1
+
+
+@pytest.fixture
+def set_for_all(scene):
+    """Return a function that changes a setting for all later sessions of the database."""
+    (name,) = scene.execute("SELECT quote_ident(current_database()) AS quoted")
+    return lambda setting: scene.execute(f"ALTER DATABASE {name.quoted} SET {setting}")
+
+
+def test_text_that_the_usual_encoding_has_not(scene, set_for_all, capsys):
+    """Rows and holds are read whatever encoding sessions have by default: one key would end the harvester."""
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', '\u20ac')")
+    set_for_all("client_encoding = 'LATIN1'")
+    with closing(PostgresStore(scene.database)) as store:
+        (record,) = store.scan(RowQuery(10, without_keys=[("t", "\u20ac\u20ac")]))
+        assert record.key == "\u20ac"
+        store.holds.add([NewHold("t", "\u20ac", 1, "refused", "")])
+    assert main(["hold", "list", "--dsn", scene.database]) == 0
+    assert "\u20ac" in capsys.readouterr().out
 
 
 def test_columns_of_other_types_are_refused(scene):
