@@ -242,6 +242,13 @@ def test_text_that_the_usual_encoding_has_not(scene, set_for_all, capsys):
     assert "\u20ac" in capsys.readouterr().out
 
 
+def test_sessions_are_read_committed(set_for_all, scene):
+    """Statements are not serializable where sessions are by default: a purge that fails for that is a repeat."""
+    set_for_all("default_transaction_isolation = 'serializable'")
+    with closing(PostgresStore(scene.database)) as store:
+        assert store.table.query("SHOW transaction_isolation") == [("read committed",)]
+
+
 def test_columns_of_other_types_are_refused(scene):
     """The check refuses a column of another type."""
     scene.execute("ALTER TABLE outbox ALTER kafka_header_keys DROP DEFAULT")
