@@ -34,7 +34,7 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
-from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id
+from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id, iso_time_sql
 from outbox_core.stasher import Connection
 from outbox_core.topic_names import is_legal
 
@@ -69,9 +69,10 @@ SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL,
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)
 """
 
-_LIST = """
-SELECT id, kafka_topic, kafka_key, record_id, reason, error, dead_letter, create_time::text FROM {holds} AS held
-WHERE {filter} ORDER BY kafka_topic, kafka_key NULLS FIRST, record_id NULLS FIRST, id LIMIT %s
+_LIST = f"""
+SELECT id, kafka_topic, kafka_key, record_id, reason, error, dead_letter, {iso_time_sql("create_time")}
+FROM {{holds}} AS held
+WHERE {{filter}} ORDER BY kafka_topic, kafka_key NULLS FIRST, record_id NULLS FIRST, id LIMIT %s
 """
 
 # Of two that are added at once only the primary key sees both (`hold_id`). What was written by other means has another
@@ -117,7 +118,8 @@ WITH kept AS ({_BEHIND.strip()}), named AS (
     FROM named
 )
 SELECT held.kafka_topic, kind, pattern, min(cause), count(*),
-       count(*) FILTER (WHERE held.dead_letter), min(held.create_time)::text, max(held.create_time)::text,
+       count(*) FILTER (WHERE held.dead_letter), {iso_time_sql("min(held.create_time)")},
+       {iso_time_sql("max(held.create_time)")},
        coalesce(sum(kept.count) FILTER (WHERE is_first), 0)::bigint,
        (array_agg(held.record_id ORDER BY held.record_id))[1:{{examples}}]
 FROM placed AS held LEFT JOIN kept ON kept.hold = held.id
