@@ -87,12 +87,15 @@ ON CONFLICT (id) DO NOTHING
 RETURNING kafka_topic, kafka_key, record_id
 """
 
+# A hold of a record without a topic, which a table made by hand may have, has an empty one.
+_TOPIC = "coalesce(kafka_topic, '') AS kafka_topic"
+
 # Three joins, each of which can be hashed: thousands of holds and thousands of records are not compared pairwise.
-_BEHIND = """
+_BEHIND = f"""
 WITH head AS MATERIALIZED (
-    SELECT id, kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}
+    SELECT id, {_TOPIC}, kafka_key FROM {{table}} ORDER BY id LIMIT {{rows}}
 ), chosen AS MATERIALIZED (
-    SELECT id, kafka_topic, kafka_key, record_id FROM {holds} AS held WHERE {filter}
+    SELECT id, kafka_topic, kafka_key, record_id FROM {{holds}} AS held WHERE {{filter}}
 )
 SELECT hold, count(*) FROM (
     SELECT chosen.id AS hold FROM chosen JOIN head USING (kafka_topic)
@@ -128,15 +131,15 @@ GROUP BY 1, 2, 3 ORDER BY 5 DESC, 1, 2, 3 LIMIT %s
 
 _MATCHING = "SELECT count(*) FROM {holds} AS held WHERE {filter}"
 
-_LANES = """
+_LANES = f"""
 SELECT kafka_topic, count(*), bool_or(kafka_key = %s)
-FROM (SELECT kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}) AS head GROUP BY kafka_topic
+FROM (SELECT {_TOPIC}, kafka_key FROM {{table}} ORDER BY id LIMIT {{rows}}) AS head GROUP BY kafka_topic
 """
 
 _HEAD_ROWS = 10_000
 _EXAMPLES = 5
 
-_LANE_OF_RECORD = "SELECT kafka_topic, kafka_key FROM {table} WHERE id = %s"
+_LANE_OF_RECORD = f"SELECT {_TOPIC}, kafka_key FROM {{table}} WHERE id = %s"
 
 _RELEASE = "DELETE FROM {holds} AS held WHERE {filter} RETURNING kafka_topic, kafka_key, record_id"
 
@@ -146,9 +149,9 @@ WITH released AS (
     DELETE FROM {holds} AS held WHERE {filter} AND record_id IS NOT NULL RETURNING record_id, kafka_topic, kafka_key
 ), changed AS (
     DELETE FROM {table} AS stored USING released
-    WHERE stored.id = released.record_id AND stored.kafka_topic = released.kafka_topic
+    WHERE stored.id = released.record_id AND coalesce(stored.kafka_topic, '') = released.kafka_topic
       AND stored.kafka_key IS NOT DISTINCT FROM released.kafka_key
-    RETURNING stored.kafka_topic, stored.kafka_key, stored.id AS record_id
+    RETURNING released.kafka_topic, stored.kafka_key, stored.id AS record_id
 ){noted}
 SELECT count(*) FROM changed
 """
