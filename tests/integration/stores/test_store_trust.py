@@ -249,6 +249,24 @@ def test_sessions_are_read_committed(set_for_all, scene):
         assert store.table.query("SHOW transaction_isolation") == [("read committed",)]
 
 
+def test_columns_of_others_are_no_matter(scene, store):
+    """A table may have columns of its owner's, whatever statements of ours call theirs."""
+    names = "content held ids size rows number bytes noted topic before contents measured reason record_id error first"
+    scene.execute(f"ALTER TABLE outbox {', '.join(f'ADD {name} text' for name in names.split())}")
+    scene.execute("INSERT INTO outbox (kafka_topic) SELECT 't' FROM generate_series(1, 3)")
+    small, all_of_them = RowQuery(3, max_bytes=1), RowQuery(3)
+    assert len(store.scan(small)) == len(store.mark(ME, small).records) == 1
+    assert (len(store.scan(all_of_them)), len(store.mark(ME, all_of_them).records)) == (3, 2)
+    assert store.reset(ME, [3]) == 1
+    assert (store.marks.count().number, store.marks.hold(1), store.marks.release_held()) == (2, 1, 1)
+    store.holds.add([NewHold("t", None, 1, "refused", "", dead_letter=True)])
+    assert [row.id for row in store.scan(all_of_them._replace(holds=store.holds.read()))] == [2, 3]
+    assert (store.backlog().held.number, store.holds.release_gone()) == (1, 0)
+    (letter,) = store.holds.fetch([1])
+    assert store.holds.delete_dead_lettered([1], [letter.create_time]) == 1
+    assert store.delete_published([2, 3], [row.create_time for row in store.find([2, 3])]) == 2
+
+
 def test_columns_of_other_types_are_refused(scene):
     """The check refuses a column of another type."""
     scene.execute("ALTER TABLE outbox ALTER kafka_header_keys DROP DEFAULT")
