@@ -1,5 +1,6 @@
 """The store among others' objects, rights and settings, such as a role with little more than INSERT can make."""
 
+import json
 import threading
 from contextlib import closing
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.harvesting import Scene
+from tests.hostile_rows import OutboxNames, hostile_rows, insert
 
 ME = uuid4()
 
@@ -247,6 +249,23 @@ def test_sessions_are_read_committed(set_for_all, scene):
     set_for_all("default_transaction_isolation = 'serializable'")
     with closing(PostgresStore(scene.database)) as store:
         assert store.table.query("SHOW transaction_isolation") == [("read committed",)]
+
+
+def test_odd_rows_are_shown(scene, capsys):
+    """`outbox peek` shows every hostile row, whatever its arrays and its times are, and one without a topic."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL")
+    scene.execute("INSERT INTO outbox (kafka_topic) VALUES (NULL)")
+    for row in hostile_rows(OutboxNames.of("shop.public.outbox"), "t"):
+        if row.name != "id-smallest":  # behind which a page begins
+            scene.execute(*insert("outbox", row))
+    scene.hold("add_record", 1)
+    assert main(["peek", "--json", "--limit", "1000", "--dsn", scene.database]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(shown) == scene.count()
+    assert [row["topic"] for row in shown if row["hold_id"]] == [""]
+    assert [["a", "1"], ["b", "2"]] in [row["headers"] for row in shown]
+    for row in shown:
+        assert main(["peek", "--id", str(row["id"]), "--dsn", scene.database]) == 0
 
 
 def test_columns_of_others_are_no_matter(scene, store):
