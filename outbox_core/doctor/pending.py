@@ -18,7 +18,7 @@ _MOST = 1_000
 
 # The head is walked by its primary key, and no further than so many rows: it never reads a table of millions.
 _PAGE = """
-SELECT r.id, coalesce(r.kafka_topic, ''), r.kafka_key, {partition}, r.create_time::text,
+SELECT r.id, coalesce(r.kafka_topic, ''), r.kafka_key, {partition}, coalesce(r.create_time::text, ''),
        CASE WHEN isfinite(r.create_time) THEN extract(epoch FROM clock_timestamp() - r.create_time)::float8 END,
        r.leader_id IS NOT NULL, coalesce(octet_length(r.kafka_value), 0),
        CASE WHEN r.kafka_value IS NULL THEN NULL ELSE {value} END,

@@ -10,6 +10,9 @@ import psycopg
 import pytest
 
 from outbox_core.cli import main
+from outbox_core.console.values import record_as_json
+from outbox_core.doctor.pending import PeekQuery, peek
+from outbox_core.doctor.session import DatabaseSession
 from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from outbox_core.stores.interface import (
@@ -252,9 +255,9 @@ def test_sessions_are_read_committed(set_for_all, scene):
 
 
 def test_odd_rows_are_shown(scene, capsys):
-    """`outbox peek` shows every hostile row, whatever its arrays and its times are, and one without a topic."""
-    scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL")
-    scene.execute("INSERT INTO outbox (kafka_topic) VALUES (NULL)")
+    """`outbox peek` and the console show every hostile row, and one without a topic and a time."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL, ALTER create_time DROP NOT NULL")
+    scene.execute("INSERT INTO outbox (create_time, kafka_topic) VALUES (NULL, NULL)")
     for row in hostile_rows(OutboxNames.of("shop.public.outbox"), "t"):
         if row.name != "id-smallest":  # behind which a page begins
             scene.execute(*insert("outbox", row))
@@ -264,6 +267,8 @@ def test_odd_rows_are_shown(scene, capsys):
     assert len(shown) == scene.count()
     assert [row["topic"] for row in shown if row["hold_id"]] == [""]
     assert [["a", "1"], ["b", "2"]] in [row["headers"] for row in shown]
+    with DatabaseSession(scene.database, "outbox", application_name="console") as session:
+        assert len([record_as_json(row) for row in peek(session, PeekQuery(limit=1000))]) == len(shown)
     for row in shown:
         assert main(["peek", "--id", str(row["id"]), "--dsn", scene.database]) == 0
 
