@@ -34,7 +34,7 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
-from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id
+from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id, iso_time_sql
 from outbox_core.stasher import Connection
 from outbox_core.topic_names import is_legal
 
@@ -69,9 +69,10 @@ SELECT n.nspname || '.' || c.relname, to_regclass(%s) IS NOT NULL,
 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = to_regclass(%s)
 """
 
-_LIST = """
-SELECT id, kafka_topic, kafka_key, record_id, reason, error, dead_letter, create_time::text FROM {holds} AS held
-WHERE {filter} ORDER BY kafka_topic, kafka_key NULLS FIRST, record_id NULLS FIRST, id LIMIT %s
+_LIST = f"""
+SELECT id, kafka_topic, kafka_key, record_id, reason, error, dead_letter, {iso_time_sql("create_time")}
+FROM {{holds}} AS held
+WHERE {{filter}} ORDER BY kafka_topic, kafka_key NULLS FIRST, record_id NULLS FIRST, id LIMIT %s
 """
 
 # Of two that are added at once only the primary key sees both (`hold_id`). What was written by other means has another
@@ -86,12 +87,15 @@ ON CONFLICT (id) DO NOTHING
 RETURNING kafka_topic, kafka_key, record_id
 """
 
+# A hold of a record without a topic, which a table made by hand may have, has an empty one.
+_TOPIC = "coalesce(kafka_topic, '') AS kafka_topic"
+
 # Three joins, each of which can be hashed: thousands of holds and thousands of records are not compared pairwise.
-_BEHIND = """
+_BEHIND = f"""
 WITH head AS MATERIALIZED (
-    SELECT id, kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}
+    SELECT id, {_TOPIC}, kafka_key FROM {{table}} ORDER BY id LIMIT {{rows}}
 ), chosen AS MATERIALIZED (
-    SELECT id, kafka_topic, kafka_key, record_id FROM {holds} AS held WHERE {filter}
+    SELECT id, kafka_topic, kafka_key, record_id FROM {{holds}} AS held WHERE {{filter}}
 )
 SELECT hold, count(*) FROM (
     SELECT chosen.id AS hold FROM chosen JOIN head USING (kafka_topic)
@@ -117,7 +121,8 @@ WITH kept AS ({_BEHIND.strip()}), named AS (
     FROM named
 )
 SELECT held.kafka_topic, kind, pattern, min(cause), count(*),
-       count(*) FILTER (WHERE held.dead_letter), min(held.create_time)::text, max(held.create_time)::text,
+       count(*) FILTER (WHERE held.dead_letter), {iso_time_sql("min(held.create_time)")},
+       {iso_time_sql("max(held.create_time)")},
        coalesce(sum(kept.count) FILTER (WHERE is_first), 0)::bigint,
        (array_agg(held.record_id ORDER BY held.record_id))[1:{{examples}}]
 FROM placed AS held LEFT JOIN kept ON kept.hold = held.id
@@ -126,15 +131,15 @@ GROUP BY 1, 2, 3 ORDER BY 5 DESC, 1, 2, 3 LIMIT %s
 
 _MATCHING = "SELECT count(*) FROM {holds} AS held WHERE {filter}"
 
-_LANES = """
+_LANES = f"""
 SELECT kafka_topic, count(*), bool_or(kafka_key = %s)
-FROM (SELECT kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}) AS head GROUP BY kafka_topic
+FROM (SELECT {_TOPIC}, kafka_key FROM {{table}} ORDER BY id LIMIT {{rows}}) AS head GROUP BY kafka_topic
 """
 
 _HEAD_ROWS = 10_000
 _EXAMPLES = 5
 
-_LANE_OF_RECORD = "SELECT kafka_topic, kafka_key FROM {table} WHERE id = %s"
+_LANE_OF_RECORD = f"SELECT {_TOPIC}, kafka_key FROM {{table}} WHERE id = %s"
 
 _RELEASE = "DELETE FROM {holds} AS held WHERE {filter} RETURNING kafka_topic, kafka_key, record_id"
 
@@ -144,9 +149,9 @@ WITH released AS (
     DELETE FROM {holds} AS held WHERE {filter} AND record_id IS NOT NULL RETURNING record_id, kafka_topic, kafka_key
 ), changed AS (
     DELETE FROM {table} AS stored USING released
-    WHERE stored.id = released.record_id AND stored.kafka_topic = released.kafka_topic
+    WHERE stored.id = released.record_id AND coalesce(stored.kafka_topic, '') = released.kafka_topic
       AND stored.kafka_key IS NOT DISTINCT FROM released.kafka_key
-    RETURNING stored.kafka_topic, stored.kafka_key, stored.id AS record_id
+    RETURNING released.kafka_topic, stored.kafka_key, stored.id AS record_id
 ){noted}
 SELECT count(*) FROM changed
 """

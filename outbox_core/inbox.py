@@ -32,7 +32,7 @@ from typing import Any, Final, Protocol
 from uuid import UUID
 
 from outbox_core.errors import InvalidMessageId, OutboxError
-from outbox_core.schema import TableName
+from outbox_core.schema import TableName, iso_time_sql
 from outbox_core.stasher import Connection, require_transaction
 
 __all__ = [
@@ -52,21 +52,21 @@ INSERT INTO {table} (source, message_id, accept_time) VALUES (%s, %s, now())
 ON CONFLICT (source, message_id) DO NOTHING RETURNING 1
 """
 
-# Times go back and forth as text, which no driver's time zone can bend.
-_CUTOFF = "SELECT (now() - %s::interval)::text"
+# Times go back and forth as text, which no driver's time zone can bend, and no session's: IST has several meanings.
+_CUTOFF = f"SELECT {iso_time_sql('now() - %s::interval')}"
 
 # `ctid` saves a second walk through an index. Where one ctid names several rows (a partitioned table), the condition
 # on their age still holds for each of them; the added zero keeps it from being taken for another way to find them.
-_PRUNE = """
+_PRUNE = f"""
 WITH oldest AS MATERIALIZED (
-    SELECT array_agg(ctid) AS rows, count(*) AS number, max(accept_time)::text AS latest
+    SELECT array_agg(ctid) AS rows, count(*) AS number, {iso_time_sql("max(accept_time)")} AS latest
     FROM (
-        SELECT ctid, accept_time FROM {table}
+        SELECT ctid, accept_time FROM {{table}}
         WHERE accept_time < %s::timestamptz AND accept_time >= %s::timestamptz
         ORDER BY accept_time LIMIT %s
     ) AS head
 ), pruned AS (
-    DELETE FROM {table} WHERE ctid = ANY ((SELECT rows FROM oldest)::tid[])
+    DELETE FROM {{table}} WHERE ctid = ANY ((SELECT rows FROM oldest)::tid[])
     AND accept_time + interval '0' < %s::timestamptz
     RETURNING 1
 )

@@ -130,6 +130,11 @@ def quote(identifier: str) -> str:
     return '"' + identifier.replace('"', '""') + '"'
 
 
+def iso_time_sql(time: str) -> str:
+    """Return SQL for a time as text in ISO 8601, whatever the session's DateStyle is."""
+    return f"btrim(to_json({time})::text, '\"')"
+
+
 Row = tuple[str, str | None, bytes | str | None, list[str], list[bytes | str | None], int | None]
 """Values of COLUMNS without create_time (the database's clock writes it), for one record."""
 

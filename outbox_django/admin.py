@@ -404,8 +404,8 @@ def as_text(value: Any) -> str:
     """Return a value for people: text if it is UTF-8, hexadecimal digits if not."""
     if value is None:
         return "NULL (tombstone)"
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | list):  # a header's value may be an array, in a row that is held for that
+        return str(value)
     octets = bytes(value)
     try:
         text = octets.decode()

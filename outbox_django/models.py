@@ -56,7 +56,8 @@ class Outbox(models.Model):
     @property
     def headers(self) -> tuple[Header, ...]:
         """The record's headers, in order."""
-        pairs = zip(self.kafka_header_keys, self.kafka_header_values, strict=True)
+        # Not strict: a row that is held for its numbers of names and values has to be shown.
+        pairs = zip(self.kafka_header_keys, self.kafka_header_values, strict=False)
         return tuple(Header(key, _as_bytes(value)) for key, value in pairs)
 
 

@@ -91,7 +91,8 @@ def connect_to_schema(
 
     source = as_libpq_reads_it(dsn)
     try:
-        connection = psycopg.connect(source, autocommit=True, connect_timeout=_CONNECT_SECONDS)
+        settings: dict[str, Any] = {"client_encoding": "utf8", "connect_timeout": _CONNECT_SECONDS}
+        connection = psycopg.connect(source, autocommit=True, **settings)
         (schema,) = connection.execute("SELECT pg_catalog.current_schema()").fetchone() or (None,)
         (found,) = pin_search_path(connection, name)
     except psycopg.ProgrammingError:

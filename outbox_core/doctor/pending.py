@@ -18,11 +18,12 @@ _MOST = 1_000
 
 # The head is walked by its primary key, and no further than so many rows: it never reads a table of millions.
 _PAGE = """
-SELECT r.id, r.kafka_topic, r.kafka_key, {partition}, r.create_time::text,
+SELECT r.id, coalesce(r.kafka_topic, ''), r.kafka_key, {partition}, coalesce(r.create_time::text, ''),
        CASE WHEN isfinite(r.create_time) THEN extract(epoch FROM clock_timestamp() - r.create_time)::float8 END,
        r.leader_id IS NOT NULL, coalesce(octet_length(r.kafka_value), 0),
        CASE WHEN r.kafka_value IS NULL THEN NULL ELSE {value} END,
-       r.kafka_header_keys, r.kafka_header_values, {hold}
+       -- Arrays of any dimensions: those of a row that is held for them.
+       ARRAY(SELECT unnest(r.kafka_header_keys)), ARRAY(SELECT unnest(r.kafka_header_values)), {hold}
 FROM (
     SELECT * FROM (SELECT * FROM {table} WHERE id > %(after)s ORDER BY id LIMIT {searched}) AS head
     WHERE (%(id)s::bigint IS NULL OR id = %(id)s::bigint)
@@ -46,7 +47,7 @@ _SEARCH_END = "SELECT id FROM {table} WHERE id > %s ORDER BY id OFFSET {searched
 _HOLDS = """
 LEFT JOIN LATERAL (
     SELECT held.id, held.reason, held.error, held.record_id, held.kafka_key FROM {holds} AS held
-    WHERE held.outbox = %(outbox)s AND held.kafka_topic = r.kafka_topic AND (
+    WHERE held.outbox = %(outbox)s AND held.kafka_topic = coalesce(r.kafka_topic, '') AND (
         held.record_id = r.id OR held.kafka_key = r.kafka_key OR held.kafka_key IS NULL AND held.record_id IS NULL)
     ORDER BY held.record_id IS DISTINCT FROM r.id, held.kafka_key IS NULL, held.id LIMIT 1
 ) AS h ON true
@@ -178,8 +179,8 @@ def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
 def _record(row: tuple[Any, ...]) -> PendingRecord:
     *first, value, names, values, hold_id, hold_reason, hold_kind = row
     headers = tuple(
-        (name, content.encode() if isinstance(content, str) else content)
-        for name, content in zip(names or (), values or (), strict=False)
+        (name or "", content.encode() if isinstance(content, str) else content)
+        for name, content in zip(names, values, strict=False)
     )
     shown = None if value is None else bytes(value)
     return PendingRecord._make([*first, shown, headers, hold_id, hold_reason, hold_kind])

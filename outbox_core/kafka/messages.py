@@ -21,7 +21,8 @@ ORIGIN_HEADER = "outbox-original-topic"
 ORIGIN_PARTITION_HEADER = "outbox-original-partition"
 ERROR_HEADER = "outbox-error"
 """Headers of a dead letter: where it was to go, and why it did not arrive there."""
-_LETTER_HEADERS = frozenset({ORIGIN_HEADER, ORIGIN_PARTITION_HEADER, ERROR_HEADER})
+# No set: a name that is an array cannot be looked for there.
+_LETTER_HEADERS = (ORIGIN_HEADER, ORIGIN_PARTITION_HEADER, ERROR_HEADER)
 
 
 # Not `message.headers()`: a hot call of a method is specialised, and then the exception is not looked for.

@@ -17,7 +17,7 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxTableError
-from outbox_core.schema import EventKind, TableName, archive_beside, archive_rotation, events_beside
+from outbox_core.schema import EventKind, TableName, archive_beside, archive_rotation, events_beside, iso_time_sql
 from outbox_core.stasher import Connection
 
 __all__ = ["RESTASH_HEADER", "Archive", "Selected", "archive_statements", "drop_archive_statements"]
@@ -132,7 +132,8 @@ WHERE kafka_topic = %s AND (%s::text IS NULL OR kafka_key = %s) AND dead_letter 
   AND (%s::text IS NULL OR archive_time >= %s::timestamptz) AND (%s::text IS NULL OR archive_time < %s::timestamptz)
 """
 
-_COUNT = "SELECT count(*), min(archive_time)::text, max(archive_time)::text FROM {archive} {where}"
+_FIRST_AND_LAST = f"{iso_time_sql('min(archive_time)')}, {iso_time_sql('max(archive_time)')}"
+_COUNT = f"SELECT count(*), {_FIRST_AND_LAST} FROM {{archive}} {{where}}"
 
 # In the order of the old ids: that is the order in which they were published.
 _RESTASH = """

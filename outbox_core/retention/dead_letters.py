@@ -15,7 +15,7 @@ from outbox_core.errors import OutboxError, OutboxTableError
 from outbox_core.record import OutboxRecord
 from outbox_core.retention.archive import RESTASH_HEADER
 from outbox_core.retention.history import History
-from outbox_core.schema import EventKind, TableLayout, TableName, events_beside
+from outbox_core.schema import EventKind, TableLayout, TableName, events_beside, iso_time_sql
 from outbox_core.stasher import Connection, insert_sql, require_transaction
 
 __all__ = ["AlreadyRestashed", "DeadLetterRestash", "LetterPlace", "Restashed"]
@@ -37,8 +37,8 @@ FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid 
 
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))"
 
-_FIND = """
-SELECT create_time::text, actor FROM {events}
+_FIND = f"""
+SELECT {iso_time_sql("create_time")}, actor FROM {{events}}
 WHERE outbox = %s AND kind = %s AND (reason = %s OR starts_with(reason, %s)) ORDER BY id DESC LIMIT 1
 """
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from outbox_core.errors import OutboxTableError
-from outbox_core.schema import EventKind, TableName, events_beside, statistics_beside
+from outbox_core.schema import EventKind, TableName, events_beside, iso_time_sql, statistics_beside
 from outbox_core.stasher import Connection
 
 __all__ = ["EventKind", "History", "HistoryEvent", "IntervalStatistics", "Point"]
@@ -31,11 +31,12 @@ FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid 
 """
 
 # The latest ones, oldest first.
-_STATISTICS = """
-SELECT create_time::text, instance, interval_seconds, published, failed, published_bytes, deliverable, deliverable_age,
-       held, held_age, latency_p50, latency_p99
+_STATISTICS = f"""
+SELECT {iso_time_sql("create_time")}, instance, interval_seconds, published, failed, published_bytes, deliverable,
+       deliverable_age, held, held_age, latency_p50, latency_p99
 FROM (
-    SELECT * FROM {table} WHERE outbox = %s AND create_time > now() - %s * interval '1 second' ORDER BY id DESC LIMIT %s
+    SELECT * FROM {{table}} WHERE outbox = %s AND create_time > now() - %s * interval '1 second'
+    ORDER BY id DESC LIMIT %s
 ) AS latest
 ORDER BY id
 """
@@ -52,9 +53,9 @@ FROM {table} WHERE outbox = %s AND create_time > now() - %s * interval '1 second
 GROUP BY floor(extract(epoch FROM create_time) / %s) ORDER BY 1
 """
 
-_EVENTS = """
-SELECT id, create_time::text, kind, actor, reason, leader_id::text, term, kafka_topic, kafka_key, record_id
-FROM {table}
+_EVENTS = f"""
+SELECT id, {iso_time_sql("create_time")}, kind, actor, reason, leader_id::text, term, kafka_topic, kafka_key, record_id
+FROM {{table}}
 WHERE outbox = %s AND create_time > now() - %s * interval '1 second'
   AND (%s::text IS NULL OR kind = ANY (string_to_array(%s, ',')))
 ORDER BY id DESC LIMIT %s

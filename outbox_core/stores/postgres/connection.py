@@ -28,6 +28,8 @@ SELECT n.nspname, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid =
 
 _SESSION = """
 SELECT set_config('synchronous_commit', 'on', false),
+       -- Statements that are serializable by default would fail for what others read, and make others' fail.
+       set_config('default_transaction_isolation', 'read committed', false),
        set_config('statement_timeout', %(statement_timeout)s, false),
        -- Whatever role or database set: a session that is ended in between is an outage of our own making. The last
        -- one is known from PostgreSQL 17 on.
@@ -58,6 +60,8 @@ SELECT set_config('synchronous_commit', 'on', false),
 """
 
 CONNECTION_DEFAULTS = {
+    # Whatever role or database set: there are texts that no other encoding has.
+    "client_encoding": "utf8",
     # Without these a database that vanishes behind a firewall is noticed after two hours.
     "connect_timeout": "10",
     "keepalives_idle": "5",

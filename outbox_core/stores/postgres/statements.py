@@ -379,9 +379,9 @@ RETURNING kafka_topic, kafka_key, record_id, concat_ws(': ', nullif(reason, ''),
 
 # OFFSET 0 keeps the planner from measuring in each place that uses the sum.
 FETCH_HELD = f"""
-SELECT {_columns("content > %(max_message)s", "content")}
-FROM (SELECT *, {{content}} AS content FROM {{table}} WHERE id = ANY (%(ids)s::bigint[]) OFFSET 0) AS stored
-WHERE EXISTS (SELECT FROM {{holds}} AS held WHERE {{is_of_record}})
+SELECT {_columns("measured.content > %(max_message)s", "measured.content")}
+FROM {{table}} AS stored CROSS JOIN LATERAL (SELECT {{content}} AS content OFFSET 0) AS measured
+WHERE id = ANY (%(ids)s::bigint[]) AND EXISTS (SELECT FROM {{holds}} AS held WHERE {{is_of_record}})
 ORDER BY id
 """
 

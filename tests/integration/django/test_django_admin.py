@@ -102,6 +102,17 @@ def test_headers_are_shown_and_escaped(admin_client):
         assert expected in page
 
 
+def test_headers_that_are_none_are_shown(admin_client):
+    """The admin shows a row whose headers are no pairs of texts, and which is held for that."""
+    row = _stash(headers=[("a", b"1"), ("b", b"2")])
+    with connection.cursor() as cursor:
+        cursor.execute("UPDATE outbox SET kafka_header_keys = '{{a,b}}', kafka_header_values = '{{1,2}}'")
+        assert "&#x27;b&#x27;" in _detail(admin_client, row)
+        cursor.execute("ALTER TABLE outbox DROP CONSTRAINT outbox_headers_in_pairs")
+        cursor.execute("UPDATE outbox SET kafka_header_keys = '{c,d,e}', kafka_header_values = '{3}'")
+    assert "<b>c</b>: 3" in _detail(admin_client, row)
+
+
 def test_nothing_can_be_changed(admin_client, rf, admin_user):
     """Even a superuser cannot add, change or delete a record here."""
     row = _stash()

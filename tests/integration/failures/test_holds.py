@@ -208,6 +208,20 @@ def test_skip_spares_another_row_of_the_same_id(scene, store):
     assert scene.count() == 1
 
 
+def test_record_without_a_topic(scene, store):
+    """A row without a topic, in a table made by hand, is held, counted and skipped like any other."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL")
+    fill(scene)
+    scene.execute("UPDATE outbox SET kafka_topic = NULL WHERE id <= 2")
+    assert scene.hold("waiting_topics") == {"": False, "t": False}
+    assert "(they are for t, )" in scene.hold("doubt", "orders").text
+    assert scene.hold("add_record", 2)
+    refuse(store, (1, "", "a"))
+    assert sorted(scene.hold("count_behind").values()) == [1, 1]
+    assert scene.hold("skip") == 2
+    assert (scene.held(), scene.count("id <= 2"), scene.count()) == ([], 0, 4)
+
+
 def test_no_hold_of_a_row_that_is_gone(scene, store):
     """A refused record's hold is not set if the table was emptied meanwhile, and another row has its id and key."""
     fill(scene)

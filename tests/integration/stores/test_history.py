@@ -1,7 +1,7 @@
 """The history of an outbox: what harvesters and operators write into it, and what is read from it."""
 
 import time
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
 
@@ -14,6 +14,8 @@ from outbox_core.errors import OutboxTableError
 from outbox_core.events import LeaderFenced
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.record import OutboxRecord
+from outbox_core.retention.archive import Archive, archive_statements
+from outbox_core.retention.dead_letters import AlreadyRestashed, DeadLetterRestash, LetterPlace
 from outbox_core.retention.history import History
 from outbox_core.schema import EventKind, TableName, create_history_sql, grants_sql
 from outbox_core.stores.interface import Backlog, NewEvent, NewHold, NewStatistics, RowQuery, WaitingRows
@@ -77,6 +79,30 @@ def test_events_happened_when_they_happened(scene, store):
     assert (event.kind, event.actor, event.reason, event.term) == ("leader_fenced", "h1", "no heartbeat for 5 s", 17)
     age = scene.execute("SELECT extract(epoch FROM now() - create_time)::float8 AS age FROM outbox_event")[0].age
     assert 29.5 < age < 60
+
+
+@pytest.mark.parametrize("style", ["German", "SQL, DMY", "Postgres"])
+def test_times_are_read_whatever_the_date_style(scene, store, style):
+    """History, holds and restashes are read where the session writes dates in another way than ISO."""
+    for statement in archive_statements(NAME):
+        scene.execute(statement)
+    scene.execute(
+        "INSERT INTO outbox_archive (id, create_time, kafka_topic, kafka_header_keys, kafka_header_values)"
+        " VALUES (1, now(), 't', '{}', '{}')"
+    )
+    store.history.add_statistics(ROW)
+    scene.hold("add", "t")
+    place, record = LetterPlace(0, 7), OutboxRecord("t", "k", "v")
+    with scene.connect() as connection:
+        connection.execute(f"SET datestyle = {style}")
+        (hold,), (cause,) = scene.holds.list(connection), scene.holds.causes(connection)
+        (event,), (row,) = History().events(connection, HOUR), History().statistics(connection, HOUR)
+        found = Archive().select(connection, "t")
+        DeadLetterRestash(NAME).restash(connection, "letters", place, record)
+        with pytest.raises(AlreadyRestashed) as raised:
+            DeadLetterRestash(NAME).restash(connection, "letters", place, record)
+    times = [hold.create_time, cause.first, cause.last, event.create_time, row.create_time, found.first, found.last]
+    assert all(abs(datetime.now(UTC) - time) < HOUR for time in [*times, raised.value.before.at])
 
 
 def test_pruning_keeps_statistics_for_a_week_and_events_for_ninety_days(scene, store):

@@ -1,12 +1,18 @@
 """The store among others' objects, rights and settings, such as a role with little more than INSERT can make."""
 
+import json
 import threading
+from contextlib import closing
 from types import SimpleNamespace
 from uuid import uuid4
 
 import psycopg
 import pytest
 
+from outbox_core.cli import main
+from outbox_core.console.values import record_as_json
+from outbox_core.doctor.pending import PeekQuery, peek
+from outbox_core.doctor.session import DatabaseSession
 from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql
 from outbox_core.stores.interface import (
@@ -24,6 +30,7 @@ from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.harvesting import Scene
+from tests.hostile_rows import OutboxNames, hostile_rows, insert
 
 ME = uuid4()
 
@@ -219,6 +226,69 @@ def test_record_without_a_topic(scene, store):
     assert [row[0] for row in store.mark(ME, RowQuery(10, holds=store.holds.read())).records] == [2]
     (letter,) = store.holds.fetch([1])
     assert store.holds.delete_dead_lettered([1], [letter[7]]) == 1
+
+
+@pytest.fixture
+def set_for_all(scene):
+    """Return a function that changes a setting for all later sessions of the database."""
+    (name,) = scene.execute("SELECT quote_ident(current_database()) AS quoted")
+    return lambda setting: scene.execute(f"ALTER DATABASE {name.quoted} SET {setting}")
+
+
+def test_text_that_the_usual_encoding_has_not(scene, set_for_all, capsys):
+    """Rows and holds are read whatever encoding sessions have by default: one key would end the harvester."""
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) VALUES ('t', '\u20ac')")
+    set_for_all("client_encoding = 'LATIN1'")
+    with closing(PostgresStore(scene.database)) as store:
+        (record,) = store.scan(RowQuery(10, without_keys=[("t", "\u20ac\u20ac")]))
+        assert record.key == "\u20ac"
+        store.holds.add([NewHold("t", "\u20ac", 1, "refused", "")])
+    assert main(["hold", "list", "--dsn", scene.database]) == 0
+    assert "\u20ac" in capsys.readouterr().out
+
+
+def test_sessions_are_read_committed(set_for_all, scene):
+    """Statements are not serializable where sessions are by default: a purge that fails for that is a repeat."""
+    set_for_all("default_transaction_isolation = 'serializable'")
+    with closing(PostgresStore(scene.database)) as store:
+        assert store.table.query("SHOW transaction_isolation") == [("read committed",)]
+
+
+def test_odd_rows_are_shown(scene, capsys):
+    """`outbox peek` and the console show every hostile row, and one without a topic and a time."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL, ALTER create_time DROP NOT NULL")
+    scene.execute("INSERT INTO outbox (create_time, kafka_topic) VALUES (NULL, NULL)")
+    for row in hostile_rows(OutboxNames.of("shop.public.outbox"), "t"):
+        if row.name != "id-smallest":  # behind which a page begins
+            scene.execute(*insert("outbox", row))
+    scene.hold("add_record", 1)
+    assert main(["peek", "--json", "--limit", "1000", "--dsn", scene.database]) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(shown) == scene.count()
+    assert [row["topic"] for row in shown if row["hold_id"]] == [""]
+    assert [["a", "1"], ["b", "2"]] in [row["headers"] for row in shown]
+    with DatabaseSession(scene.database, "outbox", application_name="console") as session:
+        assert len([record_as_json(row) for row in peek(session, PeekQuery(limit=1000))]) == len(shown)
+    for row in shown:
+        assert main(["peek", "--id", str(row["id"]), "--dsn", scene.database]) == 0
+
+
+def test_columns_of_others_are_no_matter(scene, store):
+    """A table may have columns of its owner's, whatever statements of ours call theirs."""
+    names = "content held ids size rows number bytes noted topic before contents measured reason record_id error first"
+    scene.execute(f"ALTER TABLE outbox {', '.join(f'ADD {name} text' for name in names.split())}")
+    scene.execute("INSERT INTO outbox (kafka_topic) SELECT 't' FROM generate_series(1, 3)")
+    small, all_of_them = RowQuery(3, max_bytes=1), RowQuery(3)
+    assert len(store.scan(small)) == len(store.mark(ME, small).records) == 1
+    assert (len(store.scan(all_of_them)), len(store.mark(ME, all_of_them).records)) == (3, 2)
+    assert store.reset(ME, [3]) == 1
+    assert (store.marks.count().number, store.marks.hold(1), store.marks.release_held()) == (2, 1, 1)
+    store.holds.add([NewHold("t", None, 1, "refused", "", dead_letter=True)])
+    assert [row.id for row in store.scan(all_of_them._replace(holds=store.holds.read()))] == [2, 3]
+    assert (store.backlog().held.number, store.holds.release_gone()) == (1, 0)
+    (letter,) = store.holds.fetch([1])
+    assert store.holds.delete_dead_lettered([1], [letter.create_time]) == 1
+    assert store.delete_published([2, 3], [row.create_time for row in store.find([2, 3])]) == 2
 
 
 def test_columns_of_other_types_are_refused(scene):

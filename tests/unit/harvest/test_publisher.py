@@ -234,6 +234,17 @@ def test_dead_letter_tells_itself_where_it_comes_from():
     ]
 
 
+def test_dead_letter_of_nested_headers_is_refused():
+    """A dead letter whose header names are an array of two dimensions is made, and refused like its record."""
+    producer = _Producer()
+    publisher = Publisher(lambda _: producer, id_header="", outbox_name="box")
+    row = _record(header_keys=[["a", "b"]], header_values=[[b"1", b"2"]])
+    publisher.send([dead_letter(row, "letters", "boo")], 0.0)
+    (failure,) = publisher.take_failed()
+    assert not producer.calls
+    assert failure.error.str() == "kafka_header_keys: not every name is a text"
+
+
 def test_full_queue(publisher, producers):
     """A record for which the producer has no room is neither sent nor failed."""
     producers[0].raises = BufferError()
