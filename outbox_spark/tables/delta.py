@@ -56,6 +56,11 @@ class DeltaLog(TableLog[DeltaTable]):
         """Return the number of the last commit."""
         return -1 if self._table is None else self._table.version()
 
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the table's columns; none if there is no table."""
+        return pa.schema([] if self._table is None else self._table.schema().to_arrow())
+
     def load(self) -> None:
         """Read the table's present state. Raises StoreUnavailable."""
         with _translated(self._uri):

@@ -169,6 +169,30 @@ def test_columns_are_added_and_widened(spark, opened, place):
 
 
 @each_format
+def test_columns_that_are_no_longer_named_keep_their_values(spark, opened, place):
+    """Files that are merged, replaced or rewritten have the values of a column that the writer does not name."""
+    named = _SCHEMA.replace("n INT", "n INT, note STRING", 1)
+    table = opened(named)
+    for first in (0, 2, 4):
+        table.append(_rows(spark, first, first + 2).selectExpr("*", "'old' AS note"), _reach(first + 2))
+    table = opened(_SCHEMA, small_files=2)
+    table.append(_rows(spark, 6, 8), _reach(8))
+    assert table.compact() == 8
+    opened(_SCHEMA.replace("n INT", "n BIGINT", 1))  # for which a Delta table is rewritten
+    assert by_polars(place).sort("n")["note"].to_list() == ["old"] * 6 + [None] * 2
+
+
+@pytest.mark.parametrize("kind", ["iceberg"])
+def test_a_column_that_is_wider_already_stays_so(spark, opened, place):
+    """A writer that wants a narrower type than the table has merges old and new files all the same."""
+    opened(_SCHEMA.replace("n INT", "n BIGINT", 1)).append(_rows(spark, 0, 4, "id + 10000000000 AS n"), _reach(4))
+    table = opened(small_files=2)
+    table.append(_rows(spark, 4, 8), _reach(8))
+    assert table.compact() == 4
+    assert _numbers(place) == [*range(4, 8), *range(10_000_000_000, 10_000_000_004)]
+
+
+@each_format
 def test_reads_as_documented(spark, place, tmp_path, monkeypatch):
     """The examples of docs/spark-archive.md read an archive."""
     table = archive.open_archive(spark, place.get("path") or IcebergTable(**place["iceberg"]))
