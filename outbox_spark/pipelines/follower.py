@@ -247,8 +247,9 @@ class Follower:
             target.table.compact()
 
     def _write(self, batch: DataFrame, number: int) -> dict[str, int]:
-        end = self._logged(number) or {}
-        begin = self._logged(number - 1)
+        begin, end = self._logged(number - 1), self._logged(number)
+        if end is None:  # without its end, its records would be left out
+            raise PipelineFailed(f"{self._checkpoint.url} has no offsets/{number}: was the checkpoint deleted?")
         counts: dict[str, int] = {}
         several = len(self.targets) > 1
         records = batch.persist() if several else batch

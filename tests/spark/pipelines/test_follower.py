@@ -109,3 +109,11 @@ def test_a_position_that_kafka_does_not_have_is_refused(known):
     """A position behind the end, before the beginning, or of a partition that is gone stops the pipeline."""
     with pytest.raises(RecordsMissing, match=r"t\[\d\]: the target has all below"):
         _starting(known)
+
+
+def test_a_batch_without_its_end_is_not_skipped():
+    """A checkpoint that is deleted during a batch fails that batch, which would end nowhere, and write no record."""
+    follower = Follower(None, {}, SimpleNamespace(name="p"), [], None)
+    follower.__dict__["_checkpoint"] = SimpleNamespace(url="file:/c", exists=lambda _: False)
+    with pytest.raises(PipelineFailed, match="file:/c has no offsets/7"):
+        follower._write(None, 7)
