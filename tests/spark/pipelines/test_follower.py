@@ -100,7 +100,7 @@ def test_a_new_target_skips_no_record_of_another():
 
 
 def test_a_new_partition_begins_at_its_first_record():
-    """With `latest`, a partition that a followed topic has got meanwhile is read as a whole, without a checkpoint, too."""
+    """With `latest` and without a checkpoint, a partition that a topic has got meanwhile is read as a whole."""
     assert _starting({("t", 0): 20, ("another", 0): 7}) == {("t", 0): 20, ("t", 1): 3}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pyiceberg.catalog
 import pytest
+from deltalake import DeltaTable
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_spark.config import AuditSettings, FileSettings, IcebergTable
@@ -14,7 +15,7 @@ from outbox_spark.tables import Layout, open_table
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, TableTaken
 from tests.docs.blocks import BLOCKS
-from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
+from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, iceberg, place_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -91,6 +92,32 @@ def test_files_on_the_disk_of_another_machine(spark, opened, place, monkeypatch)
     monkeypatch.undo()
     assert opened().positions == _reach(2)
     assert _numbers(place) == [0, 1]
+
+
+def _restore(place, version):
+    """Restore a table to an earlier version: for Iceberg one of its snapshots, for Delta one of its commits."""
+    if "path" in place:
+        DeltaTable(place["path"]).restore(version)
+        return
+    table = iceberg(place)
+    table.manage_snapshots().rollback_to_snapshot(table.snapshots()[version].snapshot_id).commit()
+
+
+@each_format
+def test_a_restored_table_has_the_positions_of_that_time(spark, opened, place, kind):
+    """A table that is taken back to an earlier version reads its topics again from there, and then goes on."""
+    table, first = opened(small_files=3), 2 if kind == "delta" else 0
+    table.append(_rows(spark, 0, 2), _reach(2))
+    table.append(_rows(spark, 2, 4), {**_reach(4), ("u", 1): 7})
+    _restore(place, first)
+    with pytest.raises(TableTaken):
+        table.append(_rows(spark, 4, 6), _reach(6))
+    table = opened(small_files=2)
+    assert table.positions == _reach(2)
+    table.append(_rows(spark, 2, 4), _reach(4))
+    assert table.compact() == 4
+    assert opened().positions == _reach(4)
+    assert _numbers(place) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=_COMPLETE)])
