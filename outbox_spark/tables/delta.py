@@ -83,6 +83,11 @@ class DeltaLog(TableLog[DeltaTable]):
     def evolve(self, schema: pa.Schema) -> Collection[str]:
         """Add missing columns; return those whose files must be rewritten in a wider type."""
         table, wanted = self._open(), deltalake.Schema.from_arrow(schema)
+        if (columns := table.metadata().partition_columns) != [self._date]:
+            raise OutboxTableError(
+                f"{self._uri} must be partitioned by {self._date}, and is by {', '.join(columns) or 'no column'}: name "
+                "another folder"
+            )
         found = {field.name: field.type for field in table.schema().fields}
         wider = [field for field in wanted.fields if field.name in found and found[field.name] != field.type]
         for field in wider:

@@ -4,9 +4,10 @@ import zipfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pyiceberg.catalog
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_spark.config import AuditSettings, FileSettings, IcebergTable
@@ -118,6 +119,14 @@ def test_a_restored_table_has_the_positions_of_that_time(spark, opened, place, k
     assert table.compact() == 4
     assert opened().positions == _reach(4)
     assert _numbers(place) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["delta"])
+def test_a_table_of_another_program_is_refused(opened, place):
+    """A Delta table that is not partitioned by day is not written to."""
+    write_deltalake(place["path"], pa.table({"n": pa.array([1], pa.int32())}))
+    with pytest.raises(OutboxTableError, match="must be partitioned by date, and is by no column"):
+        opened()
 
 
 @pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=_COMPLETE)])
