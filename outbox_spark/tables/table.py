@@ -224,7 +224,8 @@ class Table:
 
         Those that are `changed`, or nested, have the wanted type.
         """
-        wanted, found = self._wanted, from_arrow_schema(self._log.schema)
+        wanted = self._wanted
+        found = from_arrow_schema(self._log.schema, prefer_timestamp_ntz=True)
         kept = [field for field in found if field.name not in wanted.names]
         types = {field.name: field.dataType for field in found if field.name not in changed}
         return StructType(

@@ -218,6 +218,15 @@ def test_columns_that_are_no_longer_named_keep_their_values(spark, opened, place
     assert by_polars(place).sort("n")["note"].to_list() == ["old"] * 6 + [None] * 2
 
 
+@each_format
+def test_times_without_a_zone_stay_so(spark, opened, place):
+    """A time without a zone is one in the files, too, where a time with a zone would be another column."""
+    opened(_SCHEMA.replace("n INT", "n INT, at TIMESTAMP_NTZ", 1)).append(
+        _rows(spark, 0, 2).selectExpr("*", "timestamp_ntz'2026-11-21 08:00:00' AS at"), _reach(2)
+    )
+    assert by_polars(place)["at"].to_list() == [datetime(2026, 11, 21, 8)] * 2  # noqa: DTZ001
+
+
 @pytest.mark.parametrize("kind", ["iceberg"])
 def test_a_column_that_is_wider_already_stays_so(spark, opened, place):
     """A writer that wants a narrower type than the table has merges old and new files all the same."""
