@@ -44,7 +44,7 @@ from outbox_spark.metrics import BatchReport, PipelineMetrics, serving
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import TableTaken
-from outbox_spark.topics.positions import Positions, advanced, earliest_of, from_json, to_json
+from outbox_spark.topics.positions import Positions, advanced, from_json, to_json
 from outbox_spark.topics.ranges import TopicLog
 
 _log = logging.getLogger(__name__)
@@ -179,15 +179,10 @@ class Follower:
 
     def _start(self, *, once: bool) -> StreamingQuery:
         settings = self.settings
-        start = self._log.starting(settings.starting_offsets)
-        known = earliest_of([target.table.positions for target in self.targets])
-        self._check_available(known)
-        topics = {topic for topic, _ in start}
-        start = {**start, **{place: offset for place, offset in known.items() if place[0] in topics}}
         interval = f"{max(1, round(settings.trigger.total_seconds() * 1000))} milliseconds"
         trigger: dict[str, Any] = {"availableNow": True} if once else {"processingTime": interval}
         query: StreamingQuery = (
-            read_topics(self.spark, self.kafka, settings.topics, streaming=True, starting=start)
+            read_topics(self.spark, self.kafka, settings.topics, streaming=True, starting=self._starting())
             .option("maxOffsetsPerTrigger", str(settings.max_records))
             .option("failOnDataLoss", str(not settings.accept_gap).lower())
             .load()
@@ -199,16 +194,32 @@ class Follower:
         )
         return query
 
-    def _check_available(self, known: Positions) -> None:
+    def _starting(self) -> Positions:
+        """Return the beginning without a checkpoint: for each partition the earliest one of all targets.
+
+        A target begins at its position. One without any begins as the settings say, but at the first record of
+        partitions that a topic has got since: none of them was there when the pipeline began.
+        """
         firsts, ends = self._log.bounds()
+        new = firsts if self.settings.starting_offsets == "earliest" else ends
+        starts = []
+        for known in [target.table.positions for target in self.targets]:
+            self._check_available(known, firsts, ends)
+            topics = {topic for topic, _ in known}
+            starts.append({**new, **{place: firsts[place] for place in firsts if place[0] in topics}, **known})
+        return {place: min(start[place] for start in starts) for place in new}
+
+    def _check_available(self, known: Positions, firsts: Positions, ends: Positions) -> None:
         for (topic, partition), offset in known.items():
-            first, end = firsts.get((topic, partition)), ends.get((topic, partition))
-            if first is not None and first > offset and not self.settings.accept_gap:
+            if topic not in self.settings.topics:
+                continue
+            first, end = firsts.get((topic, partition), 0), ends.get((topic, partition), 0)
+            if first > offset and not self.settings.accept_gap:
                 raise RecordsMissing(
                     f"{topic}[{partition}]: the target has all below offset {offset}, but Kafka begins at {first}; "
                     "restore the topic, or set accept_gap to go on without the records between"
                 )
-            if end is not None and end < offset:
+            if end < offset:
                 raise RecordsMissing(
                     f"{topic}[{partition}]: the target has all below offset {offset}, but Kafka ends at {end}: is this "
                     "another topic of that name? Take another name for the pipeline and another target"
@@ -236,8 +247,9 @@ class Follower:
             target.table.compact()
 
     def _write(self, batch: DataFrame, number: int) -> dict[str, int]:
-        end = self._logged(number) or {}
-        begin = self._logged(number - 1)
+        begin, end = self._logged(number - 1), self._logged(number)
+        if end is None:  # without its end, its records would be left out
+            raise PipelineFailed(f"{self._checkpoint.url} has no offsets/{number}: was the checkpoint deleted?")
         counts: dict[str, int] = {}
         several = len(self.targets) > 1
         records = batch.persist() if several else batch

@@ -118,7 +118,7 @@ def _merge(table: Table, found: DataFrame, positions: Positions) -> Mapping[str,
         kept = before.join(taken.select(_LANE), _LANE, "left_anti")
         size = taken.agg(F.sum(F.size("rows"))).first()
         rows = (size[0] if size is not None else 0) or 0
-        written = table.replace(files, kept.unionByName(new), positions)
+        written = table.replace(files, kept.unionByName(new, allowMissingColumns=True), positions)
     finally:
         records.unpersist()
         latest.unpersist()

@@ -33,6 +33,7 @@ _TYPES = {
     "timestamp_ntz": "timestamp",
     "binary": "bytea",
 }
+_LONGEST_INDEXED = 2_400  # bytes: with a topic's name of 249, an index of PostgreSQL takes 2,704
 _NESTED = ("array", "struct", "map", "variant")
 _SUMMABLE = ("bigint", "integer", "smallint", "numeric", "real", "double precision")
 
@@ -109,7 +110,7 @@ def _for_copy(rows: DataFrame, settings: ProjectSettings, types: Mapping[str, Da
     """Turn times and nested values into text for COPY, which is faster than Python objects."""
     values = ", ".join(f"{_as_text(f'row.`{name}`', kind)} AS `{name}`" for name, kind in types.items())
     texts = rows.withColumn("rows", F.expr(f"transform(rows, row -> struct({values}))"))
-    checked = texts.withColumn("problem", F.expr(_misfit(types)))
+    checked = texts.withColumn("problem", F.expr(_misfit(settings, types)))
     return checked.withColumn("is_replay", is_replay(settings.replay_header)).selectExpr(
         *("topic", "partition", "offset", f"{utc.text('timestamp')} AS time", "outbox_id", "key_text", "problem"),
         *("value IS NULL AS is_tombstone", "is_replay", "rows"),
@@ -126,13 +127,16 @@ def _as_text(value: str, kind: DataType) -> str:
     return f"cast({value} AS STRING)" if name in ("date", "timestamp_ntz") else value
 
 
-def _misfit(types: Mapping[str, DataType]) -> str:
+def _misfit(settings: ProjectSettings, types: Mapping[str, DataType]) -> str:
     """Return a SQL expression of the reason why PostgreSQL cannot hold a parsed record, or of its earlier problem."""
     nul = "PostgreSQL cannot store the character U+0000, which is in"
     cases = [
         ("contains(key_text, char(0))", f"{nul} the key"),
         ("contains(outbox_id, char(0))", f"{nul} the outbox id"),
     ]
+    indexed, words = ("key_text", "key") if settings.keep == "latest" else ("outbox_id", "outbox id")
+    too_long = f"the {words} has more than {_LONGEST_INDEXED} bytes, which no index of PostgreSQL holds"
+    cases.append((f"octet_length({indexed}) > {_LONGEST_INDEXED}", too_long))
     for name, kind in types.items():
         sign = "'\\\\u0000'" if kind.typeName() in _NESTED else "char(0)"
         if kind.typeName() == "string" or kind.typeName() in _NESTED:

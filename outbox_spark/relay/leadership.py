@@ -7,7 +7,7 @@ import threading
 from outbox_core.config import HarvestConfig
 from outbox_core.election import Leadership, Neli, NeliConfig
 from outbox_core.election.lease import now
-from outbox_core.events import Event, EventHandler, LeaderAcquired, LeaderRevoked
+from outbox_core.events import Event, LeaderAcquired, LeaderRevoked
 
 
 class Contender:
@@ -18,7 +18,7 @@ class Contender:
     """
 
     def __init__(self, config: HarvestConfig, identity: str, server_id: str) -> None:
-        self._elector = make_elector(config, identity, server_id, self._on_event)
+        self._elector = Neli(NeliConfig.of(config, identity, server_id), self._on_event)
         self._drain_seconds = config.limits.drain_timeout.total_seconds()
         self._changed = threading.Condition()
         self._announced: Leadership | None = None
@@ -70,8 +70,3 @@ class Contender:
         """Tell whether this lease is valid, also while it is being handed over."""
         present = self._elector.leadership
         return present is not None and present.leader_id == lease.leader_id and present.is_valid(now())
-
-
-def make_elector(config: HarvestConfig, identity: str, server_id: str, on_event: EventHandler | None = None) -> Neli:
-    """Make a member of the group in which the harvesters of this outbox contend."""
-    return Neli(NeliConfig.of(config, identity, server_id), on_event)

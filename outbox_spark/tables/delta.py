@@ -3,6 +3,9 @@
 Positions are the log's own *application transactions*: for each partition of a topic the identity `<topic>/<partition>`
 and, as its version, the next offset. The table's property `kafka-outbox.topics` names the topics, because identities
 can be looked up, but not listed.
+
+RESTORE takes rows away and leaves these entries. So commits that write them are named in the table's history: where the
+last one is followed by a RESTORE, the positions are those of the version restored.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -34,6 +37,8 @@ except ImportError:
     raise MissingExtra("deltalake is not installed: pip install 'kafka-outbox[delta]'") from None
 
 _TOPICS = "kafka-outbox.topics"
+_NAMED = "kafka-outbox.positions"  # the entry in the history
+_LOOKED_AT = 100  # entries of the history: those of others since our last one
 _UNKNOWN = -1  # the version of a partition without a position, so that the next one is found
 _WIDER = {
     "byte": ("short", "integer", "long", "double"),
@@ -50,17 +55,24 @@ class DeltaLog(TableLog[DeltaTable]):
         super().__init__(url)
         self._uri = for_library(url)
         self._date = date
+        self._entries: Positions = {}  # the log's, which are later ones than the positions behind a RESTORE
 
     @property
     def version(self) -> object:
         """Return the number of the last commit."""
         return -1 if self._table is None else self._table.version()
 
+    @property
+    def schema(self) -> pa.Schema:
+        """Return the table's columns; none if there is no table."""
+        return pa.schema([] if self._table is None else self._table.schema().to_arrow())
+
     def load(self) -> None:
         """Read the table's present state. Raises StoreUnavailable."""
         with _translated(self._uri):
             self._table = DeltaTable(self._uri) if DeltaTable.is_deltatable(self._uri) else None
-            self.positions = {} if self._table is None else _positions(self._table)
+            self._entries = {} if self._table is None else _entries(self._table)
+            self.positions = {} if self._table is None else _entries(_restored(self._table))
 
     def create(self, schema: pa.Schema) -> None:
         """Create the table, unless it exists, and load it."""
@@ -71,6 +83,11 @@ class DeltaLog(TableLog[DeltaTable]):
     def evolve(self, schema: pa.Schema) -> Collection[str]:
         """Add missing columns; return those whose files must be rewritten in a wider type."""
         table, wanted = self._open(), deltalake.Schema.from_arrow(schema)
+        if (columns := table.metadata().partition_columns) != [self._date]:
+            raise OutboxTableError(
+                f"{self._uri} must be partitioned by {self._date}, and is by {', '.join(columns) or 'no column'}: name "
+                "another folder"
+            )
         found = {field.name: field.type for field in table.schema().fields}
         wider = [field for field in wanted.fields if field.name in found and found[field.name] != field.type]
         for field in wider:
@@ -107,15 +124,16 @@ class DeltaLog(TableLog[DeltaTable]):
         is_change = positions != self.positions
         added_files = [self._add(file, is_new=is_change) for file in files]
         self._name_topics(positions)
+        places, before = positions.keys() | self._entries.keys(), (self.positions, self._entries)
         transactions = [
             deltalake.Transaction(f"{topic}/{number}", positions.get((topic, number), _UNKNOWN))
-            for topic in {topic for (topic, _), _ in positions.items() - self.positions.items()}
-            for number in range(1 + max(partition for name, partition in positions if name == topic))
+            for topic in {topic for known in before for (topic, _), _ in positions.items() ^ known.items()}
+            for number in range(1 + max(partition for name, partition in places if name == topic))
         ]
         self._transact(
             [*added_files, *self._removals(removed, is_change=is_change)], "append", table.schema(), transactions
         )
-        self.positions = positions
+        self.positions = self._entries = positions
         return files
 
     def rewrite(self, added: Written, schema: pa.Schema) -> list[DataFile]:
@@ -138,12 +156,14 @@ class DeltaLog(TableLog[DeltaTable]):
         return len(deleted)
 
     def _transact(
-        self, actions: Sequence[AddAction | RemoveAction], mode: str, schema: Any, transactions: Iterable[Any] = ()
+        self, actions: Sequence[AddAction | RemoveAction], mode: str, schema: Any, transactions: Sequence[Any] = ()
     ) -> None:
         """Commit as the version behind the loaded one, or not at all."""
         table = self._open()
         wanted = table.version() + 1
-        properties = deltalake.CommitProperties(max_commit_retries=0, app_transactions=list(transactions))
+        properties = deltalake.CommitProperties(
+            {_NAMED: str(len(transactions))} if transactions else None, 0, list(transactions)
+        )
         with _translated(self._uri):
             table.create_write_transaction(list(actions), mode, schema, [self._date], commit_properties=properties)
             # Not a later version: its positions are not those that we know.
@@ -198,7 +218,26 @@ def _topics(table: DeltaTable) -> list[str]:
     return [topic for topic in table.metadata().configuration.get(_TOPICS, "").split(",") if topic]
 
 
-def _positions(table: DeltaTable) -> Positions:
+def _restored(table: DeltaTable) -> DeltaTable:
+    """Return the version to which the table was restored after our last commit; the table itself if it was not."""
+    at: int = table.version()
+    for entry in table.history(_LOOKED_AT):
+        if entry["version"] > at:
+            continue
+        if _NAMED in entry:
+            break
+        if entry.get("operation") == "RESTORE":
+            version = entry.get("operationParameters", {}).get("version")
+            if version is None:
+                raise OutboxTableError(
+                    f"{table.table_uri} was restored to a time, which does not tell its position in the topics: "
+                    "restore it to a version"
+                )
+            at = int(version)
+    return table if at == table.version() else DeltaTable(table.table_uri, version=at)
+
+
+def _entries(table: DeltaTable) -> Positions:
     found = {}
     for topic in _topics(table):
         for number in itertools.count():

@@ -58,6 +58,11 @@ class IcebergLog(TableLog[Table]):
         return snapshot and snapshot.snapshot_id
 
     @property
+    def schema(self) -> pa.Schema:
+        """Return the table's columns; none if there is no table."""
+        return pa.schema([] if self._table is None else self._table.schema().as_arrow())
+
+    @property
     def location(self) -> str:
         """Return the table's folder, as its catalog tells it; its name if there is no table."""
         return self._name if self._table is None else for_spark(for_library(self._table.location()))

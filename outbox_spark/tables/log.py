@@ -79,6 +79,11 @@ class TableLog(ABC, Generic[T]):
         """Return a value that every commit changes."""
 
     @property
+    @abstractmethod
+    def schema(self) -> pa.Schema:
+        """Return the table's columns; none if there is no table."""
+
+    @property
     def location(self) -> str:
         """Return the folder below which data files are written, as a URL for Spark."""
         return self._name

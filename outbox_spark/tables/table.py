@@ -22,8 +22,8 @@ from urllib.parse import unquote
 import pyarrow as pa
 from pyspark.sql import DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812
-from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import StructType
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.types import ArrayType, MapType, StructField, StructType
 
 from outbox_core.errors import StoreUnavailable
 from outbox_spark.config import FileSettings
@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 # Columns that order merged rows, where a table has them.
 _ORDER = ("topic", "_topic", "partition", "_partition", "offset", "_offset")
+_NESTED = (ArrayType, MapType, StructType)
 _ATTEMPTS = 5  # to commit, while others change the table without changing its positions
 
 
@@ -95,10 +96,11 @@ class Table:
         self._log.load()
         try:
             if not self._log.exists:
-                self._log.create(self._arrow())
-            elif wider := self._log.evolve(self._arrow()):
+                self._log.create(_arrow(self._wanted))
+            elif wider := self._log.evolve(_arrow(self._wanted)):
                 _log.info("rewriting %s: %s becomes wider", self.url, ", ".join(wider))
-                self._log.rewrite(self._write(self.read()), self._arrow())
+                schema = self._schema(wider)
+                self._log.rewrite(self._write(self.read(), schema), _arrow(schema))
         except CommitConflict as conflict:
             raise StoreUnavailable(f"{self.url} is being changed by another process: {conflict}") from None
         self._load()
@@ -212,12 +214,29 @@ class Table:
             if file.size < self._layout.files.target_file_size / 2:
                 self._small[file.day].append(file)
 
-    def _schema(self) -> StructType:
+    @property
+    def _wanted(self) -> StructType:
         schema: Any = StructType.fromDDL(str(self._layout))
         return schema  # type: ignore[no-any-return]
 
-    def _arrow(self) -> pa.Schema:
-        return to_arrow_schema(self._schema(), timezone="UTC")
+    def _schema(self, changed: Collection[str] = ()) -> StructType:
+        """Return the columns of files: the table's, of which some are no longer wanted, in its types; the day is last.
+
+        Those that are `changed`, or nested, have the wanted type.
+        """
+        wanted = self._wanted
+        found = from_arrow_schema(self._log.schema, prefer_timestamp_ntz=True)
+        kept = [field for field in found if field.name not in wanted.names]
+        types = {field.name: field.dataType for field in found if field.name not in changed}
+        return StructType(
+            kept
+            + [
+                field
+                if isinstance(field.dataType, _NESTED)
+                else StructField(field.name, types.get(field.name, field.dataType))
+                for field in wanted
+            ]
+        )
 
     def _targets(self, files: Collection[DataFile]) -> int:
         """Return the number of files of the wanted size that these become."""
@@ -227,15 +246,16 @@ class Table:
         if not files:
             return self._spark.createDataFrame([], self._schema())
         # Days are not in the files. Without a lookup below folders, Spark would look for columns in their names.
-        reader = self._spark.read.schema(self._layout.schema).option("recursiveFileLookup", "true")
+        columns = StructType(self._schema().fields[:-1])
+        reader = self._spark.read.schema(columns).option("recursiveFileLookup", "true")
         rows = reader.parquet(*sorted(file.url for file in files))
         return rows.withColumn(self._layout.date, F.expr(utc.day(self._layout.time)))
 
-    def _write(self, rows: DataFrame) -> Written:
+    def _write(self, rows: DataFrame, schema: StructType | None = None) -> Written:
         """Write files of one day each, in a folder of their own."""
         place = f"data/{uuid.uuid4().hex}"
-        kinds = {column.name: column.dataType for column in self._schema()}
-        named = rows.select(*(F.col(name).cast(kind).alias(name) for name, kind in kinds.items()))
+        columns = [column for column in schema or self._schema() if column.name in rows.columns]
+        named = rows.select(*(F.col(column.name).cast(column.dataType).alias(column.name) for column in columns))
         written = Observation()
         named = named.observe(written, F.count(F.lit(1)).alias("rows"))
         # Neither format knows Spark's older form of timestamps.
@@ -246,3 +266,7 @@ class Table:
         writer.partitionBy(self._layout.date).parquet(f"{folder.url}/{place}")
         urls = [f"{self.url}/{file.path}" for file in folder.files(place) if file.path.endswith(".parquet")]
         return Written(urls, written.get["rows"])
+
+
+def _arrow(schema: StructType) -> pa.Schema:
+    return to_arrow_schema(schema, timezone="UTC")

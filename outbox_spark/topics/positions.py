@@ -1,8 +1,8 @@
-"""Positions of readers of topics, compared: the later of two, the earliest of several; and in JSON."""
+"""Positions of readers of topics: the later of two, and in JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from outbox_core.kafka.reader import Place
 
@@ -13,12 +13,6 @@ Positions = Mapping[Place, int]
 def advanced(position: Positions, to: Positions) -> Positions:
     """Return the later of both, for each partition."""
     return {**position, **{place: max(offset, position.get(place, offset)) for place, offset in to.items()}}
-
-
-def earliest_of(several: Sequence[Positions]) -> Positions:
-    """Return the earliest of all, for each partition that all have: the beginning of a reader for all."""
-    common = set(several[0]).intersection(*several)
-    return {place: min(position[place] for position in several) for place in common}
 
 
 def to_json(position: Positions) -> dict[str, dict[str, int]]:

@@ -225,7 +225,8 @@ def ranges_between(start: Positions, end: Positions, firsts: Positions, at_least
 
 
 def _partitions_between(start: Positions, end: Positions, firsts: Positions) -> list[OffsetRange]:
-    return [OffsetRange(*place, start.get(place, firsts[place]), offset) for place, offset in end.items()]
+    # A batch that Spark repeats may be of a topic that is not followed any more, of which `firsts` tells nothing.
+    return [OffsetRange(*place, start[place] if place in start else firsts[place], to) for place, to in end.items()]
 
 
 def _make_consumer(kafka: Mapping[str, Any]) -> Consumer:

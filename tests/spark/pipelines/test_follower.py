@@ -7,12 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from outbox_core.errors import InvalidConfig, StoreUnavailable
-from outbox_spark.pipelines.follower import Follower, PipelineFailed
+from outbox_spark.pipelines.follower import Follower, PipelineFailed, RecordsMissing, Target
 
 
 class _Log:
+    """A log of two partitions."""
+
     def close(self):
         pass
+
+    def bounds(self):
+        return {("t", 0): 2, ("t", 1): 3}, {("t", 0): 100, ("t", 1): 50}
 
 
 class _Never(threading.Event):
@@ -76,3 +81,39 @@ def test_once_is_tried_six_times():
     with pytest.raises(InvalidConfig):
         hopeless.run(once=False, stop=_Never())
     assert hopeless.queries == 1
+
+
+def _starting(*positions, offsets="latest"):
+    """Return where a query into tables with these positions begins without a checkpoint."""
+    targets = [Target(SimpleNamespace(positions=position), None) for position in positions]
+    settings = SimpleNamespace(name="p", topics=["t"], starting_offsets=offsets, accept_gap=False)
+    follower = Follower(None, {}, settings, targets, None)
+    follower.__dict__["_log"] = _Log()
+    return follower._starting()
+
+
+def test_a_new_target_skips_no_record_of_another():
+    """With `latest`, a query into a new table and an older one begins where the older one is."""
+    assert _starting({}) == {("t", 0): 100, ("t", 1): 50}
+    assert _starting({}, offsets="earliest") == {("t", 0): 2, ("t", 1): 3}
+    assert _starting({("t", 0): 20, ("t", 1): 10}, {}) == {("t", 0): 20, ("t", 1): 10}
+
+
+def test_a_new_partition_begins_at_its_first_record():
+    """With `latest` and without a checkpoint, a partition that a topic has got meanwhile is read as a whole."""
+    assert _starting({("t", 0): 20, ("another", 0): 7}) == {("t", 0): 20, ("t", 1): 3}
+
+
+@pytest.mark.parametrize("known", [{("t", 1): 51}, {("t", 2): 9}, {("t", 0): 1}])
+def test_a_position_that_kafka_does_not_have_is_refused(known):
+    """A position behind the end, before the beginning, or of a partition that is gone stops the pipeline."""
+    with pytest.raises(RecordsMissing, match=r"t\[\d\]: the target has all below"):
+        _starting(known)
+
+
+def test_a_batch_without_its_end_is_not_skipped():
+    """A checkpoint that is deleted during a batch fails that batch, which would end nowhere, and write no record."""
+    follower = Follower(None, {}, SimpleNamespace(name="p"), [], None)
+    follower.__dict__["_checkpoint"] = SimpleNamespace(url="file:/c", exists=lambda _: False)
+    with pytest.raises(PipelineFailed, match="file:/c has no offsets/7"):
+        follower._write(None, 7)

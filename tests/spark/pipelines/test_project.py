@@ -1,5 +1,6 @@
 """Projection: typed rows once each, misfits in quarantine, totals that follow, even if processes die."""
 
+import secrets
 import shutil
 import threading
 import time
@@ -343,3 +344,17 @@ def _wait_for(database, count, thread):
         assert thread.is_alive()
         assert time.monotonic() < deadline, f"{len(_numbers(database))} of {count} rows"
         time.sleep(0.5)
+
+
+@pytest.mark.parametrize("keep", ["latest", "every"])
+def test_an_identity_too_long_for_an_index_is_in_quarantine(spark, settings, database, kafka_bootstrap, keep):
+    """A key, or an id, that no index of PostgreSQL holds keeps no other record back."""
+    chosen, long = settings(keep=keep), secrets.token_hex(4000)
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    for number, (key, outbox_id) in enumerate([(long, "x:1"), ("k", f"{long}:2"), ("k", "x:3")]):
+        value = b'{"n":%d,"items":[{"sku":"a","cents":1}]}' % number
+        producer.produce(chosen.topics[0], value, key, headers=[("outbox-id", outbox_id.encode())])
+    producer.flush()
+    counts = run_once(project, spark, kafka_bootstrap, chosen)
+    assert (counts["records"], counts["quarantined"]) == (3, 1)
+    assert _numbers(database) == ([2] if keep == "latest" else [0, 2])

@@ -4,8 +4,10 @@ import zipfile
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pyarrow as pa
 import pyiceberg.catalog
 import pytest
+from deltalake import DeltaTable, write_deltalake
 
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_spark.config import AuditSettings, FileSettings, IcebergTable
@@ -14,7 +16,7 @@ from outbox_spark.tables import Layout, open_table
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import CommitConflict, TableTaken
 from tests.docs.blocks import BLOCKS
-from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
+from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, iceberg, place_of
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -93,6 +95,40 @@ def test_files_on_the_disk_of_another_machine(spark, opened, place, monkeypatch)
     assert _numbers(place) == [0, 1]
 
 
+def _restore(place, version):
+    """Restore a table to an earlier version: for Iceberg one of its snapshots, for Delta one of its commits."""
+    if "path" in place:
+        DeltaTable(place["path"]).restore(version)
+        return
+    table = iceberg(place)
+    table.manage_snapshots().rollback_to_snapshot(table.snapshots()[version].snapshot_id).commit()
+
+
+@each_format
+def test_a_restored_table_has_the_positions_of_that_time(spark, opened, place, kind):
+    """A table that is taken back to an earlier version reads its topics again from there, and then goes on."""
+    table, first = opened(small_files=3), 2 if kind == "delta" else 0
+    table.append(_rows(spark, 0, 2), _reach(2))
+    table.append(_rows(spark, 2, 4), {**_reach(4), ("u", 1): 7})
+    _restore(place, first)
+    with pytest.raises(TableTaken):
+        table.append(_rows(spark, 4, 6), _reach(6))
+    table = opened(small_files=2)
+    assert table.positions == _reach(2)
+    table.append(_rows(spark, 2, 4), _reach(4))
+    assert table.compact() == 4
+    assert opened().positions == _reach(4)
+    assert _numbers(place) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["delta"])
+def test_a_table_of_another_program_is_refused(opened, place):
+    """A Delta table that is not partitioned by day is not written to."""
+    write_deltalake(place["path"], pa.table({"n": pa.array([1], pa.int32())}))
+    with pytest.raises(OutboxTableError, match="must be partitioned by date, and is by no column"):
+        opened()
+
+
 @pytest.mark.parametrize("kind", ["delta", pytest.param("iceberg", marks=_COMPLETE)])
 def test_a_lost_answer_to_a_commit(spark, opened, place, monkeypatch):
     """A commit that succeeded, but seemed to have lost a race, is not repeated."""
@@ -166,6 +202,39 @@ def test_columns_are_added_and_widened(spark, opened, place):
     assert by_polars(place).sort("n")["note"].to_list() == [None, None, "new", "new"]
     with pytest.raises(OutboxTableError, match="n"):
         opened(wider.replace("n BIGINT", "n STRING", 1))
+
+
+@each_format
+def test_columns_that_are_no_longer_named_keep_their_values(spark, opened, place):
+    """Files that are merged, replaced or rewritten have the values of a column that the writer does not name."""
+    named = _SCHEMA.replace("n INT", "n INT, note STRING", 1)
+    table = opened(named)
+    for first in (0, 2, 4):
+        table.append(_rows(spark, first, first + 2).selectExpr("*", "'old' AS note"), _reach(first + 2))
+    table = opened(_SCHEMA, small_files=2)
+    table.append(_rows(spark, 6, 8), _reach(8))
+    assert table.compact() == 8
+    opened(_SCHEMA.replace("n INT", "n BIGINT", 1))  # for which a Delta table is rewritten
+    assert by_polars(place).sort("n")["note"].to_list() == ["old"] * 6 + [None] * 2
+
+
+@each_format
+def test_times_without_a_zone_stay_so(spark, opened, place):
+    """A time without a zone is one in the files, too, where a time with a zone would be another column."""
+    opened(_SCHEMA.replace("n INT", "n INT, at TIMESTAMP_NTZ", 1)).append(
+        _rows(spark, 0, 2).selectExpr("*", "timestamp_ntz'2026-11-21 08:00:00' AS at"), _reach(2)
+    )
+    assert by_polars(place)["at"].to_list() == [datetime(2026, 11, 21, 8)] * 2  # noqa: DTZ001
+
+
+@pytest.mark.parametrize("kind", ["iceberg"])
+def test_a_column_that_is_wider_already_stays_so(spark, opened, place):
+    """A writer that wants a narrower type than the table has merges old and new files all the same."""
+    opened(_SCHEMA.replace("n INT", "n BIGINT", 1)).append(_rows(spark, 0, 4, "id + 10000000000 AS n"), _reach(4))
+    table = opened(small_files=2)
+    table.append(_rows(spark, 4, 8), _reach(8))
+    assert table.compact() == 4
+    assert _numbers(place) == [*range(4, 8), *range(10_000_000_000, 10_000_000_004)]
 
 
 @each_format

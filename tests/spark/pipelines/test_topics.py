@@ -67,6 +67,12 @@ def test_a_batch_never_goes_back():
     assert plan_batch({("t", 0): 9}, {("t", 0): 4}, {("t", 0): 0}, None) == {("t", 0): 9}
 
 
+def test_a_batch_of_a_topic_that_is_no_longer_followed():
+    """A batch that Spark repeats is read as it was planned, though one of its topics is not followed any more."""
+    start, end = {("t", 0): 3, ("gone", 0): 5}, {("t", 0): 4, ("gone", 0): 7}
+    assert ranges_between(start, end, {("t", 0): 0}) == [OffsetRange("t", 0, 3, 4), OffsetRange("gone", 0, 5, 7)]
+
+
 class _Log:
     """A log of one partition that ends at 4."""
 
