@@ -140,7 +140,7 @@ def test_limits_that_contradict_each_other_are_refused():
         ("harvest: {baseKafkaConfig: kafka:9092}", r"harvest\.baseKafkaConfig: must be a mapping"),
         ("harvest: {baseKafkaConfig: {security: {protocol: ssl}}}", r"harvest\.baseKafkaConfig\.security: .*single"),
         (
-            "harvest: {baseKafkaConfig: {bootstrap.servers: ' '}}",
+            "harvest: {baseKafkaConfig: {bootstrap.servers: ' , '}}",
             r"baseKafkaConfig\.bootstrap\.servers: is empty; write",
         ),
         ("harvest: {baseKafkaConfig: {sasl.username: }}", r"harvest\.baseKafkaConfig\.sasl\.username: has no value"),
