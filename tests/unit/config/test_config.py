@@ -145,6 +145,8 @@ def test_limits_that_contradict_each_other_are_refused():
         ),
         ("harvest: {baseKafkaConfig: {sasl.username: }}", r"harvest\.baseKafkaConfig\.sasl\.username: has no value"),
         ("harvest: {baseKafkaConfig: {sasl.password: 0123}}", r"sasl\.password: put it in quotes"),
+        ("harvest: {outboxName: ' '}", r"harvest\.outboxName: must not be empty, or begin or end with blanks"),
+        ("harvest: {leaderGroupID: 'shop '}", r"harvest\.leaderGroupID: must not .* end with blanks"),
         ("harvest: {leaderTopic: 5}", r"harvest\.leaderTopic: must be text; put it in quotes"),
         ("harvest: {leaderTopic: a b}", r"harvest\.leaderTopic: is not a topic name"),
         ("harvest: {leaderTopic: __consumer_offsets}", r"harvest\.leaderTopic: is one of Kafka's own topics"),
