@@ -272,8 +272,15 @@ def _log_event(event: Event) -> None:
             _log.info("leading on, new leader ID %s: records are marked again", event.leader_id)
         case MeterRead(stats=stats):
             published = plural(stats.interval_count, "record")
-            rates = stats.interval_rate, stats.total_count, stats.total_rate
-            _log.info("published %s, %.0f/s; %s in all, %.0f/s", published, rates[0], f"{rates[1]:,}", rates[2])
+            rates = _rate(stats.interval_rate), f"{stats.total_count:,}", _rate(stats.total_rate)
+            _log.info("published %s, %s; %s in all, %s", published, *rates)
+
+
+def _rate(per_second: float) -> str:
+    """Write a rate so that a few records an hour are not 0/s."""
+    if 0 < per_second < 0.1:
+        return f"{per_second * 3600:.0f}/h" if per_second * 3600 >= 1 else "less than 1/h"
+    return f"{per_second:.1f}/s" if per_second < 10 else f"{per_second:.0f}/s"
 
 
 def _property(text: str) -> tuple[str, str]:

@@ -402,6 +402,7 @@ def test_events_are_logged(played, caplog):
         LeaderRevoked(leader_id),
         LeaderFenced(leader_id, "lease over"),
         MeterRead(stats),
+        MeterRead(MeterStats(5.0, 36_000.0, 1, 20, 0.2, 20 / 36_000)),
     ):
         handler(event)
     logging.getLogger().removeHandler(caplog.handler)
@@ -410,6 +411,7 @@ def test_events_are_logged(played, caplog):
     assert lines == [
         f"leading on, new leader ID {leader_id}: records are marked again",
         "published 500 records, 100/s; 2,000 in all, 200/s",
+        "published 1 record, 0.2/s; 20 in all, 2/h",
     ]
 
 
