@@ -6,18 +6,18 @@ import logging
 import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
 from outbox_core.cli.harvest import add_harvest_arguments, overrides_from, run
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
-from outbox_django.management.doors import add_database_argument, command_errors
+from outbox_django.management.doors import DiscreetCommand, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
-class Command(BaseCommand):
+class Command(DiscreetCommand):
     """A door onto `outbox_core.cli.harvest`; it never opens a connection of Django's."""
 
     help = (
