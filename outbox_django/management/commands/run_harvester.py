@@ -21,8 +21,8 @@ class Command(DiscreetCommand):
     """A door onto `outbox_core.cli.harvest`; it never opens a connection of Django's."""
 
     help = (
-        "Publish the outbox's records to Kafka, in order, until stopped: the first SIGTERM or SIGINT drains, a second "
-        "one exits. DATABASES and OUTBOX say what and how; options win over them."
+        "Publish the outbox's records to Kafka, in order, until stopped: the first SIGTERM, SIGINT or SIGHUP drains, "
+        "a second one exits. DATABASES and OUTBOX say what and how; options win over them."
     )
     # An error is one line. The checks would also load every URL and template of the project.
     requires_system_checks = ()

@@ -533,15 +533,34 @@ def test_second_signal_exits_at_once(number, code):
     assert time.monotonic() - began < 50
 
 
-def test_one_signal_ends_well():
-    """After one signal and a graceful stop the exit code is 0."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_signal_ends_well(number):
+    """After one signal and a graceful stop the exit code is 0, also if a terminal was closed."""
     process = _start("pass")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(50) == 0
 
 
-def _start(then):
+def test_a_signal_that_is_sent_twice_is_one():
+    """`timeout` signals its command and their group, so the command gets two: they are one."""
+    process = _start("time.sleep(0.5)")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)  # another one, as two that are equal may arrive as one
+    assert process.wait(50) == 0
+
+
+def test_nohup_is_respected():
+    """A SIGHUP that was ignored stays so: the process goes on."""
+    process = _start("pass", "nohup")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(50) == 0
+
+
+def _start(then, *runner):
     code = textwrap.dedent(PROCESS.format(then=then))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*runner, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
