@@ -399,6 +399,7 @@ def test_events_are_logged(played, caplog):
     for event in (
         LeaderAcquired(leader_id, 7),
         LeaderRefreshed(leader_id),
+        LeaderRefreshed(uuid.uuid4()),  # marks fail, each retry has a new one: that fills no log
         LeaderRevoked(leader_id),
         LeaderFenced(leader_id, "lease over"),
         MeterRead(stats),
