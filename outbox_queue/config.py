@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from outbox_core.config.durations import format_duration, parse_duration
+from outbox_core.config.kafka_settings import EMPTY_SERVERS, is_blank
 from outbox_core.config.problems import InvalidSettings, Problem, Settings
 from outbox_core.config.redaction import redact, redact_settings
 from outbox_core.config.yaml_file import read_yaml
@@ -76,6 +77,12 @@ def _between(shortest: str, longest: str) -> Callable[[timedelta], timedelta]:
         return value
 
     return check
+
+
+def _must_name_servers(text: str) -> str:
+    if is_blank(text):
+        raise ValueError(EMPTY_SERVERS)
+    return text
 
 
 def _no_truth_value(value: object) -> object:
@@ -167,7 +174,7 @@ class QueueConfig(_QueueSettings):
         InvalidConfig: naming every setting that is wrong.
     """
 
-    bootstrap_servers: Annotated[str, Field(min_length=1)]
+    bootstrap_servers: Annotated[str, AfterValidator(_must_name_servers)]
     message_topic: Topic = "messages"
     marker_topic: Topic = "markers"
     dead_letter_topic: Topic | None = None

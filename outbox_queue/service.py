@@ -154,7 +154,7 @@ class Queue:
             retry_delay: delay of a failed message; by default `backoff()`, 1 second to 5 minutes.
             drain_timeout: time that handlers have to finish after the stop; messages of the others are redelivered.
             stop: ends the work when it is set.
-            on_signals: end the work at SIGTERM and SIGINT, in the main thread only. A second signal exits at once.
+            on_signals: end the work at SIGTERM, SIGINT and SIGHUP, in the main thread only. A second one exits at once.
 
         Raises:
             InvalidMessage: if the handler is asynchronous: it would be begun, and never finished.

@@ -13,7 +13,7 @@ from sqlalchemy import BigInteger, CheckConstraint, DateTime, ForeignKey, MetaDa
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from example_project.payments.schemas import serializers
-from outbox_sqlalchemy import Inbox, Outbox, make_inbox_table, make_outbox_table
+from outbox_sqlalchemy import Inbox, Outbox, make_hold_table, make_inbox_table, make_outbox_table
 
 _NAMES = {
     "pk": "%(table_name)s_pkey",
@@ -71,4 +71,5 @@ class Entry(Base):
 
 
 outbox = Outbox(make_outbox_table(Base.metadata, "payments_outbox"), serializers=serializers())
+make_hold_table(Base.metadata, "payments_outbox")
 inbox = Inbox(make_inbox_table(Base.metadata, "payments_inbox"))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from outbox_core import __version__
 from outbox_core.cli import claims, completion, console, doctor, harvest, hold, inbox, peek, restash, schema
-from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output
+from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output, hide_values
 from outbox_core.errors import MissingExtra, OutboxError
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ class _Parser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '([^']+)' \(choose from (.*)\)$", message)
         choices = wrong[2].replace("'", "").split(", ") if wrong else []
         close = difflib.get_close_matches(wrong[1], choices, 1) if wrong else []
-        if message.startswith("unrecognized arguments"):  # a DSN that was not put in quotes leaves its password there
-            message = re.sub(r"(?<==)\S+|\S+(?=@)", "***", message)
+        message = hide_values(message)
         super().error(f"{message}; did you mean {close[0]!r}?" if close else message)
 
 

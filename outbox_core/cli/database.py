@@ -42,7 +42,7 @@ def find_place(options: argparse.Namespace) -> tuple[str | None, TableName]:
     dsn = options.dsn or os.environ.get(DATA_SOURCE_VARIABLE)
     table = options.table or os.environ.get(TABLE_VARIABLE)
     if options.file is not None:
-        in_file = _read_file(options.file)
+        in_file = read_harvest_file(options.file)
         dsn, table = dsn or in_file.get("dataSource"), table or in_file.get("outboxTable")
     try:
         return dsn, TableName.parse(str(table or "outbox"))
@@ -50,7 +50,8 @@ def find_place(options: argparse.Namespace) -> tuple[str | None, TableName]:
         raise InvalidConfig(f"{'--table' if options.table else TABLE_VARIABLE}: {error}") from None
 
 
-def _read_file(path: str) -> dict[str, Any]:
+def read_harvest_file(path: str) -> dict[str, Any]:
+    """Return the section `harvest` of a file of `outbox harvest`, in the names of YAML."""
     try:
         from outbox_core.config import load_config, read_document
     except ImportError as error:
@@ -86,7 +87,7 @@ def connect_to_schema(
         raise MissingExtra("needs psycopg, which is not installed; pip install 'psycopg[binary]'") from None
     dsn = dsn or os.environ.get(DATA_SOURCE_VARIABLE)
     if not dsn:
-        raise InvalidConfig(f"no database: pass --dsn or set {DATA_SOURCE_VARIABLE}")
+        raise InvalidConfig(f"no database: pass --dsn or -f, or set {DATA_SOURCE_VARIABLE}")
     from outbox_core.stores.postgres.connection import location, one_line, pin_search_path
 
     source = as_libpq_reads_it(dsn)

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 EXIT_ENDED_BY_ERROR = 1
 EXIT_NOT_STARTED = 2
+_REFRESHED_EVERY_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -212,7 +214,7 @@ def _make_harvester(config: HarvestConfig, *, drain: bool) -> tuple[Harvester, H
     except ImportError as error:
         raise missing_extra(error) from None
     metrics = HarvestMetrics(outbox_name=config.outbox_name or "")
-    return Harvester(config, _log_event, metrics=metrics, drain=drain), metrics
+    return Harvester(config, _EventLog(), metrics=metrics, drain=drain), metrics
 
 
 def _serve_metrics(config: HarvestConfig, harvester: Harvester, metrics: HarvestMetrics, stack: ExitStack) -> None:
@@ -265,15 +267,33 @@ def _log_end(harvester: Harvester) -> None:
     _log.info("ended: %s", "; ".join(lines))
 
 
-def _log_event(event: Event) -> None:
-    """Log what the election does not log itself."""
-    match event:
-        case LeaderRefreshed():
-            _log.info("leading on, new leader ID %s: records are marked again", event.leader_id)
-        case MeterRead(stats=stats):
-            published = plural(stats.interval_count, "record")
-            rates = stats.interval_rate, stats.total_count, stats.total_rate
-            _log.info("published %s, %.0f/s; %s in all, %.0f/s", published, rates[0], f"{rates[1]:,}", rates[2])
+class _EventLog:
+    """Log of what the election does not log itself.
+
+    New leader IDs are told once a minute: while marks fail, as on a full disk, each retry has one.
+    """
+
+    def __init__(self) -> None:
+        self._told_refreshed_at: float | None = None
+
+    def __call__(self, event: Event) -> None:
+        match event:
+            case LeaderRefreshed():
+                now = time.monotonic()
+                if self._told_refreshed_at is None or now - self._told_refreshed_at >= _REFRESHED_EVERY_SECONDS:
+                    self._told_refreshed_at = now
+                    _log.info("leading on, new leader ID %s: records are marked again", event.leader_id)
+            case MeterRead(stats=stats):
+                published = plural(stats.interval_count, "record")
+                rates = _rate(stats.interval_rate), f"{stats.total_count:,}", _rate(stats.total_rate)
+                _log.info("published %s, %s; %s in all, %s", published, *rates)
+
+
+def _rate(per_second: float) -> str:
+    """Write a rate so that a few records an hour are not 0/s."""
+    if 0 < per_second < 0.1:
+        return f"{per_second * 3600:.0f}/h" if per_second * 3600 >= 1 else "less than 1/h"
+    return f"{per_second:.1f}/s" if per_second < 10 else f"{per_second:.0f}/s"
 
 
 def _property(text: str) -> tuple[str, str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect
+from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect, read_harvest_file
 from outbox_core.cli.terminal import Progress
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.inbox import PRUNE_BATCH, Inbox
@@ -32,10 +33,11 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "is accepted again."
     )
     parser = actions.add_parser("prune", help="delete messages that were accepted long ago", description=description)
+    parser.add_argument("-f", "--file", metavar="FILE", help="the YAML file of `outbox harvest`, for the database")
     parser.add_argument(
         "--dsn",
         metavar="DSN",
-        help=f"the database: key=value pairs or a postgresql:// URL; default: {DATA_SOURCE_VARIABLE}",
+        help=f"the database: key=value pairs or a postgresql:// URL; environment: {DATA_SOURCE_VARIABLE}",
     )
     parser.add_argument("--table", metavar="NAME", default="inbox", help="`table` or `schema.table`; default: inbox")
     add_prune_arguments(parser)
@@ -71,7 +73,10 @@ def _prune(options: argparse.Namespace) -> int:
         name = TableName.parse(options.table)
     except InvalidConfig as error:
         raise InvalidConfig(f"--table: {error}") from None
-    connection, found = connect(options.dsn, name)
+    dsn = options.dsn or os.environ.get(DATA_SOURCE_VARIABLE)
+    if options.file is not None:
+        dsn = dsn or read_harvest_file(options.file).get("dataSource")
+    connection, found = connect(dsn, name)
     with connection:
         pruned = _prune_on(connection, Inbox(found), options)
     sys.stdout.write(report(pruned, name))

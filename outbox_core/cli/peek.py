@@ -45,10 +45,12 @@ def add_peek_arguments(parser: argparse.ArgumentParser) -> None:
 def run_peek(data_source: str, table: str, options: Mapping[str, Any], out: Output) -> None:
     """Print the records that the options of `add_peek_arguments` select."""
     try:
-        from outbox_core.doctor.pending import PeekQuery, peek
+        from outbox_core.doctor.pending import MOST_RECORDS, PeekQuery, peek
         from outbox_core.doctor.session import DatabaseSession
     except ImportError as error:
         raise MissingExtra(f"needs {error.name}, which is not installed; pip install 'psycopg[binary]'") from None
+    if not 1 <= options["limit"] <= MOST_RECORDS:
+        raise InvalidConfig(f"--limit: must be a number from 1 to {MOST_RECORDS}")
     whole = options["json"] or options["id"] is not None
     query = PeekQuery(
         topic=options["topic"],

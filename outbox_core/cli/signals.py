@@ -1,4 +1,8 @@
-"""SIGTERM and SIGINT: the first asks for a graceful stop, the second ends the process at once.
+"""SIGTERM, SIGINT and SIGHUP: the first asks for a graceful stop, a second SIGTERM or SIGINT ends the process at once.
+
+A signal that follows within a tenth of a second is the same one, sent twice: `timeout` signals its command and the
+group that both are in, and so do a terminal and a program that passes Ctrl-C on. SIGHUP comes from a terminal that is
+closed; `nohup` has it ignored, and it stays so.
 
 Python runs signal handlers between two instructions of the main thread, which may sit in a C function for seconds
 (connecting to Kafka, for example) or hold a lock that `stop` needs. So the handlers do nothing; the interpreter writes
@@ -12,13 +16,15 @@ import os
 import signal
 import socket
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_SENT_TWICE_SECONDS = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +42,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     old_descriptor = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    old_handlers = {number: signal.signal(number, _do_nothing) for number in _SIGNALS}
+    wanted = [number for number in _SIGNALS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+    old_handlers = {number: signal.signal(number, _do_nothing) for number in wanted}
     watcher = threading.Thread(target=_watch, args=(reader, stop), name="outbox-signals", daemon=True)
     watcher.start()
     try:
@@ -55,13 +62,16 @@ def _do_nothing(*_: object) -> None:
 
 
 def _watch(reader: socket.socket, stop: Callable[[], None]) -> None:
-    stopping = False
+    stopping_since = None
     while received := reader.recv(1):
         number = received[0]
         if number not in _SIGNALS:
             continue
-        if stopping:
-            os._exit(128 + number)
-        stopping = True
+        now = time.monotonic()
+        if stopping_since is not None:
+            if number != signal.SIGHUP and now - stopping_since > _SENT_TWICE_SECONDS:
+                os._exit(128 + number)
+            continue
+        stopping_since = now
         _log.info("%s: finishing what is in flight; another signal exits at once", signal.Signals(number).name)
         stop()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Protocol, Self
@@ -69,6 +70,11 @@ def flush(out: Output) -> None:
     act = getattr(out, "flush", None)
     if act is not None:
         act()
+
+
+def hide_values(message: str) -> str:
+    """Hide what may be a password in a parser's message about arguments: what a shell cuts off a DSN without quotes."""
+    return re.sub(r"(?<==)\S+|\S+(?=@)", "***", message) if message.startswith("unrecognized arguments") else message
 
 
 def drop_output() -> None:

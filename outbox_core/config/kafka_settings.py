@@ -42,11 +42,19 @@ class Refusal(NamedTuple):
     why: str
 
 
+EMPTY_SERVERS = "is empty; write for example `localhost:9092`"
+
+
 class BatchSettings(NamedTuple):
     """The largest batch of the producer, in bytes before any compression."""
 
     largest: int
     is_compressed: bool
+
+
+def is_blank(servers: str) -> bool:
+    """Tell whether a list of servers names none, as in a template not filled in: clients would look for ever."""
+    return not servers.replace(",", "").strip()
 
 
 def refused_settings(settings: KafkaSettings) -> Iterator[Refusal]:
@@ -56,10 +64,8 @@ def refused_settings(settings: KafkaSettings) -> Iterator[Refusal]:
             yield Refusal(name, "has no value")
         elif isinstance(value, Mapping | list | tuple | set):
             yield Refusal(name, "must be a single value; write librdkafka's properties with dots, lists with commas")
-        elif (
-            name in SERVERS and not str(value).strip()
-        ):  # a template that was not filled in: clients would look for ever
-            yield Refusal(name, "is empty; write for example `localhost:9092`")
+        elif name in SERVERS and is_blank(str(value)):
+            yield Refusal(name, EMPTY_SERVERS)
     yield from _losing_settings({name: value for name, value in settings.items() if value is not None})
 
 

@@ -20,7 +20,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     field_validator,
     model_validator,
 )
@@ -69,6 +68,13 @@ def _no_truth_value(value: object) -> object:
     return value
 
 
+def _must_be_name(text: str) -> str:
+    """Refuse blanks, too, which nobody sees: with one behind its group, a harvester would lead beside the others."""
+    if not text or text != text.strip():
+        raise ValueError("must not be empty, or begin or end with blanks")
+    return text
+
+
 def _must_be_table(text: str) -> str:
     TableName.parse(text)
     return text
@@ -79,7 +85,7 @@ _Lease = Annotated[timedelta, BeforeValidator(parse_duration), AfterValidator(_b
 _Count = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=1, le=10_000_000)]
 _Bytes = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=2**10, le=2**40)]
 _Port = Annotated[int, BeforeValidator(_no_truth_value), Field(ge=0, le=65535)]
-_Name = Annotated[str, StringConstraints(min_length=1)]  # a Field would clash with the factory of a default
+_Name = Annotated[str, AfterValidator(_must_be_name)]  # a Field would clash with the factory of a default
 
 
 class Limits(Settings):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -58,7 +59,7 @@ class User:
     """
 
     name: str
-    permissions: frozenset[Permission] = frozenset({Permission.VIEW})
+    permissions: AbstractSet[str] = frozenset({Permission.VIEW})
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "\0" in self.name:

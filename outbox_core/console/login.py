@@ -41,7 +41,7 @@ class TokenLogin:
                 "`openssl rand -base64 24` makes one"
             )
         self._token = token.encode(errors="surrogateescape")
-        self._user = User(_UNNAMED, frozenset(permissions))  # type: ignore[arg-type]
+        self._user = User(_UNNAMED, frozenset(permissions))
         self._cookie = cookie
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS
 from outbox_core.stores.postgres.schema_changes import COLUMN_TYPES
 
 SEARCHED_ROWS = 100_000
-_MOST = 1_000
+MOST_RECORDS = 1_000
 
 # The head is walked by its primary key, and no further than so many rows: it never reads a table of millions.
 _PAGE = """
@@ -125,8 +125,8 @@ class PendingRecord(NamedTuple):
 
 def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
     """Return pending records, the oldest first; raises as `DatabaseSession.ask`, and InvalidConfig for a bad query."""
-    if not 1 <= query.limit <= _MOST:
-        raise InvalidConfig(f"limit: must be a number from 1 to {_MOST}")
+    if not 1 <= query.limit <= MOST_RECORDS:
+        raise InvalidConfig(f"limit: must be a number from 1 to {MOST_RECORDS}")
     if query.header is None and query.header_value is not None:
         raise InvalidConfig("header_value: is that of a header: name the header, too")
     columns = dict(session.ask(COLUMN_TYPES, (session.table.quoted,)))

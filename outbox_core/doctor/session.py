@@ -158,7 +158,8 @@ class DatabaseSession:
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"{self.place} failed: {one_line(error)}") from None
         except psycopg.Error as error:
-            raise OutboxTableError(f"{one_line(error)} (as role {self.role} at {self.place})") from None
+            role = "" if " as role " in self.place else f" as role {self.role}"
+            raise OutboxTableError(f"{one_line(error)} (in {self.place}{role})") from None
 
     def _locked(self) -> TableLocked:
         names = {"table": self.table.quoted, "holds": self.holds.quoted}

@@ -8,14 +8,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox_core.cli.harvest import EXIT_NOT_STARTED, sentences
-from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output
+from outbox_core.cli.terminal import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, FULL, drop_output, hide_values
 from outbox_core.errors import OutboxError
 
 
-class Door(BaseCommand):
+class DiscreetCommand(BaseCommand):
+    """A command whose parser shows no password of a DSN that was not put in quotes."""
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """Build the parser, which Django does not let us choose."""
+        parser = super().create_parser(prog_name, subcommand, **kwargs)
+        end = parser.error
+        parser.error = lambda message: end(hide_values(message))  # type: ignore[method-assign]
+        return parser
+
+
+class Door(DiscreetCommand):
     """A command that ends without a traceback on Ctrl-C and when its output cannot be written."""
 
     requires_system_checks = ()

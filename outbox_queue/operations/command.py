@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, fail
+from outbox_core.cli.hold import EXIT_NOT_CONFIRMED, asker
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
 from outbox_core.cli.signals import stop_on_signals
 from outbox_core.cli.terminal import aligned
@@ -31,6 +32,7 @@ _BOOTSTRAP = "OUTBOX_KAFKA_BOOTSTRAP"
 _PROPERTY_PREFIX = "OUTBOX_KAFKA_"
 _OVERRIDES = ("bootstrap_servers", "message_topic", "marker_topic", "dead_letter_topic")
 _SHOWN = 60
+_NAMED = 20
 _WAIT_SECONDS = 1.0
 _CONNECT_SECONDS = 5.0
 
@@ -74,7 +76,12 @@ def build_parser() -> argparse.ArgumentParser:
             actions, "requeue", _requeue, "send dead letters to their queues again, with all their attempts before them"
         )
     )
-    _add_choice(_add(actions, "discard", _discard, "delete dead letters"))
+    discard = _add(actions, "discard", _discard, "delete dead letters")
+    discard.description = (
+        "Delete dead letters for good. Asks before it does so; with --all and without a terminal it wants --yes."
+    )
+    _add_choice(discard)
+    discard.add_argument("-y", "--yes", action="store_true", help="do not ask")
     return parser
 
 
@@ -114,6 +121,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--id", action="append", metavar="ID", help="ID as listed; repeat for several")
     which.add_argument("--all", action="store_true", help="all dead letters")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="show what would be done, and do nothing")
 
 
 # -- the commands ------------------------------------------------------------------------------------------------------
@@ -179,27 +187,50 @@ def _list_dead_letters(options: argparse.Namespace) -> int:
     if options.json:
         _print_json(map(_shown_whole, letters))
     else:
-        rows = [
-            [
-                one.queue,
-                one.id,
-                str(one.attempts),
-                _time(one.dead_at_ms),
-                one.reason[:_SHOWN],
-                preview(one.payload, _SHOWN),
-            ]
-            for one in letters
-        ]
-        _print_table(["QUEUE", "ID", "ATTEMPTS", "SINCE", "REASON", "PAYLOAD"], rows)
+        _print_letters(letters)
     return 0
 
 
 def _requeue(options: argparse.Namespace) -> int:
-    return _report("requeued", DeadLetters(_reachable(options)).requeue(_choice(options)), options)
+    letters = DeadLetters(_reachable(options))
+    if options.dry_run:
+        return _show("requeue", _chosen(letters, options), options)
+    return _report("requeued", letters.requeue(_choice(options)), options)
 
 
 def _discard(options: argparse.Namespace) -> int:
-    return _report("discarded", DeadLetters(_reachable(options)).discard(_choice(options)), options)
+    letters = DeadLetters(_reachable(options))
+    if options.dry_run:
+        return _show("discard", _chosen(letters, options), options)
+    found = _chosen(letters, options)
+    if found and not options.yes and not _is_confirmed(found, options):
+        return fail("nothing was discarded", EXIT_NOT_CONFIRMED)
+    shown = {(one.partition, one.key) for one in found}  # and nothing that has come since
+    return _report("discarded", letters.discard(lambda one: (one.partition, one.key) in shown), options)
+
+
+def _is_confirmed(found: Sequence[DeadLetter], options: argparse.Namespace) -> bool:
+    ask = asker()
+    if ask is None:
+        if options.all:
+            raise InvalidConfig(
+                f"discard --all: this deletes {plural(len(found), 'message')} for good; say --yes if that is meant, or "
+                "see them with --dry-run"
+            )
+        return True
+    _print_letters(found[:_NAMED])
+    more = f" (and {len(found) - _NAMED} more)" if len(found) > _NAMED else ""
+    return ask(f"Delete {plural(len(found), 'message')}{more} for good?")
+
+
+def _chosen(letters: DeadLetters, options: argparse.Namespace) -> list[DeadLetter]:
+    return list(filter(_choice(options), letters.all()))
+
+
+def _show(verb: str, found: Sequence[DeadLetter], options: argparse.Namespace) -> int:
+    if found:
+        _print_letters(found)
+    return _report(f"would {verb}", found, options)
 
 
 def _report(verb: str, done: Sequence[DeadLetter], options: argparse.Namespace) -> int:
@@ -272,6 +303,14 @@ def _print_table(titles: list[str], rows: list[list[str]]) -> None:
     # Any program with rights on the topics may write names and reasons.
     for line in aligned([titles, *([printable(cell) for cell in row] for row in rows)]):
         sys.stdout.write(f"{line}\n")
+
+
+def _print_letters(letters: Sequence[DeadLetter]) -> None:
+    rows = [
+        [one.queue, one.id, str(one.attempts), _time(one.dead_at_ms), one.reason[:_SHOWN], preview(one.payload, _SHOWN)]
+        for one in letters
+    ]
+    _print_table(["QUEUE", "ID", "ATTEMPTS", "SINCE", "REASON", "PAYLOAD"], rows)
 
 
 def _print_json(objects: Iterable[Mapping[str, Any]]) -> None:

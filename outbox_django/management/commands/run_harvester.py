@@ -6,23 +6,23 @@ import logging
 import sys
 from typing import Any
 
-from django.core.management.base import BaseCommand, CommandParser
+from django.core.management.base import CommandParser
 
 from outbox_core.cli.harvest import add_harvest_arguments, overrides_from, run
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
-from outbox_django.management.doors import add_database_argument, command_errors
+from outbox_django.management.doors import DiscreetCommand, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
-class Command(BaseCommand):
+class Command(DiscreetCommand):
     """A door onto `outbox_core.cli.harvest`; it never opens a connection of Django's."""
 
     help = (
-        "Publish the outbox's records to Kafka, in order, until stopped: the first SIGTERM or SIGINT drains, a second "
-        "one exits. DATABASES and OUTBOX say what and how; options win over them."
+        "Publish the outbox's records to Kafka, in order, until stopped: the first SIGTERM, SIGINT or SIGHUP drains, "
+        "a second one exits. DATABASES and OUTBOX say what and how; options win over them."
     )
     # An error is one line. The checks would also load every URL and template of the project.
     requires_system_checks = ()

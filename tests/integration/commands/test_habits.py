@@ -13,6 +13,7 @@ from outbox_core import OutboxRecord
 from outbox_core.cli import hold, main
 from outbox_core.schema import CHECKS, TableName, create_hold_sql, create_table_sql, drop_checks_sql
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
+from tests.services import as_role
 
 __all__ = ["django_db_modify_db_settings"]
 
@@ -110,6 +111,24 @@ def test_apply_changes_no_table_of_another_kind(connection, run):
 
 
 # -- peek --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("outbox")
+def test_a_missing_right_names_the_role_once(database, connection, run):
+    """The line about a missing right names the role once, although the DSN names it, too."""
+    connection.execute("CREATE ROLE reader_of_none LOGIN")
+    try:
+        code, _, error = run("peek", "--dsn", as_role(database, "reader_of_none"))
+        assert (code, error.count("reader_of_none")) == (2, 1)
+    finally:
+        connection.execute("DROP ROLE reader_of_none")
+
+
+@pytest.mark.usefixtures("outbox")
+def test_a_wrong_limit_is_named_as_it_was_typed(run):
+    """`peek --limit 0` complains about `--limit`."""
+    code, _, error = run("peek", "--limit", "0")
+    assert (code, error) == (2, "outbox: error: --limit: must be a number from 1 to 1000\n")
 
 
 @pytest.mark.usefixtures("outbox")

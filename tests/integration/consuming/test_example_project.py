@@ -21,6 +21,8 @@ from alembic.config import Config
 from example_project.demo.check import Received, Stashed, check
 from example_project.payments.app import app
 from outbox_core.formats.cloud_events import CloudEvent
+from outbox_core.holds import Holds
+from outbox_core.schema import TableName
 from tests.kafka_reader import read_topic
 
 _CHECKOUT = Path(__file__).parents[3]
@@ -63,6 +65,12 @@ def test_the_migrations_are_complete(payments_database, example_environment):
     assert payments_database
     _succeed([*_MANAGE, "makemigrations", "--check"], example_environment)
     _succeed([*_ALEMBIC, "check"], example_environment)
+
+
+def test_the_payments_outbox_can_hold_records(payments_database):
+    """The migrations make the table of holds, without which a record that Kafka refuses is tried for ever."""
+    with psycopg.connect(payments_database) as connection:
+        assert Holds(TableName("payments_outbox"), "me").list(connection) == []
 
 
 def test_a_payment_is_made_with_its_messages(payments_database, outbox_records):

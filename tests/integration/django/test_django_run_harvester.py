@@ -9,7 +9,7 @@ from unittest import mock
 
 import psycopg
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError, call_command, execute_from_command_line
 from django.db import connections
 from psycopg.conninfo import conninfo_to_dict
 
@@ -275,6 +275,15 @@ def test_output_that_cannot_be_written(database, kafka_bootstrap):
         ran = _manage(database, kafka_bootstrap, "outbox_status", stdout=full)
     told = "CommandError: the output cannot be written: No space left on device\n"
     assert (ran.returncode, ran.stderr) == (2, told)
+
+
+@pytest.mark.parametrize("command", ["run_harvester", "outbox_status", "outbox_doctor"])
+def test_dsn_without_quotes_does_not_show_its_password(command, capsys):
+    """What a shell has cut off a DSN is named without its secrets, by Django's own parser, too."""
+    with pytest.raises(SystemExit) as ended:
+        execute_from_command_line(["manage.py", command, "--dsn", "host=db", "password=s3cr3t"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("unrecognized arguments: password=***\n")
 
 
 def test_interrupted_command_is_one_line(monkeypatch):

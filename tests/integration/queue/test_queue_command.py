@@ -11,6 +11,7 @@ from outbox_core.kafka.clients import make_producer
 from outbox_queue import QueueService
 from outbox_queue.dead_letters.store import DeadLetters
 from outbox_queue.errors import QueueError
+from outbox_queue.operations import command
 from outbox_queue.operations.stats import queue_stats
 from outbox_queue.protocol.clients import producer_settings
 from outbox_queue.protocol.headers import dead_letter_record
@@ -134,6 +135,30 @@ def test_dead_letters_are_listed_requeued_and_discarded(config, outbox, bury):
     assert outbox("dead-letters", "--queue", "a", "requeue", "--all")[1] == "requeued 1 message\n"
     assert [one["id"] for one in lines(outbox("dead-letters", "--json")[1])] == ["0-9"]
     assert messages_in(config) == {b"payload %d" % number: [1] for number in range(3)}
+
+
+def test_all_dead_letters_are_discarded_only_if_that_is_meant(config, outbox, bury, monkeypatch):
+    """`discard --all` wants --yes, or an answer on a terminal, and takes what was shown; --dry-run does nothing."""
+    bury("a", range(3))
+    code, _, error = outbox("dead-letters", "discard", "--all")
+    assert (code, error.count("\n")) == (2, 1)
+    assert "this deletes 3 messages for good; say --yes" in error
+    for verb in ("discard", "requeue"):
+        code, out, _ = outbox("dead-letters", verb, "--all", "--dry-run")
+        assert (code, out.splitlines()[-1], len(out.splitlines())) == (0, f"would {verb} 3 messages", 5)
+    monkeypatch.setattr(command, "asker", lambda: lambda _: False)
+    assert outbox("dead-letters", "discard", "--id", "0-1")[::2] == (1, "outbox: error: nothing was discarded\n")
+    assert len(DeadLetters(config).all()) == 3
+
+    def agree(question):
+        assert "Delete 3 messages for good?" in question
+        bury("a", [7])
+        return True
+
+    monkeypatch.setattr(command, "asker", lambda: agree)
+    assert outbox("dead-letters", "discard", "--all")[1].splitlines()[-1] == "discarded 3 messages"
+    assert [letter.id for letter in DeadLetters(config).all()] == ["0-7"]
+    assert outbox("dead-letters", "discard", "--all", "--yes")[:2] == (0, "discarded 1 message\n")
 
 
 def test_a_requeued_message_keeps_its_id_and_headers(config, bury, topic_name):

@@ -1,5 +1,6 @@
 """The inbox on a bare DB-API connection, and its pruning, by function and by `outbox inbox prune`."""
 
+import json
 import subprocess
 import sys
 import threading
@@ -244,7 +245,7 @@ def test_prune_uses_the_index(connection):
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def test_the_command(database, connection, capsys, monkeypatch):
+def test_the_command(database, connection, capsys, monkeypatch, tmp_path):
     """`outbox inbox prune` prunes the given table of the given database, and reports the number."""
     _fill(connection, old=25)
     assert main(["inbox", "prune", "--dsn", database, "--older-than", "7d12h", "--batch", "10"]) == 0
@@ -255,6 +256,11 @@ def test_the_command(database, connection, capsys, monkeypatch):
     assert main(["inbox", "prune", "--older-than", "1h", "--table", "public.received"]) == 0
     assert capsys.readouterr().out == "pruned 1 message from public.received\n"
     assert len(accepted(database)) == 3
+    monkeypatch.delenv("OUTBOX_POSTGRES_DSN")
+    file = tmp_path / "outbox.yaml"
+    file.write_text(json.dumps({"harvest": {"dataSource": database, "outboxTable": "elsewhere"}}))
+    assert main(["inbox", "prune", "-f", str(file), "--older-than", "7d"]) == 0
+    assert capsys.readouterr().out == "pruned 0 messages from inbox\n"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +274,7 @@ def test_the_command(database, connection, capsys, monkeypatch):
             "cannot connect to database (the default) at /nowhere: ",
         ),
         (["--older-than", "7d", "--dsn", "nonsense geheim"], "--dsn: "),
-        (["--older-than", "7d", "--dsn", ""], "no database: pass --dsn or set OUTBOX_POSTGRES_DSN"),
+        (["--older-than", "7d", "--dsn", ""], "no database: pass --dsn or -f, or set OUTBOX_POSTGRES_DSN"),
     ],
 )
 @pytest.mark.usefixtures("connection")

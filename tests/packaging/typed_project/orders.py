@@ -20,6 +20,7 @@ import outbox_sqlalchemy
 from outbox_core import Header, Inbox, OutboxError, OutboxRecord, Stasher, tracing
 from outbox_core.claims import ClaimStore, FolderStore, FsspecStore, claim_of
 from outbox_core.config import HarvestConfig
+from outbox_core.console import Permission, User
 from outbox_core.formats.cloud_events import CloudEvent, cloud_event_record
 from outbox_core.harvest import EmbeddedHarvester
 from outbox_core.schema import TableName, create_table_sql
@@ -29,6 +30,9 @@ from outbox_sqlalchemy.testing import application_tables
 
 outbox = outbox_sqlalchemy.Outbox("billing.outbox")
 stasher = Stasher(TableName("outbox", "billing"), outbox_sqlalchemy.TEXT_LAYOUT)
+
+
+users = [User("alice", {"view", "operate"}), User("bob", {Permission.VIEW}), User("carol")]
 
 
 def record_of(order: UUID, total: int) -> OutboxRecord:

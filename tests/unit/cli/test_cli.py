@@ -399,9 +399,11 @@ def test_events_are_logged(played, caplog):
     for event in (
         LeaderAcquired(leader_id, 7),
         LeaderRefreshed(leader_id),
+        LeaderRefreshed(uuid.uuid4()),  # marks fail, each retry has a new one: that fills no log
         LeaderRevoked(leader_id),
         LeaderFenced(leader_id, "lease over"),
         MeterRead(stats),
+        MeterRead(MeterStats(5.0, 36_000.0, 1, 20, 0.2, 20 / 36_000)),
     ):
         handler(event)
     logging.getLogger().removeHandler(caplog.handler)
@@ -410,6 +412,7 @@ def test_events_are_logged(played, caplog):
     assert lines == [
         f"leading on, new leader ID {leader_id}: records are marked again",
         "published 500 records, 100/s; 2,000 in all, 200/s",
+        "published 1 record, 0.2/s; 20 in all, 2/h",
     ]
 
 
@@ -531,15 +534,34 @@ def test_second_signal_exits_at_once(number, code):
     assert time.monotonic() - began < 50
 
 
-def test_one_signal_ends_well():
-    """After one signal and a graceful stop the exit code is 0."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_signal_ends_well(number):
+    """After one signal and a graceful stop the exit code is 0, also if a terminal was closed."""
     process = _start("pass")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(50) == 0
 
 
-def _start(then):
+def test_a_signal_that_is_sent_twice_is_one():
+    """`timeout` signals its command and their group, so the command gets two: they are one."""
+    process = _start("time.sleep(0.5)")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)  # another one, as two that are equal may arrive as one
+    assert process.wait(50) == 0
+
+
+def test_nohup_is_respected():
+    """A SIGHUP that was ignored stays so: the process goes on."""
+    process = _start("pass", "nohup")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(50) == 0
+
+
+def _start(then, *runner):
     code = textwrap.dedent(PROCESS.format(then=then))
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*runner, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
