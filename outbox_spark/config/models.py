@@ -54,6 +54,12 @@ def _duration(value: object) -> timedelta:
     return duration
 
 
+def _an_hour(value: timedelta) -> timedelta:
+    if value < timedelta(hours=1):
+        raise ValueError("must be 1h or more: files that are being written are not of a version yet")
+    return value
+
+
 def _with_zone(value: datetime) -> datetime:
     if value.tzinfo is None:
         raise ValueError("needs a time zone; write for example `2026-11-21T00:00:00Z`")
@@ -199,12 +205,13 @@ class FileSettings(Settings):
     """Sizes and ages of a table's files.
 
     Files of one day are merged to files of `target_file_size` (bytes, or text such as `128 MiB`) when `small_files` of
-    them have less than half that size. `--maintain` deletes files that no version of the last `keep_versions` has.
+    them have less than half that size. `--maintain` deletes files that no version of the last `keep_versions` has, and
+    those of a batch that takes longer.
     """
 
     target_file_size: Bytes = ByteSize(128 * 2**20)
     small_files: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 24
-    keep_versions: Duration = timedelta(days=7)
+    keep_versions: Annotated[Duration, AfterValidator(_an_hour)] = timedelta(days=7)
 
 
 class LakehouseTable(FileSettings):
