@@ -4,6 +4,7 @@ import secrets
 import shutil
 import threading
 import time
+from datetime import UTC, datetime
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -14,9 +15,11 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.types import ArrayType, StringType
 
 from outbox_core.errors import InvalidConfig, OutboxTableError
-from outbox_spark.config import ProjectSettings
+from outbox_spark.config import ProjectSettings, RowSettings
 from outbox_spark.pipelines import project, project_postgres
 from outbox_spark.pipelines.follower import Follower
+from outbox_spark.pipelines.typed_rows import parse
+from outbox_spark.topics.source import SCHEMA as RECORDS
 from tests.raw_records import NOT_UTF8, produce_raw
 from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
 from tests.spark.pipelines.runs import SCHEMA, forget_last_commit, produce, run_and_die, run_once
@@ -388,3 +391,16 @@ def test_the_id_header_may_have_another_name(spark, settings, database, kafka_bo
     producer.flush()
     assert run_once(project, spark, kafka_bootstrap, chosen)["repeated"] == 1
     assert _numbers(database) == [0, 2]
+
+
+def test_numbers_are_not_written_out(spark):
+    """A number of some bytes and a million digits costs no time: it is a misfit before Spark looks at its digits."""
+    chosen = RowSettings(schema="a DECIMAL(10,2), text STRING")
+    wild = [b'{"a":1e900000000}', b'{"text":"x", "a" : -1.5E-900000000}', b'{"a":"1e900000000"}', b'{"a":1e999}']
+    tame = [b'{"a":1e3,"text":"a UUID 9e12345, 1e900000000"}', b'{"a":10.005}']
+    place = ({}, [], "t", 0, 0, datetime.now(UTC), None)
+    records = spark.createDataFrame([(b"k", value, *place) for value in wild + tame], RECORDS)
+    rows = {bytes(row.value): row for row in parse(records, chosen).collect()}
+    exponent, unfit = "a number has an exponent of more than three digits", "the value does not fit the schema: a is no"
+    assert [rows[value].problem[:40] for value in wild] == [exponent[:40], exponent[:40], unfit[:40], unfit[:40]]
+    assert [rows[value].rows[0].a for value in tame] == [Decimal("1000.00"), Decimal("10.01")]
