@@ -131,7 +131,7 @@ def run(
     shards = rows.repartition(tasks_at_once(spark), "topic", "partition").sortWithinPartitions(
         "topic", "partition", "offset"
     )
-    columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers", F.col("timestamp"))
+    columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers")
 
     def publish_shards(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         rows = (row for batch in batches for row in batch.to_pylist())
