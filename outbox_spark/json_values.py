@@ -24,6 +24,8 @@ SINGLE = f"single_{_SECRET}"
 """The array in the result of `parsed`; its first element has the value's fields."""
 _SEAL = f"seal_{_SECRET}"  # of the second element
 _EARLIEST_YEAR, _LATEST_YEAR = 1, 9999
+# Spark writes a number for a decimal out in full before it looks whether it fits: some bytes cost hours, or the memory.
+_HUGE_NUMBER = r"[:,\[]\s*+-?+[0-9.]++[eE][+-]?+[0-9]{4,}+\s*+[,}\]]"
 
 
 def parse_schema(ddl: str) -> StructType:
@@ -47,6 +49,8 @@ def parsed(text: Column, schema: StructType) -> Column:
     sealed = StructType([*schema.fields, StructField(_SEAL, BooleanType())])
     wrapper = StructType([StructField(SINGLE, ArrayType(sealed)), StructField(_CORRUPT, StringType())])
     options = {"columnNameOfCorruptRecord": _CORRUPT, "allowSingleQuotes": "false"}
+    if _has_decimals(schema):
+        text = F.when(~text.rlike(_HUGE_NUMBER), text)
     wrapped = F.concat(F.lit(f'{{"{SINGLE}":['), text, F.lit(f',{{"{_SEAL}":true}}]}}'))
     return F.from_json(wrapped, wrapper, options)
 
@@ -59,12 +63,14 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
         f"THEN '{_text(field.name)} is no {_text(field.dataType.simpleString().upper())}' END"
         for field in schema.fields
     ]
+    is_huge = f"{text} RLIKE r'{_HUGE_NUMBER}'" if _has_decimals(schema) else "false"
     # CASE is lazy: both lists are evaluated only for misfits.
     return f"""CASE
         WHEN {value} IS NULL THEN NULL
         WHEN {text} IS NULL THEN 'the value is not UTF-8 text'
         WHEN {wrapped} IS NULL OR {wrapped}.{_CORRUPT} IS NOT NULL THEN
-            CASE WHEN try_parse_json({text}) IS NULL THEN 'the value is not JSON'
+            CASE WHEN {is_huge} THEN 'a number has an exponent of more than three digits'
+                 WHEN try_parse_json({text}) IS NULL THEN 'the value is not JSON'
                  WHEN {text} NOT LIKE '%{{%' OR ltrim({text}) NOT LIKE '{{%' THEN 'the value is not a JSON object'
                  ELSE concat('the value does not fit the schema: ',
                              coalesce(nullif({_joined(misfits)}, ''), 'a field within a field, or text behind it')) END
@@ -72,6 +78,10 @@ def problem(value: str, text: str, wrapped: str, schema: StructType) -> str:
             'the value is not one JSON object'
         {unmet(element, schema)}
         END"""
+
+
+def _has_decimals(schema: StructType) -> bool:
+    return "decimal" in schema.simpleString()
 
 
 def unmet(value: str, schema: StructType) -> str:

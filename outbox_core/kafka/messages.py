@@ -14,6 +14,7 @@ from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.stores.interface import StoredRecord
 
 _ANY_PARTITION: Final = -1
+_MOST_HEADERS: Final = 100_000  # that a consumer of librdkafka reads, the id header among them
 _PARTITION_OF_EMPTY_KEY: Final = 0  # the choice of librdkafka's `consistent`, too
 
 ID_HEADER = "outbox-id"
@@ -111,6 +112,8 @@ def message_headers(record: StoredRecord, id_header: str, id_prefix: bytes) -> l
 
 
 def _own_headers(keys: Sequence[str], values: Sequence[bytes | str | None]) -> list[tuple[str, Any]]:
+    if len(keys) >= _MOST_HEADERS:
+        raise ValueError(f"kafka_header_keys: {len(keys):,} names; of so many headers librdkafka's consumers read none")
     try:
         "".join(keys)  # a name that is NULL, or an array, would be sent as Python writes it
         return list(zip(keys, values, strict=True))

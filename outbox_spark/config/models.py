@@ -54,6 +54,12 @@ def _duration(value: object) -> timedelta:
     return duration
 
 
+def _an_hour(value: timedelta) -> timedelta:
+    if value < timedelta(hours=1):
+        raise ValueError("must be 1h or more: files that are being written are not of a version yet")
+    return value
+
+
 def _with_zone(value: datetime) -> datetime:
     if value.tzinfo is None:
         raise ValueError("needs a time zone; write for example `2026-11-21T00:00:00Z`")
@@ -94,6 +100,7 @@ DataSource = Annotated[str, AfterValidator(normalise_data_source)]
 Duration = Annotated[timedelta, BeforeValidator(_duration)]
 Time = Annotated[datetime, AfterValidator(_with_zone)]
 Path = Annotated[str, Field(min_length=1)]
+HeaderName = Annotated[str, Field(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=100_000_000, strict=True)]
 Properties = Annotated[dict[str, Any], AfterValidator(_single_values)]
 Texts = Annotated[Properties, AfterValidator(_as_text)]
@@ -125,6 +132,7 @@ class StreamSettings(Settings):
         max_records: maximum number of records in a batch.
         trigger: time from the start of one batch to the next.
         accept_gap: go on although records are missing after the target's position.
+        id_header: header of records that tells repeats apart, the `idHeader` of their harvester.
         metrics_port: the port of `/metrics` and `/healthz`; 0 for any free port, None for no server.
         metrics_host: the address to serve them on.
     """
@@ -136,6 +144,7 @@ class StreamSettings(Settings):
     max_records: Count = 200_000
     trigger: Duration = timedelta(seconds=5)
     accept_gap: bool = False
+    id_header: HeaderName = "outbox-id"
     metrics_port: Annotated[int, Field(ge=0, le=65535, strict=True)] | None = None
     metrics_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
 
@@ -199,12 +208,13 @@ class FileSettings(Settings):
     """Sizes and ages of a table's files.
 
     Files of one day are merged to files of `target_file_size` (bytes, or text such as `128 MiB`) when `small_files` of
-    them have less than half that size. `--maintain` deletes files that no version of the last `keep_versions` has.
+    them have less than half that size. `--maintain` deletes files that no version of the last `keep_versions` has, and
+    those of a batch that takes longer.
     """
 
     target_file_size: Bytes = ByteSize(128 * 2**20)
     small_files: Annotated[int, Field(ge=2, le=10_000, strict=True)] = 24
-    keep_versions: Duration = timedelta(days=7)
+    keep_versions: Annotated[Duration, AfterValidator(_an_hour)] = timedelta(days=7)
 
 
 class LakehouseTable(FileSettings):
@@ -280,7 +290,7 @@ class ProjectSettings(StreamSettings, RowSettings):
     keep: Literal["every", "latest"] = "every"
     postgres: PostgresTarget | None = None
     lakehouse: LakehouseTarget | None = None
-    replay_header: Annotated[str, Field(min_length=1)] = "outbox-replay"
+    replay_header: HeaderName = "outbox-replay"
 
     @model_validator(mode="before")
     @classmethod
@@ -332,7 +342,7 @@ class ReplaySettings(Period):
     keys: Annotated[list[str], BeforeValidator(_single_to_list), Field(min_length=1)] | None = None
     to: dict[Topic, Topic] = Field(default_factory=dict)
     keep_partitions: bool = True
-    header: Annotated[str, Field(min_length=1)] = "outbox-replay"
+    header: HeaderName = "outbox-replay"
     transaction_records: Annotated[int, Field(ge=1, le=100_000, strict=True)] = 5_000
 
     @model_validator(mode="after")
@@ -379,6 +389,7 @@ class AuditSettings(Period):
         report: path of the JSON report; None for standard output. `html` is the path of a page with charts.
         findings: folder for all findings as Parquet; None for none.
         replay_header: header of replays, which repeat others by intention.
+        id_header: header of records in `topics` that tells repeats apart.
     """
 
     expected: AuditSide
@@ -388,7 +399,8 @@ class AuditSettings(Period):
     report: Path | None = None
     html: Path | None = None
     findings: Path | None = None
-    replay_header: Annotated[str, Field(min_length=1)] = "outbox-replay"
+    replay_header: HeaderName = "outbox-replay"
+    id_header: HeaderName = "outbox-id"
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:

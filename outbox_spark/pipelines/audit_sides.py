@@ -92,7 +92,8 @@ class Sides:
             start = log.starting("earliest")
         reader = read_topics(self._spark, self._kafka, topics, streaming=False, starting=start)
         tasks = str(2 * tasks_at_once(self._spark))
-        rows: DataFrame = reader.option("minPartitions", tasks).load()
+        reader = reader.option("minPartitions", tasks).option("idHeader", self._settings.id_header)
+        rows: DataFrame = reader.load()
         return rows.drop("headers").withColumnRenamed("header_list", "headers")
 
     def _table(self, table: SnapshotTable) -> DataFrame:

@@ -183,6 +183,7 @@ class Follower:
         trigger: dict[str, Any] = {"availableNow": True} if once else {"processingTime": interval}
         query: StreamingQuery = (
             read_topics(self.spark, self.kafka, settings.topics, streaming=True, starting=self._starting())
+            .option("idHeader", settings.id_header)
             .option("maxOffsetsPerTrigger", str(settings.max_records))
             .option("failOnDataLoss", str(not settings.accept_gap).lower())
             .load()

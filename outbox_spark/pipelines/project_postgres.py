@@ -138,9 +138,16 @@ def _misfit(settings: ProjectSettings, types: Mapping[str, DataType]) -> str:
     too_long = f"the {words} has more than {_LONGEST_INDEXED} bytes, which no index of PostgreSQL holds"
     cases.append((f"octet_length({indexed}) > {_LONGEST_INDEXED}", too_long))
     for name, kind in types.items():
-        sign = "'\\\\u0000'" if kind.typeName() in _NESTED else "char(0)"
+        text, sign = f"row.`{name}`", "char(0)"
+        if kind.typeName() in _NESTED:
+            text, sign = rf"replace({text}, r'\\', '')", r"r'\u0000'"  # JSON, in which \\u0000 is text
         if kind.typeName() == "string" or kind.typeName() in _NESTED:
-            cases.append((f"exists(rows, row -> contains(row.`{name}`, {sign}))", f"{nul} {name}"))
+            cases.append((f"exists(rows, row -> contains({text}, {sign}))", f"{nul} {name}"))
+    if settings.postgres is not None and settings.postgres.totals is not None:
+        by = [name for name in settings.postgres.totals.by if types[name].typeName() in ("string", "binary", *_NESTED)]
+        size = " + ".join(["0", *(f"coalesce(octet_length(row.`{name}`), 0)" for name in by)])
+        too_long = f"{', '.join(by)}: more than {_LONGEST_INDEXED} bytes, which no index of PostgreSQL holds"
+        cases.append((f"exists(rows, row -> {size} > {_LONGEST_INDEXED})", too_long))
     whens = " ".join(f"WHEN {condition} THEN '{words}'" for condition, words in cases)
     return f"coalesce(problem, CASE {whens} END)"
 

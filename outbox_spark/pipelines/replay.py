@@ -38,6 +38,7 @@ from outbox_spark.topics.positions import Positions
 from outbox_spark.topics.ranges import TopicLog
 
 _SECONDS = 30.0
+_MOST_BYTES = 32 * 2**20  # no row is added to a transaction of that much
 _ANY_PARTITION = -1
 _COUNTS = "published BIGINT, skipped BIGINT"
 
@@ -130,7 +131,7 @@ def run(
     shards = rows.repartition(tasks_at_once(spark), "topic", "partition").sortWithinPartitions(
         "topic", "partition", "offset"
     )
-    columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers", F.col("timestamp"))
+    columns = shards.select("topic", "partition", "offset", "target", "key", "value", "headers")
 
     def publish_shards(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         rows = (row for batch in batches for row in batch.to_pylist())
@@ -164,7 +165,9 @@ class _Shard:
         self._kafka = filled(kafka)
         self._settings = settings
         self._partition = partition
-        self._name = f"outbox-replay.{settings.name}.{topic}.{partition}"
+        # Topics have no colon: a replay `a` of `b.c` must not go on where a replay `a.b` of `c` is.
+        name = settings.name.replace(".", ":")
+        self._name = f"outbox-replay.{name}.{topic}.{partition}"
 
     def publish(self, rows: Iterator[Mapping[str, Any]]) -> tuple[int, int]:
         """Publish the rows behind the shard's position; return the numbers of rows published and skipped."""
@@ -202,7 +205,10 @@ class _Shard:
         """Fence our predecessor, which settles its transaction; then return the offset to go on from."""
         give_up_at = time.monotonic() + _SECONDS
         self._must_go_on(producer.init(lambda: time.monotonic() > give_up_at))
-        return consumer.committed([TopicPartition(target, 0)], timeout=_SECONDS)[0].offset
+        (place,) = consumer.committed([TopicPartition(target, 0)], timeout=_SECONDS)
+        if place.error is not None:  # its offset looks like that of a replay which has not begun
+            raise KafkaException(place.error)
+        return place.offset
 
     def _transaction(
         self, producer: TransactionalProducer, group: Any, target: str, rows: list[Mapping[str, Any]]
@@ -248,6 +254,16 @@ class _Shard:
         return KafkaUnavailable(f"replay of {self._name}: {reason}; start it again to go on")
 
 
-def _batches(rows: Iterator[Mapping[str, Any]], size: int) -> Iterator[list[Mapping[str, Any]]]:
-    while batch := list(itertools.islice(rows, size)):
+def _batches(rows: Iterable[Mapping[str, Any]], most: int) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield lists of at most so many rows, and of few enough bytes."""
+    batch: list[Mapping[str, Any]] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        parts = (row.get("key"), row.get("value"), *(header["value"] for header in row["headers"]))
+        size += sum(len(part) for part in parts if part)
+        if len(batch) == most or size >= _MOST_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
         yield batch

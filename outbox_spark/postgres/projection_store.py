@@ -27,6 +27,7 @@ _ADVANCE = """
 INSERT INTO {positions} AS p VALUES (%s, %s, %s, %s) ON CONFLICT (query, topic, partition)
 DO UPDATE SET next_offset = greatest(p.next_offset, excluded.next_offset)
 """
+_MOST_BYTES = 8 * 2**20  # of misfits in memory
 _QUARANTINE = "INSERT INTO {quarantine} ({columns}) VALUES ({values}) ON CONFLICT DO NOTHING"
 
 
@@ -110,20 +111,42 @@ class _Writing:
         return int(row[0]) if row else 0
 
     def _stage(self, records: Iterator[ProjectedRecord]) -> None:
-        with self._cursor.copy(f"COPY stage ({quoted(self._projection.all_columns)}) FROM STDIN") as copy:
-            for record in records:
-                self._counts["records"] += 1
-                if record.misfit is not None:
-                    self._misfits.append(_quarantined(record, record.misfit))
-                    continue
-                if self._projection.keep == "latest" and not self._is_latest(record):
-                    self._counts["repeated"] += 1
-                    continue
-                self._counts["tombstones"] += record.is_tombstone
-                place = (record.topic, record.key, record.partition, record.offset, record.time)
-                for number, row in enumerate(record.rows):
-                    copy.write_row((record.outbox_id, number, *place, *row))
-                    self._staged += 1
+        are_left = True
+        while are_left:
+            with self._cursor.copy(f"COPY stage ({quoted(self._projection.all_columns)}) FROM STDIN") as copy:
+                are_left = self._copy(records, copy)
+            self._quarantine()
+
+    def _copy(self, records: Iterator[ProjectedRecord], copy: psycopg.Copy) -> bool:
+        """Copy rows, up to the end or to as many misfits as memory may hold; tell whether records may be left."""
+        size = 0
+        for record in records:
+            self._counts["records"] += 1
+            if record.misfit is not None:
+                self._misfits.append(_quarantined(record, record.misfit))
+                size += len(record.misfit.key or b"") + len(record.misfit.value or b"")
+                if size >= _MOST_BYTES:
+                    return True
+                continue
+            if self._projection.keep == "latest" and not self._is_latest(record):
+                self._counts["repeated"] += 1
+                continue
+            self._counts["tombstones"] += record.is_tombstone
+            place = (record.topic, record.key, record.partition, record.offset, record.time)
+            for number, row in enumerate(record.rows):
+                copy.write_row((record.outbox_id, number, *place, *row))
+                self._staged += 1
+        return False
+
+    def _quarantine(self) -> None:
+        quarantine = _QUARANTINE.format(
+            quarantine=with_parameters(self._projection.quarantine),
+            columns=", ".join(QUARANTINE_COLUMNS),
+            values=", ".join(["%s"] * len(QUARANTINE_COLUMNS)),
+        )
+        self._cursor.executemany(quarantine, self._misfits)
+        self._counts["quarantined"] += len(self._misfits)
+        self._misfits.clear()
 
     def _is_latest(self, record: ProjectedRecord) -> bool:
         """Note the record as the latest of its key so far, unless it replays that one or an older one."""
@@ -132,7 +155,7 @@ class _Writing:
             before, mine = self._last[lane].number, record.number
             if before is not None and mine is not None and before[0] == mine[0] and before[1] >= mine[1]:
                 return False
-        self._last[lane] = record
+        self._last[lane] = record._replace(rows=())  # these are staged
         return True
 
     def _apply(self) -> None:
@@ -143,13 +166,6 @@ class _Writing:
         if any(record.is_replay for record in self._last.values()):
             self._cursor.execute(self._projection.drop_stale_replays())
             self._counts["repeated"] += self._cursor.rowcount
-        quarantine = _QUARANTINE.format(
-            quarantine=with_parameters(self._projection.quarantine),
-            columns=", ".join(QUARANTINE_COLUMNS),
-            values=", ".join(["%s"] * len(QUARANTINE_COLUMNS)),
-        )
-        self._cursor.executemany(quarantine, self._misfits)
-        self._counts["quarantined"] = len(self._misfits)
         for name, statement in self._projection.apply():
             self._cursor.execute(statement)
             if name in self._counts:

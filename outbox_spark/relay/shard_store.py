@@ -7,7 +7,6 @@ whatever its id (a table that was made by hand may have ids below zero).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,7 +52,8 @@ SELECT id, {{topic}}, kafka_key, kafka_value, NULLIF(kafka_header_keys, '{{{{}}}
 FROM {{table}} WHERE {_IN_SHARD} ORDER BY id
 """
 
-_ROWS_PER_FETCH = 10_000
+_MOST_ROWS_AT_ONCE = 10_000
+_MOST_BYTES_AT_ONCE = 16 * 2**20  # but for the last row of a list
 _LOWEST = NO_FLOOR.id + 1
 _HIGHEST_ID = 2**63 - 1
 
@@ -168,10 +168,18 @@ class ShardStore(PostgresStore):
         statement = self.table.format(_READ, partition=partition)
         try:
             connection = self.table.connected()
-            with connection.transaction(), closing(connection.cursor("outbox_shard", binary=True)) as cursor:
-                cursor.execute(statement, {"shard": number, "shards": of})
-                while rows := cursor.fetchmany(_ROWS_PER_FETCH):
-                    yield [StoredRecord(*row) for row in rows]
+            with connection.cursor() as cursor:
+                rows: list[StoredRecord] = []
+                size = 0
+                # Row by row: a fetch of many would take as many large ones.
+                for fields in cursor.stream(statement, {"shard": number, "shards": of}, binary=True):
+                    rows.append(row := StoredRecord(*fields))
+                    size += sum(len(part) for part in (row.key, row.value, *(row.header_values or ())) if part)
+                    if size >= _MOST_BYTES_AT_ONCE or len(rows) == _MOST_ROWS_AT_ONCE:
+                        yield rows
+                        rows, size = [], 0
+                if rows:
+                    yield rows
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             raise StoreUnavailable(f"table {self.table.name}: {one_line(error)}") from None
         except psycopg.Error as error:

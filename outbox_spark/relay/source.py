@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from typing import Any
 
 import pyarrow as pa
 from pydantic import Field
@@ -84,14 +85,21 @@ class OutboxReader(DataSourceReader):
         return ShardStore(*self._table, application_name="kafka-outbox-spark")
 
 
+def _headers(names: Sequence[Any], texts: Sequence[Any]) -> list[tuple[str, bytes | None]] | None:
+    """Return headers; None for none, and for arrays that are no headers: any writer may leave these."""
+    values = [text.encode() if isinstance(text, str) else text for text in texts]
+    if len(names) != len(values) or not all(isinstance(name, str) for name in names) or any(map(_is_array, values)):
+        return None
+    return list(zip(names, values, strict=True)) or None
+
+
+def _is_array(value: object) -> bool:
+    return isinstance(value, list)
+
+
 def _to_arrow(rows: Sequence[StoredRecord], outbox_name: str) -> pa.RecordBatch:
     ids, topics, keys, values, header_keys, header_values, partitions, create_times = zip(*rows, strict=True)
-    headers = [
-        [(name, text.encode() if isinstance(text, str) else text) for name, text in zip(names, texts, strict=True)]
-        if names
-        else None
-        for names, texts in zip(header_keys, header_values, strict=True)
-    ]
+    headers = [_headers(names or (), texts or ()) for names, texts in zip(header_keys, header_values, strict=True)]
     identities = [f"{outbox_name}:{number}" for number in ids]
     columns = (ids, create_times, topics, keys, values, headers, partitions, identities)
     return pa.RecordBatch.from_pydict(dict(zip(_ARROW.names, columns, strict=True)), schema=_ARROW)

@@ -25,7 +25,7 @@ from pyspark.sql import functions as F  # noqa: N812
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import ArrayType, MapType, StructField, StructType
 
-from outbox_core.errors import StoreUnavailable
+from outbox_core.errors import InvalidConfig, StoreUnavailable
 from outbox_spark.config import FileSettings
 from outbox_spark.runtime import utc
 from outbox_spark.tables import ledger
@@ -171,7 +171,12 @@ class Table:
         return self._commit(self._write(spread.sortWithinPartitions(*order)), [file.url for file in files])
 
     def maintain(self) -> tuple[int, int]:
-        """Merge small files, delete those that no version of the last `keep_versions` has; return both numbers."""
+        """Merge small files, delete those that no version of the last `keep_versions` has; return both numbers.
+
+        Raises InvalidConfig if there is no table.
+        """
+        if not self._log.exists and self._earlier is None:
+            raise InvalidConfig(f"there is no {self._layout.name} in {self.url}")
         self.recover()
         merged = self.compact(2)
         try:

@@ -53,7 +53,7 @@ _ARROW = pa.schema(
     }
 )
 SCHEMA = from_arrow_schema(_ARROW)
-_LAST_MILLISECOND = 253_402_300_799_999  # of the year 9999, the last of Python; brokers take any time
+_MILLISECONDS = -62_135_596_800_000, 253_402_300_799_999  # of the years 1 to 9999, Python's; brokers take any time
 
 
 Offsets = Positions | Literal["earliest", "latest"]
@@ -221,4 +221,5 @@ def _flat(header_lists: Sequence[Any]) -> tuple[pa.Array, pa.Array, pa.Array]:
 
 def _microseconds(message: Message) -> int | None:
     kind, milliseconds = message.timestamp()
-    return None if kind == TIMESTAMP_NOT_AVAILABLE else min(milliseconds, _LAST_MILLISECOND) * 1000
+    first, last = _MILLISECONDS
+    return None if kind == TIMESTAMP_NOT_AVAILABLE else min(max(milliseconds, first), last) * 1000

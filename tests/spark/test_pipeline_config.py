@@ -100,6 +100,14 @@ def test_sizes_of_files(load, size, number):
             load(text, "archive")
 
 
+def test_versions_are_kept_for_an_hour_at_least(load):
+    """A time that a batch may take is refused: its files are of no version before its commit."""
+    text = "kafka: {bootstrap.servers: s}\narchive: {name: a, topics: t, checkpoint: /c, path: /p, keep_versions: "
+    assert load(text + "1h}", "archive").settings.keep_versions == timedelta(hours=1)
+    with pytest.raises(InvalidConfig, match=r"archive\.keep_versions: must be 1h or more"):
+        load(text + "59m}", "archive")
+
+
 def test_a_period_ends_after_it_begins(load):
     """A replay or an audit of no time is refused."""
     period = "since: 2026-11-21T00:00:00Z, until: 2026-11-21T00:00:00Z"

@@ -2,6 +2,7 @@
 
 import shutil
 from datetime import UTC, datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
@@ -259,6 +260,32 @@ def test_a_replay_names_a_record_that_cannot_be_sent(settings, monkeypatch):
     with pytest.raises(replay.ReplayFailed, match=r"at offset 12 cannot be sent to again: .*too large"):
         shard._transaction(producer, None, "again", rows)
     assert refusing.calls == ["begin", "produce", "produce", "produce", "abort"]
+
+
+def test_replays_have_ids_of_their_own(settings):
+    """No two replays share an id, by whatever names and topics; one without a dot in its name keeps the id it had."""
+    ids = {
+        replay._Shard({}, ReplaySettings(archive=settings.path, name=name), topic, 0)._name
+        for name, topic in [("a.b", "c"), ("a", "b.c"), ("a.b.c", "c"), ("a", "c")]
+    }
+    assert len(ids) == 4
+    assert "outbox-replay.a.b.c.0" in ids
+
+
+def test_a_position_that_kafka_does_not_tell_ends_a_replay(settings):
+    """An error in place of the position is no sign that nothing is published."""
+    shard = replay._Shard({}, ReplaySettings(archive=settings.path, name="again"), "orders", 0)
+    refused = SimpleNamespace(offset=-1001, error=KafkaError(KafkaError.GROUP_AUTHORIZATION_FAILED))
+    consumer = SimpleNamespace(committed=lambda *_, **__: [refused])
+    with pytest.raises(KafkaException, match="GROUP_AUTHORIZATION_FAILED"):
+        shard._begin(SimpleNamespace(init=lambda _: None), consumer, "again")
+
+
+def test_large_records_are_replayed_in_small_transactions():
+    """A transaction has so many records at most, and no record is added to one of 32 MiB."""
+    rows = [{"key": b"k", "value": bytes(size), "headers": []} for size in (2**24, 2**24, 2**24, *[1] * 10)]
+    assert [len(batch) for batch in replay._batches(iter(rows), 5)] == [2, 5, 5, 1]
+    assert [len(batch) for batch in replay._batches(iter(rows[3:]), 5)] == [5, 5]
 
 
 class _Row(dict):

@@ -4,16 +4,22 @@ import secrets
 import shutil
 import threading
 import time
+from datetime import UTC, datetime
 from decimal import Decimal
+from types import SimpleNamespace
 
 import psycopg
 import pytest
 from confluent_kafka import Producer
+from pyspark.sql import functions as F  # noqa: N812
+from pyspark.sql.types import ArrayType, StringType
 
 from outbox_core.errors import InvalidConfig, OutboxTableError
-from outbox_spark.config import ProjectSettings
-from outbox_spark.pipelines import project
+from outbox_spark.config import ProjectSettings, RowSettings
+from outbox_spark.pipelines import project, project_postgres
 from outbox_spark.pipelines.follower import Follower
+from outbox_spark.pipelines.typed_rows import parse
+from outbox_spark.topics.source import SCHEMA as RECORDS
 from tests.raw_records import NOT_UTF8, produce_raw
 from tests.spark.pipelines.lakes import FORMATS, by_duckdb, by_polars, place_of
 from tests.spark.pipelines.runs import SCHEMA, forget_last_commit, produce, run_and_die, run_once
@@ -142,6 +148,7 @@ def test_what_does_not_fit_is_in_quarantine(spark, settings, database, kafka_boo
         b'{"n":1,"items":[{"cents":1}]}': "missing: items[].sku",
         b'{"n":1,"items":[{"sku":"\\u0000"}]}': "U+0000",
         b'{"n":1,"at":"12000-01-01T00:00:00Z"}': "years",
+        b'{"n":1,"items":[{"sku":"%b"}]}' % secrets.token_hex(4000).encode(): "sku: more than 2400 bytes",
     }
     _send(
         kafka_bootstrap, chosen.topics[0], *((b"k", value) for value in bad), (b"k", b'{"n":5,"items":[{"sku":"a"}]}')
@@ -358,3 +365,42 @@ def test_an_identity_too_long_for_an_index_is_in_quarantine(spark, settings, dat
     counts = run_once(project, spark, kafka_bootstrap, chosen)
     assert (counts["records"], counts["quarantined"]) == (3, 1)
     assert _numbers(database) == ([2] if keep == "latest" else [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("\\u0000", None), ("\\\\u0000", None), ("\0", "U+0000"), ("\\\0", "U+0000"), ("x" * 2500, "no index")],
+)
+def test_nested_values_that_postgres_cannot_hold(spark, text, problem):
+    """U+0000 within a nested value is a misfit, and text that looks like its escape is none."""
+    chosen = SimpleNamespace(keep="every", postgres=SimpleNamespace(totals=SimpleNamespace(by=["doc"])))
+    columns = "problem STRING, key_text STRING, outbox_id STRING, rows ARRAY<STRUCT<doc: ARRAY<STRING>>>"
+    records = spark.createDataFrame([(None, "k", "x:1", [([text],)])], columns)
+    as_text = records.withColumn("rows", F.expr("transform(rows, row -> struct(to_json(row.doc) AS doc))"))
+    found = as_text.select(F.expr(project_postgres._misfit(chosen, {"doc": ArrayType(StringType())}))).first()[0]
+    assert found is None if problem is None else problem in found
+
+
+def test_the_id_header_may_have_another_name(spark, settings, database, kafka_bootstrap):
+    """Records of a harvester with an `idHeader` of its own are known by that header."""
+    chosen = settings(id_header="my-id")
+    producer = Producer({"bootstrap.servers": kafka_bootstrap})
+    for number, outbox_id in enumerate([b"x:1", b"x:1", b"x:2"]):
+        value = b'{"n":%d,"items":[{"sku":"a","cents":1}]}' % number
+        producer.produce(chosen.topics[0], value, "k", headers=[("my-id", outbox_id), ("outbox-id", b"y:3")])
+    producer.flush()
+    assert run_once(project, spark, kafka_bootstrap, chosen)["repeated"] == 1
+    assert _numbers(database) == [0, 2]
+
+
+def test_numbers_are_not_written_out(spark):
+    """A number of some bytes and a million digits costs no time: it is a misfit before Spark looks at its digits."""
+    chosen = RowSettings(schema="a DECIMAL(10,2), text STRING")
+    wild = [b'{"a":1e900000000}', b'{"text":"x", "a" : -1.5E-900000000}', b'{"a":"1e900000000"}', b'{"a":1e999}']
+    tame = [b'{"a":1e3,"text":"a UUID 9e12345, 1e900000000"}', b'{"a":10.005}']
+    place = ({}, [], "t", 0, 0, datetime.now(UTC), None)
+    records = spark.createDataFrame([(b"k", value, *place) for value in wild + tame], RECORDS)
+    rows = {bytes(row.value): row for row in parse(records, chosen).collect()}
+    exponent, unfit = "a number has an exponent of more than three digits", "the value does not fit the schema: a is no"
+    assert [rows[value].problem[:40] for value in wild] == [exponent[:40], exponent[:40], unfit[:40], unfit[:40]]
+    assert [rows[value].rows[0].a for value in tame] == [Decimal("1000.00"), Decimal("10.01")]

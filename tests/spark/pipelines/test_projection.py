@@ -1,6 +1,7 @@
 """A projected table without Spark: batches that overlap, come again or fail half-way give each record once."""
 
 import threading
+import tracemalloc
 from contextlib import suppress
 
 import psycopg
@@ -159,6 +160,30 @@ def test_pipelines_of_one_database_have_positions_of_their_own(database):
             assert store.positions() == {(_TOPIC, 0): 9}
             store.advance({(_TOPIC, 0): 3})
             assert store.positions() == {(_TOPIC, 0): 9}
+
+
+@pytest.mark.parametrize("fit", [True, False])
+def test_large_records_do_not_stay_in_memory(database, fit):
+    """Neither rows nor misfits of a batch are in memory all at once."""
+    columns = {"sku": "text", "cents": "bigint"}
+    projection = Projection("p", TableName.parse("lines"), TableName.parse("odd"), columns, "latest")
+
+    def records():
+        for offset in range(64):
+            place, text = (_TOPIC, 0, offset, None, f"x:{offset}", f"k{offset}"), f"{offset}" * 2**20
+            misfit = None if fit else Misfit("odd", b"k", text.encode(), [])
+            yield ProjectedRecord(*place, is_tombstone=False, rows=[(text, 1)] if fit else (), misfit=misfit)
+
+    with ProjectionStore(database, projection) as store:
+        store.prepare()
+        tracemalloc.start()
+        try:
+            counts = store.write(records(), {(_TOPIC, 0): 64})
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (counts["rows"], counts["quarantined"]) == ((64, 0) if fit else (0, 64))
+    assert peak < 32 * 2**20
 
 
 def test_says_what_is_wrong(database):

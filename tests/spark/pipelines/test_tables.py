@@ -165,6 +165,17 @@ def test_small_batches_are_merged(spark, opened, place, batches):
     assert days == {"2026-09-21": batches, "2026-09-22": batches}
 
 
+@each_format
+def test_a_table_that_is_not_there_is_not_maintained(spark, place, tmp_path):
+    """Maintenance of a mistyped place makes no table there."""
+    layout = Layout(_SCHEMA, "time", "date", FileSettings())
+    table = open_table(spark, place.get("path") or IcebergTable(**place["iceberg"]), layout)
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(InvalidConfig, match="there is no table"):
+        table.maintain()
+    assert set(tmp_path.rglob("*")) == before
+
+
 @_COMPLETE
 @each_format
 def test_rows_are_replaced_while_others_merge(spark, opened, place):

@@ -267,6 +267,18 @@ def test_times_beyond_the_calendar_are_its_end(kafka_bootstrap, make_topic):
 
 
 @pytest.mark.real_broker
+def test_times_before_the_calendar_are_its_beginning(kafka_bootstrap, make_topic):
+    """A timestamp before Python's calendar, which any producer may choose, becomes the calendar's first one."""
+    topic = make_topic(1)
+    for milliseconds in (-(2**62), -62_135_596_800_001, -2):
+        produce_raw(kafka_bootstrap, topic, b"v", timestamp_ms=milliseconds)
+    (batch,) = read_range({"bootstrap.servers": kafka_bootstrap}, OffsetRange(topic, 0, 0, 3))
+    times = [row["timestamp"] for row in to_arrow(batch, "outbox-id").to_pylist()]
+    first = datetime(1, 1, 1, tzinfo=UTC)
+    assert times == [first, first, datetime(1969, 12, 31, 23, 59, 59, 998_000, tzinfo=UTC)]
+
+
+@pytest.mark.real_broker
 def test_a_row_shows_all_of_a_message(kafka_bootstrap, make_topic):
     """Headers come as a map with the last of each name and as a list with all; the id header is a column, too."""
     topic = make_topic(1)

@@ -1,9 +1,12 @@
 """The format `outbox` in Spark: batch reads, and options."""
 
+from contextlib import closing
+
 import pytest
 
 from outbox_core.errors import InvalidConfig
 from outbox_core.record import OutboxRecord
+from outbox_spark.relay.shard_store import ShardStore
 from outbox_spark.relay.source import OutboxReader
 from tests.harvesting import Scene
 
@@ -52,3 +55,28 @@ def test_secrets_are_not_shown(spark, database):
         frame.collect()
     assert "hunter2" not in frame._jdf.queryExecution().toString()
     assert "hunter2" not in str(error.value)
+
+
+def test_large_rows_are_read_few_at_a_time(database, kafka_bootstrap):
+    """A task has some rows of a megabyte in memory, not ten thousand of them."""
+    scene = Scene(database, kafka_bootstrap)
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_value, kafka_header_keys, kafka_header_values) "
+        "SELECT 't', 'k', convert_to(repeat('x', 1000000), 'UTF8'), '{}', '{}' FROM generate_series(1, 40)"
+    )
+    with closing(ShardStore(database, "outbox")) as store:
+        sizes = [len(rows) for rows in store.read_shard(0, 1)]
+    assert sizes == [17, 17, 6]
+
+
+def test_rows_with_headers_that_are_none_are_read(spark, database, kafka_bootstrap):
+    """Arrays that are no headers, as any writer may leave them, hide neither their row nor others."""
+    scene = Scene(database, kafka_bootstrap, constrained=False)
+    headers = ["'{a}', '{}'", "'{{a},{b}}', '{{a},{b}}'", "'{NULL}', '{x}'", "'{a}', '{NULL}'"]
+    for arrays in headers:
+        scene.execute(
+            "INSERT INTO outbox (kafka_topic, kafka_value, kafka_header_keys, kafka_header_values) "
+            f"VALUES ('t', 'v', {arrays})"
+        )
+    rows = spark.read.format("outbox").options(dsn=database, shards=1).load().orderBy("id").collect()
+    assert [row.header_list for row in rows] == [None, None, None, [("a", None)]]

@@ -245,6 +245,21 @@ def test_dead_letter_of_nested_headers_is_refused():
     assert failure.error.str() == "kafka_header_keys: not every name is a text"
 
 
+@pytest.mark.parametrize("number", [99_999, 100_000])
+def test_headers_that_no_consumer_could_read_are_refused(number):
+    """A record has no more headers than librdkafka's consumers read, the id header among them."""
+    producer = _Producer()
+    publisher = Publisher(lambda _: producer, id_header="outbox-id", outbox_name="box")
+    publisher.send([_record(header_keys=["a"] * number, header_values=[b""] * number)], 0.0)
+    errors = [failure.error.str() for failure in publisher.take_failed()]
+    assert errors == (
+        []
+        if number < 100_000
+        else ["kafka_header_keys: 100,000 names; of so many headers librdkafka's consumers read none"]
+    )
+    assert len(producer.calls) == (number < 100_000)
+
+
 def test_full_queue(publisher, producers):
     """A record for which the producer has no room is neither sent nor failed."""
     producers[0].raises = BufferError()
