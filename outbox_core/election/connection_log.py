@@ -55,7 +55,7 @@ class ConnectionLog:
             return
         try:
             # Not the consumer: a broker answers it only after the fetch under way, which may take longer than a probe.
-            producer.list_topics(self._topic, timeout=self._probe_seconds)
+            found = producer.list_topics(self._topic, timeout=self._probe_seconds).topics[self._topic]
         except KafkaException as error:
             self.last_error = self.last_error or error.args[0].str()
         else:
@@ -64,6 +64,8 @@ class ConnectionLog:
                 logger.info("%s: Kafka is back", self._name)
                 self._is_lost = False
                 self.last_error = ""
+            if found.error is not None:
+                self.on_hindrance(f"leader topic {self._topic!r}: {found.error.str()}")
         self._probe_at = now() + _PROBE_INTERVAL_SECONDS
 
     def on_ok(self) -> None:

@@ -51,7 +51,7 @@ class GroupHealth:
         last_error = self._connection.last_error
         if unanswered > self._lease:
             return f"Kafka has not answered for {unanswered:.0f} s" + (f" ({last_error})" if last_error else "")
-        reason = reason or last_error or f"no heartbeat on leader topic {self._config.topic!r}"
+        reason = last_error or reason or f"no heartbeat on leader topic {self._config.topic!r}"
         return f"leader group {group!r} has had no leader for {silence:.0f} s: {reason}"
 
     @property

@@ -213,9 +213,8 @@ class Ownership:
         if offset <= self._term or claim.id == self._claim.id:
             return None
         self._rival = _Rival(offset, now)
-        rival = claim.name or "another process"
         stranger = "" if self._claim.contest.agrees(claim.contest) else f" for {claim.contest}"
-        return self._unlead(State.DEPOSED, f"{rival} made a higher claim{stranger}, {offset}")
+        return self._unlead(State.DEPOSED, f"{claim.name or 'another process'} made a higher claim{stranger}, {offset}")
 
     def _observe_heartbeat(self, offset: int, beat: Heartbeat, now: float) -> LeaderAcquired | LeaderFenced | None:
         if self.state is State.DEPOSED and self._rival.claim <= beat.claim < offset:

@@ -56,7 +56,7 @@ class Manifest:
             head = json.loads(line)
             version, outbox, rows = head["v"], head["outbox"], head["rows"]
             server = str(head.get("server", ""))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise TrackingTopicError("the tracking topic holds a record that is no manifest") from None
         if version != _VERSION:
             raise TrackingTopicError(f"the tracking topic holds a manifest of version {version}; upgrade kafka-outbox")
@@ -99,7 +99,7 @@ class Opening:
             return cls(
                 outbox, int(batch["first"]), int(batch["last"]), named, str(head.get("server", "")), written_at_ms
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             raise TrackingTopicError("the tracking topic holds an opening that cannot be read") from None
 
 

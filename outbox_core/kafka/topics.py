@@ -122,8 +122,7 @@ def ensure_dead_letter_topic(
     config: KafkaConfig, topic: str, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
 ) -> None:
     """Make the dead-letter topic if it is missing; an existing one may have any number of partitions."""
-    with Inquiry(config, timeout_seconds) as inquiry:
-        _ensure(inquiry, _DEAD_LETTER_TOPIC, topic)
+    ensure_topic(config, _DEAD_LETTER_TOPIC, topic, timeout_seconds=timeout_seconds)
 
 
 def ensure_topic(

@@ -436,8 +436,9 @@ def _record_timeout(settings: Mapping[str, Any]) -> float:
 
 
 def _may_be_about_records(error: KafkaError) -> bool:
-    # A time-out may be that of one partition; `_INCONSISTENT` says that some deliveries failed, and not why.
-    about_messages = (KafkaError._MSG_TIMED_OUT, KafkaError._INCONSISTENT)  # noqa: SLF001
+    # A time-out may be that of one partition, a clock that is wrong that of one topic's broker or settings;
+    # `_INCONSISTENT` says that some deliveries failed, and not why.
+    about_messages = (KafkaError._MSG_TIMED_OUT, KafkaError._INCONSISTENT, KafkaError.INVALID_TIMESTAMP)  # noqa: SLF001
     return error.code() in about_messages or kind_of(error) in (
         ErrorKind.POISON,
         ErrorKind.UNAUTHORIZED,

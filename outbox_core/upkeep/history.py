@@ -17,6 +17,7 @@ from outbox_core.events import Event, LeaderAcquired, LeaderFenced, LeaderRevoke
 from outbox_core.metrics import HarvestMetrics, Totals
 from outbox_core.monitoring.histogram import DELIVERY_BUCKETS, quantile
 from outbox_core.outage import Outage
+from outbox_core.printable import printable
 from outbox_core.schema import EventKind
 from outbox_core.stores.interface import Backlog, HistoryStore, NewEvent, NewStatistics
 
@@ -55,7 +56,8 @@ class HistoryWriter:
         """Keep a leadership event until it is written."""
         if isinstance(event, LeaderAcquired | LeaderRevoked | LeaderFenced):
             reason, term = getattr(event, "reason", ""), event.term if event.term >= 0 else None
-            noted = NewEvent(_KINDS[type(event)], self._instance, 0.0, reason, event.leader_id, term)
+            # It may cite another process by a name that PostgreSQL refuses, and all later events would wait behind it.
+            noted = NewEvent(_KINDS[type(event)], self._instance, 0.0, printable(reason), event.leader_id, term)
             self._events.append((self._clock(), noted))
 
     def write(self, history: HistoryStore, backlog: Backlog | None, *, leads: bool) -> None:

@@ -12,8 +12,8 @@ The arrival of that row ends the backoff, and all keys flow again. A record that
 batch is backed off with its key, too, for no time at all: it is tried at once, alone.
 
 Each key fails once, before its destination is known. If a destination collects `_MOST_KEYS` of them and no record has
-arrived in its topic for a while, the whole topic is backed off instead: with the cluster away, the list of keys does
-not grow with the table. After a minute its other partitions are tried again, too, in case that only one is still away.
+arrived in its topic for a while, or `_FAR_TOO_MANY_KEYS` in any case, the whole topic is backed off instead: the list
+of keys does not grow with the table. After a minute its other partitions are tried again, too.
 
 A topic whose records end the producer, without a reason from Kafka, is a **suspect**: it is tried alone, as soon as
 others were committed. `suspect` counts how often that ended the producer: after an outage, which ends producers too,
@@ -38,7 +38,7 @@ from outbox_core.stores.interface import (
 Destination = tuple[str, int | LaneOrRow | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, lane or row) for a key, or a record without one."""
 
-_MOST_KEYS = 1_000
+_MOST_KEYS, _FAR_TOO_MANY_KEYS = 1_000, 50_000
 _QUIET_SECONDS = 5.0
 _WIDE_SECONDS = 60.0
 _NEVER = float("inf")
@@ -159,7 +159,8 @@ class Backoffs:
         if (known.row == row or destination[1] is not None) and self._keys.setdefault(item, destination) == destination:
             known.keys.add(item)
         quiet_since = max(known.since, self._arrived[destination[0]])
-        if len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS:
+        is_quiet = len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS
+        if is_quiet or len(known.keys) > _FAR_TOO_MANY_KEYS:
             self._widen(destination)
         return is_new
 

@@ -160,7 +160,7 @@ class FailedDeliveries(FailureHandler):
         earlier rows of its key may wait for these.
         """
         waiting = [record for record in found if self.backoffs.covers(record)]
-        self._end_gone(rows, [*waiting, *letters.records])
+        self._end_gone(rows, found, [*waiting, *letters.records])
         sendable = self.sendable(letters)
         if letters.problem is None:
             self._letters.update(ids)

@@ -143,7 +143,7 @@ class FailedTransactions(FailureHandler):
         found, letters, self.holds = answer
         waiting = [record for record in found if not self.holds.covers(record) and self.backoffs.covers(record)]
         waiting_letters = [letter for letter in letters.records if self.backoffs.covers(letter)]
-        self._end_gone(rows, [*waiting, *waiting_letters])
+        self._end_gone(rows, found, [*waiting, *waiting_letters])
         waiting += self.sendable(letters._replace(records=waiting_letters)) if waiting_letters else []
         return sorted(waiting, key=attrgetter("id"))
 

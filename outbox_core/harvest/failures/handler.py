@@ -32,7 +32,6 @@ from outbox_core.stores.interface import (
     OutboxStore,
     RowId,
     StoredRecord,
-    bytes_of,
     keys_among,
     row_id,
     rows_among,
@@ -155,8 +154,9 @@ class FailureHandler:
         self._back_off(Failure(letters.records[0], letters.problem, partition=-1))
         return []
 
-    def _end_gone(self, rows: Iterable[RowId], found: Sequence[StoredRecord]) -> None:
-        """End the backoffs that were to be tried by rows that are gone, or held; there may be more if these fill it."""
-        if bytes_of(found) < self._ctx.limits.mark_query_bytes // 2:
-            for row in set(rows).difference(map(row_id, found)):
+    def _end_gone(self, rows: Iterable[RowId], found: Sequence[StoredRecord], tried: Sequence[StoredRecord]) -> None:
+        """End the backoffs of rows that are gone, held, or not `tried`: what is behind those found may not have fit."""
+        last = max((record.id for record in found), default=float("inf"))
+        for row in set(rows).difference(map(row_id, tried)):
+            if row.id <= last:
                 self.backoffs.end(row)

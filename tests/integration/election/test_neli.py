@@ -885,3 +885,21 @@ def test_killed_leader(contend, kafka_bootstrap):
     finally:
         process.kill()
         process.wait()
+
+
+def test_leader_topic_that_is_gone(contend, topic_name, kafka_bootstrap):
+    """Where brokers make no topics, both members say that the leader topic is gone; one leads once it is back."""
+    topic, kafka = topic_name("gone"), {"allow.auto.create.topics": False}
+    leader = leads(contend(quick=True, topic=topic, kafka=kafka))
+    standby = contend(quick=True, topic=topic, kafka=kafka)
+    until(lambda: standby._member._health._has_heard)
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})  # lives until it has answered
+    admin.delete_topics([topic])[topic].result(10)
+    for member in (leader, standby):
+        until(lambda member=member: "Unknown topic" in (member.trouble or ""), what=member.trouble)
+        assert re.fullmatch(
+            rf"leader group .* no leader for \d+ s: leader topic '{topic}': .*Unknown topic.*", member.trouble
+        )
+    ensure_leader_topic({"bootstrap.servers": kafka_bootstrap}, topic)
+    until(lambda: leader.is_leader or standby.is_leader)
+    until(lambda: leader.trouble is None and standby.trouble is None)

@@ -1,6 +1,7 @@
 """Bad records on the real broker, in both delivery modes: they are held or dead-lettered, and other keys flow."""
 
 import logging
+import time
 from uuid import uuid4
 
 import pytest
@@ -9,9 +10,10 @@ from psycopg.conninfo import make_conninfo
 
 from outbox_core import OutboxRecord
 from outbox_core.errors import TrackingTopicError
+from outbox_core.kafka import clients
 from outbox_core.kafka.clients import make_admin
 from outbox_core.kafka.messages import ERROR_HEADER, ORIGIN_HEADER
-from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, wait_until
+from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, identity_of, wait_until
 from tests.topic_settings import alter_topic
 
 pytestmark = pytest.mark.real_broker
@@ -388,3 +390,35 @@ def test_holds_that_may_only_be_read(scene, make_topic, role, mode, caplog):
     assert len(scene.held()) == 1
     assert texts(scene.read(topic), "bad")[-3:] == ["after 0", "after 1", "after 2"]
     assert sum("missing rights on outbox_hold" in record.message for record in caplog.records) == 1
+
+
+def test_wrong_clock_holds_no_record(scene, make_topic, mode, monkeypatch):
+    """A topic that refuses the time of every record, as the clock is wrong, waits, and others flow: none is held."""
+    topic, strict = make_topic(), make_topic(config={"message.timestamp.after.max.ms": "60000"})
+    ahead = [0.0]
+
+    class Ahead(clients.Producer):
+        """A producer on a machine whose clock is ahead, as one topic sees it."""
+
+        def produce(self, topic, *args, **options):
+            if topic != strict or not ahead[0]:
+                return super().produce(topic, *args, **options)
+            names = ("value", "key", "partition", "on_delivery", "callback", "timestamp", "headers")
+            timestamp = int((time.time() + ahead[0]) * 1000)
+            return super().produce(topic, **dict(zip(names, args, strict=False)) | options | {"timestamp": timestamp})
+
+    monkeypatch.setattr(clients, "Producer", Ahead)
+    with scene.running(config=mode, limits=QUICK):
+        scene.fill(strict, 100, keys=5)
+        wait_until(lambda: scene.count() == 0, "it works at first")
+        ahead[0] = 3_600.0
+        scene.fill(strict, 100, keys=5)
+        for _ in range(3):
+            scene.fill(topic, 100)
+            wait_until(lambda: scene.count(f"kafka_topic = '{topic}'") == 0, "the other topic flows")
+        time.sleep(1.0)  # so that some are tried alone
+        assert scene.held() == []
+        ahead[0] = 0.0
+        wait_until(lambda: scene.count() == 0, "the topic goes on")
+    assert scene.held() == []
+    assert len({identity_of(message) for message in scene.read(strict)}) == 200

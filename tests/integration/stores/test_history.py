@@ -268,6 +268,19 @@ def test_events_wait_for_the_database(scene, store):
     assert [event.reason for event in events(scene)] == ["cut off"]
 
 
+def test_reason_with_odd_characters_is_kept(scene, store):
+    """A reason that cites a name from the leader topic is written, whatever that name is, and so is the next event."""
+    writer = history_module.HistoryWriter("h1", HarvestMetrics())
+    for reason in ("a\0b made a higher claim, 7", "\ud800 made a higher claim, 8", "cut off"):
+        writer.note(LeaderFenced(None, reason))
+    writer.write(store.history, None, leads=False)
+    assert [event.reason for event in events(scene)] == [
+        "a\\x00b made a higher claim, 7",
+        "\\ud800 made a higher claim, 8",
+        "cut off",
+    ]
+
+
 def test_other_outboxes_are_not_shown(scene, store):
     """An outbox whose history is shared or copied shows its own rows alone."""
     scene.stash(OutboxRecord("orders"))

@@ -102,6 +102,18 @@ def test_many_keys_become_the_topic_unless_something_arrives(clock):
     assert not backoffs
 
 
+def test_keys_of_a_partition_are_bounded(clock):
+    """A partition that is away collects no more than 50,000 keys, though records of other partitions arrive."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    for number in range(50_001):
+        backoffs.failed(record(number, f"k{number}"), ("t", 0))
+        backoffs.succeeded([record(-1, "z")])
+    assert (backoffs.topics, len(backoffs.waiting)) == ({"t"}, 0)
+    clock.time += 61.0
+    backoffs.failed(record(0, "k0"), ("t", 0))
+    assert (backoffs.topics, backoffs.waiting) == (set(), {("t", "k0")}), "the others are tried again"
+
+
 def test_topic_does_not_wait_for_one_of_its_partitions(clock):
     """A topic that was missing, or backed off for the keys of one partition, is tried by other rows a minute later."""
     backoffs = Backoffs(1.0, 3.0, clock)

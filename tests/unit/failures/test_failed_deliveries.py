@@ -233,6 +233,17 @@ def test_what_did_not_fit_stays_due(failures):
     assert try_again(failures, lanes, found=large[2:]) == [3]
 
 
+def test_what_did_not_fit_for_its_bytes_stays_due(failures):
+    """A text has more bytes than characters: rows behind the last one that was found may not have fit, either."""
+    texts = [StoredRecord(number, "t", f"k{number}", "\u20ac" * 100, None, None, -1, 0) for number in (1, 2, 3)]
+    lanes = sent(*texts)
+    lanes.reset_done(map(row_id, failures.handle([failed(each, TOO_LARGE) for each in texts], lanes)))
+    assert try_again(failures, lanes, found=texts[1:2]) == [1, 2, 3]
+    assert failures.backoffs.waiting == {("t", "k2"), ("t", "k3")}, "the first one is gone"
+    assert try_again(failures, lanes, found=[]) == [3]
+    assert failures.backoffs.waiting == {("t", "k2")}
+
+
 def test_room_of_tried_records_is_bounded(failures, clock):
     """Records that are tried take at most a quarter of the room, and no more than there is."""
     records = [record(number, None, f"t{number}") for number in range(100)]

@@ -37,6 +37,7 @@ def test_a_row_costs_sixteen_bytes():
         b'{"v":1,"outbox":"x","rows":"2"}\n',
         b'{"v":1,"outbox":7,"rows":0}\n',
         b'{"v":2,"outbox":"x","rows":0}\n',
+        b"[" * 100_000 + b"\n",
     ],
 )
 def test_what_is_no_manifest_is_refused(value):
@@ -52,6 +53,16 @@ def test_opening_comes_back_as_it_was(outbox, topics, identity):
     opening = Opening.of(outbox, "7", records)
     assert Opening.decode(opening.encode(), 5) == replace(opening, written_at_ms=5)
     assert opening.topics == tuple(sorted(set(topics)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"", b"{}", b'{"outbox":"x","opens":{"first":1e999,"last":2,"topics":[]}}', b'{"outbox":' + b"[" * 100_000],
+)
+def test_what_is_no_opening_is_refused(value):
+    """An opening that nobody could have written is refused like any other that cannot be read."""
+    with pytest.raises(TrackingTopicError):
+        Opening.decode(value, 0)
 
 
 def test_opening_stays_small():
