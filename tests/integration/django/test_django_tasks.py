@@ -271,6 +271,15 @@ def test_an_error_whose_text_the_table_refuses():
     assert (result.status, len(result.errors)) == (TaskResultStatus.READY, 1)
 
 
+def test_two_attempts_at_once_are_both_counted():
+    """A message that came twice runs in two workers at once: the first to end keeps the other among the workers."""
+    result = sample_tasks.accompanied.enqueue()
+    _run()
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 2)
+    assert result.worker_ids[1] == "another"
+
+
 def test_a_success_is_final():
     """A worker that was thought dead fails after another has succeeded: the result stays, and nothing runs again."""
     result = sample_tasks.overtaken.enqueue()
