@@ -271,6 +271,17 @@ def test_an_error_whose_text_the_table_refuses():
     assert (result.status, len(result.errors)) == (TaskResultStatus.READY, 1)
 
 
+@pytest.mark.parametrize("is_aware", [True, False])
+def test_a_deferred_task_in_a_project_without_time_zones(settings, is_aware):
+    """With USE_TZ False `run_after` may be naive, in the project's time zone, or aware, as Django allows."""
+    settings.USE_TZ, settings.TIME_ZONE = False, "Europe/Berlin"
+    soon = timezone.now() + timedelta(hours=1)
+    sample_tasks.noop.using(run_after=soon.astimezone() if is_aware else soon).enqueue()
+    assert _deliver_at(Outbox.objects.get()) == pytest.approx(soon.timestamp() * 1000, abs=1000)
+    _run()
+    assert Outbox.objects.count() == 2  # it came early, and was stashed again
+
+
 def test_two_attempts_at_once_are_both_counted():
     """A message that came twice runs in two workers at once: the first to end keeps the other among the workers."""
     result = sample_tasks.accompanied.enqueue()
