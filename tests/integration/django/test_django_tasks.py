@@ -142,7 +142,7 @@ def test_tasks_are_enqueued_asynchronously():
 def test_results_are_kept_only_in_their_table(django_assert_num_queries):
     """Without the application there is no table to write to, and reading a result is refused as Django refuses it."""
     with transaction.atomic(), django_assert_num_queries(1):
-        result = sample_tasks.noop.enqueue()
+        result = sample_tasks.noop.enqueue("\0")
     assert not task_backends["default"].supports_get_result
     with pytest.raises(NotImplementedError):
         task_backends["default"].get_result(result.id)
@@ -157,6 +157,8 @@ def test_results_are_kept_only_in_their_table(django_assert_num_queries):
         ({"number": float("nan")}, "not JSON"),
         ({"number": {1: 2}}, "keys of a dict must be text"),
         ({"number": {"a": [timezone.now()]}}, "not JSON.*datetime"),
+        ({"number": {"a": ["b\0"]}}, "can keep no NUL"),
+        ({"number": {"\ud800": 1}}, "can keep no NUL, and nothing that UTF-8 lacks"),
     ],
 )
 def test_arguments_that_are_not_json_are_refused(arguments, said):
