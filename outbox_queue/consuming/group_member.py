@@ -87,7 +87,7 @@ class GroupMember:
 
     def close(self) -> None:
         """Leave the group, and let go of the client."""
-        self._counters.lag(None)
+        self._counters.lag(self, None)
         self.consumer.close()
         del self.consumer  # it refers to us, too, and its threads end with the last reference
 
@@ -180,7 +180,7 @@ class GroupMember:
         now = time.monotonic()
         if now - self._lag_reported_at >= _LAG_INTERVAL_SECONDS:
             self._lag_reported_at = now
-            self._counters.lag(self.lag())
+            self._counters.lag(self, self.lag())
 
     def lag(self) -> int | None:
         """Return the number of records left to read, of all queues; None if that is unknown."""
