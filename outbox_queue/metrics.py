@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Metric
@@ -49,7 +49,7 @@ class QueueCounters:
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._histograms = {name: WeightedHistogram(TIME_BUCKETS) for name in _HISTOGRAMS}
         self._processing = 0
-        self._lag: int | None = None
+        self._lags: dict[Hashable, int] = {}  # by consumer
 
     def count(self, name: str, messages: int = 1, seconds: float | None = None) -> None:
         """Count messages, with the time that each took if the counter has a histogram."""
@@ -63,9 +63,13 @@ class QueueCounters:
         with self._lock:
             self._processing += change
 
-    def lag(self, messages: int | None) -> None:
-        """Set the number of records that this process has yet to read; None if that is unknown."""
-        self._lag = messages
+    def lag(self, consumer: Hashable, messages: int | None) -> None:
+        """Set the number of records that one of this process's consumers has yet to read; None if that is unknown."""
+        with self._lock:
+            if messages is None:
+                self._lags.pop(consumer, None)
+            else:
+                self._lags[consumer] = messages
 
     def settled(self, outcome: str | None, seconds: float, *, was_in_progress: bool) -> None:
         """Count a message that is settled after so many seconds of work, None: without a marker."""
@@ -83,9 +87,9 @@ class QueueCounters:
             for name, histogram in self._histograms.items():
                 histogram.add_to(families.histograms[name], queue)
             families.gauges["processing"].add_metric([queue], self._processing)
-            lag = self._lag
-        if lag is not None:
-            families.gauges["lag_records"].add_metric([queue], lag)
+            lags = list(self._lags.values())
+        if lags:
+            families.gauges["lag_records"].add_metric([queue], sum(lags))
 
 
 class _TrackerView(NamedTuple):

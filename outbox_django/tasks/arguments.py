@@ -20,9 +20,9 @@ _REMEDY = "pass text, numbers, lists or dicts with keys of text, for example an 
 
 
 def checked_arguments(
-    task: Task[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    task: Task[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, for_table: bool
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments as JSON has them.
+    """Return the arguments as JSON has them, `for_table`: as PostgreSQL's jsonb has them.
 
     Raises:
         TypeError: naming task and argument, if the task does not take these arguments, or one is not JSON.
@@ -35,7 +35,7 @@ def checked_arguments(
     for name, value in bound.arguments.items():
         if context and value is None and name == next(iter(bound.arguments)):
             continue
-        if problem := _problem(value):
+        if problem := _problem(value) or (for_table and _problem_of_table(value)):
             raise TypeError(f"task {task.module_path}: argument {name!r}: {problem}; {_REMEDY}")
     return [normalize_json(value) for value in args], {name: normalize_json(value) for name, value in kwargs.items()}
 
@@ -49,6 +49,25 @@ def _problem(value: object) -> str | None:
     except (TypeError, ValueError) as error:
         return f"not JSON: {error}"
     return None if json.loads(encoded) == normal else "JSON would change it: keys of a dict must be text"
+
+
+def _problem_of_table(value: object) -> str | None:
+    """Return what jsonb refuses of JSON: the statement would fail, and the caller's transaction with it."""
+    for text in _texts(normalize_json(value)):
+        if "\0" in text or text != text.encode(errors="replace").decode():
+            return "the table of results can keep no NUL, and nothing that UTF-8 lacks"
+    return None
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            yield from _texts(pair)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def foreign_parameters(task: Task[..., Any]) -> Iterator[tuple[str, str]]:

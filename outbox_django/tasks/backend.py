@@ -81,14 +81,15 @@ class OutboxTaskBackend(BaseTaskBackend):
         """Enqueue a task in the current transaction of the outbox's database; without one, in one of its own.
 
         Raises:
-            TypeError: if the task does not take these arguments, or one of them is not JSON; nothing was written.
+            TypeError: if the task does not take these arguments, or one of them is not JSON (the table of results: not
+                PostgreSQL's JSON, which has no NUL); nothing was written.
             InvalidMessage: if the arguments are too large for a message; nothing was written.
             InvalidRecord: if they are too long for an outbox in goharvest's text layout; nothing was written.
             InvalidConfig: if TASKS or OUTBOX are wrong.
             django.db.Error: of a failed statement.
         """
         self.validate_task(task)
-        positional, named = checked_arguments(task, args, kwargs)
+        positional, named = checked_arguments(task, args, kwargs, for_table=self.supports_get_result)
         result: TaskResult[Any, Any] = TaskResult(
             task=task,
             id=get_random_string(32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 from django.utils import timezone
@@ -75,7 +75,10 @@ class Job:
         """Time until it may run; zero if it may run now."""
         if self.run_after is None:
             return timedelta(0)
-        return max(timedelta(0), datetime.fromisoformat(self.run_after) - timezone.now())
+        run_after = datetime.fromisoformat(self.run_after)
+        if timezone.is_naive(run_after):  # of a project with USE_TZ False, in which it may be aware all the same
+            run_after = timezone.make_aware(run_after)
+        return max(timedelta(0), run_after - datetime.now(UTC))
 
     def result(self, queue_name: str, backend: str) -> TaskResult[..., Any]:
         """Return the result that the task's function gets as its context, not yet begun.

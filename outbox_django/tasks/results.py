@@ -5,6 +5,7 @@ Each change is one statement. A worker that dies leaves RUNNING behind; the next
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from outbox_django.tasks.jobs import change, import_task
 from outbox_django.tasks.library import TaskError, TaskResult, TaskResultStatus
 from outbox_django.tasks.models import Result
 
-_CHANGED = ("status", "started_at", "last_attempted_at", "finished_at", "return_value", "errors", "worker_ids")
+_BEGUN = ("started_at", "last_attempted_at", "finished_at", "worker_ids")
 
 
 def create(result: TaskResult[..., Any], alias: str) -> None:
@@ -78,16 +79,17 @@ def begin(result: TaskResult[..., Any], worker_id: str, alias: str) -> None:
             finished_at=None,
         )
         result.worker_ids.append(worker_id)
-        write(result, alias)
+        _update(result, alias, {name: getattr(result, name) for name in _BEGUN})
 
 
 def write(result: TaskResult[..., Any], alias: str) -> None:
-    """Write all of a result that can change, unless another worker, after this one had lost the message, succeeded."""
-    values = {name: getattr(result, name) for name in _CHANGED if name not in ("return_value", "errors")}
-    values["status"] = str(result.status)
-    values["return_value"] = getattr(result, "_return_value", None)
-    values["errors"] = [[error.exception_class_path, error.traceback] for error in result.errors]
-    Result.objects.using(alias).filter(pk=result.id).exclude(status=TaskResultStatus.SUCCESSFUL).update(**values)
+    """Write what became of an attempt, unless another worker, after this one had lost the message, succeeded.
+
+    Of another attempt under way (a message that came twice) everything else stays, its worker among it.
+    """
+    errors = [[error.exception_class_path, error.traceback] for error in result.errors]
+    value = getattr(result, "_return_value", None)
+    _update(result, alias, {"finished_at": result.finished_at, "return_value": value, "errors": errors})
 
 
 def give_up(result_id: str, error: TaskError, alias: str) -> None:
@@ -105,6 +107,11 @@ def prune(older_than: timedelta, alias: str) -> int:
     """Delete the results of tasks that finished longer ago; return their number."""
     finished = Result.objects.using(alias).filter(finished_at__lt=timezone.now() - older_than)
     return finished.delete()[0]
+
+
+def _update(result: TaskResult[..., Any], alias: str, values: Mapping[str, object]) -> None:
+    rows = Result.objects.using(alias).filter(pk=result.id).exclude(status=TaskResultStatus.SUCCESSFUL)
+    rows.update(status=str(result.status), **values)
 
 
 def _copy(row: Result, result: TaskResult[..., Any]) -> None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 
+from outbox_core import election
 from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.consuming.buffer import PrefetchBuffer
@@ -98,7 +98,7 @@ class AckHandler:
         if duration > self._config.marker_retention / 2:
             raise InvalidMessage("extend: the duration is more than half of marker_retention")
         self._check_open()
-        until = time.monotonic() + duration.total_seconds()
+        until = election.now() + duration.total_seconds()
         delivery.keep_alive_until = max(delivery.keep_alive_until, until)
         self._keep_alive(delivery, until)
 
@@ -147,7 +147,7 @@ class AckHandler:
 
     def _forget(self, delivery: Delivery, outcome: str | None = None) -> None:
         # Only after its marker is written: the process may end as soon as the last message is gone.
-        took = time.monotonic() - delivery.received_at
+        took = election.now() - delivery.received_at
         self._counters.settled(outcome, took, was_in_progress=self._buffer.settle(delivery))
 
     def _keep_alive(self, delivery: Delivery, until: float) -> None:
@@ -156,7 +156,7 @@ class AckHandler:
             if delivery.state not in _KEPT_ALIVE:
                 return
             until = max(until, delivery.deadline)
-            after_ms = max(1, int((until - time.monotonic()) * 1000))
+            after_ms = max(1, int((until - election.now()) * 1000))
             delivery.deadline = until
             marker = wire.keep_alive_marker(*delivery.message.place, after_ms)
             self._write(delivery, marker, partial(_is_latest, delivery, until))
@@ -170,4 +170,4 @@ class AckHandler:
 
 
 def _is_latest(delivery: Delivery, deadline: float) -> bool:
-    return delivery.deadline == deadline > time.monotonic() and delivery.state in _KEPT_ALIVE
+    return delivery.deadline == deadline > election.now() and delivery.state in _KEPT_ALIVE

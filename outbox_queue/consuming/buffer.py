@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from outbox_core import election
 from outbox_core.errors import must
 from outbox_queue.consuming.delivery import Delivery
 
@@ -116,7 +117,7 @@ class PrefetchBuffer:
 
     def put(self, deliveries: Sequence[Delivery], *, there_are_more: bool) -> bool:
         """Take in messages whose start markers are written and offsets committed; refuse them (False) after `stop`."""
-        now = time.monotonic()
+        now = election.now()
         with self._lock:
             if self._is_stopped:
                 return False
@@ -157,7 +158,7 @@ class PrefetchBuffer:
         if self._failure is not None:
             raise self._failure
         received: list[Delivery] = []
-        waiting, now = self._waiting, time.monotonic()
+        waiting, now = self._waiting, election.now()
         number = 0 if self._is_stopped else min(most, self._limits.concurrency - self.received)
         while waiting and len(received) < number:
             delivery = waiting.popleft()
@@ -192,7 +193,7 @@ class PrefetchBuffer:
         return True
 
     def due(self, horizon: float) -> list[Delivery]:
-        """Return the messages whose deadline comes before this moment of the monotonic clock."""
+        """Return the messages whose deadline comes before this moment of `election.now`."""
         with self._lock:
             return [delivery for delivery in self._in_progress if delivery.deadline <= horizon]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
+from outbox_core import election
 from outbox_core.claims import ClaimCheck
 from outbox_queue.config import QueueConfig
 from outbox_queue.consuming.acks import AckHandler
@@ -182,6 +183,6 @@ class Consumer:
         tick = min(_LONGEST_TICK_SECONDS, max(_SHORTEST_TICK_SECONDS, timeout / 20))
         while not self._heartbeat_ends.wait(tick):
             try:
-                self._acks.heartbeat(time.monotonic())
+                self._acks.heartbeat(election.now())
             except Exception:
                 _log.exception("queue %r: keeping messages alive has failed, and is tried again", self._queue)

@@ -39,10 +39,11 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Delivery:
-    """A message from its start marker on. Times are seconds of the monotonic clock.
+    """A message from its start marker on. Times are seconds of `election.now`.
 
-    Trackers may redeliver it from `deadline` on, which changes with `state` under the lock of `AckHandler`.
-    `received_at` is the entry into the buffer, then the exit. A `marker_partition` of -1 leaves it to the partitioner.
+    That clock goes on while the machine sleeps, as trackers do: they may redeliver the message from `deadline` on,
+    which changes with `state` under the lock of `AckHandler`. `received_at` is the entry into the buffer, then the
+    exit. A `marker_partition` of -1 leaves it to the partitioner.
     """
 
     message: ReceivedMessage

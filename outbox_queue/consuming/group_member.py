@@ -82,11 +82,12 @@ class GroupMember:
 
     def subscribe(self) -> None:
         """Join the group."""
-        self.consumer.subscribe([self._config.message_topic], on_revoke=self._revoked, on_lost=self._lost)
+        topics = [self._config.message_topic]
+        self.consumer.subscribe(topics, on_assign=self._assigned, on_revoke=self._revoked, on_lost=self._lost)
 
     def close(self) -> None:
         """Leave the group, and let go of the client."""
-        self._counters.lag(None)
+        self._counters.lag(self, None)
         self.consumer.close()
         del self.consumer  # it refers to us, too, and its threads end with the last reference
 
@@ -179,7 +180,7 @@ class GroupMember:
         now = time.monotonic()
         if now - self._lag_reported_at >= _LAG_INTERVAL_SECONDS:
             self._lag_reported_at = now
-            self._counters.lag(self.lag())
+            self._counters.lag(self, self.lag())
 
     def lag(self) -> int | None:
         """Return the number of records left to read, of all queues; None if that is unknown."""
@@ -224,6 +225,12 @@ class GroupMember:
         self.offsets.committed()
         self._committed_at = time.monotonic()
 
+    def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
+        consumer.assign(partitions)
+        # The client keeps paused what was paused in an earlier assignment, even if another member had it meanwhile.
+        consumer.resume(partitions)
+        self._is_paused = False
+
     def _revoked(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         self.commit_skipped()
         self._lost(_, partitions)
@@ -233,4 +240,3 @@ class GroupMember:
         self._fetched = deque(record for record in self._fetched if record.partition() not in gone)
         for partition in gone:
             self.offsets.forget(partition)
-        self._is_paused = False  # new partitions are not paused

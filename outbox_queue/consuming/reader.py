@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
+from outbox_core import election
 from outbox_core.kafka.errors import MEMBER_HOPELESS, principal_of
 from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig
@@ -153,7 +153,7 @@ class QueueReader:
 
     def _put(self, batch: Batch, *, there_are_more: bool) -> None:
         self._acks.count_started(len(batch.due), parked=batch.parked)
-        is_late = any(delivery.deadline <= time.monotonic() for delivery in batch.due[:1])  # all have the same
+        is_late = any(delivery.deadline <= election.now() for delivery in batch.due[:1])  # all have the same
         if is_late:
             text = "queue %r: starting %s took longer than redelivery_timeout; given back"
             _log.warning(text, self._queue, plural(len(batch.due), "message"))

@@ -10,10 +10,10 @@ A message that cannot be tracked becomes a dead letter: too large for a start ma
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from outbox_core import election
 from outbox_core.kafka.clients import TIMESTAMP_NOT_AVAILABLE, KafkaException
 from outbox_core.kafka.messages import headers_of
 from outbox_queue.config import QueueConfig, milliseconds
@@ -59,7 +59,7 @@ class StartMarkers:
         markers: list[MarkerRecord] = []
         due: list[Delivery] = []
         wall_ms = now_ms()
-        deadline = time.monotonic() + self._timeout_ms / 1000
+        deadline = election.now() + self._timeout_ms / 1000
         for record in records:
             travelled = headers.read(headers_of(record))
             message = self._message(record, travelled, wall_ms)

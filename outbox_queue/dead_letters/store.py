@@ -3,6 +3,9 @@
 The topic is compacted, and a letter's key is `<queue>/<place of the first copy>`, so it never expires. A tombstone for
 its key, in its partition, removes it; if it is sent again, in the same transaction as the new copy.
 
+A consumer that dies between a letter and the message's end marker leaves the message to a tracker, which may write a
+second letter, to another partition. Both are one here: it is listed, sent and deleted once.
+
 All commands that change something use one transactional.id: of two at work, Kafka fences the first, whose commits stay.
 """
 
@@ -31,7 +34,7 @@ _BATCH_BYTES = 4_000_000
 class DeadLetter(NamedTuple):
     """A message in the dead letter topic."""
 
-    partition: int
+    partitions: tuple[int, ...]  # of its records
     key: bytes  # of its record
     queue: str
     id: str  # place of its first copy, `partition-offset`
@@ -52,13 +55,17 @@ class DeadLetters:
     def all(self, queue: str | None = None) -> list[DeadLetter]:
         """List the dead letters of one queue, or of all, by partition and offset."""
         left: dict[tuple[int, bytes], TopicRecord] = {}
-        for letter in read_to_end(self._config, self._config.dead_letters):
-            key = (letter.partition, letter.key or b"")
+        for record in read_to_end(self._config, self._config.dead_letters):
+            key = (record.partition, record.key or b"")
             left.pop(key, None)
-            if letter.value is not None:
-                left[key] = letter
-        letters = [_letter(letter) for letter in left.values()]
-        return [letter for letter in letters if queue is None or letter.queue == queue]
+            if record.value is not None:
+                left[key] = record
+        letters: dict[object, DeadLetter] = {}
+        for letter in map(_letter, left.values()):
+            # The places of a topic that was made again come again: only equal messages are one.
+            same = (letter.key, letter.enqueued_at_ms, letter.payload)
+            letters[same] = letter if same not in letters else _merged(letters[same], letter)
+        return [letter for letter in letters.values() if queue is None or letter.queue == queue]
 
     def requeue(self, choose: Callable[[DeadLetter], bool]) -> list[DeadLetter]:
         """Send the chosen letters to their queues again, with all their attempts before them; return them.
@@ -106,7 +113,8 @@ class DeadLetters:
 
     def _delete(self, producer: TransactionalProducer, batch: list[DeadLetter]) -> None:
         for letter in batch:
-            producer.produce(self._config.dead_letters, None, letter.key, partition=letter.partition)
+            for partition in letter.partitions:
+                producer.produce(self._config.dead_letters, None, letter.key, partition=partition)
 
     @contextmanager
     def _started_producer(self) -> Iterator[TransactionalProducer]:
@@ -141,7 +149,7 @@ def _letter(record: TopicRecord) -> DeadLetter:
     ours = dict(record.headers)
     queue, _, place = (record.key or b"").rpartition(b"/")
     return DeadLetter(
-        partition=record.partition,
+        partitions=(record.partition,),
         key=record.key or b"",
         queue=message_headers.queue_name(ours.get(message_headers.QUEUE) or queue),
         id=message_headers.place_text(travelled.origin) if travelled.origin else place.decode(errors="replace"),
@@ -152,3 +160,8 @@ def _letter(record: TopicRecord) -> DeadLetter:
         headers=travelled.headers,
         payload=record.value or b"",
     )
+
+
+def _merged(one: DeadLetter, other: DeadLetter) -> DeadLetter:
+    newest = max(one, other, key=lambda letter: letter.dead_at_ms or 0)
+    return newest._replace(partitions=one.partitions + other.partitions)

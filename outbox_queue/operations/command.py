@@ -319,7 +319,7 @@ def _print_json(objects: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _shown_whole(message: Glance | DeadLetter) -> dict[str, Any]:
-    shown = {name: value for name, value in message._asdict().items() if name not in ("key", "partition")}
+    shown = {name: value for name, value in message._asdict().items() if name not in ("key", "partitions")}
     shown["headers"] = [[name, None if value is None else text_or_base64(value)] for name, value in message.headers]
     return {**shown, "payload": text_or_base64(message.payload)}
 

@@ -43,7 +43,8 @@ class PayloadCheck:
         self._topic = config.message_topic
         self._claims = claims
         self._limit = config.max_message_bytes
-        self._free = config.max_message_bytes - RECORD_OVERHEAD - len(queue.encode())
+        names = 2 if config.marker_key == "queue" else 1  # of the queue: in the start marker, and as its key
+        self._free = config.max_message_bytes - RECORD_OVERHEAD - names * len(queue.encode())
         self._longest_delay_ms = milliseconds(config.max_delay)
 
     def encode(self, payload: Any, headers: UserHeaders, delay: timedelta | None) -> Payload:

@@ -69,12 +69,15 @@ class Producer:
         self._counters = counters
         self._check = PayloadCheck(config, queue, claims)
         self._producer = self._make()
-        self._patience = config.delivery_timeout.total_seconds() + _SLACK_SECONDS
         self._sent = 0
         self._reports = _Reports()
         self._reporting = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()
+
+    @property
+    def _patience(self) -> float:
+        return self._config.delivery_timeout.total_seconds() + _SLACK_SECONDS
 
     def _make(self) -> KafkaProducer:
         # Successes are reported too, for the metric `produced`.

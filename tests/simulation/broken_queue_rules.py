@@ -57,6 +57,12 @@ def _prepare_and_redeliver(self: Redeliverer, entries: Any) -> Any:
     return _original_redeliver(self, entries)
 
 
+def _assign_as_it_was(self: GroupMember, consumer: Any, partitions: Any) -> None:
+    """Believe that an assignment begins with nothing paused."""
+    consumer.assign(partitions)
+    self._is_paused = False
+
+
 def _keep_alive_nothing(self: MarkerPartition, message_id: Any, *_: object) -> None:
     del self, message_id
 
@@ -146,6 +152,7 @@ QUEUE_RULES: dict[str, tuple[Double, ...]] = {
     ),
     "offsets wait for the markers' acknowledgement": ((PlainStartWriter, "_flush", lambda *_: None),),
     "what was not started is read again": ((GroupMember, "rewind", lambda *_: None),),
+    "what was paused is resumed when it is assigned": ((GroupMember, "_assigned", _assign_as_it_was),),
     "a message in progress is kept alive": ((AckHandler, "_keep_alive", lambda *_: None),),
 }
 

@@ -352,8 +352,7 @@ class Consumer(clients.Consumer):
     # -- positions
 
     def unassign(self) -> None:
-        super().unassign()
-        self._paused.clear()
+        super().unassign()  # what is paused stays so
         self._positions.clear()
         self._unknown.clear()
 

@@ -142,7 +142,7 @@ def test_tasks_are_enqueued_asynchronously():
 def test_results_are_kept_only_in_their_table(django_assert_num_queries):
     """Without the application there is no table to write to, and reading a result is refused as Django refuses it."""
     with transaction.atomic(), django_assert_num_queries(1):
-        result = sample_tasks.noop.enqueue()
+        result = sample_tasks.noop.enqueue("\0")
     assert not task_backends["default"].supports_get_result
     with pytest.raises(NotImplementedError):
         task_backends["default"].get_result(result.id)
@@ -157,6 +157,8 @@ def test_results_are_kept_only_in_their_table(django_assert_num_queries):
         ({"number": float("nan")}, "not JSON"),
         ({"number": {1: 2}}, "keys of a dict must be text"),
         ({"number": {"a": [timezone.now()]}}, "not JSON.*datetime"),
+        ({"number": {"a": ["b\0"]}}, "can keep no NUL"),
+        ({"number": {"\ud800": 1}}, "can keep no NUL, and nothing that UTF-8 lacks"),
     ],
 )
 def test_arguments_that_are_not_json_are_refused(arguments, said):
@@ -269,6 +271,26 @@ def test_an_error_whose_text_the_table_refuses():
         _run()
     result.refresh()
     assert (result.status, len(result.errors)) == (TaskResultStatus.READY, 1)
+
+
+@pytest.mark.parametrize("is_aware", [True, False])
+def test_a_deferred_task_in_a_project_without_time_zones(settings, is_aware):
+    """With USE_TZ False `run_after` may be naive, in the project's time zone, or aware, as Django allows."""
+    settings.USE_TZ, settings.TIME_ZONE = False, "Europe/Berlin"
+    soon = timezone.now() + timedelta(hours=1)
+    sample_tasks.noop.using(run_after=soon.astimezone() if is_aware else soon).enqueue()
+    assert _deliver_at(Outbox.objects.get()) == pytest.approx(soon.timestamp() * 1000, abs=1000)
+    _run()
+    assert Outbox.objects.count() == 2  # it came early, and was stashed again
+
+
+def test_two_attempts_at_once_are_both_counted():
+    """A message that came twice runs in two workers at once: the first to end keeps the other among the workers."""
+    result = sample_tasks.accompanied.enqueue()
+    _run()
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.SUCCESSFUL, 2)
+    assert result.worker_ids[1] == "another"
 
 
 def test_a_success_is_final():

@@ -371,6 +371,22 @@ def test_two_queues_are_shared_at_once(service, config):
     _share(config, [service.queue("one"), service.queue("other")])
 
 
+def test_a_rebalance_while_handlers_are_slow_stops_no_consumer(service):
+    """A consumer whose partitions were paused for want of capacity goes on after they were assigned anew."""
+    queue = service.queue("q")
+    send(queue, *(b"%d" % number for number in range(200)))
+    with queue.consumer(concurrency=1) as slow:
+        held, member = receive(slow), slow._reader._member
+        eventually(lambda: member._is_paused)
+        with queue.consumer():
+            eventually(lambda: not member._is_paused)  # there is capacity again before the next pause
+            held.ack()
+            for _ in range(10):
+                receive(slow).ack()
+        for _ in range(30):
+            receive(slow).ack()
+
+
 def _share(config, queues):
     """Take 500 messages of each queue with two consumers; assert that each message comes once, and both get some."""
     with ExitStack() as stack:

@@ -15,6 +15,7 @@ from outbox_queue.operations import command
 from outbox_queue.operations.stats import queue_stats
 from outbox_queue.protocol.clients import producer_settings
 from outbox_queue.protocol.headers import dead_letter_record
+from outbox_queue.protocol.topics import ensure_topics
 from tests.queueing import Markers, eventually, messages_in, queue_config
 
 pytestmark = pytest.mark.real_broker
@@ -46,7 +47,7 @@ def outbox(config, capsys):
 def bury(config):
     """Return a function that writes dead letters of a queue; each number becomes the id `0-number`."""
 
-    def write(queue, numbers):
+    def write(queue, numbers, *, partition=-1, reason="no such customer", dead_at_ms=2000):
         producer = make_producer(producer_settings(config))
         for number in numbers:
             key, value, headers = dead_letter_record(
@@ -56,10 +57,10 @@ def bury(config):
                 attempts=3,
                 enqueued_at_ms=1000,
                 origin=(0, number),
-                reason="no such customer",
-                dead_at_ms=2000,
+                reason=reason,
+                dead_at_ms=dead_at_ms,
             )
-            producer.produce(config.dead_letters, value, key, headers=headers)
+            producer.produce(config.dead_letters, value, key, partition, headers=headers)
         assert producer.flush(30) == 0
 
     return write
@@ -189,6 +190,19 @@ def test_what_strangers_write_is_shown_and_sent_again(config, outbox):
     assert len(outbox("dead-letters")[1].splitlines()) == 1 + len(ids)
     assert "9999-12-31" in outbox("dead-letters")[1]
     assert outbox("dead-letters", "requeue", "--all")[:2] == (0, "requeued 4 messages\n")
+
+
+def test_a_message_whose_consumer_and_tracker_wrote_a_dead_letter_is_requeued_once(config, outbox, bury):
+    """Two letters of one message, in two partitions, are one with the last reason: listed, counted and sent once."""
+    ensure_topics(config)
+    bury("a", [1], partition=0, reason="rejected", dead_at_ms=2000)
+    bury("a", [1, 2], partition=1, reason="was not finished in 3 attempts", dead_at_ms=3000)
+    found = {one["id"]: one["reason"] for one in lines(outbox("dead-letters", "--json")[1])}
+    assert found == dict.fromkeys(["0-1", "0-2"], "was not finished in 3 attempts")
+    assert lines(outbox("stats", "--json")[1])[0]["dead_letters"] == 2
+    assert outbox("dead-letters", "requeue", "--id", "0-1")[:2] == (0, "requeued 1 message\n")
+    assert messages_in(config) == {b"payload 1": [1]}
+    assert [one["id"] for one in lines(outbox("dead-letters", "--json")[1])] == ["0-2"]
 
 
 def test_a_dead_letter_that_was_never_handed_out_has_no_attempts(config, outbox):

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from outbox_core import election
 from outbox_queue.consuming.buffer import PrefetchBuffer
 from tests.queueing import delivery
 
@@ -138,7 +139,7 @@ def test_hung_messages_free_their_places():
     new = messages(2)
     buffer.put(new, there_are_more=False)
     hung = get(buffer)
-    now = time.monotonic() + 1
+    now = election.now() + 1
     hung.deadline = now
     assert buffer.remove_hung(now) == [hung]
     assert not buffer.settle(hung)
@@ -151,7 +152,7 @@ def test_a_hung_handler_keeps_nothing_for_itself():
     new = messages(3)
     buffer.put(new, there_are_more=True)
     get(buffer)
-    now = time.monotonic()
+    now = election.now()
     assert buffer.remove_overdue(now) == []
     assert buffer.remove_overdue(now + 61) == new[1:]
     assert buffer.in_progress == buffer.received == 1
@@ -168,7 +169,7 @@ def test_nothing_is_fetched_after_a_hung_message_until_a_get():
     hung = get(buffer)
     hung.deadline = 0.0
     buffer.listen(lambda: calls.append(1))
-    assert buffer.remove_hung(time.monotonic() + 1) == [hung]
+    assert buffer.remove_hung(election.now() + 1) == [hung]
     assert buffer.capacity(0) == 0
     assert calls
     assert get(buffer) is None
@@ -183,7 +184,7 @@ def test_a_waiting_get_keeps_the_capacity():
     thread = threading.Thread(target=get, args=(buffer, PATIENCE))
     thread.start()
     _until(lambda: buffer._receivers)
-    assert len(buffer.remove_hung(time.monotonic() + 1)) == 1
+    assert len(buffer.remove_hung(election.now() + 1)) == 1
     assert buffer.capacity(0) > 0
     buffer.stop()
     thread.join(PATIENCE)
@@ -197,11 +198,21 @@ def test_a_message_past_its_deadline_is_not_received():
     buffer.put(new, there_are_more=False)
     assert get(buffer) is new[1]
     assert buffer.in_progress == 3
-    assert buffer.remove_overdue(time.monotonic()) == [new[0], new[3]]
-    assert buffer.remove_overdue(time.monotonic()) == []
+    assert buffer.remove_overdue(election.now()) == [new[0], new[3]]
+    assert buffer.remove_overdue(election.now()) == []
     assert get(buffer) is new[2]
     assert get(buffer) is None
     assert buffer.in_progress == buffer.received == 2
+
+
+def test_a_deadline_passes_while_the_machine_sleeps(monkeypatch):
+    """A message that waited while the machine was suspended past its deadline is overdue: trackers did not sleep."""
+    buffer, clock = make(), time.clock_gettime
+    (late,) = new = [delivery(deadline=election.now() + 60)]
+    buffer.put(new, there_are_more=False)
+    monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + 61)
+    assert get(buffer) is None
+    assert buffer.remove_overdue(election.now()) == [late]
 
 
 def test_what_was_overdue_is_returned_too():

@@ -52,11 +52,22 @@ def test_gauges_show_what_is():
     counters.in_progress(-1)
     counters.settled("nacked", 1.0, was_in_progress=True)
     counters.settled(None, 1.0, was_in_progress=False)
-    counters.lag(7)
+    counters.lag("consumer", 7)
     assert value(metrics, "processing", queue="a") == 2
     assert value(metrics, "lag_records", queue="a") == 7
-    counters.lag(None)
+    counters.lag("consumer", None)
     assert value(metrics, "lag_records", queue="a") is None
+
+
+def test_the_lag_of_a_process_is_that_of_all_its_consumers():
+    """Consumers of one queue in one process have partitions of their own to read, which add up."""
+    metrics = QueueMetrics()
+    counters = metrics.of("a")
+    counters.lag("one", 7)
+    counters.lag("another", 2)
+    assert value(metrics, "lag_records", queue="a") == 9
+    counters.lag("one", None)
+    assert value(metrics, "lag_records", queue="a") == 2
 
 
 def test_a_trackers_view():

@@ -54,10 +54,11 @@ class Client:
         self.committed = {}
         self.waits = []
         self.error = None
+        self.paused = set()  # a real client keeps it from one assignment to the next
 
     def poll(self, seconds):
         self.waits.append(seconds)
-        return self.batches[0].popleft() if self.batches else None
+        return self.batches[0].popleft() if self.batches and not self.paused else None
 
     def consume(self, _most, _seconds):
         return list(self.batches.popleft())
@@ -73,8 +74,14 @@ class Client:
     def assignment(self):
         return [TopicPartition("messages", 0)]
 
-    def pause(self, _):
+    def assign(self, _):
         pass
+
+    def pause(self, partitions):
+        self.paused |= {one.partition for one in partitions}
+
+    def resume(self, partitions):
+        self.paused -= {one.partition for one in partitions}
 
     def get_watermark_offsets(self, _partition, *, timeout, cached):
         assert timeout < 1
@@ -189,3 +196,15 @@ def test_the_lag_grows_while_partitions_are_paused(world):
     assert world.reader._member.lag() == 20
     world.client.error = KafkaError(KafkaError._TIMED_OUT)
     assert world.reader._member.lag() is None
+
+
+def test_a_rebalance_while_handlers_are_slow_leaves_no_partition_paused(world):
+    """Partitions that were paused for want of capacity, taken away and given back are read, without another pause."""
+    member, partitions = world.reader._member, [TopicPartition("messages", 0)]
+    member._polled_at = 0.0
+    member.poll_while_full()
+    assert world.client.paused
+    member._revoked(world.client, partitions)
+    member._assigned(world.client, partitions)
+    world.step(Record(0, 7))
+    assert world.started == ["0-7"]

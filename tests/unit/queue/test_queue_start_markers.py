@@ -2,18 +2,20 @@
 
 import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
 from confluent_kafka import TIMESTAMP_CREATE_TIME, KafkaError, KafkaException
 
-from outbox_queue import QueueConfig, SendFailed
+from outbox_queue import MessageTooLarge, QueueConfig, SendFailed
 from outbox_queue.consuming.marker_writer import MarkerKeys
 from outbox_queue.consuming.start_markers import StartMarkers
 from outbox_queue.consuming.start_writers import NotStarted
 from outbox_queue.dead_letters import writer as dead_letter_writer
 from outbox_queue.dead_letters.writer import DeadLetterWriter
 from outbox_queue.metrics import QueueCounters
+from outbox_queue.producing.payloads import PayloadCheck
 from outbox_queue.protocol import headers
 from outbox_queue.protocol import markers as wire
 from tests.queueing import received
@@ -71,10 +73,10 @@ class Client:
 def make(monkeypatch):
     """Return a builder of start markers whose dead letters go to a client."""
 
-    def begin(client, config=CONFIG):
+    def begin(client, config=CONFIG, queue="q"):
         monkeypatch.setattr(dead_letter_writer, "make_producer", lambda _: client)
-        keys = MarkerKeys(config, b"q", 4)
-        return StartMarkers(config, "q", keys, DeadLetterWriter(config), QueueCounters())
+        keys = MarkerKeys(config, queue.encode(), 4)
+        return StartMarkers(config, queue, keys, DeadLetterWriter(config), QueueCounters())
 
     return begin
 
@@ -97,6 +99,20 @@ def test_no_message_waits_longer_than_the_longest_delay(make, caplog, hours, exp
     assert batch.parked == 1
     assert marker.redeliver_after_ms == pytest.approx(expected_hours * 3_600_000, abs=30_000)
     assert ("max_delay" in caplog.text) == (hours > 1)
+
+
+@pytest.mark.parametrize("marker_key", ["message", "queue"])
+def test_the_largest_message_that_is_sent_can_be_started(make, marker_key):
+    """Whatever the queue's name and the key of its markers, a payload is refused by its sender or can be started."""
+    config = CONFIG.for_queue(max_message_bytes=3000, marker_key=marker_key)
+    queue = "\N{GREEK SMALL LETTER OMEGA}" * 200
+    check, payload = PayloadCheck(config, queue), b"x" * 3000
+    while payload:
+        with suppress(MessageTooLarge):
+            check.encode(payload, (), None)
+            break
+        payload = payload[:-1]
+    assert len(make(Client(), config, queue).build([Record(payload)]).due) == 1
 
 
 @pytest.mark.parametrize("at_once", [False, True])
