@@ -106,10 +106,12 @@ WHERE c.oid = to_regclass(%s)
 # Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
 SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
 
-# Constraints that hold for every new version of a row, a mark's included, but were not there before these rows.
+# Constraints, of partitions too, that hold for each new version of a row, a mark's included, but came after these rows.
 NEW_CONSTRAINTS = """
-SELECT quote_ident(conname), pg_get_expr(conbin, conrelid) FROM pg_constraint
-WHERE conrelid = to_regclass(%(name)s) AND contype = 'c' AND NOT convalidated
+SELECT quote_ident(conname), concat('tableoid NOT IN (SELECT relid FROM pg_partition_tree(' ||
+           nullif(conrelid, to_regclass(%(name)s))::oid || ')) OR ', pg_get_expr(conbin, conrelid)) FROM pg_constraint
+WHERE contype = 'c' AND NOT convalidated AND (conrelid = to_regclass(%(name)s)
+    OR coninhcount = 0 AND conrelid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(name)s))))
 """
 
 # What may keep this role from deleting or marking what it reads.
