@@ -46,6 +46,7 @@ _EXPECTED = {
     "leader_id": ("uuid", {"uuid"}),
     "kafka_topic": ("text", _TEXT_TYPES),
     "kafka_key": ("text", _TEXT_TYPES),
+    "kafka_partition": ("integer", {"integer", "smallint", "bigint"}),
     "create_time": ("timestamp with time zone", _TIME_TYPES),
     "kafka_value": ("bytea or text", _TEXT_TYPES | {"bytea"}),
     "kafka_header_keys": ("text[]", _TEXT_TYPES),  # of the elements
@@ -75,7 +76,7 @@ class Layout(NamedTuple):
     @property
     def partition(self) -> str:
         """The column of explicit partitions, -1 for none, as SQL."""
-        return "coalesce(kafka_partition, -1)" if self.has_partition else "-1"
+        return "least(coalesce(kafka_partition, -1), 2147483648)" if self.has_partition else "-1"
 
 
 class NewRules(NamedTuple):

@@ -297,6 +297,16 @@ def test_columns_of_other_types_are_refused(scene):
     scene.execute("ALTER TABLE outbox ALTER kafka_header_keys TYPE integer[] USING '{}'")
     with pytest.raises(OutboxTableError, match="kafka_header_keys is integer"):
         PostgresStore(scene.database).check()
+    scene.execute("ALTER TABLE outbox ALTER kafka_partition TYPE text")
+    with pytest.raises(OutboxTableError, match="kafka_partition is text, expected integer"):
+        PostgresStore(scene.database).check()
+
+
+def test_partitions_beyond_any_are_told_from_sizes(scene, store):
+    """A partition that only a bigint can hold is none of Kafka's, and not the size of a large message."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_partition TYPE bigint")
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_partition) VALUES ('t', 2::bigint ^ 41), ('t', 7)")
+    assert [(row.partition, row.value) for row in store.scan(RowQuery(9))] == [(2**31, None), (7, None)]
 
 
 # -- sizes
