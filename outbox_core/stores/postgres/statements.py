@@ -88,7 +88,9 @@ AND held.kafka_key IS NOT DISTINCT FROM stored.kafka_key
 # -- the table
 
 INSPECT = """
-SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
+SELECT c.relkind, c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) OR NOT EXISTS (
+           SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] AND attname = 'id'
+           WHERE indrelid = c.oid AND indisunique AND indisvalid AND indpred IS NULL AND indnkeyatts = 1),
        current_database(), n.nspname, c.relname,
        has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
            AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
@@ -140,7 +142,7 @@ IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
 COUNT_ROWS = """
 SELECT topic, number, coalesce((SELECT CASE WHEN isfinite(create_time)  -- An infinite time has no age.
                                             THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
-                                FROM {table} AS stored WHERE stored.id = counted.first), 0)
+                                FROM {table} AS stored WHERE stored.id = counted.first LIMIT 1), 0)
 FROM (
     SELECT topic, count(*) AS number, min(id) AS first, grouping(topic) AS is_total
     FROM (SELECT {topic} AS topic, id FROM {table} WHERE {condition} ORDER BY id LIMIT {bound}) AS head

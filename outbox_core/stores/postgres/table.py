@@ -90,13 +90,7 @@ class OutboxTable:
     """An outbox table, the table of holds beside it, and the connection to both. Used by one thread at a time."""
 
     def __init__(
-        self,
-        data_source: str,
-        table: str,
-        *,
-        application_name: str,
-        statement_timeout: float,
-        archives: bool = False,
+        self, data_source: str, table: str, *, application_name: str, statement_timeout: float, archives: bool = False
     ) -> None:
         self.statement_timeout = statement_timeout
         self.archives = archives
@@ -249,7 +243,7 @@ class OutboxTable:
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
             raise self._missing()
-        kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
+        kind, ids_may_repeat, database, schema, table, may_harvest, pid, columns, cache = rows[0]
         self._refuse_pooler(pid)
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
@@ -279,7 +273,13 @@ class OutboxTable:
             raise OutboxTableError(
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
-        by_address = kind == "r" and not has_family
+        if ids_may_repeat:
+            _log.warning(
+                "two rows of %s may have one id: it has no unique index on id alone, or heirs. At-least-once delivery "
+                "ends at such rows, exactly-once delivery may take one for the other; draw all ids from one sequence",
+                self.name,
+            )
+        by_address = kind == "r" and not ids_may_repeat
         self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
         return self._layout
 

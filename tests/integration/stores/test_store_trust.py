@@ -309,6 +309,48 @@ def test_partitions_beyond_any_are_told_from_sizes(scene, store):
     assert [(row.partition, row.value) for row in store.scan(RowQuery(9))] == [(2**31, None), (7, None)]
 
 
+# -- ids that may repeat
+
+_REPEAT = {
+    "no index": "ALTER TABLE outbox DROP CONSTRAINT outbox_pkey",
+    "an index of two columns": "ALTER TABLE outbox DROP CONSTRAINT outbox_pkey, ADD PRIMARY KEY (id, create_time)",
+    "heirs": "CREATE TABLE heir (LIKE outbox INCLUDING ALL) INHERITS (outbox)",
+}
+
+
+@pytest.mark.parametrize("why", _REPEAT)
+def test_rows_of_one_id(scene, caplog, why):
+    """Where ids may repeat, the check warns of it; a mark refuses rows of one id by name, and scans and counts work."""
+    scene.execute(_REPEAT[why])
+    insert_other = "INSERT INTO {} (id, create_time, kafka_topic) VALUES (2, now() + '1 s', 't')"
+    scene.execute("INSERT INTO outbox (kafka_topic) VALUES ('t'), ('t'), ('t')")
+    scene.execute(insert_other.format("heir" if why == "heirs" else "outbox"))
+    with closing(PostgresStore(scene.database)) as store:
+        store.check()
+        assert caplog.text.count("two rows of outbox may have one id") == 1
+        assert [row.id for row in store.scan(RowQuery(9))] == [1, 2, 2, 3]
+        assert store.backlog().pending == 4
+        assert [row.id for row in store.mark(ME, RowQuery(1)).records] == [1]
+        for limit in (1, 9):
+            with pytest.raises(OutboxTableError, match=r"more than one row with id 2\b.*ADD PRIMARY KEY"):
+                store.mark(uuid4(), RowQuery(limit, without_rows=[row_id(row) for row in store.find([1])]))
+        scene.execute("DELETE FROM outbox WHERE id = 1")
+        scene.execute("UPDATE outbox SET id = 7 WHERE id = 2 AND create_time > now()")
+        assert len(store.mark(uuid4(), RowQuery(9)).records) == 3
+
+
+def test_ids_that_cannot_repeat(database, caplog):
+    """A primary key of the id alone, of a partitioned table too, is nothing to warn of."""
+    ddl = create_table_sql(TableName("parts")).partition("WITH (")[0]
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(f"{ddl} PARTITION BY HASH (id)")
+        connection.execute("CREATE TABLE part PARTITION OF parts FOR VALUES WITH (MODULUS 1, REMAINDER 0)")
+    for table in ("parts", "part"):
+        with closing(PostgresStore(database, table)) as store:
+            store.check()
+    assert not caplog.text
+
+
 # -- sizes
 
 
