@@ -215,6 +215,17 @@ def test_ids_at_both_ends(scene, store):
     assert store.purge(ME, [FIRST, LAST], [first.create_time, last.create_time]) == 2
 
 
+def test_the_lowest_id_is_shown(scene, capsys):
+    """A page of pending records, and a search by id, find the lowest possible id, and an id that none can have."""
+    scene.execute("INSERT INTO outbox (id, kafka_topic) VALUES (%s, 't'), (5, 't')", [FIRST])
+    assert main(["peek", "--json", "--dsn", scene.database]) == 0
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == [FIRST, 5]
+    assert main(["peek", "--id", str(FIRST), "--dsn", scene.database]) == 0
+    assert main(["peek", "--json", "--after", str(FIRST), "--dsn", scene.database]) == 0
+    assert main(["peek", "--id", str(2**63), "--dsn", scene.database]) != 0
+    assert f"there is no record {2**63}" in capsys.readouterr().err
+
+
 def test_record_without_a_topic(scene, store):
     """A row without a topic, in a hand-made table, is read as a record with an empty topic, and can be held."""
     scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL")
