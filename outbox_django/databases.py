@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from django.apps import apps
 from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 
-from outbox_core.errors import InvalidConfig, TransactionRequired
+from outbox_core.errors import InvalidConfig, OutboxTableError, TransactionRequired
 from outbox_core.schema import TableName
 from outbox_django.settings import outbox_settings
 
@@ -41,9 +41,13 @@ def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iter
     """
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pg_catalog.current_setting('search_path'), pg_catalog.to_regclass(%s)::oid", [name.quoted]
+            "SELECT pg_catalog.current_setting('search_path'), pg_catalog.to_regclass(%s)::oid, "
+            "pg_catalog.pg_backend_pid()",
+            [name.quoted],
         )
-        path, oid = cursor.fetchone()
+        path, oid, pid = cursor.fetchone()
+        if pid != connection.connection.info.backend_pid:
+            _refuse_pooler_of_transactions(connection)
         cursor.execute("SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false)")
         try:
             cursor.execute(
@@ -56,6 +60,14 @@ def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iter
             # After an error in a transaction that is not ours its rollback restores the path.
             if not connection.needs_rollback and connection.is_usable():
                 cursor.execute("SELECT pg_catalog.set_config('search_path', %s, false)", [path])
+
+
+def _refuse_pooler_of_transactions(connection: BaseDatabaseWrapper) -> None:
+    from outbox_core.stores.postgres.connection import LENT_BY_TRANSACTION, is_lent_by_transaction
+
+    with closing(connection.copy()) as second:
+        if is_lent_by_transaction(connection, second):
+            raise OutboxTableError(LENT_BY_TRANSACTION)
 
 
 def connection_in_transaction(alias: str, verb: str, subject: str) -> BaseDatabaseWrapper:

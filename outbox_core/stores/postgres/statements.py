@@ -95,7 +95,6 @@ SELECT c.relkind, c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits WHERE inhp
        has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
            AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
                 WHERE attrelid = c.oid AND attname = 'leader_id'),
-       pg_backend_pid(),
        (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
        (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid

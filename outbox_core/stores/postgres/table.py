@@ -30,7 +30,6 @@ from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import (
     Connection,
     connect_to_primary,
-    is_lent_by_transaction,
     milliseconds,
     one_line,
 )
@@ -243,8 +242,7 @@ class OutboxTable:
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
             raise self._missing()
-        kind, ids_may_repeat, database, schema, table, may_harvest, pid, columns, cache = rows[0]
-        self._refuse_pooler(pid)
+        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache = rows[0]
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
@@ -282,22 +280,6 @@ class OutboxTable:
         by_address = kind == "r" and not ids_may_repeat
         self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
         return self._layout
-
-    def _refuse_pooler(self, pid: int) -> None:
-        """Refuse a pooler that lends its connections for one transaction at a time; `pid` is of a transaction."""
-        connection = self.connected()
-        if pid == connection.info.backend_pid:
-            return
-        try:
-            is_lent = is_lent_by_transaction(connection, self._connect_to[0])
-        except psycopg.Error as error:  # it takes a second connection, which a pool of sessions may not have to give
-            self._raise(error)
-        if is_lent:
-            raise OutboxTableError(
-                "the database's address is that of a pooler that lends its connections for one transaction at a time "
-                "(PgBouncer's pool_mode=transaction): the harvester's settings would come to other applications "
-                "and be lost to it. Name the database itself, or a pool of sessions"
-            )
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]

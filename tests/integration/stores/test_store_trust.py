@@ -2,8 +2,7 @@
 
 import json
 import threading
-from contextlib import closing
-from types import SimpleNamespace
+from contextlib import closing, nullcontext
 from uuid import uuid4
 
 import psycopg
@@ -604,46 +603,73 @@ def test_table_that_is_altered_under_prepared_statements(scene, store):
         store.scan(RowQuery(10))
 
 
-class _Lent:
-    """A connection that a pooler serves with another connection's session."""
+@pytest.fixture
+def pooled(monkeypatch):
+    """Have each connection look like one to a pooler; the function that it returns has new ones share one session."""
+    connect, opened = psycopg.connect, []
 
-    def __init__(self, session):
-        self.execute, self.transaction = session.execute, session.transaction
+    def lend(*_, **__):
+        if not opened or opened[-1].closed:
+            opened.append(connect(*_, **__))
+            return opened[-1]
+        return nullcontext(opened[-1])
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
+    monkeypatch.setattr(sessions, "_PID", "SELECT -1")
+    return lambda: monkeypatch.setattr(psycopg, "connect", lend)
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_pooler_of_transactions_is_refused(scene, store, monkeypatch, lent):
-    """Behind a pooler (known by an impossible process id), a session that serves two connections is an error."""
-    store.is_empty()  # connects
-    if lent:
-        session = store.table.connection
-        monkeypatch.setattr(sessions, "psycopg", SimpleNamespace(connect=lambda *_, **__: _Lent(session)))
-    assert sessions.is_lent_by_transaction(store.table.connection, scene.database) is lent
-    monkeypatch.setattr(sql, "INSPECT", sql.INSPECT.replace("pg_backend_pid()", "-1"))
-    if lent:
-        with pytest.raises(OutboxTableError, match="pool_mode=transaction"):
-            store.check()
-    else:
-        store.check()
+@pytest.mark.usefixtures("pooled")
+def test_pooler_of_sessions_is_accepted(store):
+    """A session that no other connection gets is used, whatever its process id looks like."""
+    store.close()
+    store.check()
+    assert store.table.query("SHOW search_path") == [("pg_catalog, pg_temp",)]
+
+
+_COMMANDS = ["peek", "hold list", "restash --topic t --dry-run", "schema --apply", "inbox prune --older-than 1d"]
+
+
+@pytest.fixture
+def sent(store, monkeypatch):
+    """The statements that connections are given from now on; the store's is closed."""
+    store.close()
+    statements, execute = [], psycopg.Connection.execute
+
+    def note(connection, statement, *rest, **options):
+        statements.append(str(statement))
+        return execute(connection, statement, *rest, **options)
+
+    monkeypatch.setattr(psycopg.Connection, "execute", note)
+    return statements
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_pooler_of_transactions_is_refused(database, pooled, sent, capsys, command):
+    """A session that serves two connections is an error, before it gets a setting that other clients would have."""
+    pooled()
+    with pytest.raises(OutboxTableError, match="pool_mode=transaction"):
+        PostgresStore(database).check()
+    assert main([*command.split(), "--dsn", database]) == 2
+    assert "pool_mode=transaction" in capsys.readouterr().err
+    assert "set_config" not in "".join(sent)
 
 
 def test_pool_without_another_connection_is_an_outage(store, monkeypatch):
     """The check for such poolers needs a second connection; if there is none, that is an outage."""
-    store.is_empty()  # connects
+    store.close()
+    connect, opened = psycopg.connect, []
 
-    def connect(*_, **__):
-        raise psycopg.OperationalError("no more connections allowed (max_client_conn)")
+    def connect_once(*arguments, **settings):
+        if opened:
+            raise psycopg.OperationalError("no more connections allowed (max_client_conn)")
+        opened.append(connect(*arguments, **settings))
+        return opened[0]
 
-    monkeypatch.setattr(sessions, "psycopg", SimpleNamespace(connect=connect))
-    monkeypatch.setattr(sql, "INSPECT", sql.INSPECT.replace("pg_backend_pid()", "-1"))
-    with pytest.raises(StoreUnavailable, match="no more connections"):
-        store.check()
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions, "_PID", "SELECT -1")
+        patched.setattr(psycopg, "connect", connect_once)
+        with pytest.raises(StoreUnavailable, match="no more connections"):
+            store.check()
 
 
 # -- holds
