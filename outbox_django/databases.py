@@ -33,22 +33,31 @@ def postgres_connection(alias: str) -> BaseDatabaseWrapper:
     return connection
 
 
+_SET = "SELECT pg_catalog.set_config('search_path', %s, false), pg_catalog.set_config('lock_timeout', %s, false)"
+
+
+def sqlstate(error: Exception) -> str:
+    """Return the SQLSTATE of Django's error, of psycopg 3 or 2; '' if it has none."""
+    return getattr(error.__cause__, "sqlstate", None) or getattr(error.__cause__, "pgcode", None) or ""
+
+
 @contextmanager
-def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iterator[TableName]:
+def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName, lock_timeout: str = "") -> Iterator[TableName]:
     """Find a table, and use no schema but `pg_catalog` within the block (see `outbox_core.stores.postgres.connection`).
 
     For commands that an operator runs, perhaps with more rights than those have who may create functions in a schema.
+    Within the block statements wait for a lock as long as `lock_timeout` says, if it is given.
     """
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pg_catalog.current_setting('search_path'), pg_catalog.to_regclass(%s)::oid, "
-            "pg_catalog.pg_backend_pid()",
+            "SELECT pg_catalog.current_setting('search_path'), pg_catalog.current_setting('lock_timeout'), "
+            "pg_catalog.to_regclass(%s)::oid, pg_catalog.pg_backend_pid()",
             [name.quoted],
         )
-        path, oid, pid = cursor.fetchone()
+        *before, oid, pid = cursor.fetchone()
         if pid != connection.connection.info.backend_pid:
             _refuse_pooler_of_transactions(connection)
-        cursor.execute("SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false)")
+        cursor.execute(_SET, ["pg_catalog, pg_temp", lock_timeout or before[1]])
         try:
             cursor.execute(
                 "SELECT nspname, relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = %s",
@@ -59,7 +68,7 @@ def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iter
         finally:
             # After an error in a transaction that is not ours its rollback restores the path.
             if not connection.needs_rollback and connection.is_usable():
-                cursor.execute("SELECT pg_catalog.set_config('search_path', %s, false)", [path])
+                cursor.execute(_SET, before)
 
 
 def _refuse_pooler_of_transactions(connection: BaseDatabaseWrapper) -> None:

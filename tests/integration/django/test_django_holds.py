@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -14,6 +15,7 @@ from django.utils import timezone
 
 import outbox_django as outbox
 from outbox_core.stores.postgres import connection as sessions
+from outbox_django.management.commands import outbox_hold
 from outbox_django.models import Event, Hold, Outbox
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
 
@@ -100,6 +102,21 @@ def act(client, action, *holds, **more):
     response = client.post(_HOLDS, chosen, follow=True)
     assert response.status_code == 200
     return [str(message) for message in response.context["messages"]]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_holds_of_a_locked_table(monkeypatch):
+    """While a migration locks the tables, an action ends after some seconds; the connection's own patience returns."""
+    monkeypatch.setattr(outbox_hold, "LOCK_TIMEOUT", "100ms")
+    with closing(connection.copy()) as migration:
+        migration.set_autocommit(False)
+        with migration.cursor() as cursor:
+            cursor.execute("LOCK TABLE outbox, outbox_hold IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(CommandError, match="outbox is locked by another session"):
+            command("list")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT current_setting('lock_timeout'), current_setting('search_path')")
+        assert cursor.fetchone() == ("0", '"$user", public')
 
 
 @pytest.mark.django_db(transaction=True)
