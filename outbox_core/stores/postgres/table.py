@@ -251,13 +251,7 @@ class OutboxTable:
                 f"missing rights on {self.name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); "
                 f"GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {self.quoted} TO {self.quoted_role}"
             )
-        if cache is not None and cache > 1:
-            _log.warning(
-                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
-                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
-                self.name,
-                cache,
-            )
+        self._warn_of_ids(cache, ids_may_repeat)
         for obstacle in self.obstacles():
             _log.warning(
                 "table %s has %s: records that it hides from role %s are not published, and publishing stops if it "
@@ -271,15 +265,24 @@ class OutboxTable:
             raise OutboxTableError(
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
-        if ids_may_repeat:
+        by_address = kind == "r" and not ids_may_repeat
+        self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
+        return self._layout
+
+    def _warn_of_ids(self, cache: int | None, may_repeat: bool) -> None:
+        if cache is not None and cache > 1:
+            _log.warning(
+                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
+                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
+                self.name,
+                cache,
+            )
+        if may_repeat:
             _log.warning(
                 "two rows of %s may have one id: it has no unique index on id alone, or heirs. At-least-once delivery "
                 "ends at such rows, exactly-once delivery may take one for the other; draw all ids from one sequence",
                 self.name,
             )
-        by_address = kind == "r" and not ids_may_repeat
-        self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
-        return self._layout
 
     def _check_columns(self, columns: dict[str, str]) -> None:
         missing = [column for column in REQUIRED_COLUMNS if column not in columns]
