@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from django.apps import apps
 from django.db import connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 
-from outbox_core.errors import InvalidConfig, TransactionRequired
+from outbox_core.errors import InvalidConfig, OutboxTableError, TransactionRequired
 from outbox_core.schema import TableName
 from outbox_django.settings import outbox_settings
 
@@ -33,18 +33,31 @@ def postgres_connection(alias: str) -> BaseDatabaseWrapper:
     return connection
 
 
+_SET = "SELECT pg_catalog.set_config('search_path', %s, false), pg_catalog.set_config('lock_timeout', %s, false)"
+
+
+def sqlstate(error: Exception) -> str:
+    """Return the SQLSTATE of Django's error, of psycopg 3 or 2; '' if it has none."""
+    return getattr(error.__cause__, "sqlstate", None) or getattr(error.__cause__, "pgcode", None) or ""
+
+
 @contextmanager
-def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iterator[TableName]:
+def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName, lock_timeout: str = "") -> Iterator[TableName]:
     """Find a table, and use no schema but `pg_catalog` within the block (see `outbox_core.stores.postgres.connection`).
 
     For commands that an operator runs, perhaps with more rights than those have who may create functions in a schema.
+    Within the block statements wait for a lock as long as `lock_timeout` says, if it is given.
     """
     with connection.cursor() as cursor:
         cursor.execute(
-            "SELECT pg_catalog.current_setting('search_path'), pg_catalog.to_regclass(%s)::oid", [name.quoted]
+            "SELECT pg_catalog.current_setting('search_path'), pg_catalog.current_setting('lock_timeout'), "
+            "pg_catalog.to_regclass(%s)::oid, pg_catalog.pg_backend_pid()",
+            [name.quoted],
         )
-        path, oid = cursor.fetchone()
-        cursor.execute("SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false)")
+        *before, oid, pid = cursor.fetchone()
+        if pid != connection.connection.info.backend_pid:
+            _refuse_pooler_of_transactions(connection)
+        cursor.execute(_SET, ["pg_catalog, pg_temp", lock_timeout or before[1]])
         try:
             cursor.execute(
                 "SELECT nspname, relname FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace WHERE c.oid = %s",
@@ -55,7 +68,15 @@ def pinned_search_path(connection: BaseDatabaseWrapper, name: TableName) -> Iter
         finally:
             # After an error in a transaction that is not ours its rollback restores the path.
             if not connection.needs_rollback and connection.is_usable():
-                cursor.execute("SELECT pg_catalog.set_config('search_path', %s, false)", [path])
+                cursor.execute(_SET, before)
+
+
+def _refuse_pooler_of_transactions(connection: BaseDatabaseWrapper) -> None:
+    from outbox_core.stores.postgres.connection import LENT_BY_TRANSACTION, is_lent_by_transaction
+
+    with closing(connection.copy()) as second:
+        if is_lent_by_transaction(connection, second):
+            raise OutboxTableError(LENT_BY_TRANSACTION)
 
 
 def connection_in_transaction(alias: str, verb: str, subject: str) -> BaseDatabaseWrapper:

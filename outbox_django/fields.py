@@ -8,10 +8,12 @@ from django.db import models
 
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
+    from django.db.models.sql.compiler import SQLCompiler
 
     ArrayBase = models.Field["list[Any]", "list[Any]"]
+    TimeBase = models.DateTimeField[Any, Any]
 else:
-    ArrayBase = models.Field
+    ArrayBase, TimeBase = models.Field, models.DateTimeField
 
 
 class PostgresArrayField(ArrayBase):
@@ -33,3 +35,18 @@ class PostgresArrayField(ArrayBase):
         """Return the field as a migration writes it."""
         name, path, args, kwargs = super().deconstruct()
         return name, path, list(args), {**kwargs, "element": self.element}
+
+
+class TimeField(TimeBase):
+    """A time that is read as None where Python has none for it: infinity, or a year that a writer made up."""
+
+    def deconstruct(self) -> tuple[str, str, list[Any], dict[str, Any]]:
+        """Return the field as a migration writes it: the column is that of any time."""
+        name, _, args, kwargs = super().deconstruct()
+        return name, "django.db.models.DateTimeField", list(args), kwargs
+
+    def select_format(self, compiler: SQLCompiler, sql: str, params: Any) -> tuple[str, Any]:
+        """Return the column as it is selected."""
+        del compiler
+        is_python_s = f"{sql} >= '0001-01-02' AND {sql} < '9999-12-31'"
+        return f"CASE WHEN {is_python_s} THEN {sql} END", [*params] * 3

@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models.expressions import RawSQL
 
 from outbox_core.record import Header
-from outbox_django.fields import PostgresArrayField
+from outbox_django.fields import PostgresArrayField, TimeField
 from outbox_django.settings import (
     event_model_table,
     hold_model_table,
@@ -33,7 +33,7 @@ class Outbox(models.Model):
 
     id = models.BigAutoField(primary_key=True)
     # Written as now(), not as CURRENT_TIMESTAMP, so that the catalog equals that of the other schema routes.
-    create_time = models.DateTimeField(db_default=models.Func(function="now"))
+    create_time = TimeField(db_default=models.Func(function="now"))
     kafka_topic = models.CharField(max_length=249)
     kafka_key = models.TextField(null=True)  # noqa: DJ001  NULL: no key, no order
     kafka_value = models.BinaryField(null=True)  # NULL: a tombstone
@@ -72,7 +72,7 @@ class Hold(models.Model):
     reason = models.TextField(db_default="")
     error = models.TextField(null=True)  # noqa: DJ001  NULL: Kafka said nothing
     dead_letter = models.BooleanField(db_default=False)
-    create_time = models.DateTimeField(db_default=models.Func(function="now"))
+    create_time = TimeField(db_default=models.Func(function="now"))
 
     was_held = False
     """True for one that the admin added although it was there."""
@@ -97,7 +97,7 @@ class Statistics(models.Model):
     """Ten seconds of the leader's work. The columns are those of `outbox_core.schema`."""
 
     id = models.BigAutoField(primary_key=True)
-    create_time = models.DateTimeField(db_default=models.Func(function="now"))
+    create_time = TimeField(db_default=models.Func(function="now"))
     outbox = models.TextField()
     instance = models.TextField()
     interval_seconds = models.FloatField()
@@ -127,7 +127,7 @@ class Event(models.Model):
     """A change of leadership or of a hold. The columns are those of `outbox_core.schema`."""
 
     id = models.BigAutoField(primary_key=True)
-    create_time = models.DateTimeField(db_default=models.Func(function="now"))
+    create_time = TimeField(db_default=models.Func(function="now"))
     outbox = models.TextField()
     kind = models.TextField()
     actor = models.TextField()

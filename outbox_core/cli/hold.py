@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 1000
 _NAMED = 20
-_LOCK_TIMEOUT = "10s"  # longer than the harvester's statements have rows locked; a migration takes minutes
+LOCK_TIMEOUT = "10s"  # longer than the harvester's statements have rows locked; a migration takes minutes
 _TITLES = ("WHAT", "TOPIC", "KEY", "SINCE", "KEPT", "WHY")
 _DESCRIPTION = (
     "Say what the harvester is not to publish, and what is to become of records that Kafka refused. Everything may be "
@@ -359,7 +359,7 @@ def _run(options: argparse.Namespace) -> int:
         import psycopg
 
         try:
-            connection.execute("SELECT pg_catalog.set_config('lock_timeout', %s, false)", [_LOCK_TIMEOUT])
+            connection.execute("SELECT pg_catalog.set_config('lock_timeout', %s, false)", [LOCK_TIMEOUT])
             run_action(connection, holds, vars(options), Desk(sys.stdout, sys.stderr, asker(), "outbox hold"))
         except NotConfirmed as error:
             sys.stderr.write(f"outbox: {printable(str(error))}\n")

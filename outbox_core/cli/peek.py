@@ -58,7 +58,7 @@ def run_peek(data_source: str, table: str, options: Mapping[str, Any], out: Outp
         record_id=options["id"],
         header=options["header"],
         limit=options["limit"],
-        **({} if options["after"] is None else {"after": options["after"]}),
+        after=options["after"],
         value_bytes=2**30 if whole else 400,
     )
     with DatabaseSession(data_source, table, application_name="kafka-outbox peek") as session:

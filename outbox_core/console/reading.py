@@ -178,14 +178,13 @@ def keys(outbox: ConsoleOutbox, query: Fields) -> Any:
 
 def records(outbox: ConsoleOutbox, query: Fields) -> Any:
     """Answer with a page of pending records, the oldest first."""
-    after = query.bigint("after")
     chosen = PeekQuery(
         topic=query.text("topic"),
         key=query.text("key"),
         record_id=query.bigint("id"),
         header=query.text("header"),
         header_value=query.text("header_value"),
-        after=-(2**63) if after is None else after,
+        after=query.bigint("after"),
         limit=query.integer("limit", 50, 1, 200),
         value_bytes=PREVIEW_BYTES,
     )

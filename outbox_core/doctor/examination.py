@@ -21,7 +21,7 @@ from outbox_core.doctor.retention import RetentionChecks
 from outbox_core.doctor.session import CONNECT_SECONDS, DatabaseSession, TableLocked, assumed_identity
 from outbox_core.doctor.table import TableChecks
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError, StoreUnavailable
-from outbox_core.stores.postgres.connection import location
+from outbox_core.stores.postgres.connection import LENT_BY_TRANSACTION, location
 from outbox_core.stores.postgres.notify import CommitNotices, NoNotices
 from outbox_core.stores.postgres.store import PostgresStore
 
@@ -68,6 +68,9 @@ def _database_findings(
     except StoreUnavailable as error:
         yield unanswered(_DATABASE, "database", redact(str(error)), _reach_database(config))
     except OutboxError as error:
+        if str(error) == LENT_BY_TRANSACTION:
+            yield problem("pooler", str(error), "name the database itself, or a pool of sessions")
+            return
         yield problem(_DATABASE, redact(str(error)), "the role needs SELECT on the outbox and its table of holds")
 
 

@@ -25,9 +25,8 @@ SELECT r.id, coalesce(r.kafka_topic, ''), r.kafka_key, {partition}, coalesce(r.c
        -- Arrays of any dimensions: those of a row that is held for them.
        ARRAY(SELECT unnest(r.kafka_header_keys)), ARRAY(SELECT unnest(r.kafka_header_values)), {hold}
 FROM (
-    SELECT * FROM (SELECT * FROM {table} WHERE id > %(after)s ORDER BY id LIMIT {searched}) AS head
-    WHERE (%(id)s::bigint IS NULL OR id = %(id)s::bigint)
-      AND (%(topic)s::text IS NULL OR kafka_topic = %(topic)s::text)
+    SELECT * FROM (SELECT * FROM {table} WHERE {begin} ORDER BY id LIMIT {searched}) AS head
+    WHERE (%(topic)s::text IS NULL OR kafka_topic = %(topic)s::text)
       AND (%(key)s::text IS NULL OR kafka_key = %(key)s::text)
       AND (%(header)s::text IS NULL OR %(header)s::text = ANY (kafka_header_keys)) {header_value}
     ORDER BY id LIMIT %(limit)s
@@ -42,7 +41,8 @@ _HEADER_VALUE = """
                   WHERE header.name = %(header)s::text AND header.value = {value})
 """
 
-_SEARCH_END = "SELECT id FROM {table} WHERE id > %s ORDER BY id OFFSET {searched} - 1 LIMIT 1"
+_SEARCH_END = "SELECT id FROM {table} WHERE {begin} ORDER BY id OFFSET {searched} - 1 LIMIT 1"
+_BEHIND = "id > %(after)s"
 
 _HOLDS = """
 LEFT JOIN LATERAL (
@@ -67,7 +67,7 @@ class PeekQuery:
         record_id: only this record.
         header: only with a header of this name.
         header_value: only with a header of that name and this value, as UTF-8.
-        after: only with larger ids, for the next page.
+        after: only with larger ids, for the next page; None for the first.
         limit: at most so many, up to 1,000.
         value_bytes: at most so much of each value.
     """
@@ -77,7 +77,7 @@ class PeekQuery:
     record_id: int | None = None
     header: str | None = None
     header_value: str | None = None
-    after: int = -(2**63)
+    after: int | None = None
     limit: int = 20
     value_bytes: int = 20_000
 
@@ -137,6 +137,8 @@ def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
     statement = _PAGE.format(
         table=session.table.quoted.replace("%", "%%"),
         searched=SEARCHED_ROWS,
+        # A record is found by its id wherever it stands.
+        begin="id = %(id)s" if query.record_id is not None else "true" if query.after is None else _BEHIND,
         partition="r.kafka_partition" if "kafka_partition" in columns else "NULL",
         value="substring(r.kafka_value, 1, %(bytes)s)"
         if columns["kafka_value"] == "bytea"
@@ -149,10 +151,10 @@ def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
     return [_record(row) for row in rows]
 
 
-def search_end(session: DatabaseSession, after: int) -> int | None:
+def search_end(session: DatabaseSession, after: int | None) -> int | None:
     """Return the last id that a search behind `after` looks at, None if it reaches the table's end."""
-    table = session.table.quoted.replace("%", "%%")
-    rows = session.ask(_SEARCH_END.format(table=table, searched=SEARCHED_ROWS), (after,))
+    table, begin = session.table.quoted.replace("%", "%%"), "true" if after is None else _BEHIND
+    rows = session.ask(_SEARCH_END.format(table=table, begin=begin, searched=SEARCHED_ROWS), {"after": after})
     return rows[0][0] if rows else None
 
 
@@ -169,8 +171,7 @@ def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
         "id": query.record_id,
         "header": query.header,
         "header_value": query.header_value,
-        # A record is found by its id wherever it stands.
-        "after": query.after if query.record_id is None else query.record_id - 1,
+        "after": query.after,
         "limit": query.limit,
         "bytes": query.value_bytes,
     }

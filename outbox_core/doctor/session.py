@@ -71,6 +71,7 @@ class DatabaseSession:
     Raises:
         InvalidConfig: for an unreadable data source.
         StoreUnavailable: if the database cannot be reached, or does not let us in.
+        OutboxTableError: behind a pooler that lends its connections for one transaction at a time.
     """
 
     def __init__(

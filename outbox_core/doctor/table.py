@@ -89,6 +89,7 @@ SELECT EXISTS (
 _TYPES = {
     "id": "bigint",
     "create_time": "timestamp with time zone",
+    "kafka_partition": "integer",
     "kafka_topic": "varchar(249)",
     "kafka_key": "text",
     "kafka_value": "bytea",

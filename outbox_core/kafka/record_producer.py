@@ -122,13 +122,7 @@ class RecordProducer(TransactionalProducer):
         return True
 
 
-def _note(
-    reports: Reports,
-    record: StoredRecord,
-    alone: bool,
-    error: KafkaError | None,
-    message: Message,
-) -> None:
+def _note(reports: Reports, record: StoredRecord, alone: bool, error: KafkaError | None, message: Message) -> None:
     if error is None:
         reports.arrived.append(record)
     elif not is_collateral(error):

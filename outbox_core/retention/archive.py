@@ -145,6 +145,8 @@ WITH restashed AS (
 SELECT count(*) FROM restashed
 """
 
+_PAIRED = "(ARRAY(SELECT unnest(kafka_header_{0})))[:cardinality(kafka_header_{1})]"
+
 _NOTED = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key)
     SELECT %s::text, %s::text, coalesce(%s::text || ' as ', '') || session_user,
@@ -254,8 +256,9 @@ class Archive:
             "kafka_topic": "kafka_topic",
             "kafka_key": "kafka_key",
             "kafka_value": "kafka_value",
-            "kafka_header_keys": f"kafka_header_keys || '{RESTASH_HEADER}'::text",
-            "kafka_header_values": f"kafka_header_values || {value}",
+            # A dead letter's may be arrays of arrays, and more names than values: the pairs are what was published.
+            "kafka_header_keys": f"{_PAIRED.format('keys', 'values')} || '{RESTASH_HEADER}'::text",
+            "kafka_header_values": f"{_PAIRED.format('values', 'keys')} || {value}",
         }
         if has_partition:
             columns["kafka_partition"] = "kafka_partition"

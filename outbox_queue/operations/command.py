@@ -205,8 +205,7 @@ def _discard(options: argparse.Namespace) -> int:
     found = _chosen(letters, options)
     if found and not options.yes and not _is_confirmed(found, options):
         return fail("nothing was discarded", EXIT_NOT_CONFIRMED)
-    shown = {(one.partition, one.key) for one in found}  # and nothing that has come since
-    return _report("discarded", letters.discard(lambda one: (one.partition, one.key) in shown), options)
+    return _report("discarded", letters.discard(set(found).__contains__), options)  # and nothing that has come since
 
 
 def _is_confirmed(found: Sequence[DeadLetter], options: argparse.Namespace) -> bool:

@@ -37,16 +37,7 @@ from itertools import repeat
 from operator import attrgetter
 
 from outbox_core.errors import must
-from outbox_core.stores.interface import (
-    LaneKey,
-    LaneOrRow,
-    RowId,
-    StoredRecord,
-    lane_of,
-    lane_or_row,
-    row_id,
-    sizes_of,
-)
+from outbox_core.stores.interface import LaneKey, LaneOrRow, RowId, StoredRecord, lane_of, lane_or_row, row_id, sizes_of
 
 _id_of = attrgetter("id")
 

@@ -5,18 +5,24 @@ any schema on the path (CVE-2018-1058): a role that may create one in `public` c
 So a session's own path is used once, to find tables that were named without a schema, by statements without operators
 and with qualified functions. From then on it is `pg_catalog, pg_temp`, and statements name tables with their schemas.
 
+Before that, a pooler is refused that lends its connections for one transaction at a time: a pinned path, which the next
+client of the pool would get, ends all that an application sends.
+
 Triggers on those tables run under this path, too. They must qualify their names, as for `pg_restore`.
 """
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 from uuid import uuid4
 
 import psycopg
 
-from outbox_core.errors import InvalidConfig, StoreUnavailable
+from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.schema import TableName
+
+_PID = "SELECT pg_catalog.pg_backend_pid()"
 
 _FIND = "SELECT pg_catalog.to_regclass(%s)::pg_catalog.oid"
 
@@ -70,6 +76,12 @@ CONNECTION_DEFAULTS = {
     "tcp_user_timeout": "10000",
 }
 
+LENT_BY_TRANSACTION = (
+    "the database's address is that of a pooler that lends its connections for one transaction at a time (PgBouncer's "
+    "pool_mode=transaction): settings of this session would come to other applications, and be lost to it. Name the "
+    "database itself, or a pool of sessions"
+)
+
 _UNREAD_SECONDS = 10.0  # as the client's tcp_user_timeout
 _PROBE_SETTING = "kafka_outbox.session"
 _TRIES = 3
@@ -82,8 +94,17 @@ def pin_search_path(connection: psycopg.Connection[Any], *names: TableName) -> l
     """Find tables by the session's search path, and from then on use no schema but `pg_catalog`.
 
     Call it before any other statement of the session. Outside autocommit it begins a transaction. Rows must be readable
-    by position. A table that is not found is returned without a schema.
+    by position. A table that is not found is returned without a schema. Behind a pooler of transactions it closes the
+    connection and raises OutboxTableError.
     """
+    # A pooler gives its clients process ids of its own. To tell more takes a second connection.
+    if connection.execute(_PID).fetchone() != (connection.info.backend_pid,):
+        given: dict[str, Any] = {"password": connection.info.password, "connect_timeout": 10}
+        with psycopg.connect(connection.info.dsn, **given, autocommit=True) as second:
+            is_lent = is_lent_by_transaction(connection, second)
+        if is_lent:
+            connection.close()
+            raise OutboxTableError(LENT_BY_TRANSACTION)
     oids = [None if name.schema else connection.execute(_FIND, (name.quoted,)).fetchone() for name in names]
     connection.execute(_PIN)
     found = []
@@ -145,22 +166,28 @@ def _is_default(data_source: str) -> bool:
     return data_source == normalise_data_source(DEFAULT_DATA_SOURCE)
 
 
-def is_lent_by_transaction(first: Connection, data_source: str) -> bool:
-    """Detect a pooler that lends sessions for one transaction: connections share settings, or change processes."""
+def is_lent_by_transaction(first: Any, second: Any) -> bool:
+    """Detect a pooler that lends sessions for one transaction: connections share settings, or change processes.
+
+    Both are connections of any driver, in autocommit mode.
+    """
     token = str(uuid4())
-    with psycopg.connect(data_source, autocommit=True, connect_timeout=10) as second:
-        for _ in range(_TRIES):
-            (pid, _) = _one(first, "SELECT pg_catalog.pg_backend_pid(), pg_catalog.set_config(%s, %s, false)", token)
-            with second.transaction():
-                (_, seen) = _one(second, "SELECT 0, pg_catalog.current_setting(%s, true)")
-                (pid_now, _) = _one(first, "SELECT pg_catalog.pg_backend_pid(), %s")
-            if seen == token or pid_now != pid:
-                return True
+    for _ in range(_TRIES):
+        (pid, _) = _one(first, "SELECT pg_catalog.pg_backend_pid(), pg_catalog.set_config(%s, %s, false)", token)
+        with closing(second.cursor()) as cursor:
+            cursor.execute("BEGIN")
+            (_, seen) = _one(second, "SELECT 0, pg_catalog.current_setting(%s, true)")
+            (pid_now, _) = _one(first, "SELECT pg_catalog.pg_backend_pid(), %s")
+            cursor.execute("COMMIT")
+        if seen == token or pid_now != pid:
+            return True
     return False
 
 
-def _one(connection: Connection, statement: str, *values: str) -> tuple[Any, ...]:
-    return connection.execute(statement, (_PROBE_SETTING, *values)).fetchone() or (None, None)
+def _one(connection: Any, statement: str, *values: str) -> tuple[Any, ...]:
+    with closing(connection.cursor()) as cursor:
+        cursor.execute(statement, (_PROBE_SETTING, *values))
+        return cursor.fetchone() or (None, None)
 
 
 def milliseconds(seconds: float) -> str:

@@ -88,12 +88,13 @@ AND held.kafka_key IS NOT DISTINCT FROM stored.kafka_key
 # -- the table
 
 INSPECT = """
-SELECT c.relkind, c.relispartition OR EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) AS has_family,
+SELECT c.relkind, c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) OR NOT EXISTS (
+           SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] AND attname = 'id'
+           WHERE indrelid = c.oid AND indisunique AND indisvalid AND indpred IS NULL AND indnkeyatts = 1),
        current_database(), n.nspname, c.relname,
        has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
            AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
                 WHERE attrelid = c.oid AND attname = 'leader_id'),
-       pg_backend_pid(),
        (SELECT jsonb_object_agg(attname, format_type(atttypid, NULL)) FROM pg_attribute
         WHERE attrelid = c.oid AND attnum > 0 AND NOT attisdropped),
        (SELECT max(s.seqcache) FROM pg_depend AS d JOIN pg_sequence AS s ON s.seqrelid = d.objid
@@ -106,10 +107,12 @@ WHERE c.oid = to_regclass(%s)
 # Made by initdb: two databases of one name on different servers differ in it, a server and its standbys do not.
 SERVER_ID = "SELECT system_identifier::text FROM pg_catalog.pg_control_system()"
 
-# Constraints that hold for every new version of a row, a mark's included, but were not there before these rows.
+# Constraints, of partitions too, that hold for each new version of a row, a mark's included, but came after these rows.
 NEW_CONSTRAINTS = """
-SELECT quote_ident(conname), pg_get_expr(conbin, conrelid) FROM pg_constraint
-WHERE conrelid = to_regclass(%(name)s) AND contype = 'c' AND NOT convalidated
+SELECT quote_ident(conname), concat('tableoid NOT IN (SELECT relid FROM pg_partition_tree(' ||
+           nullif(conrelid, to_regclass(%(name)s))::oid || ')) OR ', pg_get_expr(conbin, conrelid)) FROM pg_constraint
+WHERE contype = 'c' AND NOT convalidated AND (conrelid = to_regclass(%(name)s)
+    OR coninhcount = 0 AND conrelid IN (SELECT relid FROM pg_partition_tree(to_regclass(%(name)s))))
 """
 
 # What may keep this role from deleting or marking what it reads.
@@ -138,7 +141,7 @@ IS_EMPTY = "SELECT NOT EXISTS (SELECT FROM {table})"
 COUNT_ROWS = """
 SELECT topic, number, coalesce((SELECT CASE WHEN isfinite(create_time)  -- An infinite time has no age.
                                             THEN extract(epoch FROM clock_timestamp() - create_time)::float8 END
-                                FROM {table} AS stored WHERE stored.id = counted.first), 0)
+                                FROM {table} AS stored WHERE stored.id = counted.first LIMIT 1), 0)
 FROM (
     SELECT topic, count(*) AS number, min(id) AS first, grouping(topic) AS is_total
     FROM (SELECT {topic} AS topic, id FROM {table} WHERE {condition} ORDER BY id LIMIT {bound}) AS head

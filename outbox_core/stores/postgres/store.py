@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 from uuid import UUID
@@ -13,15 +14,7 @@ import psycopg
 
 from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
-from outbox_core.stores.interface import (
-    NO_HOLDS,
-    NO_LIMIT,
-    Backlog,
-    MarkedBatch,
-    RowQuery,
-    StoredRecord,
-    WaitingRows,
-)
+from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, Backlog, MarkedBatch, RowQuery, StoredRecord, WaitingRows
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.conversion import (
     HeldParameters,
@@ -43,12 +36,7 @@ _BACKLOG_COUNT_BOUND = 100_000
 _MOST_TOPICS = 50
 _LONGEST_TIMEOUT_SECONDS = 86_400.0
 _SKIPPED_SECONDS = 3.0
-# No right to the function, or no such function (servers that only speak PostgreSQL's protocol).
-_SERVER_ID_WITHHELD = (
-    psycopg.errors.InsufficientPrivilege,
-    psycopg.errors.UndefinedFunction,
-    psycopg.errors.FeatureNotSupported,
-)
+_SERVER_ID_WITHHELD = ("42501", "42883", "0A000")  # no right, or a server that only speaks PostgreSQL's protocol
 _id_of = attrgetter("id")
 T = TypeVar("T")
 
@@ -100,7 +88,7 @@ class PostgresStore:
         try:
             return str(self.table.query(sql.SERVER_ID)[0][0])
         except OutboxTableError as error:
-            if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
+            if getattr(error.__cause__, "sqlstate", "") in _SERVER_ID_WITHHELD:
                 return ""
             raise
 
@@ -119,6 +107,13 @@ class PostgresStore:
         self._found_none = not selected
         self._see_skipped(skips=selected != len(records))
         records.sort(key=_id_of)
+        # Ids may repeat only where rows are not found by their addresses: rows of one id are marked together there.
+        repeated = None if parts["locator"] == "ctid" else next((a for a, b in pairwise(records) if a.id == b.id), None)
+        if repeated:
+            raise OutboxTableError(
+                f"table {self.table.name} has more than one row with id {repeated.id}, so they cannot be told apart: "
+                "delete all but one or give them other ids, and ALTER TABLE ... ADD PRIMARY KEY (id)"
+            )
         return MarkedBatch(selected, records)
 
     def _selected(self, parameters: dict[str, Any], parts: dict[str, str], updated: int) -> int:

@@ -30,7 +30,6 @@ from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import (
     Connection,
     connect_to_primary,
-    is_lent_by_transaction,
     milliseconds,
     one_line,
 )
@@ -46,6 +45,7 @@ _EXPECTED = {
     "leader_id": ("uuid", {"uuid"}),
     "kafka_topic": ("text", _TEXT_TYPES),
     "kafka_key": ("text", _TEXT_TYPES),
+    "kafka_partition": ("integer", {"integer", "smallint", "bigint"}),
     "create_time": ("timestamp with time zone", _TIME_TYPES),
     "kafka_value": ("bytea or text", _TEXT_TYPES | {"bytea"}),
     "kafka_header_keys": ("text[]", _TEXT_TYPES),  # of the elements
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
     @property
     def partition(self) -> str:
         """The column of explicit partitions, -1 for none, as SQL."""
-        return "coalesce(kafka_partition, -1)" if self.has_partition else "-1"
+        return "least(coalesce(kafka_partition, -1), 2147483648)" if self.has_partition else "-1"
 
 
 class NewRules(NamedTuple):
@@ -89,13 +89,7 @@ class OutboxTable:
     """An outbox table, the table of holds beside it, and the connection to both. Used by one thread at a time."""
 
     def __init__(
-        self,
-        data_source: str,
-        table: str,
-        *,
-        application_name: str,
-        statement_timeout: float,
-        archives: bool = False,
+        self, data_source: str, table: str, *, application_name: str, statement_timeout: float, archives: bool = False
     ) -> None:
         self.statement_timeout = statement_timeout
         self.archives = archives
@@ -248,8 +242,7 @@ class OutboxTable:
         rows = self.query(sql.INSPECT, (self.quoted,))
         if not rows:
             raise self._missing()
-        kind, has_family, database, schema, table, may_harvest, pid, columns, cache = rows[0]
-        self._refuse_pooler(pid)
+        kind, ids_may_repeat, database, schema, table, may_harvest, columns, cache = rows[0]
         if kind not in {"r", "p"}:
             raise OutboxTableError(f"{self.name} is not a table, so it cannot be harvested")
         self._check_columns(columns)
@@ -258,13 +251,7 @@ class OutboxTable:
                 f"missing rights on {self.name}: harvesting needs SELECT, DELETE and UPDATE (leader_id); "
                 f"GRANT SELECT, DELETE, UPDATE (leader_id) ON TABLE {self.quoted} TO {self.quoted_role}"
             )
-        if cache is not None and cache > 1:
-            _log.warning(
-                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
-                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
-                self.name,
-                cache,
-            )
+        self._warn_of_ids(cache, ids_may_repeat)
         for obstacle in self.obstacles():
             _log.warning(
                 "table %s has %s: records that it hides from role %s are not published, and publishing stops if it "
@@ -278,24 +265,23 @@ class OutboxTable:
             raise OutboxTableError(
                 f"missing rights on {self.hold_name}: what is held there would be published; {self.grant_holds()}"
             )
-        by_address = kind == "r" and not has_family
+        by_address = kind == "r" and not ids_may_repeat
         self._layout = Layout(database, f"{schema}.{table}", by_address, "kafka_partition" in columns)
         return self._layout
 
-    def _refuse_pooler(self, pid: int) -> None:
-        """Refuse a pooler that lends its connections for one transaction at a time; `pid` is of a transaction."""
-        connection = self.connected()
-        if pid == connection.info.backend_pid:
-            return
-        try:
-            is_lent = is_lent_by_transaction(connection, self._connect_to[0])
-        except psycopg.Error as error:  # it takes a second connection, which a pool of sessions may not have to give
-            self._raise(error)
-        if is_lent:
-            raise OutboxTableError(
-                "the database's address is that of a pooler that lends its connections for one transaction at a time "
-                "(PgBouncer's pool_mode=transaction): the harvester's settings would come to other applications "
-                "and be lost to it. Name the database itself, or a pool of sessions"
+    def _warn_of_ids(self, cache: int | None, may_repeat: bool) -> None:
+        if cache is not None and cache > 1:
+            _log.warning(
+                "the sequence of %s.id has CACHE %d: ids are not drawn in order, so neither are records of "
+                "transactions in different sessions, and the settled floor is off; ALTER SEQUENCE ... CACHE 1",
+                self.name,
+                cache,
+            )
+        if may_repeat:
+            _log.warning(
+                "two rows of %s may have one id: it has no unique index on id alone, or heirs. At-least-once delivery "
+                "ends at such rows, exactly-once delivery may take one for the other; draw all ids from one sequence",
+                self.name,
             )
 
     def _check_columns(self, columns: dict[str, str]) -> None:

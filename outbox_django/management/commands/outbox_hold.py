@@ -11,14 +11,24 @@ from django.db import Error
 
 from outbox_core.cli.database import operator
 from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
-from outbox_core.cli.hold import EPILOG, EXIT_NOT_CONFIRMED, Desk, NotConfirmed, add_actions, asker, run_action
+from outbox_core.cli.hold import (
+    EPILOG,
+    EXIT_NOT_CONFIRMED,
+    LOCK_TIMEOUT,
+    Desk,
+    NotConfirmed,
+    add_actions,
+    asker,
+    run_action,
+)
 from outbox_core.errors import OutboxError
 from outbox_core.holds import Holds
 from outbox_core.schema import TableName
-from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
+from outbox_django.databases import pinned_search_path, postgres_connection, sqlstate, write_alias
 from outbox_django.management.doors import Door, add_place_arguments
 from outbox_django.settings import outbox_settings
 
+_LOCK_NOT_AVAILABLE = "55P03"
 _FLAGS_OF_DJANGO = ("--traceback", "--no-color", "--force-color", "--skip-checks")
 
 
@@ -50,10 +60,13 @@ class Command(Door):
         try:
             name = TableName.parse(options["table"]) if options.get("table") else outbox_settings().table
             connection = postgres_connection(options.get("database") or write_alias("Hold"))
-            with pinned_search_path(connection, name) as found:
+            with pinned_search_path(connection, name, LOCK_TIMEOUT) as found:
                 run_action(connection, Holds(found, operator()), options, desk)
         except NotConfirmed as error:
             self.stderr.write(str(error))
             sys.exit(EXIT_NOT_CONFIRMED)
         except (OutboxError, Error) as error:
+            if sqlstate(error) == _LOCK_NOT_AVAILABLE:
+                locked = f"{name} is locked by another session; `manage.py outbox_doctor` names it"
+                raise CommandError(locked, returncode=EXIT_NOT_STARTED) from None
             raise CommandError(" ".join(shown(error).split()), returncode=EXIT_NOT_STARTED) from None

@@ -11,10 +11,12 @@ from outbox_core.cli.harvest import EXIT_NOT_STARTED, shown
 from outbox_core.cli.inbox import add_prune_arguments, parse_age, report
 from outbox_core.errors import OutboxError
 from outbox_core.schema import TableName
-from outbox_django.databases import pinned_search_path, postgres_connection, write_alias
+from outbox_django.databases import pinned_search_path, postgres_connection, sqlstate, write_alias
 from outbox_django.inbox import InboxTable
 from outbox_django.management.doors import Door
 from outbox_django.settings import outbox_settings
+
+_UNDEFINED_TABLE = "42P01"
 
 
 class Command(Door):
@@ -42,5 +44,8 @@ class Command(Door):
             with pinned_search_path(connection, name) as found:
                 pruned = InboxTable(found.quoted).prune(age, batch=options["batch"], using=connection.alias)
         except (OutboxError, ValueError, Error) as error:
+            if sqlstate(error) == _UNDEFINED_TABLE:
+                make = f"`manage.py migrate` makes Django's; `outbox schema --inbox {name}` prints any"
+                raise CommandError(f"there is no table {name}; {make}", returncode=EXIT_NOT_STARTED) from None
             raise CommandError(" ".join(shown(error).split()), returncode=EXIT_NOT_STARTED) from None
         self.stdout.write(report(pruned, name), ending="")

@@ -235,7 +235,7 @@ def test_skipping_needs_a_yes(outbox, run, monkeypatch):
 @pytest.mark.usefixtures("outbox")
 def test_holds_of_a_locked_table(database, run, monkeypatch):
     """While a migration locks the tables, an action ends after some seconds and says who knows the session."""
-    monkeypatch.setattr(hold, "_LOCK_TIMEOUT", "100ms")
+    monkeypatch.setattr(hold, "LOCK_TIMEOUT", "100ms")
     with psycopg.connect(database) as migration:
         migration.execute("LOCK TABLE outbox, outbox_hold IN ACCESS EXCLUSIVE MODE")
         code, told, error = run("hold", "list")

@@ -133,6 +133,17 @@ def test_names_every_service_that_is_away_and_no_password(monkeypatch, capsys):
     assert "database db at 127.0.0.1:1 as role me" in of(findings, "problem")["database"]["detail"]
 
 
+def test_pooler_of_transactions_is_a_problem_of_its_own(run, monkeypatch):
+    """A pooler that lends its connections for a transaction is told as such, not as a missing right."""
+    monkeypatch.setattr("outbox_core.stores.postgres.connection._PID", "SELECT -1")
+    monkeypatch.setattr("outbox_core.stores.postgres.connection.is_lent_by_transaction", lambda *_: True)
+    code, findings = run("doctor")
+    told = of(findings, "problem")
+    assert code == 1
+    assert "pool_mode=transaction" in told["pooler"]["detail"]
+    assert "database" not in told
+
+
 def test_missing_table_is_a_problem(connection, run):
     """A missing table is a problem of the database, and the doctor still examines Kafka."""
     connection.execute("DROP TABLE outbox")

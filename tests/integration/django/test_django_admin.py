@@ -113,6 +113,18 @@ def test_headers_that_are_none_are_shown(admin_client):
     assert "<b>c</b>: 3" in _detail(admin_client, row)
 
 
+@pytest.mark.parametrize("time", ["infinity", "-infinity", "4000-01-01 BC", "200000-01-01"])
+def test_times_that_python_lacks_are_shown(admin_client, time):
+    """The admin's lists, their summary and a record's page work with any time that a writer made up."""
+    row = _stash()
+    with connection.cursor() as cursor:
+        cursor.execute("ALTER TABLE outbox DROP CONSTRAINT outbox_create_time_in_range")
+        cursor.execute("UPDATE outbox SET create_time = %s", [time])
+    assert str(row.pk) in admin_client.get("/admin/outbox_django/outbox/").content.decode()
+    assert "orders" in _detail(admin_client, row)
+    assert Outbox.objects.get().create_time is None
+
+
 def test_nothing_can_be_changed(admin_client, rf, admin_user):
     """Even a superuser cannot add, change or delete a record here."""
     row = _stash()

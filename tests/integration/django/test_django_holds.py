@@ -2,6 +2,7 @@
 
 import io
 import re
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
@@ -9,9 +10,12 @@ from django.contrib.admin.models import LogEntry
 from django.contrib.auth.models import Permission
 from django.core.management import CommandError, call_command
 from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 import outbox_django as outbox
+from outbox_core.stores.postgres import connection as sessions
+from outbox_django.management.commands import outbox_hold
 from outbox_django.models import Event, Hold, Outbox
 from tests.integration.django.django_fixtures import django_db_modify_db_settings
 
@@ -98,6 +102,32 @@ def act(client, action, *holds, **more):
     response = client.post(_HOLDS, chosen, follow=True)
     assert response.status_code == 200
     return [str(message) for message in response.context["messages"]]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_holds_of_a_locked_table(monkeypatch):
+    """While a migration locks the tables, an action ends after some seconds; the connection's own patience returns."""
+    monkeypatch.setattr(outbox_hold, "LOCK_TIMEOUT", "100ms")
+    with closing(connection.copy()) as migration:
+        migration.set_autocommit(False)
+        with migration.cursor() as cursor:
+            cursor.execute("LOCK TABLE outbox, outbox_hold IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(CommandError, match="outbox is locked by another session"):
+            command("list")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT current_setting('lock_timeout'), current_setting('search_path')")
+        assert cursor.fetchone() == ("0", '"$user", public')
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("command", ["outbox_hold list", "prune_inbox --older-than 1d", "outbox_restash --topic t"])
+def test_pooler_of_transactions_is_refused(monkeypatch, command):
+    """Behind a pooler that lends its connections for a transaction, commands are refused before they set anything."""
+    monkeypatch.setattr("psycopg.ConnectionInfo.backend_pid", -1)
+    monkeypatch.setattr(sessions, "is_lent_by_transaction", lambda *_: True)
+    with CaptureQueriesContext(connection) as queries, pytest.raises(CommandError, match="pool_mode=transaction"):
+        call_command(*command.split())
+    assert not [query["sql"] for query in queries if "set_config" in query["sql"]]
 
 
 def test_admin_actions(admin_client):

@@ -197,6 +197,15 @@ def test_prune_inbox(alias, inbox_database, settings):
     assert [accepted(inbox_database, table) for table in ("inbox", "received")] == [[("young", "a")]] * 2
 
 
+@pytest.mark.django_db(transaction=True)
+def test_prune_inbox_without_its_table():
+    """Without its table the command says how it is made."""
+    with pytest.raises(CommandError, match=r"there is no table nowhere\.inbox; `manage.py migrate` .* --inbox nowhere"):
+        call_command("prune_inbox", "--older-than=7d", "--table=nowhere.inbox")
+    with pytest.raises(CommandError, match="there is no table missing; "):
+        call_command("prune_inbox", "--older-than=7d", "--table=missing")
+
+
 def test_prune_inbox_refuses(alias):
     """A mistake is one CommandError: an age without a unit, an unknown alias, a transaction around the command."""
     with pytest.raises(CommandError, match="'7' is not an age"):

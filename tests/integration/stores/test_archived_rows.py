@@ -230,6 +230,41 @@ def test_wrong_times_are_refused(capsys):
 
 
 @pytest.mark.real_broker
+def test_dead_letters_with_odd_headers_are_stashed_anew(scene, store):
+    """Of a dead letter's headers a restash takes the pairs, as the dead letter has them."""
+    nested, few, none = ("{{x,y}}", "{{1},{2}}"), ("{x,y}", "{1}"), ("{}", "{}")
+    for names, values in (nested, few, none):
+        scene.execute(
+            "INSERT INTO outbox_archive (id, create_time, kafka_topic, kafka_key, kafka_header_keys,"
+            " kafka_header_values, dead_letter) SELECT count(*), now(), 't', 'k', %s, %s, true FROM outbox_archive",
+            [names, values],
+        )
+    command = ["restash", "--topic", "t", "--dead-letters", "--dsn", scene.database]
+    assert main(command) == 0
+    mark = [b"public.outbox:0", b"public.outbox:1", b"public.outbox:2"]
+    told = [(row.header_keys, [as_bytes(value) for value in row.header_values]) for row in store.scan(RowQuery(9))]
+    assert told == [
+        (["x", "y", RESTASH_HEADER], [b"1", b"2", mark[0]]),
+        (["x", RESTASH_HEADER], [b"1", mark[1]]),
+        ([RESTASH_HEADER], [mark[2]]),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["binary"], indirect=True)
+def test_record_that_the_outbox_refuses(filled, capsys):
+    """A restash of a record that the outbox's constraints refuse is an error of one line, and stashes nothing."""
+    filled.execute("UPDATE outbox_archive SET kafka_partition = -5 WHERE id = 2")
+    assert main(["restash", "--topic", "orders"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "outbox_partition_in_range" in line
+    assert not filled.count()
+
+
+def as_bytes(value):
+    """Return a header's value as bytes in both layouts."""
+    return value.encode() if isinstance(value, str) else value
+
+
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
 def test_harvester_archives_what_it_publishes(database, kafka_bootstrap, make_topic, delivery):
     """Both deliveries move every published record into the archive, and a restash is published once more."""

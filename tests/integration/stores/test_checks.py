@@ -1,12 +1,13 @@
 """Harvesting a table that got its CHECK constraints after some violating rows."""
 
+from contextlib import closing
 from uuid import uuid4
 
 import pytest
 
 from outbox_core.errors import OutboxTableError, RowsHeld
 from outbox_core.record import OutboxRecord
-from outbox_core.schema import add_checks_sql, validate_checks_sql
+from outbox_core.schema import TableName, add_checks_sql, create_hold_sql, create_table_sql, validate_checks_sql
 from outbox_core.stores.interface import RowQuery
 from outbox_core.stores.postgres.store import PostgresStore
 from tests.harvesting import GENEROUS_SECONDS, Scene, wait_until
@@ -117,6 +118,28 @@ def test_marks_that_a_constraint_keeps(scene):
     assert [row.id for row in scene.rows() if row.leader_id is not None] == [1]
     assert store.purge(me, [1], [store.find([1])[0].create_time]) == 1
     store.close()
+
+
+def test_constraint_of_a_partition(database):
+    """A row of a partition that got a constraint of its own is held; an equal one of another partition is not."""
+    scene = Scene(database, "", layout=None)
+    ddl = create_table_sql(TableName("outbox")).partition("WITH (")[0]
+    scene.execute(f"{ddl} PARTITION BY HASH (id)")
+    for number in range(2):
+        scene.execute(f"CREATE TABLE part{number} PARTITION OF outbox FOR VALUES WITH (MODULUS 2, REMAINDER {number})")
+    scene.execute(create_hold_sql(TableName("outbox")))
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_key) SELECT 't', 'k' || n FROM generate_series(1, 20) AS n")
+    bad = [row.id for row in scene.execute("SELECT id FROM part0 ORDER BY id")]
+    scene.execute("ALTER TABLE part0 ADD CONSTRAINT no_k CHECK (kafka_key NOT LIKE 'k%') NOT VALID")
+    scene.execute("ALTER TABLE outbox ADD CONSTRAINT no_k7 CHECK (kafka_key <> 'k7') NOT VALID")
+    with closing(PostgresStore(database)) as store:
+        with pytest.raises(RowsHeld):
+            store.mark(uuid4(), RowQuery(50))
+        batch = store.mark(uuid4(), RowQuery(50, holds=store.holds.read()))
+    assert sorted(hold.record_id for hold in scene.held()) == sorted({*bad, 7})
+    assert {hold.reason for hold in scene.held(records=[bad[0]])} == {"violates no_k"}
+    assert [row.id for row in batch.records] == [number for number in range(1, 21) if number not in {*bad, 7}]
+    scene.close()
 
 
 def test_rows_from_before_the_constraints_without_holds(scene, make_topic):

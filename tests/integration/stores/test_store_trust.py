@@ -2,8 +2,7 @@
 
 import json
 import threading
-from contextlib import closing
-from types import SimpleNamespace
+from contextlib import closing, nullcontext
 from uuid import uuid4
 
 import psycopg
@@ -215,6 +214,17 @@ def test_ids_at_both_ends(scene, store):
     assert store.purge(ME, [FIRST, LAST], [first.create_time, last.create_time]) == 2
 
 
+def test_the_lowest_id_is_shown(scene, capsys):
+    """A page of pending records, and a search by id, find the lowest possible id, and an id that none can have."""
+    scene.execute("INSERT INTO outbox (id, kafka_topic) VALUES (%s, 't'), (5, 't')", [FIRST])
+    assert main(["peek", "--json", "--dsn", scene.database]) == 0
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == [FIRST, 5]
+    assert main(["peek", "--id", str(FIRST), "--dsn", scene.database]) == 0
+    assert main(["peek", "--json", "--after", str(FIRST), "--dsn", scene.database]) == 0
+    assert main(["peek", "--id", str(2**63), "--dsn", scene.database]) != 0
+    assert f"there is no record {2**63}" in capsys.readouterr().err
+
+
 def test_record_without_a_topic(scene, store):
     """A row without a topic, in a hand-made table, is read as a record with an empty topic, and can be held."""
     scene.execute("ALTER TABLE outbox ALTER kafka_topic DROP NOT NULL")
@@ -297,6 +307,58 @@ def test_columns_of_other_types_are_refused(scene):
     scene.execute("ALTER TABLE outbox ALTER kafka_header_keys TYPE integer[] USING '{}'")
     with pytest.raises(OutboxTableError, match="kafka_header_keys is integer"):
         PostgresStore(scene.database).check()
+    scene.execute("ALTER TABLE outbox ALTER kafka_partition TYPE text")
+    with pytest.raises(OutboxTableError, match="kafka_partition is text, expected integer"):
+        PostgresStore(scene.database).check()
+
+
+def test_partitions_beyond_any_are_told_from_sizes(scene, store):
+    """A partition that only a bigint can hold is none of Kafka's, and not the size of a large message."""
+    scene.execute("ALTER TABLE outbox ALTER kafka_partition TYPE bigint")
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_partition) VALUES ('t', 2::bigint ^ 41), ('t', 7)")
+    assert [(row.partition, row.value) for row in store.scan(RowQuery(9))] == [(2**31, None), (7, None)]
+
+
+# -- ids that may repeat
+
+_REPEAT = {
+    "no index": "ALTER TABLE outbox DROP CONSTRAINT outbox_pkey",
+    "an index of two columns": "ALTER TABLE outbox DROP CONSTRAINT outbox_pkey, ADD PRIMARY KEY (id, create_time)",
+    "heirs": "CREATE TABLE heir (LIKE outbox INCLUDING ALL) INHERITS (outbox)",
+}
+
+
+@pytest.mark.parametrize("why", _REPEAT)
+def test_rows_of_one_id(scene, caplog, why):
+    """Where ids may repeat, the check warns of it; a mark refuses rows of one id by name, and scans and counts work."""
+    scene.execute(_REPEAT[why])
+    insert_other = "INSERT INTO {} (id, create_time, kafka_topic) VALUES (2, now() + '1 s', 't')"
+    scene.execute("INSERT INTO outbox (kafka_topic) VALUES ('t'), ('t'), ('t')")
+    scene.execute(insert_other.format("heir" if why == "heirs" else "outbox"))
+    with closing(PostgresStore(scene.database)) as store:
+        store.check()
+        assert caplog.text.count("two rows of outbox may have one id") == 1
+        assert [row.id for row in store.scan(RowQuery(9))] == [1, 2, 2, 3]
+        assert store.backlog().pending == 4
+        assert [row.id for row in store.mark(ME, RowQuery(1)).records] == [1]
+        for limit in (1, 9):
+            with pytest.raises(OutboxTableError, match=r"more than one row with id 2\b.*ADD PRIMARY KEY"):
+                store.mark(uuid4(), RowQuery(limit, without_rows=[row_id(row) for row in store.find([1])]))
+        scene.execute("DELETE FROM outbox WHERE id = 1")
+        scene.execute("UPDATE outbox SET id = 7 WHERE id = 2 AND create_time > now()")
+        assert len(store.mark(uuid4(), RowQuery(9)).records) == 3
+
+
+def test_ids_that_cannot_repeat(database, caplog):
+    """A primary key of the id alone, of a partitioned table too, is nothing to warn of."""
+    ddl = create_table_sql(TableName("parts")).partition("WITH (")[0]
+    with psycopg.connect(database, autocommit=True) as connection:
+        connection.execute(f"{ddl} PARTITION BY HASH (id)")
+        connection.execute("CREATE TABLE part PARTITION OF parts FOR VALUES WITH (MODULUS 1, REMAINDER 0)")
+    for table in ("parts", "part"):
+        with closing(PostgresStore(database, table)) as store:
+            store.check()
+    assert not caplog.text
 
 
 # -- sizes
@@ -541,46 +603,73 @@ def test_table_that_is_altered_under_prepared_statements(scene, store):
         store.scan(RowQuery(10))
 
 
-class _Lent:
-    """A connection that a pooler serves with another connection's session."""
+@pytest.fixture
+def pooled(monkeypatch):
+    """Have each connection look like one to a pooler; the function that it returns has new ones share one session."""
+    connect, opened = psycopg.connect, []
 
-    def __init__(self, session):
-        self.execute, self.transaction = session.execute, session.transaction
+    def lend(*_, **__):
+        if not opened or opened[-1].closed:
+            opened.append(connect(*_, **__))
+            return opened[-1]
+        return nullcontext(opened[-1])
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
+    monkeypatch.setattr(sessions, "_PID", "SELECT -1")
+    return lambda: monkeypatch.setattr(psycopg, "connect", lend)
 
 
-@pytest.mark.parametrize("lent", [True, False])
-def test_pooler_of_transactions_is_refused(scene, store, monkeypatch, lent):
-    """Behind a pooler (known by an impossible process id), a session that serves two connections is an error."""
-    store.is_empty()  # connects
-    if lent:
-        session = store.table.connection
-        monkeypatch.setattr(sessions, "psycopg", SimpleNamespace(connect=lambda *_, **__: _Lent(session)))
-    assert sessions.is_lent_by_transaction(store.table.connection, scene.database) is lent
-    monkeypatch.setattr(sql, "INSPECT", sql.INSPECT.replace("pg_backend_pid()", "-1"))
-    if lent:
-        with pytest.raises(OutboxTableError, match="pool_mode=transaction"):
-            store.check()
-    else:
-        store.check()
+@pytest.mark.usefixtures("pooled")
+def test_pooler_of_sessions_is_accepted(store):
+    """A session that no other connection gets is used, whatever its process id looks like."""
+    store.close()
+    store.check()
+    assert store.table.query("SHOW search_path") == [("pg_catalog, pg_temp",)]
+
+
+_COMMANDS = ["peek", "hold list", "restash --topic t --dry-run", "schema --apply", "inbox prune --older-than 1d"]
+
+
+@pytest.fixture
+def sent(store, monkeypatch):
+    """The statements that connections are given from now on; the store's is closed."""
+    store.close()
+    statements, execute = [], psycopg.Connection.execute
+
+    def note(connection, statement, *rest, **options):
+        statements.append(str(statement))
+        return execute(connection, statement, *rest, **options)
+
+    monkeypatch.setattr(psycopg.Connection, "execute", note)
+    return statements
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_pooler_of_transactions_is_refused(database, pooled, sent, capsys, command):
+    """A session that serves two connections is an error, before it gets a setting that other clients would have."""
+    pooled()
+    with pytest.raises(OutboxTableError, match="pool_mode=transaction"):
+        PostgresStore(database).check()
+    assert main([*command.split(), "--dsn", database]) == 2
+    assert "pool_mode=transaction" in capsys.readouterr().err
+    assert "set_config" not in "".join(sent)
 
 
 def test_pool_without_another_connection_is_an_outage(store, monkeypatch):
     """The check for such poolers needs a second connection; if there is none, that is an outage."""
-    store.is_empty()  # connects
+    store.close()
+    connect, opened = psycopg.connect, []
 
-    def connect(*_, **__):
-        raise psycopg.OperationalError("no more connections allowed (max_client_conn)")
+    def connect_once(*arguments, **settings):
+        if opened:
+            raise psycopg.OperationalError("no more connections allowed (max_client_conn)")
+        opened.append(connect(*arguments, **settings))
+        return opened[0]
 
-    monkeypatch.setattr(sessions, "psycopg", SimpleNamespace(connect=connect))
-    monkeypatch.setattr(sql, "INSPECT", sql.INSPECT.replace("pg_backend_pid()", "-1"))
-    with pytest.raises(StoreUnavailable, match="no more connections"):
-        store.check()
+    with monkeypatch.context() as patched:
+        patched.setattr(sessions, "_PID", "SELECT -1")
+        patched.setattr(psycopg, "connect", connect_once)
+        with pytest.raises(StoreUnavailable, match="no more connections"):
+            store.check()
 
 
 # -- holds
