@@ -48,6 +48,14 @@ def test_chunks_lose_nothing(published, table):
     assert {one[0] for one in result} == published & table
 
 
+def test_a_chunk_is_forgotten_once_it_was_asked_for():
+    """Each id is asked for once, some at a time, however many there are."""
+    asked = []
+    seen = [Seen(number, b"k", b"v") for number in range(1_200)]
+    assert list(published_rows(seen, lambda ids: asked.append(ids) or [])) == [[], [], []]
+    assert [len(ids) for ids in asked] == [500, 500, 200]
+
+
 class _Message:
     def __init__(self, headers):
         self._headers = headers
