@@ -300,8 +300,9 @@ def test_a_commit_that_failed_is_aborted_and_another_producer_follows(client):
 def test_a_commit_that_was_never_sent_is_aborted(client):
     """With failed deliveries the client sends no EndTxn, so the outcome is known: an abort."""
     producer = _in_a_transaction()
+    producer._reports.note(_REFUSED)
     client.refusals = [KafkaError(KafkaError._INCONSISTENT, "a delivery failed")]
-    assert isinstance(producer.commit(), Aborted)
+    assert producer.commit() == Aborted(_REFUSED, record_at_fault=True), "the record's error tells why"
     assert client.aborts == 1
 
 
@@ -423,3 +424,15 @@ def test_a_coordinator_that_comes_back_is_waited_for(client, monkeypatch):
     monkeypatch.setattr(client, "init_transactions", init)
     assert TransactionalProducer(_SETTINGS, timeout_seconds=1.0).init() is None
     assert answers == []
+
+
+def test_a_client_that_breaks_while_records_are_awaited(client, monkeypatch):
+    """The error that a broken client raises there is not raised to the caller: the records have not arrived."""
+
+    def flush(_):
+        raise KafkaException(KafkaError(KafkaError._FATAL, "broken", fatal=True))
+
+    producer = _in_a_transaction()
+    monkeypatch.setattr(client, "flush", flush)
+    client.state = KafkaError(KafkaError._FATAL, "broken", fatal=True)
+    assert not producer.all_arrive(1.0)
