@@ -1,5 +1,7 @@
 """The redelivery of a partition's messages: what is in a transaction, and when the rest has to be judged again."""
 
+from dataclasses import replace
+
 import pytest
 from confluent_kafka import KafkaError
 
@@ -7,6 +9,7 @@ from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_queue import QueueConfig
 from outbox_queue.protocol import markers as wire
 from outbox_queue.protocol import transaction
+from outbox_queue.protocol.headers import ATTEMPT, ID
 from outbox_queue.redelivery.in_progress import Unfinished
 from outbox_queue.redelivery.redeliverer import REDELIVERED, Redeliverer
 
@@ -22,11 +25,12 @@ class Producer:
         must_replace: whether its next transaction would begin in another epoch; so after each commit if `tires`.
         outcomes: of the next commits; then they succeed.
         batches: the records of each committed transaction, as (topic, key, partition, value).
+        headers: those of each record.
     """
 
     def __init__(self):
         self.must_replace = self.tires = self.is_discarded = False
-        self.outcomes, self.batches, self._records = [], [], []
+        self.outcomes, self.batches, self._records, self.headers = [], [], [], []
 
     def init(self, _):
         return None
@@ -36,7 +40,7 @@ class Producer:
         self._records = []
 
     def produce(self, topic, value, key=None, partition=-1, headers=None):
-        del headers
+        self.headers.append(headers)
         self._records.append((topic, key, partition, value))
 
     def commit(self, _):
@@ -88,6 +92,18 @@ def test_a_copy_and_the_end_of_the_old_one_are_one_transaction(redeliverer, prod
     end = wire.Marker.FromString(value)
     assert (key, partition) == (b"key", PARTITION)
     assert (end.type, end.message_id.offset, end.reason) == (wire.END, 7, REDELIVERED)
+
+
+def test_a_copy_of_a_copy_tells_where_the_first_one_was(redeliverer, producer):
+    """Consumers know a message by the place of its first copy, and count its attempts on."""
+    one = expired(7, attempt=2)
+    marker = wire.Marker.FromString(one.start[1])
+    marker.origin.partition, marker.origin.offset = 1, 4
+    redeliverer.redeliver([one, replace(one, message_id=(0, 8), start=(b"key", marker.SerializeToString()))])
+    assert [dict(headers) for headers in producer.headers[::2]] == [
+        {ID: b"0-7", ATTEMPT: b"3"},
+        {ID: b"1-4", ATTEMPT: b"3"},
+    ]
 
 
 def test_the_rest_waits_for_another_producer(redeliverer, producer):
