@@ -218,6 +218,6 @@ def test_what_cannot_be_read_back_ends_the_term(brokers, where):
         brokers.error = error
     else:
         brokers.answers = [_Found(0, "u", 0, error)]
-    with pytest.raises(ManifestNotRead, match="no"):
+    with pytest.raises(ManifestNotRead, match=r"read back: no$"):
         brokers.read_back()
     assert brokers.is_closed
