@@ -364,8 +364,7 @@ class TransactionalProducer:
             cause: KafkaError = error.args[0]
             never_sent = cause.code() == KafkaError._INCONSISTENT  # noqa: SLF001  deliveries failed
             if not cause.fatal() and not is_torn(cause) and (never_sent or cause.txn_requires_abort()):
-                # Its EndTxn(commit) may be out, and the abort's answer will not tell.
-                self._must_replace = self._must_replace or not never_sent
+                # Its EndTxn(commit) may be out, and the abort's answer will not tell: one with a cause ends the epoch.
                 return self.abort(self._reports.error or cause, give_up)
             return Ended(f"the commit's outcome is unknown: {cause.str()}", error=cause)
         must(self._reports.are_good, "a commit must fail unless opening and manifest were acknowledged")

@@ -624,3 +624,13 @@ def test_leader_ids_are_uuids():
     """A leader ID is a random UUID."""
     assert isinstance(leading().ownership.leadership.leader_id, UUID)
     assert leading().ownership.leadership.leader_id.version == 4
+
+
+def test_a_heartbeat_that_took_longer_than_a_lease_gives_none():
+    """A lease that would be over when it begins does not begin; the next heartbeat that is in time gives one."""
+    one = Ownership("a", Predecessor(TIMEOUT), timeout=TIMEOUT, interval=INTERVAL)
+    one.observe(0, one.next_signal(0.0), 0.1)
+    late = one.next_signal(0.1)
+    assert one.observe(1, late, 5.2) is None
+    assert one.leadership is None
+    assert isinstance(one.observe(2, one.next_signal(5.2), 5.3), LeaderAcquired)

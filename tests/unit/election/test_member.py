@@ -10,7 +10,8 @@ from outbox_core.election.config import NeliConfig
 from outbox_core.election.lease import now
 from outbox_core.election.member import Member
 from outbox_core.election.messages import Claim, Heartbeat, Resignation, encode
-from outbox_core.events import LeaderAcquired, LeaderRevoked
+from outbox_core.election.observer import signal_in
+from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.clients import KafkaError, KafkaException, TopicPartition
 
 PLACE = TopicPartition("billing.neli", 0)
@@ -30,9 +31,14 @@ class _Writer:
 
     error = None
 
-    def produce(self, *_, **__):
+    def __init__(self):
+        self.written = []
+
+    def produce(self, _topic, value, *, on_delivery, **_):
         if self.error is not None:
             raise self.error
+        self.written.append(SimpleNamespace(value=lambda: value, offset=lambda: 0))
+        on_delivery(None, self.written[-1])
 
     def purge(self, **_):
         pass
@@ -80,6 +86,30 @@ def test_a_resignation_that_the_client_refuses(member, error):
     member._on_revoke(None, [PLACE])
     assert isinstance(member.events[-1], LeaderRevoked)
     assert member.leadership is None
+
+
+def test_a_hand_over_waits_for_the_work_before_the_partition_is_given_up(member):
+    """The work ends while the lease is still ours; only then its end is told, and the successor hears of it."""
+    make_leader(member)
+    lease, seen = member.leadership, []
+    member._barrier = lambda of: seen.append((of, member.leadership, member.events[-1]))
+    member._producer.written.clear()
+    member._on_revoke(None, [PLACE])
+    ((of, still, last),) = seen
+    assert of == still == lease
+    assert isinstance(last, LeaderAcquired)
+    assert isinstance(member.events[-1], LeaderRevoked)
+    assert [type(signal_in(message)) for message in member._producer.written] == [Resignation]
+
+
+def test_a_lease_that_is_over_is_not_handed_over(member, monkeypatch):
+    """A lease that ran out before the hand-over is fenced: nobody waits for work that may go on elsewhere."""
+    make_leader(member)
+    start = now()
+    monkeypatch.setattr("outbox_core.election.member.now", lambda: start + SOME_TIME)
+    member._producer.error = BufferError("queue full")
+    member._on_revoke(None, [PLACE])
+    assert isinstance(member.events[-1], LeaderFenced)
 
 
 def test_signs_of_life_on_a_topic_that_was_made_anew(member, monkeypatch):

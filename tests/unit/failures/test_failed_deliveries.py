@@ -264,6 +264,36 @@ def test_room_of_tried_records_is_bounded(failures, clock):
     assert len(failures.rows_to_try(lanes)[0]) == 3
 
 
+def test_a_tried_record_that_fails_again_is_tried_no_longer(failures, clock):
+    """Its place among those that are tried is free, and it is backed off for longer."""
+    lanes, one = sent(record(1, "a")), record(1, "a")
+    lanes.reset_done(map(row_id, failures.handle([failed(one)], lanes)))
+    for _ in range(2):
+        clock(1.0)
+        assert try_again(failures, lanes, found=[one]) == [1]
+        assert list(failures.tried) == [row_id(one)]
+        lanes.reset_done(map(row_id, failures.handle([failed(one, alone=True)], lanes)))
+        assert not failures.tried
+
+
+def test_holds_that_come_up_while_others_are_written_wait_for_the_next_time(failures):
+    """What was written is written once, and what failed meanwhile is left out until it is written, too."""
+    records = [record(1, "a"), record(2, "b")]
+    lanes = sent(*records)
+    failures._ctx.marker.store = store = Store(*[NO_HOLDS] * 4)
+    assert not failures.may_mark, "the holds are not known"
+    lanes.reset_done(map(row_id, failures.handle([failed(records[0], TOO_LARGE, alone=True)], lanes)))
+    failures.start_holding(lanes)
+    assert not failures.may_mark, "they are being written"
+    lanes.reset_done(map(row_id, failures.handle([failed(records[1], TOO_LARGE, alone=True)], lanes)))
+    failures.collect_holds(lanes)
+    assert failures.exclusion(lanes).lanes == {("t", "b")}
+    assert failures.may_mark
+    hold(failures, lanes, store)
+    assert store.added == [1, 1]
+    assert failures.exclusion(lanes).lanes == set()
+
+
 def test_topic_that_is_missing_is_released_as_a_whole(failures):
     """Records of a missing topic that wait in memory go back with the one that failed."""
     lanes = sent(record(1, "a"))
@@ -328,6 +358,55 @@ def test_dead_letters_are_read_once(failures):
     failures.apply_holds(NO_HOLDS, lanes)
     request(failures, lanes, 1)
     assert failures.rows_to_try(lanes) == ([], [1]), "it is another one's"
+
+
+def test_a_dead_letter_that_failed_or_went_back_is_read_again(failures, clock):
+    """Only those that arrived, or are under way, are not read again."""
+    lanes = Lanes(10)
+    request(failures, lanes, 1, 2)
+    letters = Letters([letter(1), letter(2)])
+    failures.take_in_tried([], [1, 2], [], letters)
+    lanes.admit(letters.records)
+    lanes.take(10)
+    lanes.reset_done(map(row_id, failures.handle([failed(letters.records[0], alone=True)], lanes)))
+    failures.forget_tried(lanes.release(letters.records[1]))
+    assert not failures.tried
+    clock(1.0)
+    rows, _ = failures.rows_to_try(lanes)
+    assert ids(rows) == [1], "its topic is tried by it"
+    failures.take_in_tried(rows, [], [], Letters([letter(1)]))
+    failures.succeeded([letter(1)])
+    failures.start_deleting()
+    failures.collect_deleted()
+    lanes = Lanes(10)
+    assert failures.rows_to_try(lanes) == ([], [1, 2])
+
+
+def test_dead_letters_that_arrive_during_a_deletion_are_deleted_by_the_next(failures):
+    """Each is deleted once, and none is forgotten."""
+    lanes = Lanes(10)
+    request(failures, lanes, 1, 2)
+    _, letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
+    failures.succeeded(letters[:1])
+    failures.start_deleting()
+    failures.succeeded(letters[1:])
+    assert failures.collect_deleted() == letters[:1]
+    failures.start_deleting()
+    assert failures.collect_deleted() == letters[1:]
+    assert failures._ctx.purger.store.deleted == [1, 2]
+    assert not failures.tried
+
+
+def test_a_new_leader_id_knows_nothing_of_what_was_tried(failures):
+    """All of it is in the table: rows that were tried, and dead letters, also those that arrived, are read again."""
+    lanes = Lanes(10)
+    request(failures, lanes, 1, 2)
+    _, letters = failures.take_in_tried([], [1, 2], [], Letters([letter(1), letter(2)]))
+    failures.succeeded(letters[:1])
+    failures.leader_id_renewed()
+    assert not failures.is_deleting
+    assert not failures.tried
+    assert failures.rows_to_try(lanes) == ([], [1, 2])
 
 
 def test_a_row_that_is_no_dead_letter_any_more_is_left_to_the_other_marks(failures, clock):

@@ -14,7 +14,7 @@ from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure, dead_letter
 from outbox_core.kafka.record_producer import Reports
 from outbox_core.kafka.transactions import Aborted
-from outbox_core.stores.interface import NewHold, row_id
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, row_id
 from tests.harvesting import GENEROUS_SECONDS, wait_until
 from tests.unit.harvest.term_world import LETTERS, POISON, TRACKING, Producer, World
 
@@ -380,6 +380,36 @@ def test_marks_are_looked_for_once_in_a_leadership(world):
     world.run()
     assert world.delivery.drained
     assert world.looks_for_marks == 1
+
+
+def test_holds_that_a_scan_learned_count_from_then_on(world):
+    """Rows that are held by now are not published, the floor is void for them, and the next scan leaves them out."""
+    failures, paused_topic = world.delivery.failures, HoldSet(topics=frozenset({"t"}))
+    world.table.add("t")
+    world.table.add("u")
+    records = list(world.table.rows.values())
+    resets = []
+    world.ctx.watermark.reset = resets.append
+    assert failures.admissible(records, NO_HOLDS) == records
+    assert resets == []
+    assert failures.admissible(records, paused_topic) == records[1:]
+    assert failures.holds is paused_topic
+    assert len(resets) == 1
+
+
+def test_stale_holds_are_read_again_and_a_release_wakes_the_scans(world):
+    """While nothing new is found stale holds are read again; after a release the next scan comes at once."""
+    failures = world.delivery.failures
+    world.table.held = [paused("t")]
+    failures.read_holds()
+    world.table.held = []
+    failures.read_holds_if_stale()
+    assert failures.holds.topics == {"t"}, "they have just been read"
+    failures.hold_cache.invalidate()
+    failures.read_holds_if_stale()
+    assert not failures.holds
+    assert world.ctx.commits
+    world.close()
 
 
 # -- terms that end again and again

@@ -1,11 +1,14 @@
 """The rows of a torn batch that are in Kafka: found by id, key and value."""
 
+from types import SimpleNamespace
+
 import pytest
-from confluent_kafka import TopicPartition
+from confluent_kafka import KafkaError, TopicPartition
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outbox_core.kafka import reader, torn_batches
+from outbox_core.kafka.manifest import Opening
 from outbox_core.kafka.torn_batches import Seen, published_rows
 from outbox_core.kafka.tracking import ManifestNotRead
 from outbox_core.stores.interface import StoredRecord
@@ -37,7 +40,8 @@ def test_an_empty_key_is_not_a_missing_one():
 
 def test_ids_that_came_back_may_have_both():
     """If Kafka has an old record and the row's own one under the same id, the row is published."""
-    assert found([Seen(1, b"k", b"old"), Seen(1, b"k", b"v")], [row(1)]) == [row(1)]
+    both = [Seen(1, b"k", b"old"), Seen(1, b"k", b"v")]
+    assert found(both, [row(1)]) == found(both[::-1], [row(1)]) == [row(1)]
 
 
 @given(st.sets(st.integers(1, 3_000)), st.sets(st.integers(1, 3_000)))
@@ -46,6 +50,14 @@ def test_chunks_lose_nothing(published, table):
     rows = [row(number) for number in sorted(table)]
     result = found([Seen(number, b"k", b"v") for number in sorted(published)], rows)
     assert {one[0] for one in result} == published & table
+
+
+def test_a_chunk_is_forgotten_once_it_was_asked_for():
+    """Each id is asked for once, some at a time, however many there are."""
+    asked = []
+    seen = [Seen(number, b"k", b"v") for number in range(1_200)]
+    assert list(published_rows(seen, lambda ids: asked.append(ids) or [])) == [[], [], []]
+    assert [len(ids) for ids in asked] == [500, 500, 200]
 
 
 class _Message:
@@ -121,3 +133,91 @@ def test_a_partition_that_is_not_read_to_its_end_is_named(monkeypatch):
     messages = torn_batches._messages(consumer, [place], {("t", 0): 4}, lambda: False, print)
     with pytest.raises(ManifestNotRead, match="topic t, partition 0"):
         list(messages)
+
+
+class _Found(_Record):
+    """A record with the id header of a row, or with an error an answer about a topic."""
+
+    def __init__(self, identity, topic, offset, error=None):
+        super().__init__(offset)
+        self._topic, self._error, self._identity = topic, error, identity
+
+    def topic(self):
+        return self._topic
+
+    def error(self):
+        return self._error
+
+    def headers(self):
+        return [("outbox-id", b"box:%d" % self._identity)]
+
+    def key(self):
+        return b"k"
+
+    def value(self):
+        return b"v"
+
+
+class _Brokers:
+    """The brokers of the topics t and u, which have four records each; `answers` come from a consumer."""
+
+    def __init__(self, monkeypatch):
+        self.answers, self.asked, self.error, self.is_closed = [], [], None, False
+        ends = {("t", 0): 4, ("u", 0): 4}
+        monkeypatch.setattr(torn_batches, "make_consumer", lambda _: self)
+        monkeypatch.setattr(torn_batches, "partition_ends", lambda *_, **__: ends)
+
+    def offsets_for_times(self, places, *, timeout):
+        del timeout
+        self.asked = [(place.topic, place.offset) for place in places]
+        return [SimpleNamespace(topic=each.topic, partition=0, offset=0, error=self.error) for each in places]
+
+    def assign(self, _):
+        pass
+
+    def consume(self, *_):
+        return [self.answers.pop(0)] if self.answers else []
+
+    def close(self):
+        self.is_closed = True
+
+    def read_back(self):
+        opening = Opening("box", 10, 20, ("t", "u"), "1", written_at_ms=100_000)
+        names = {"id_header": "outbox-id", "outbox_name": "box"}
+        seen = torn_batches.read_back({}, "group", opening, **names, give_up=lambda: False)
+        return [each.id for each in seen]
+
+
+@pytest.fixture
+def brokers(monkeypatch):
+    """Return the brokers."""
+    return _Brokers(monkeypatch)
+
+
+def test_a_torn_batch_is_read_back_from_a_minute_before_its_opening(brokers):
+    """Clocks differ; and of what is found only ids of the batch count."""
+    ids = (9, 10, 15, 21)
+    brokers.answers = [_Found(ids[at], topic, at) for topic in ("t", "u") for at in range(4)]
+    assert brokers.read_back() == [10, 15, 10, 15]
+    assert brokers.asked == [("t", 40_000), ("u", 40_000)]
+    assert brokers.is_closed
+
+
+def test_a_topic_that_may_not_be_read_is_left_out(brokers):
+    """The others are read to their ends."""
+    denied = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    brokers.answers = [_Found(0, "u", 0, denied), *(_Found(10 + at, "t", at) for at in range(4))]
+    assert brokers.read_back() == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize("where", ["time", "record"])
+def test_what_cannot_be_read_back_ends_the_term(brokers, where):
+    """A partition whose records cannot be found or read may have some of the batch: nothing is published meanwhile."""
+    error = KafkaError(KafkaError.INVALID_RECORD, "no")
+    if where == "time":
+        brokers.error = error
+    else:
+        brokers.answers = [_Found(0, "u", 0, error)]
+    with pytest.raises(ManifestNotRead, match=r"read back: no$"):
+        brokers.read_back()
+    assert brokers.is_closed

@@ -8,7 +8,8 @@ from confluent_kafka import KafkaError
 from outbox_core.errors import TrackingTopicError
 from outbox_core.kafka import tracking
 from outbox_core.kafka.manifest import Manifest, Opening
-from outbox_core.kafka.tracking import ForeignLedger, ManifestNotRead, opening_key, read_ledger
+from outbox_core.kafka.tracking import ForeignLedger, ManifestNotRead, opening_key, read_ledger, write_barrier
+from outbox_core.kafka.transactions import Ended
 
 _ID = "kafka-outbox:d.s.t"
 _OPENING = Opening("d.s.t", 1, 9, ("orders",), "7")
@@ -159,3 +160,42 @@ def test_a_missing_right_is_named(read, code, text):
         read([Message(0, error=KafkaError(getattr(KafkaError, code)))], 2)
     assert read.seen.settings["group.id"] == "group"
     assert read.seen.settings["isolation.level"] == "read_committed"
+
+
+class Producer:
+    """A producer that has the barrier acknowledged at an offset, if it `arrives`."""
+
+    failure = None
+
+    def __init__(self, offset, *, arrives=True):
+        self.manifest_offset, self._arrives = offset, arrives
+
+    def begin(self):
+        return None
+
+    def send_manifest(self, *_, **__):
+        return None
+
+    def all_arrive(self, *_):
+        return self._arrives
+
+
+def test_a_barrier_without_an_offset_is_none():
+    """Without an acknowledgement that tells the barrier's offset the end is unknown, and the term ends."""
+    assert write_barrier(Producer(7), "t", 0, _ID, lambda: False) == 7
+    assert isinstance(write_barrier(Producer(-1), "t", 0, _ID, lambda: False), Ended)
+    assert isinstance(write_barrier(Producer(7, arrives=False), "t", 0, _ID, lambda: False), Ended)
+
+
+def test_a_manifest_ends_the_torn_transaction_before_it(read):
+    """What came before a manifest was settled before it: neither its opening nor a stranger's record counts."""
+    ledger = read([opening(0), Message(1, b"stranger", b""), manifest(2, 1), end(4)], 4)
+    assert (ledger.opening, ledger.foreign) == (None, "")
+
+
+def test_records_that_are_gone_are_not_taken_for_none(read):
+    """A broker that has no longer what was asked for may have lost the last manifest: the topic was not read."""
+    with pytest.raises(ManifestNotRead):
+        read([Message(0, error=KafkaError(KafkaError._AUTO_OFFSET_RESET)), end(2)], 2)
+    with pytest.raises(ManifestNotRead):
+        read([Message(0, error=KafkaError(KafkaError._FATAL, "broken", fatal=True)), end(2)], 2)

@@ -26,6 +26,18 @@ class _Retriable(KafkaError):
 _TIMED_OUT = _Retriable(KafkaError._TIMED_OUT, "the coordinator is away")
 
 
+class _Abortable(KafkaError):
+    """An error that the transaction must be aborted for."""
+
+    def txn_requires_abort(self):
+        return True
+
+
+_LATER = object()
+_REFUSED = KafkaError(KafkaError.INVALID_RECORD, "no")
+_TORN = KafkaError(KafkaError.INVALID_TXN_STATE, "it is not open")
+
+
 class _Client:
     """A client of a virtual clock.
 
@@ -35,16 +47,21 @@ class _Client:
         refusals: the errors of `commit_transaction`, one after the other; then it succeeds.
         commits: the seconds that each call of `commit_transaction` was given.
         commit_takes: seconds for each of them.
+        aborts: number of calls of `abort_transaction`.
+        waiting: number of records that are not acknowledged.
+        state: the error of `begin_transaction` in a transaction.
+        report: the error that each record of the protocol is reported with, None for success, or `_LATER`.
     """
 
     def __init__(self, monkeypatch):
         self.time, self.attempts, self.outstanding, self.refusals = 100.0, 0, [], []
-        self.commits, self.commit_takes = [], 0.0
+        self.commits, self.commit_takes, self.aborts, self.waiting = [], 0.0, 0, 0
+        self.state, self.report = KafkaError(KafkaError._STATE, "one is open"), None
         monkeypatch.setattr(transaction, "make_producer", lambda _: self)
         monkeypatch.setattr(transaction, "monotonic", lambda: self.time)
 
     def __len__(self):
-        return 0
+        return self.waiting
 
     def flush(self, seconds):
         left = self.outstanding.pop(0) if self.outstanding else 0
@@ -52,7 +69,7 @@ class _Client:
         return left
 
     def begin_transaction(self):
-        raise KafkaException(KafkaError(KafkaError._STATE, "one is open"))
+        raise KafkaException(self.state)
 
     def poll(self, seconds):
         self.time += seconds
@@ -62,7 +79,8 @@ class _Client:
         self.outstanding = []
 
     def produce(self, *_, on_delivery, **__):
-        on_delivery(None, SimpleNamespace(offset=lambda: None))
+        if self.report is not _LATER:
+            on_delivery(self.report, SimpleNamespace(offset=lambda: None))
 
     def init_transactions(self, _):
         self.attempts += 1
@@ -72,6 +90,7 @@ class _Client:
 
     def abort_transaction(self, seconds):
         assert seconds > 0
+        self.aborts += 1
 
     def commit_transaction(self, seconds):
         self.commits.append(seconds)
@@ -197,3 +216,223 @@ def test_a_ledger_that_cannot_be_read_leaves_no_transaction_open(monkeypatch):
         with pytest.raises(ForeignLedger):
             read(producer, lambda: False)
     assert ends == ["aborted"] * 2
+
+
+def _in_a_transaction():
+    """Return a producer that has just begun a transaction, which its client takes for open in any case."""
+    producer = TransactionalProducer(_SETTINGS, timeout_seconds=5.0)
+    producer.begin()
+    return producer
+
+
+def test_an_abort_of_what_has_arrived_keeps_the_producer(client):
+    """An abort of our choice, with every record acknowledged, leaves nothing behind that could come late."""
+    producer = _in_a_transaction()
+    assert producer.abort() == Aborted(None, record_at_fault=False)
+    assert not producer.must_replace
+    assert client.aborts == 1
+
+
+@pytest.mark.parametrize("left", ["a failure", "a record under way", "a failed transaction", "a manifest"])
+def test_an_abort_that_may_purge_a_record_replaces_the_producer(client, left):
+    """A record that is not known to have arrived may come late: no transaction follows it in its epoch."""
+    producer = _in_a_transaction()
+    cause = None
+    if left == "a failure":
+        cause = _REFUSED
+    elif left == "a record under way":
+        client.waiting = 1
+    elif left == "a failed transaction":
+        client.state = _REFUSED
+    else:
+        client.report = _LATER
+        producer.send_manifest("tracking", b"manifest")
+    assert isinstance(producer.abort(cause), Aborted)
+    assert producer.must_replace
+
+
+def test_a_failed_record_is_no_acknowledged_one(client):
+    """A record of the protocol that failed has not arrived; an abort then replaces the producer, and ends the term."""
+    producer = _in_a_transaction()
+    client.report = _REFUSED
+    producer.send_manifest("tracking", b"manifest")
+    assert not producer.all_arrive(1.0)
+    ended = producer.abort()
+    assert isinstance(ended, Ended)
+    assert "the manifest was refused" in ended.reason
+    assert producer.must_replace
+
+
+def test_a_transaction_that_is_not_open_at_the_broker_is_neither_committed_nor_aborted(client):
+    """What became of a torn transaction is unknown: the term ends, and no EndTxn is sent that could end another one."""
+    producer = _in_a_transaction()
+    client.refusals = [_TORN]
+    assert isinstance(producer.commit(), Ended)
+    client.state = _TORN
+    assert not producer.all_arrive(1.0)
+    ended = producer.abort()
+    assert isinstance(ended, Ended)
+    assert "is unknown" in ended.reason
+    assert isinstance(producer.abort(_TORN), Ended)
+    assert client.aborts == 0
+
+
+def test_a_commit_that_finds_its_transaction_torn_aborts_none(client):
+    """Even where a record has failed before, and Kafka asks for an abort: it could end a later transaction."""
+    producer = _in_a_transaction()
+    client.report = _REFUSED
+    producer.send_manifest("tracking", b"manifest")
+    client.refusals = [_Abortable(KafkaError.INVALID_TXN_STATE, "it is not open")]
+    assert isinstance(producer.commit(), Ended)
+    assert client.aborts == 0
+
+
+def test_a_commit_that_failed_is_aborted_and_another_producer_follows(client):
+    """A commit after which Kafka asks for an abort may be on its way all the same."""
+    producer = _in_a_transaction()
+    refusal = _Abortable(KafkaError.NOT_COORDINATOR, "it has moved")
+    client.refusals = [refusal]
+    assert producer.commit() == Aborted(refusal, record_at_fault=False)
+    assert producer.must_replace
+    assert client.aborts == 1
+
+
+def test_a_commit_that_was_never_sent_is_aborted(client):
+    """With failed deliveries the client sends no EndTxn, so the outcome is known: an abort."""
+    producer = _in_a_transaction()
+    producer._reports.note(_REFUSED)
+    client.refusals = [KafkaError(KafkaError._INCONSISTENT, "a delivery failed")]
+    assert producer.commit() == Aborted(_REFUSED, record_at_fault=True), "the record's error tells why"
+    assert client.aborts == 1
+
+
+def test_a_commit_that_broke_the_producer_has_an_unknown_outcome(client):
+    """After a fatal error nothing is aborted, whatever else the error says: its transaction may be committed."""
+    producer = _in_a_transaction()
+    client.refusals = [_Abortable(KafkaError._FENCED, "another one is there", fatal=True)]
+    assert isinstance(producer.commit(), Ended)
+    assert client.aborts == 0
+
+
+def test_a_producer_that_could_not_be_replaced_begins_nothing(client):
+    """Each `begin` tries to replace the producer again, until that has fenced the old epoch."""
+    producer = _in_a_transaction()
+    client.waiting = 1
+    producer.abort()
+    turns = iter([False, True] * 2)
+    producer._give_up = lambda: next(turns)
+    assert isinstance(producer.replace(lambda: True), Ended)
+    assert producer.must_replace
+    assert isinstance(producer.begin(), Ended)
+    assert producer.must_replace
+
+
+def test_a_late_report_is_that_of_its_own_transaction(client):
+    """What was still awaited, and an error, of one transaction do not count in the next."""
+    producer = _in_a_transaction()
+    client.state, client.report = _REFUSED, _LATER
+    producer.send_manifest("tracking", b"manifest")
+    assert not producer.all_arrive(1.0)
+    assert producer.failure is not None
+    producer._must_replace = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "begin_transaction", lambda: None)
+        producer.begin()
+    assert producer.failure is None
+    assert producer._reports.are_good
+
+
+def test_offsets_that_took_long_replace_the_producer(client):
+    """A late copy of TxnOffsetCommit would replace later offsets: it is timed as EndTxn is."""
+    producer = _in_a_transaction()
+    taken = [0.1, 0.5]
+
+    def send(*_):
+        client.time += taken.pop(0)
+
+    client.send_offsets_to_transaction = send
+    producer.send_offsets([], None, 1.0)
+    assert not producer.must_replace
+    producer.send_offsets([], None, 1.0)
+    assert producer.must_replace
+
+
+def test_offsets_wait_for_the_records_before_them(client):
+    """Offsets are not sent while records are under way, or once one has failed."""
+    producer = _in_a_transaction()
+    client.send_offsets_to_transaction = lambda *_: pytest.fail("they are sent")
+    client.outstanding = [1] * 100
+    with pytest.raises(KafkaException):
+        producer.send_offsets([], None, 1.0)
+    client.outstanding, client.state = [], _REFUSED
+    with pytest.raises(KafkaException):
+        producer.send_offsets([], None, 1.0)
+
+
+@pytest.mark.usefixtures("client")
+def test_batches_that_stay_as_they_are_replace_no_producer():
+    """Only other limits of batches need a new producer."""
+    producer = _in_a_transaction()
+    producer.limit_batches(None)
+    assert not producer.must_replace
+    producer.limit_batches(None, unbatched=True)
+    assert producer.must_replace
+    assert producer.is_unbatched
+
+
+def test_a_torn_transaction_stays_torn(client):
+    """Another failure, reported later, does not hide that the transaction is not open."""
+    producer = _in_a_transaction()
+    for client.report in (_TORN, _REFUSED):
+        producer.send_manifest("tracking", b"manifest")
+    assert isinstance(producer.abort(), Ended)
+    assert client.aborts == 0
+
+
+def test_a_broken_producer_is_no_open_transaction(client):
+    """The answer that a transaction is open counts for nothing if it is fatal."""
+    producer = _in_a_transaction()
+    assert producer.all_arrive(1.0)
+    client.state = KafkaError(KafkaError._STATE, "broken", fatal=True)
+    assert not producer.all_arrive(1.0)
+
+
+def test_the_failure_of_a_transaction_is_its_cause(client):
+    """Records that failed only with their transaction do not stand for the one that it failed for."""
+    producer = _in_a_transaction()
+    for client.report in (KafkaError(KafkaError._PURGE_QUEUE), _REFUSED):
+        producer.send_manifest("tracking", b"manifest")
+    assert producer.failure == _REFUSED
+
+
+def test_a_purged_manifest_is_no_refused_one(client):
+    """A manifest that was dropped with its transaction does not end the producer: the next transaction may be good."""
+    producer = _in_a_transaction()
+    client.report = KafkaError(KafkaError._PURGE_QUEUE)
+    producer.send_manifest("tracking", b"manifest")
+    assert isinstance(producer.abort(_REFUSED), Aborted)
+
+
+def test_a_coordinator_that_comes_back_is_waited_for(client, monkeypatch):
+    """Fencing is repeated as long as Kafka says that it may be, and succeeds in the end."""
+    answers = [_TIMED_OUT, _TIMED_OUT]
+
+    def init(_):
+        if answers:
+            raise KafkaException(answers.pop(0))
+
+    monkeypatch.setattr(client, "init_transactions", init)
+    assert TransactionalProducer(_SETTINGS, timeout_seconds=1.0).init() is None
+    assert answers == []
+
+
+def test_a_client_that_breaks_while_records_are_awaited(client, monkeypatch):
+    """The error that a broken client raises there is not raised to the caller: the records have not arrived."""
+
+    def flush(_):
+        raise KafkaException(KafkaError(KafkaError._FATAL, "broken", fatal=True))
+
+    producer = _in_a_transaction()
+    monkeypatch.setattr(client, "flush", flush)
+    client.state = KafkaError(KafkaError._FATAL, "broken", fatal=True)
+    assert not producer.all_arrive(1.0)

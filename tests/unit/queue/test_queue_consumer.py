@@ -196,6 +196,42 @@ def test_a_keep_alive_is_wanted_until_something_else_was_said(begin):
     assert not second()
 
 
+def test_a_nack_of_the_last_attempt_has_no_delay(begin):
+    """A message that becomes a dead letter does so at once; one that comes again waits for as long as it was told."""
+    for attempts, delay_ms in ((1, 0), (2, 60_000)):
+        one = begin(max_attempts=attempts)
+        start(one, 0)
+        one.receive(0).nack(delay=timedelta(minutes=1))
+        assert [after_ms for _, after_ms, _ in markers(one)] == [delay_ms]
+
+
+def test_extending_never_moves_a_deadline_to_an_earlier_moment(begin):
+    """A shorter extension after a longer one leaves the deadline where it is."""
+    one = begin()
+    start(one, 0)
+    message = one.receive(0)
+    message.extend(timedelta(minutes=2))
+    message.extend(timedelta(minutes=1))
+    (_, first, _), (_, second, _) = markers(one)
+    assert first - 10_000 < second <= first
+
+
+def test_a_message_whose_dead_letter_cannot_be_written_is_still_in_progress(begin, monkeypatch):
+    """It can be settled otherwise."""
+    one = begin()
+    start(one, 0)
+    message = one.receive(0)
+
+    def refuse(*_, **__):
+        raise QueueError("no dead letters")
+
+    monkeypatch.setattr(one._acks._dead_letters, "write", refuse)
+    with pytest.raises(QueueError, match="no dead letters"):
+        message.reject("bad")
+    message.ack()
+    assert one.in_progress == 0
+
+
 @pytest.mark.parametrize("reading_ends", [True, False])
 def test_closing_lets_go_of_what_nobody_uses(begin, reading_ends):
     """Closing drops the client of markers, unless a thread is left that may still give messages back."""
