@@ -508,8 +508,9 @@ def test_outside_the_main_thread_signals_are_left_alone():
 
 
 PROCESS = """
-    import sys, time, threading
+    import signal, sys, time, threading
     from outbox_core.cli.signals import stop_on_signals
+    signal.signal(signal.SIGHUP, signal.{hangup})  # whoever runs this may have `nohup`
     asked = threading.Event()
     with stop_on_signals(asked.set):
         print("ready", flush=True)
@@ -552,7 +553,7 @@ def test_a_signal_that_is_sent_twice_is_one():
 
 def test_nohup_is_respected():
     """A SIGHUP that was ignored stays so: the process goes on."""
-    process = _start("pass", "nohup")
+    process = _start("pass", hangup="SIG_IGN")
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)
@@ -560,8 +561,8 @@ def test_nohup_is_respected():
     assert process.wait(50) == 0
 
 
-def _start(then, *runner):
-    code = textwrap.dedent(PROCESS.format(then=then))
-    process = subprocess.Popen([*runner, sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+def _start(then, hangup="SIG_DFL"):
+    code = textwrap.dedent(PROCESS.format(then=then, hangup=hangup))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
