@@ -86,7 +86,7 @@ def test_a_search_leaves_out_no_record(scene, browser, monkeypatch):
 
     def peek(session, query):
         page = found(session, query)
-        if query.after < 0:
+        if query.after is None:
             scene.execute("DELETE FROM outbox WHERE id <= 4")
         return page
 
