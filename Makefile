@@ -122,8 +122,9 @@ simulate: $(STAMP)  ## Harvesters in a simulated world: HOURS=0.1 (MODE= FIRST=n
 	$(BIN)/python -m tests.simulation --hours $(or $(HOURS),0.1) $(if $(MODE),--mode $(MODE)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(FIRST),--first $(FIRST)) $(if $(RULE),--rule "$(RULE)") $(if $(MEDIAN),--median $(MEDIAN))
 
-spark-faults: $(STAMP)  ## FAULTS=60 on a Spark cluster while RECORDS=1000000 pass relay, archive, projection and replay (SEED=n)
-	$(BIN)/python -m tests.spark.faults.run --faults $(or $(FAULTS),60) --records $(or $(RECORDS),1000000) $(if $(SEED),--seed $(SEED))
+spark-faults: $(STAMP)  ## FAULTS=60 on a Spark cluster while RECORDS=1000000 pass relay, archive, projection, replay (BROKERS=3 SEED=n)
+	$(BIN)/python -m tests.spark.faults.run --faults $(or $(FAULTS),60) --records $(or $(RECORDS),1000000) \
+		--brokers $(or $(BROKERS),1) $(if $(SEED),--seed $(SEED))
 
 explore: $(STAMP)  ## Orders of a small world, one by one: DEVIATIONS=2 unusual choices on a path (all: any), OPTIONS="--records 1"; RULE= breaks one
 	$(BIN)/python -m tests.simulation.exhaustive --deviations $(or $(DEVIATIONS),2) $(OPTIONS) $(if $(RULE),--rule "$(RULE)")
