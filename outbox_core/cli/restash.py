@@ -88,9 +88,7 @@ def _run(options: argparse.Namespace) -> int:
         except psycopg.errors.InsufficientPrivilege as error:
             needs = f"INSERT on {archive.outbox} and SELECT on {archive.table}"
             raise OutboxTableError(f"{error.diag.message_primary}; role {connection.info.user} needs {needs}") from None
-        except (
-            psycopg.IntegrityError
-        ) as error:  # a record of the archive that the outbox, with new constraints, refuses
+        except psycopg.IntegrityError as error:  # the outbox has got constraints since
             why = f"{error.diag.message_primary}; nothing was stashed: name keys or times without such a record"
             raise OutboxTableError(why) from None
         except psycopg.OperationalError as error:
