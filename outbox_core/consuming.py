@@ -37,11 +37,11 @@ from typing import Literal, TypedDict, TypeVar
 
 from outbox_core import tracing
 from outbox_core.claims.claims import ClaimStore
-from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer
+from outbox_core.errors import InvalidConfig, InvalidMessageId, UnsafeConsumer, refuse_unfinished
 from outbox_core.inbox import Inbox, inbox_key
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, Message, TopicPartition
 from outbox_core.kafka.errors import GROUP_MOVED, MEMBER_RECOVERS
-from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of, refuse_unfinished
+from outbox_core.kafka.messages import UnreadableHeaders, bring_back, headers_of
 
 __all__ = [
     "ID_HEADER",

@@ -6,6 +6,7 @@ shows data sources.
 
 from __future__ import annotations
 
+import inspect
 import logging
 
 __all__ = [
@@ -144,3 +145,21 @@ class UnsafeConsumer(OutboxError):
 
 class MissingExtra(OutboxError):
     """An optional part of the package is needed and not installed."""
+
+
+def is_unfinished(result: object) -> bool:
+    """Return True for the result of a handler that has only begun its work, which nobody goes on with; close it."""
+    if result is None:
+        return False
+    if inspect.iscoroutine(result):
+        result.close()  # it is not warned of as never awaited
+    return inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)
+
+
+def refuse_unfinished(result: object, topic: str | None) -> None:
+    """Refuse the result of a handler that has only begun its work (`OutboxError`)."""
+    if is_unfinished(result):
+        raise OutboxError(
+            f"the handler of topic {topic!r} returned {type(result).__name__}, which is not awaited: the work is not "
+            "done; hand over a function that runs it, such as one that calls asyncio.run(handle(message))"
+        )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from operator import methodcaller
 from typing import Any, Final, NamedTuple
 
 from outbox_core.claims.claims import CLAIM_HEADER, ClaimStore, claim_of, collect
-from outbox_core.errors import OutboxError
 from outbox_core.kafka.clients import KafkaError, Message
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.stores.interface import StoredRecord
@@ -56,18 +54,6 @@ def bring_back(message: Message, store: ClaimStore | None) -> None:
         name = claim_of(headers, message.value())
         if name is not None:
             message.set_value(collect(store, name))
-
-
-def refuse_unfinished(result: object, topic: str | None) -> None:
-    """Refuse the result of a handler that has only begun its work (`OutboxError`)."""
-    if result is None or not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
-        return
-    if inspect.iscoroutine(result):
-        result.close()  # it is not warned of as never awaited
-    raise OutboxError(
-        f"the handler of topic {topic!r} returned {type(result).__name__}, which is not awaited: the work is not done; "
-        "hand over a function that runs it, such as one that calls asyncio.run(handle(message))"
-    )
 
 
 class DeadLetter(StoredRecord):

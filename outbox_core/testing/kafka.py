@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from outbox_core.claims.claims import ClaimStore
+from outbox_core.errors import refuse_unfinished
 from outbox_core.kafka.clients import Consumer, Message, TopicPartition
-from outbox_core.kafka.messages import ID_HEADER, bring_back, refuse_unfinished
+from outbox_core.kafka.messages import ID_HEADER, bring_back
 from outbox_core.testing.expectation import bytes_of, headers_of
 from outbox_core.testing.interception import CapturedRecord
 from outbox_core.testing.records import StashedRecords

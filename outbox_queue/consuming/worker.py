@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 
 from outbox_core.cli.signals import stop_on_signals
+from outbox_core.errors import is_unfinished
 from outbox_queue.consuming.consumer import Consumer
 from outbox_queue.consuming.message import Message
 from outbox_queue.errors import InvalidMessage, MessageSettled, QueueClosed, QueueError, Reject
@@ -160,11 +161,8 @@ def call_handler(handler: Handler, message: Message) -> None:
         result = handler(message)
     except asyncio.CancelledError as error:  # no Exception: it would end the worker
         raise QueueError("the handler was cancelled") from error
-    if result is None or not (inspect.isawaitable(result) or inspect.isgenerator(result) or inspect.isasyncgen(result)):
-        return
-    if inspect.iscoroutine(result):
-        result.close()  # it is not warned of as never awaited
-    raise QueueError(f"the handler returned {type(result).__name__}, which is not awaited: the work is not done")
+    if is_unfinished(result):
+        raise QueueError(f"the handler returned {type(result).__name__}, which is not awaited: the work is not done")
 
 
 def _text(value: object) -> str:
