@@ -130,6 +130,12 @@ def quote(identifier: str) -> str:
     return '"' + identifier.replace('"', '""') + '"'
 
 
+HAS_UNIQUE_ID_SQL = """EXISTS (
+    SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] AND attname = 'id'
+    WHERE indrelid = c.oid AND indisunique AND indisvalid AND indpred IS NULL AND indnkeyatts = 1)"""
+"""The condition that no two rows of a table `c` of pg_class have one id."""
+
+
 def iso_time_sql(time: str) -> str:
     """Return SQL for a time as text in ISO 8601, whatever the session's DateStyle is."""
     return f"btrim(to_json({time})::text, '\"')"

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 from outbox_core.doctor.findings import Commands, Finding, fine, problem, warning
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.printable import plural
-from outbox_core.schema import CHECKS, COLUMNS, REQUIRED_COLUMNS, STORAGE_PARAMETERS, violations_sql
+from outbox_core.schema import (
+    CHECKS,
+    COLUMNS,
+    HAS_UNIQUE_ID_SQL,
+    REQUIRED_COLUMNS,
+    STORAGE_PARAMETERS,
+    violations_sql,
+)
 from outbox_core.stores import relay_marks
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.schema_changes import CHECK_CONSTRAINTS
@@ -18,13 +25,12 @@ from outbox_core.stores.postgres.table import wrong_types
 HEAD_ROWS = 10_000
 _NEARLY_FULL_INTEGER = 2_000_000_000
 
-_TABLE = """
+_TABLE = f"""
 SELECT c.relkind, c.relpersistence,
        coalesce((SELECT jsonb_object_agg(split_part(option, '=', 1), split_part(option, '=', 2))
-                 FROM unnest(c.reloptions) AS option), '{}'),
+                 FROM unnest(c.reloptions) AS option), '{{}}'),
        coalesce(s.n_live_tup, 0), coalesce(s.n_dead_tup, 0),
-       EXISTS (SELECT FROM pg_index AS i JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum = i.indkey[0]
-               WHERE i.indrelid = c.oid AND i.indisunique AND i.indisvalid AND i.indnkeyatts = 1 AND a.attname = 'id'),
+       {HAS_UNIQUE_ID_SQL},
        has_table_privilege(c.oid, 'SELECT'), has_table_privilege(c.oid, 'DELETE'),
        coalesce((SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute
                  WHERE attrelid = c.oid AND attname = 'leader_id' AND NOT attisdropped), false)

@@ -14,6 +14,7 @@ to find out that they are large. A row is taken if those before it do not fill t
 
 from __future__ import annotations
 
+from outbox_core.schema import HAS_UNIQUE_ID_SQL
 from outbox_core.stores import relay_marks
 from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, NO_FLOOR
 
@@ -87,10 +88,9 @@ AND held.kafka_key IS NOT DISTINCT FROM stored.kafka_key
 
 # -- the table
 
-INSPECT = """
-SELECT c.relkind, c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) OR NOT EXISTS (
-           SELECT FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] AND attname = 'id'
-           WHERE indrelid = c.oid AND indisunique AND indisvalid AND indpred IS NULL AND indnkeyatts = 1),
+INSPECT = f"""
+SELECT c.relkind,
+       c.relkind = 'r' AND EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid) OR NOT {HAS_UNIQUE_ID_SQL},
        current_database(), n.nspname, c.relname,
        has_table_privilege(c.oid, 'SELECT') AND has_table_privilege(c.oid, 'DELETE')
            AND (SELECT has_column_privilege(c.oid, attnum, 'UPDATE') FROM pg_attribute

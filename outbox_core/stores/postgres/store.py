@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
 import psycopg
+from psycopg.errors import FeatureNotSupported, InsufficientPrivilege, UndefinedFunction
 
 from outbox_core.errors import OutboxTableError, RowsHeld, StoreUnavailable, must
 from outbox_core.schema import archive_rotation
@@ -36,7 +37,8 @@ _BACKLOG_COUNT_BOUND = 100_000
 _MOST_TOPICS = 50
 _LONGEST_TIMEOUT_SECONDS = 86_400.0
 _SKIPPED_SECONDS = 3.0
-_SERVER_ID_WITHHELD = ("42501", "42883", "0A000")  # no right, or a server that only speaks PostgreSQL's protocol
+# No right to the function, or a server that only speaks PostgreSQL's protocol.
+_SERVER_ID_WITHHELD = (InsufficientPrivilege, UndefinedFunction, FeatureNotSupported)
 _id_of = attrgetter("id")
 T = TypeVar("T")
 
@@ -88,13 +90,14 @@ class PostgresStore:
         try:
             return str(self.table.query(sql.SERVER_ID)[0][0])
         except OutboxTableError as error:
-            if getattr(error.__cause__, "sqlstate", "") in _SERVER_ID_WITHHELD:
+            if isinstance(error.__cause__, _SERVER_ID_WITHHELD):
                 return ""
             raise
 
     def mark(self, leader_id: UUID, query: RowQuery) -> MarkedBatch:
         """Mark the rows of a query that `leader_id` has not marked yet, and return them."""
-        parts = mark_parts(self.table.layout(), query)
+        layout = self.table.layout()
+        parts = mark_parts(layout, query)
         parameters = {"leader_id": leader_id, **self._parameters(query)}
         if self._found_none and not self._finds_any(parameters, parts):  # one statement while nothing comes
             return MarkedBatch(0, ())
@@ -108,7 +111,7 @@ class PostgresStore:
         self._see_skipped(skips=selected != len(records))
         records.sort(key=_id_of)
         # Ids may repeat only where rows are not found by their addresses: rows of one id are marked together there.
-        repeated = None if parts["locator"] == "ctid" else next((a for a, b in pairwise(records) if a.id == b.id), None)
+        repeated = None if layout.by_address else next((a for a, b in pairwise(records) if a.id == b.id), None)
         if repeated:
             raise OutboxTableError(
                 f"table {self.table.name} has more than one row with id {repeated.id}, so they cannot be told apart: "
