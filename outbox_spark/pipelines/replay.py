@@ -29,6 +29,7 @@ from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka.clients import Consumer, KafkaError, KafkaException, TopicPartition, make_consumer
 from outbox_core.kafka.errors import ErrorKind, kind_of
 from outbox_core.kafka.transactions import Aborted, Ended, Outcome, TransactionalProducer
+from outbox_spark.batches import batches
 from outbox_spark.config import ReplaySettings
 from outbox_spark.pipelines.archive import must_be_archive, open_archive, within
 from outbox_spark.runtime import utc
@@ -179,7 +180,8 @@ class _Shard:
         published = skipped = 0
         try:
             reached = self._begin(producer, consumer, target)
-            for batch in _batches(itertools.chain([first], rows), self._settings.transaction_records):
+            most = self._settings.transaction_records
+            for batch in batches(itertools.chain([first], rows), most, _MOST_BYTES, _parts):
                 if producer.must_replace:
                     # Its successor fences a rival that has fenced it: the position tells what that one has published.
                     producer.discard()
@@ -254,16 +256,5 @@ class _Shard:
         return KafkaUnavailable(f"replay of {self._name}: {reason}; start it again to go on")
 
 
-def _batches(rows: Iterable[Mapping[str, Any]], most: int) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield lists of at most so many rows, and of few enough bytes."""
-    batch: list[Mapping[str, Any]] = []
-    size = 0
-    for row in rows:
-        batch.append(row)
-        parts = (row.get("key"), row.get("value"), *(header["value"] for header in row["headers"]))
-        size += sum(len(part) for part in parts if part)
-        if len(batch) == most or size >= _MOST_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+def _parts(row: Mapping[str, Any]) -> Iterable[bytes | None]:
+    return (row.get("key"), row.get("value"), *(header["value"] for header in row["headers"]))

@@ -6,7 +6,7 @@ whatever its id (a table that was made by hand may have ids below zero).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from outbox_core.stores.interface import NO_FLOOR, Floor, RowQuery, StoredRecord
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import one_line
 from outbox_core.stores.postgres.store import PostgresStore, scan_parts
+from outbox_spark.batches import batches
 
 # Rule 1 of docs/spark-relay.md: a key is in one shard, and each row is in one. The sign is cut off: a remainder of a
 # negative number is negative.
@@ -169,18 +170,15 @@ class ShardStore(PostgresStore):
         try:
             connection = self.table.connected()
             with connection.cursor() as cursor:
-                rows: list[StoredRecord] = []
-                size = 0
                 # Row by row: a fetch of many would take as many large ones.
-                for fields in cursor.stream(statement, {"shard": number, "shards": of}, binary=True):
-                    rows.append(row := StoredRecord(*fields))
-                    size += sum(len(part) for part in (row.key, row.value, *(row.header_values or ())) if part)
-                    if size >= _MOST_BYTES_AT_ONCE or len(rows) == _MOST_ROWS_AT_ONCE:
-                        yield rows
-                        rows, size = [], 0
-                if rows:
-                    yield rows
+                fields = cursor.stream(statement, {"shard": number, "shards": of}, binary=True)
+                rows = map(StoredRecord._make, fields)
+                yield from batches(rows, _MOST_ROWS_AT_ONCE, _MOST_BYTES_AT_ONCE, _parts)
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             raise StoreUnavailable(f"table {self.table.name}: {one_line(error)}") from None
         except psycopg.Error as error:
             raise OutboxTableError(f"table {self.table.name}: {one_line(error)}") from None
+
+
+def _parts(row: StoredRecord) -> Iterable[bytes | str | None]:
+    return (row.key, row.value, *(row.header_values or ()))

@@ -10,6 +10,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from devstack.frame_proxy import Api, Match
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
 from outbox_core.kafka import transactions as transaction
+from outbox_spark.batches import batches
 from outbox_spark.config import ArchiveSettings, AuditSettings, ReplaySettings
 from outbox_spark.pipelines import archive, audit, replay
 from outbox_spark.pipelines.follower import RecordsMissing
@@ -284,8 +285,8 @@ def test_a_position_that_kafka_does_not_tell_ends_a_replay(settings):
 def test_large_records_are_replayed_in_small_transactions():
     """A transaction has so many records at most, and no record is added to one of 32 MiB."""
     rows = [{"key": b"k", "value": bytes(size), "headers": []} for size in (2**24, 2**24, 2**24, *[1] * 10)]
-    assert [len(batch) for batch in replay._batches(iter(rows), 5)] == [2, 5, 5, 1]
-    assert [len(batch) for batch in replay._batches(iter(rows[3:]), 5)] == [5, 5]
+    assert [len(batch) for batch in batches(iter(rows), 5, replay._MOST_BYTES, replay._parts)] == [2, 5, 5, 1]
+    assert [len(batch) for batch in batches(iter(rows[3:]), 5, replay._MOST_BYTES, replay._parts)] == [5, 5]
 
 
 class _Row(dict):
