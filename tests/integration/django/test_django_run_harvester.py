@@ -279,7 +279,7 @@ def test_output_that_cannot_be_written(database, kafka_bootstrap):
 
 @pytest.mark.parametrize("command", ["run_harvester", "outbox_status", "outbox_doctor"])
 def test_dsn_without_quotes_does_not_show_its_password(command, capsys):
-    """What a shell has cut off a DSN is named without its secrets, by Django's own parser, too."""
+    """A DSN that a shell has cut into pieces shows no secrets, by Django's own parser either."""
     with pytest.raises(SystemExit) as ended:
         execute_from_command_line(["manage.py", command, "--dsn", "host=db", "password=s3cr3t"])
     assert ended.value.code == 2

@@ -888,7 +888,7 @@ def test_killed_leader(contend, kafka_bootstrap):
 
 
 def test_leader_topic_that_is_gone(contend, topic_name, kafka_bootstrap):
-    """Where brokers make no topics, both members say that the leader topic is gone; one leads once it is back."""
+    """Both members say that the leader topic is gone, if brokers make none; one leads once it is back."""
     topic, kafka = topic_name("gone"), {"allow.auto.create.topics": False}
     leader = leads(contend(quick=True, topic=topic, kafka=kafka))
     standby = contend(quick=True, topic=topic, kafka=kafka)

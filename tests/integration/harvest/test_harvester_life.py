@@ -337,15 +337,19 @@ def test_nothing_is_sent_again_after_the_lease(scene):
     assert harvester.join(10)
 
 
-def test_stop_is_bounded(scene, monkeypatch):
-    """A client that reports no delivery delays a stop no longer than a delivery may take."""
+def _sending(scene, monkeypatch, producer, **limits):
+    """Return a harvester whose 20 records are on the wire."""
     monkeypatch.setattr("outbox_core.harvest.at_least_once.loop._REPORTS_LATE_SECONDS", 0.1)
     scene.fill("t", 20)
-    producer = _Resending()
-    limits = {"heartbeat_timeout": "1s", "drain_timeout": "1s"}
-    harvester = scene.harvester(producer_factory=lambda: producer, limits=limits)
+    harvester = scene.harvester(producer_factory=lambda: producer, limits={"heartbeat_timeout": "1s", **limits})
     harvester.start()
     wait_until(lambda: producer.sent == 20, "all are on the wire")
+    return harvester
+
+
+def test_stop_is_bounded(scene, monkeypatch):
+    """A client that reports no delivery delays a stop no longer than a delivery may take."""
+    harvester = _sending(scene, monkeypatch, _Resending(), drain_timeout="1s")
     began = time.monotonic()
     harvester.stop()
     assert harvester.join(10)
@@ -356,19 +360,14 @@ def test_stop_is_bounded(scene, monkeypatch):
 def test_machine_sleeps_during_a_stop(scene, monkeypatch):
     """A stop during which the machine sleeps waits for what the client gives back as long as any other."""
     slept = [0.0]
-    monkeypatch.setattr("outbox_core.harvest.at_least_once.loop._REPORTS_LATE_SECONDS", 0.1)
     monkeypatch.setattr("outbox_core.harvest.at_least_once.loop.now", lambda: now() + slept[0])
-    scene.fill("t", 20)
 
     class SleepsWhileItPurges(_Resending):
         def purge(self, **options):
             slept[0] = 3600.0
             super().purge(**options)
 
-    producer = SleepsWhileItPurges()
-    harvester = scene.harvester(producer_factory=lambda: producer, limits={"heartbeat_timeout": "1s"})
-    harvester.start()
-    wait_until(lambda: producer.sent == 20, "all are on the wire")
+    harvester = _sending(scene, monkeypatch, SleepsWhileItPurges())
     harvester.stop()
     assert harvester.join(10)
     assert scene.count("leader_id IS NOT NULL") == 0
@@ -376,13 +375,8 @@ def test_machine_sleeps_during_a_stop(scene, monkeypatch):
 
 def test_hand_over_waits_for_sends(scene, monkeypatch):
     """A hand-over ends after all sends, however short the user's patience is: the next leader sends at once."""
-    monkeypatch.setattr("outbox_core.harvest.at_least_once.loop._REPORTS_LATE_SECONDS", 0.1)
-    scene.fill("t", 20)
     producer = _Resending()
-    limits = {"heartbeat_timeout": "1s", "drain_timeout": "200ms"}
-    harvester = scene.harvester(producer_factory=lambda: producer, limits=limits)
-    harvester.start()
-    wait_until(lambda: producer.sent == 20, "all are on the wire")
+    harvester = _sending(scene, monkeypatch, producer, drain_timeout="200ms")
     harvester.elector.revoke()
     assert len(producer) == 0
     harvester.stop()

@@ -330,7 +330,7 @@ _REPEAT = {
 
 @pytest.mark.parametrize("why", _REPEAT)
 def test_rows_of_one_id(scene, caplog, why):
-    """Where ids may repeat, the check warns of it; a mark refuses rows of one id by name, and scans and counts work."""
+    """The check warns of ids that may repeat; a mark refuses rows of one id by name, and scans and counts work."""
     scene.execute(_REPEAT[why])
     insert_other = "INSERT INTO {} (id, create_time, kafka_topic) VALUES (2, now() + '1 s', 't')"
     scene.execute("INSERT INTO outbox (kafka_topic) VALUES ('t'), ('t'), ('t')")

@@ -174,7 +174,7 @@ def test_output_that_cannot_be_written(redirection, code, told):
 
 
 def test_characters_that_the_terminal_lacks():
-    """What the encoding of the output lacks is escaped."""
+    """Characters that the encoding of the output lacks are escaped."""
     done = run_outbox("schema", "--only", "outbox", "--table", '"ключ"', PYTHONIOENCODING="latin-1")
     assert done.returncode == 0, done.stderr
     assert r'CREATE TABLE "\u043a\u043b\u044e\u0447"' in done.stdout
@@ -202,7 +202,7 @@ def test_interrupted_question_is_a_no(monkeypatch):
     [(["host=db", "password=s3cr3t"], "password=***"), (["postgresql://u:s3c", "r3t@db/x"], "***@db/x")],
 )
 def test_dsn_without_quotes_does_not_show_its_password(dsn, told, capsys):
-    """What a shell has cut off a DSN is named without its secrets."""
+    """A DSN that a shell has cut into pieces shows no secrets."""
     with pytest.raises(SystemExit):
         main(["harvest", "--dsn", *dsn])
     assert capsys.readouterr().err.endswith(f"unrecognized arguments: {told}\n")

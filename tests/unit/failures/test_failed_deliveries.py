@@ -277,7 +277,7 @@ def test_a_tried_record_that_fails_again_is_tried_no_longer(failures, clock):
 
 
 def test_holds_that_come_up_while_others_are_written_wait_for_the_next_time(failures):
-    """What was written is written once, and what failed meanwhile is left out until it is written, too."""
+    """Each hold is written once, and records that failed meanwhile are left out until theirs is written, too."""
     records = [record(1, "a"), record(2, "b")]
     lanes = sent(*records)
     failures._ctx.marker.store = store = Store(*[NO_HOLDS] * 4)

@@ -252,7 +252,7 @@ class World:
 
     @property
     def log(self):
-        """What was done in the table."""
+        """The calls that changed the table."""
         return self.table.log
 
     def run(self, *script):
@@ -310,7 +310,7 @@ def test_a_leadership_begins_at_the_head(world):
 
 
 def test_a_leadership_that_ends_clears_its_marks_of_what_it_has_not_sent(world):
-    """What was sent is awaited and purged; the marks of everything else are cleared, once."""
+    """Records that were sent are awaited and purged; the marks of all others are cleared, once."""
     world.table.add("a", "a", "a")
     world.run(None, None, world.loop.stop, None, world.deliver, None)
     assert world.client.sent == [1]

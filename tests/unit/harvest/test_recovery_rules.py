@@ -172,7 +172,7 @@ def settle(recovery, transactions):
 
 
 def test_published_rows_of_a_relay_are_deleted_too(make, store):
-    """What the last term and each shard of a relay published is deleted; a term goes on with its own ledger."""
+    """Rows that the last term and each shard of a relay published are deleted; a term goes on with its own ledger."""
     shards = Transactions(published(2)), Transactions(published(3))
     transactions = Transactions(published(1), shards)
     recovery = make(transactions)
@@ -224,7 +224,7 @@ def test_a_leadership_that_ends_before_the_rows_are_deleted_ends_the_term(make, 
 
 
 def test_rows_of_a_torn_batch_are_deleted(make, store):
-    """What a torn transaction left in Kafka is deleted, and the rest of its batch is not."""
+    """Rows that a torn transaction left in Kafka are deleted, and the rest of its batch is not."""
     transactions = Transactions(Ledger(None, Opening("box", 2, 5, ("t",), OURS)))
     transactions.torn = [2, 4]
     assert settle(make(transactions), transactions) is None

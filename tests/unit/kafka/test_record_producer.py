@@ -94,7 +94,7 @@ def test_a_transaction_that_has_failed_blames_no_record(producer, client):
 
 
 def test_reports_tell_the_failures_that_are_no_consequences(producer, client):
-    """What arrived and what failed is told; records that were purged with their transaction are not blamed."""
+    """Arrivals and failures are told; records that were purged with their transaction are not blamed."""
     reports = Reports()
     producer.send([record(1), record(2), record(3)], lambda: False, reports)
     client.report(None, error("INVALID_RECORD"), error("_PURGE_QUEUE"))

@@ -188,7 +188,7 @@ def test_a_barrier_without_an_offset_is_none():
 
 
 def test_a_manifest_ends_the_torn_transaction_before_it(read):
-    """What came before a manifest was settled before it: neither its opening nor a stranger's record counts."""
+    """Records before a manifest were settled before it: neither its opening nor a stranger's record counts."""
     ledger = read([opening(0), Message(1, b"stranger", b""), manifest(2, 1), end(4)], 4)
     assert (ledger.opening, ledger.foreign) == (None, "")
 

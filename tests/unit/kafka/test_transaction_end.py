@@ -264,7 +264,7 @@ def test_a_failed_record_is_no_acknowledged_one(client):
 
 
 def test_a_transaction_that_is_not_open_at_the_broker_is_neither_committed_nor_aborted(client):
-    """What became of a torn transaction is unknown: the term ends, and no EndTxn is sent that could end another one."""
+    """The outcome of a torn transaction is unknown: the term ends, and no EndTxn is sent that could end another one."""
     producer = _in_a_transaction()
     client.refusals = [_TORN]
     assert isinstance(producer.commit(), Ended)
@@ -328,7 +328,7 @@ def test_a_producer_that_could_not_be_replaced_begins_nothing(client):
 
 
 def test_a_late_report_is_that_of_its_own_transaction(client):
-    """What was still awaited, and an error, of one transaction do not count in the next."""
+    """Missing reports, and an error, of one transaction do not count in the next."""
     producer = _in_a_transaction()
     client.state, client.report = _REFUSED, _LATER
     producer.send_manifest("tracking", b"manifest")

@@ -103,7 +103,7 @@ def test_no_message_waits_longer_than_the_longest_delay(make, caplog, hours, exp
 
 @pytest.mark.parametrize("marker_key", ["message", "queue"])
 def test_the_largest_message_that_is_sent_can_be_started(make, marker_key):
-    """Whatever the queue's name and the key of its markers, a payload is refused by its sender or can be started."""
+    """A payload is refused by its sender or can be started, whatever the queue's name and the key of its markers."""
     config = CONFIG.for_queue(max_message_bytes=3000, marker_key=marker_key)
     queue = "\N{GREEK SMALL LETTER OMEGA}" * 200
     check, payload = PayloadCheck(config, queue), b"x" * 3000
