@@ -299,6 +299,8 @@ def run(at: Services, plan: Plan) -> Run:
             writer.start()
             while writer.is_alive():
                 observer.sample(interval)
+            if writer.exitcode:
+                raise RuntimeError(f"the writer failed with exit code {writer.exitcode}, so the run means nothing")
             ended = time.monotonic()
             while not observer.has_all and time.monotonic() < ended + plan.seconds:
                 observer.sample(interval)
