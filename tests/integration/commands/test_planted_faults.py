@@ -75,8 +75,15 @@ IN_THE_TABLE = {
         "synchronous_commit",
         "is off by default",
     ),
+    "frozen database": (
+        """DO $$ BEGIN
+               EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', current_database());
+           END $$""",
+        "default_transaction_read_only",
+        "no row can be marked",
+    ),
 }
-QUICK = ("no table", "no primary key", "sequence with a cache", "no constraints", "rule")
+QUICK = ("no table", "no primary key", "sequence with a cache", "no constraints", "rule", "frozen database")
 
 
 @pytest.fixture
