@@ -183,6 +183,20 @@ def test_missing_and_excessive_rights(database, connection, find, topic_name, ca
         connection.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
 
 
+def test_database_without_an_encoding(database, connection, find):
+    """A database in SQL_ASCII is named, as text that is not UTF-8 ends a harvester."""
+    name = f"{database.rpartition('/')[2]}_ascii"
+    locale = "LOCALE_PROVIDER libc LC_COLLATE 'C' LC_CTYPE 'C'"
+    connection.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'SQL_ASCII' {locale}")
+    try:
+        assert not find("encoding")
+        (found,) = find("encoding", f"{database}_ascii")
+        assert "is SQL_ASCII" in found.detail
+        type_remedy(found.remedy, connection)
+    finally:
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+
 def test_open_transactions(database, connection, find, monkeypatch):
     """A session that keeps an old snapshot, or locks the table, is named, and the statement in the remedy ends it."""
     monkeypatch.setattr(postgres, "_OLD_SECONDS", 0)
