@@ -19,9 +19,15 @@ _CROWDED = 0.9
 
 _SERVER = """
 SELECT current_setting('server_version_num')::int, current_setting('server_version'), pg_is_in_recovery(),
-       current_setting('synchronous_commit'), current_setting('autovacuum')::bool, current_database(),
        (SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend'),
        current_setting('max_connections')::int, pg_backend_pid()
+"""
+
+# Whether transactions only read by default, this session does not tell, which has set that for itself.
+_DEFAULTS = """
+SELECT current_database(), current_setting('synchronous_commit'), current_setting('autovacuum')::bool,
+       current_setting('server_encoding'),
+       (SELECT reset_val::bool FROM pg_settings WHERE name = 'default_transaction_read_only')
 """
 
 # Whoever holds an old snapshot keeps vacuum from removing what was purged since.
@@ -139,9 +145,7 @@ class PostgresChecks:
 
     def server(self) -> Iterator[Finding]:
         """Check the server and its settings."""
-        ((number, version, is_standby, synchronous_commit, autovacuum, database, used, most, pid),) = self._session.ask(
-            _SERVER
-        )
+        ((number, version, is_standby, used, most, pid),) = self._session.ask(_SERVER)
         if number < _OLDEST_SERVER:
             yield problem("server", f"PostgreSQL {version}", "harvesting needs PostgreSQL 14 or newer")
         else:
@@ -155,6 +159,30 @@ class PostgresChecks:
                 "(PgBouncer's pool_mode=transaction) cannot be used for harvesting",
                 "name the database itself, or a pool of sessions",
             )
+        yield from self._defaults()
+        if used >= _CROWDED * most:
+            yield warning(
+                "connections",
+                f"{used} of {most} are in use, and a harvester needs four",
+                "close idle ones (SELECT pid, usename, application_name, state FROM pg_stat_activity), or raise "
+                "max_connections",
+            )
+
+    def _defaults(self) -> Iterator[Finding]:
+        ((database, synchronous_commit, autovacuum, encoding, only_reads),) = self._session.ask(_DEFAULTS)
+        if only_reads:
+            role = self._session.role
+            yield problem(
+                "default_transaction_read_only",
+                f"is on for role {role} in this database: no row can be marked or deleted",
+                f"ALTER ROLE {role} IN DATABASE {quote(database)} SET default_transaction_read_only = off",
+            )
+        if encoding == "SQL_ASCII":
+            yield warning(
+                "encoding",
+                "is SQL_ASCII: a record whose text is not UTF-8 ends the harvester",
+                f"ALTER DATABASE {quote(database)} SET client_encoding = 'UTF8'",
+            )
         if synchronous_commit == "off":
             yield warning(
                 "synchronous_commit",
@@ -166,13 +194,6 @@ class PostgresChecks:
                 "autovacuum",
                 "is off: every published row leaves a dead one behind",
                 "ALTER SYSTEM SET autovacuum = on; SELECT pg_reload_conf()",
-            )
-        if used >= _CROWDED * most:
-            yield warning(
-                "connections",
-                f"{used} of {most} are in use, and a harvester needs four",
-                "close idle ones (SELECT pid, usename, application_name, state FROM pg_stat_activity), or raise "
-                "max_connections",
             )
 
     def holds(self, *, needed: bool, only_reads: bool) -> Iterator[Finding]:

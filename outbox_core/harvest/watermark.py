@@ -64,6 +64,11 @@ _FROM_HEAD_BUSY_SECONDS = 60.0
 _FROM_HEAD_REST = 30
 _WARN_AFTER_SECONDS = 10.0
 _WARN_AGAIN_FACTOR = 6
+_IDS_COME_BACK = (
+    "the sequence of the ids was set back from %d to %d (by a failover that lost commits, a restored backup, or "
+    "TRUNCATE ... RESTART IDENTITY): consumers that know records by their outbox-id take new ones for repeats. Set the "
+    "sequence to a higher id than any before (setval)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +208,8 @@ class LowWatermark:
         if self.off:
             return
         if self._last is not None and (sight.place != self._last.place or sight.last_id < self._last.last_id):
+            if sight.last_id < self._last.last_id:
+                _log.warning(_IDS_COME_BACK, self._last.last_id, sight.last_id)
             self.reset("connection, table or sequence is another one")
             self._settled, self._pending, self._writers = NO_FLOOR.id, None, {}
         self._last = sight

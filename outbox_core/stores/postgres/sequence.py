@@ -13,6 +13,7 @@ from outbox_core.stores.postgres.table import OutboxTable
 
 # Before, a transaction took another name when it was prepared.
 _TRANSACTIONS_KEEP_THEIR_NAMES = 140001
+_HIGHEST_FLOOR = 2**63 - 2  # a sequence at its end has drawn an id that nothing is above
 _NO_FLOOR_PARAMETERS = {"floor": None, "sequence": None, "table_file": None, "sequence_file": None}
 
 
@@ -76,7 +77,7 @@ class PostgresSequence:
         ):
             return name | _NO_FLOOR_PARAMETERS
         files = {"table_file": str(place.table_file), "sequence_file": str(place.sequence_file)}
-        return name | files | {"floor": str(floor.id), "sequence": sequence.name}
+        return name | files | {"floor": str(min(floor.id, _HIGHEST_FLOOR)), "sequence": sequence.name}
 
     def _find(self, connection: Connection) -> _IdSequence:
         table = self._table

@@ -75,8 +75,15 @@ IN_THE_TABLE = {
         "synchronous_commit",
         "is off by default",
     ),
+    "frozen database": (
+        """DO $$ BEGIN
+               EXECUTE format('ALTER DATABASE %I SET default_transaction_read_only = on', current_database());
+           END $$""",
+        "default_transaction_read_only",
+        "no row can be marked",
+    ),
 }
-QUICK = ("no table", "no primary key", "sequence with a cache", "no constraints", "rule")
+QUICK = ("no table", "no primary key", "sequence with a cache", "no constraints", "rule", "frozen database")
 
 
 @pytest.fixture
@@ -174,6 +181,20 @@ def test_missing_and_excessive_rights(database, connection, find, topic_name, ca
         assert not [one for one in find(subject, as_role(database, role)) if told in one.detail]
     finally:
         connection.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
+
+
+def test_database_without_an_encoding(database, connection, find):
+    """A database in SQL_ASCII is named, as text that is not UTF-8 ends a harvester."""
+    name = f"{database.rpartition('/')[2]}_ascii"
+    locale = "LOCALE_PROVIDER libc LC_COLLATE 'C' LC_CTYPE 'C'"
+    connection.execute(f"CREATE DATABASE {name} TEMPLATE template0 ENCODING 'SQL_ASCII' {locale}")
+    try:
+        assert not find("encoding")
+        (found,) = find("encoding", f"{database}_ascii")
+        assert "is SQL_ASCII" in found.detail
+        type_remedy(found.remedy, connection)
+    finally:
+        connection.execute(f"DROP DATABASE {name} WITH (FORCE)")
 
 
 def test_open_transactions(database, connection, find, monkeypatch):

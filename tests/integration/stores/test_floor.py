@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.stores.interface import NO_FLOOR, RowQuery
+from outbox_core.stores.interface import NO_FLOOR, Floor, RowQuery
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.store import PostgresStore, mark_parts, scan_parts
 from tests.harvesting import Scene
@@ -260,6 +260,20 @@ def test_sequence_that_is_not_the_default_one(scene):
     assert store.sequence.snapshot()[::3] == (99, "")
     scene.fill("t", 3)
     assert store.sequence.snapshot().last_id == 102
+    store.close()
+
+
+def test_sequence_at_its_end(scene):
+    """The last id that a sequence can draw is a floor, too: marks and scans find what is left below."""
+    scene.execute("SELECT setval('outbox_id_seq', 9223372036854775804)")
+    scene.fill("t", 2)
+    with pytest.raises(psycopg.errors.CheckViolation):
+        scene.fill("t", 1)
+    store = PostgresStore(scene.database)
+    sight = store.sequence.snapshot()
+    assert sight.last_id == 2**63 - 1
+    assert store.scan(RowQuery(10, after=Floor(sight.last_id, sight.place))) == []
+    assert len(store.scan(RowQuery(10))) == 2
     store.close()
 
 

@@ -142,8 +142,8 @@ def test_gone_elsewhere(table):
     assert table.floor.off == ""
 
 
-def test_sequence_set_back(table):
-    """A sequence that was set back takes the floor down, as its ids come again."""
+def test_sequence_set_back(table, caplog):
+    """A sequence that was set back takes the floor down, as its ids come again, and the log tells it once."""
     table.write(5)
     table.catch_up()
     table.rows.clear()
@@ -157,6 +157,18 @@ def test_sequence_set_back(table):
     table.catch_up()
     assert table.at == 4
     assert table.floor.off == ""
+    assert caplog.text.count("set back from 5 to 4") == 1
+
+
+def test_ids_that_a_failover_took_back(table, caplog):
+    """A promoted standby that lacks the last ids is told from one that has them all."""
+    table.write(5)
+    table.catch_up()
+    for place, last_id, warnings in (("standby", 5, 0), ("late standby", 3, 1)):
+        table.place, table.last_id = place, last_id
+        table.write(last_id)
+        table.catch_up()
+        assert caplog.text.count("outbox-id take new ones for repeats") == warnings
 
 
 def test_reset_keeps_what_is_settled(table):
