@@ -48,6 +48,7 @@ _TRACKING_TOPIC_SETTINGS = {
     "segment.bytes": str(16 * 2**20),
     "segment.ms": "3600000",
     "min.cleanable.dirty.ratio": "0.1",
+    "max.message.bytes": str(2**20),  # for a manifest of 50,000 rows, whatever the brokers' default
 }
 
 

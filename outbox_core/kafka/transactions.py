@@ -56,7 +56,7 @@ from outbox_core.kafka.clients import (
     discard,
     make_producer,
 )
-from outbox_core.kafka.errors import TORN, ErrorKind, explained, grant, is_collateral, kind_of
+from outbox_core.kafka.errors import TORN, ErrorKind, explained, grant, is_collateral, kind_of, why_no_manifest
 
 _INIT_ATTEMPT_SECONDS = 2.0
 _QUEUE_FULL_POLL_SECONDS = 0.01
@@ -118,7 +118,7 @@ class _Reports:
 
     def clear(self) -> None:
         self.error: KafkaError | None = None
-        self.refusal: KafkaError | None = None
+        self.refusal: Ended | None = None
         self.offset = -1
         self.is_torn = False
         self.awaited: list[str] = []  # records of the protocol itself; a late report finds its own transaction's list
@@ -143,7 +143,7 @@ class _Reports:
             return
         self.note(error)
         if not is_collateral(error):
-            self.refusal = error
+            self.refusal = Ended(f"tracking topic {message.topic()!r} {why_no_manifest(error)}", error)
 
 
 class TransactionalProducer:
@@ -303,7 +303,7 @@ class TransactionalProducer:
             cause: KafkaError = error.args[0]
             if cause.code() == KafkaError._STATE:  # noqa: SLF001  the commit will tell
                 return None
-            return Ended(f"the manifest was refused: {cause.str()}", cause)
+            return Ended(f"the manifest was refused by the client's settings: {cause.str()}", cause)
         return None
 
     def send_offsets(self, positions: Sequence[TopicPartition], group_metadata: Any, timeout_seconds: float) -> None:
@@ -382,9 +382,8 @@ class TransactionalProducer:
                 return Ended(error.args[0].str(), cause)
         if self._is_torn(cause):
             return Ended("a broker says that the open transaction is not open; what became of it is unknown", cause)
-        refusal = self._reports.refusal
-        if refusal is not None:
-            return Ended(f"the manifest was refused: {refusal.str()}", refusal)
+        if self._reports.refusal is not None:
+            return self._reports.refusal
         if cause is None:
             return Aborted(None, record_at_fault=False)
         return Aborted(cause, record_at_fault=_may_be_about_records(cause))
