@@ -88,10 +88,8 @@ UNREADABLE_TOPIC = NO_SUCH_PARTITION | {KafkaError.TOPIC_AUTHORIZATION_FAILED}
 NO_ANSWER = frozenset({KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT})
 """Codes of a request that was not answered in time."""
 
-TIMED_OUT = NO_ANSWER | {KafkaError._MSG_TIMED_OUT}
-"""Codes of a request or a message that was not answered in time."""
-
-MAYBE_DELIVERED = TIMED_OUT | {
+MAYBE_DELIVERED = NO_ANSWER | {
+    KafkaError._MSG_TIMED_OUT,
     KafkaError._PURGE_INFLIGHT,
     KafkaError.NOT_ENOUGH_REPLICAS_AFTER_APPEND,
 }

@@ -63,6 +63,7 @@ _QUEUE_FULL_POLL_SECONDS = 0.01
 _REFUSED_POLL_SECONDS = 0.01
 _PROBE_SECONDS = 0.1
 _NO_TRANSACTION_LASTS_MS = 2**31 - 1
+LOWER_TIMEOUT = "lower transactionTimeout (transaction_timeout), or raise the brokers' transaction.max.timeout.ms"
 _OFFSETS_REPEAT_SECONDS = 0.5  # after which librdkafka repeats TxnOffsetCommit: rd_kafka_txn_handle_TxnOffsetCommit
 _DEFAULT_TRANSACTION_TIMEOUT_MS = 60_000  # librdkafka's, which is that of records, too, if they have none
 _REPEATS = ("retries", "message.send.max.retries")
@@ -205,10 +206,12 @@ class TransactionalProducer:
         return Ended(f"init_transactions was given up{why}")
 
     def _why_refused(self, cause: KafkaError) -> str:
+        if cause.code() == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+            return f"{cause.str()}; {LOWER_TIMEOUT}"
         if cause.code() != KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
             return cause.str()
-        needed = grant("WRITE and DESCRIBE", self._settings)
-        return f"transactional.id {self._transactional_id!r} may not be used: {cause.str()}; {needed}"
+        grants = grant("WRITE and DESCRIBE", self._settings)
+        return f"transactional.id {self._transactional_id!r} may not be used: {cause.str()}; {grants}"
 
     def discard(self) -> None:
         """End the producer's threads and connections. Idempotent."""
@@ -379,7 +382,7 @@ class TransactionalProducer:
                 self._producer.poll(0)  # what is still to be reported
                 self._must_replace = self._must_replace or bool(self._reports.awaited)
             except KafkaException as error:
-                return Ended(error.args[0].str(), cause)
+                return Ended(f"the abort failed: {error.args[0].str()}", cause)
         if self._is_torn(cause):
             return Ended("a broker says that the open transaction is not open; what became of it is unknown", cause)
         if self._reports.refusal is not None:

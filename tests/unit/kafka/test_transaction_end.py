@@ -263,6 +263,18 @@ def test_a_failed_record_is_no_acknowledged_one(client):
     assert producer.must_replace
 
 
+def test_a_time_out_that_brokers_do_not_allow_names_both_settings(client, monkeypatch):
+    """A transaction's time-out above the brokers' limit ends the term with the setting to lower, or theirs to raise."""
+
+    def init(_):
+        raise KafkaException(KafkaError(KafkaError.INVALID_TRANSACTION_TIMEOUT, "too long"))
+
+    monkeypatch.setattr(client, "init_transactions", init)
+    ended = TransactionalProducer(_SETTINGS, timeout_seconds=1.0).init()
+    assert ended.reason.startswith("too long; lower transactionTimeout")
+    assert "transaction.max.timeout.ms" in ended.reason
+
+
 def test_a_manifest_that_is_too_large_names_the_setting(client):
     """A tracking topic that takes no batch of a manifest's size is named with the setting to raise."""
     producer = _in_a_transaction()
