@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -173,7 +174,10 @@ def _examine_kafka(config: HarvestConfig, learned: _Learned, connecting: KafkaCo
     # The head names the outbox; ids and times take eight bytes each.
     manifest_bytes = 2048 + 16 * config.limits.most_in_transaction
     yield from kafka.tracking_topic(tracking.topic, needed=is_needed, manifest_bytes=manifest_bytes)
-    yield from kafka.transactional_id(tracking.transactional_id, tracking.topic, needed=is_needed)
+    timeout_ms = config.limits.transaction_timeout // timedelta(milliseconds=1)
+    yield from kafka.transactional_id(
+        tracking.transactional_id, tracking.topic, needed=is_needed, timeout_ms=timeout_ms
+    )
     yield from kafka.relay_topic(tracking.relay_topic)
     if config.on_poison == "dead-letter":
         yield from kafka.dead_letter_topic(config.dead_letter_name(identity))

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Self
 from outbox_core.doctor.findings import CommandLine, Commands, Finding, Verdict, fine, problem, warning
 from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry, TopicDescription, TopicHidden
-from outbox_core.kafka.clients import KafkaConfig, KafkaError, KafkaException
+from outbox_core.kafka.clients import ConfigResource, KafkaConfig, KafkaError, KafkaException
 from outbox_core.kafka.errors import grant, principal_of
-from outbox_core.kafka.transactions import TransactionsRefused, check_transactional_id
+from outbox_core.kafka.transactions import LOWER_TIMEOUT, TransactionsRefused, check_transactional_id
 from outbox_core.topic_names import topic_problem
 
 _ASSIGNOR = "cooperative-sticky"
@@ -133,8 +133,10 @@ class KafkaChecks:
             )
         return wrong or [fine(subject, topic)]
 
-    def transactional_id(self, transactional_id: str, tracking_topic: str, *, needed: bool) -> list[Finding]:
-        """Check the right to begin transactions, which the next start needs if there ever were any."""
+    def transactional_id(
+        self, transactional_id: str, tracking_topic: str, *, needed: bool, timeout_ms: int
+    ) -> list[Finding]:
+        """Check the right to begin transactions, if there ever were any or will be, and their time-out."""
         if not self._is_real or not (needed or self._inquiry.describe(tracking_topic)):
             return []
         try:
@@ -147,7 +149,20 @@ class KafkaChecks:
                     grant("WRITE and DESCRIBE", self._config, f"the transactional.id {transactional_id}"),
                 )
             ]
+        longest = self._longest_transaction_ms()
+        if longest is not None and longest < timeout_ms:
+            detail = f"the brokers let no transaction be open for {timeout_ms:,} ms, but for {longest:,} ms at most"
+            return [problem("transactional.id", detail, LOWER_TIMEOUT)]
         return [fine("transactional.id", f"{transactional_id} may be used")]
+
+    def _longest_transaction_ms(self) -> int | None:
+        """Return the brokers' `transaction.max.timeout.ms`, or None if we may not read it."""
+        broker = ConfigResource(ConfigResource.Type.BROKER, str(min(self._inquiry.cluster().brokers)))
+        asked = self._inquiry.admin.describe_configs([broker], request_timeout=self._inquiry.remaining)[broker]
+        try:
+            return int(self._inquiry.wait_for(asked)["transaction.max.timeout.ms"].value)
+        except (KafkaException, KafkaUnavailable, KeyError, TypeError, ValueError):
+            return None
 
     def relay_topic(self, topic: str) -> list[Finding]:
         """Check the topic of a relay on Spark, if there ever was one: every leader settles its manifests first."""
@@ -304,7 +319,7 @@ class KafkaChecks:
         return [problem(subject, detail, grant(listed, self._config, topic))]
 
     def _sizes(self, subject: str, topic: str, look: TopicDescription, message_bytes: int) -> list[Finding]:
-        """Check limits that refuse every message: too small a size, or more in-sync replicas than there are."""
+        """Check limits that refuse every message: too small a size, or, before Kafka 4, too few replicas."""
         settings = self._settings(topic)
         found = []
         limit = settings.get("max.message.bytes", "")
@@ -319,9 +334,10 @@ class KafkaChecks:
         in_sync = settings.get("min.insync.replicas", "")
         if in_sync.isdecimal() and 0 < look.replicas < int(in_sync):
             found.append(
-                problem(
+                warning(
                     subject,
-                    f"{topic} has {look.replicas} replica(s) and min.insync.replicas={in_sync}: it takes nothing",
+                    f"{topic} has {look.replicas} replica(s) and min.insync.replicas={in_sync}: "
+                    "brokers before Kafka 4 may refuse all records",
                     self._alter(topic, f"min.insync.replicas={look.replicas}"),
                 )
             )

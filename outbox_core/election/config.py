@@ -173,6 +173,8 @@ class NeliConfig:
             "enable.idempotence": False,
             "message.timeout.ms": timeout,
             "request.timeout.ms": self._socket_timeout,
+            # Brokers count a client's quota by its ID: records over it must not hold back heartbeats.
+            "client.id": f"{self.kafka.get('client.id', self.name)}-election",
         }
         return defaults | self._kafka_without(_PRODUCER_OWN | _GROUP_ONLY) | owned
 

@@ -24,9 +24,8 @@ def size_limits(of_topic: int | None, of_client: int) -> str:
 
 def why_no_dead_letter(error: KafkaError, grant_write: str, max_message_bytes: int) -> str:
     """Return the reason for which a dead letter stays held that the dead-letter topic refused."""
-    advice = f"; {grant_write}" if kind_of(error) is ErrorKind.UNAUTHORIZED else ""
-    if error.code() in TOO_LARGE:
-        advice = size_limits(None, max_message_bytes)
+    right = f"; {grant_write}" if kind_of(error) is ErrorKind.UNAUTHORIZED else ""
+    advice = size_limits(None, max_message_bytes) if error.code() in TOO_LARGE else right
     return f"the dead-letter topic refused it: {error.str()}{advice}"
 
 
@@ -51,6 +50,8 @@ def refusal_of(failure: Failure, limits: str = "") -> str:
         return f"{largest}: {text} ({sizes[largest]} of its {sum(sizes.values())} bytes){limits}"
     if code == KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001  its public name
         return f"kafka_partition: {text}: {record.partition}"
+    if code == KafkaError.INVALID_RECORD and record.key is None:
+        return f"kafka_key: {text}: NULL, which a compacted topic does not take"
     if code == KafkaError.TOPIC_EXCEPTION:
         return f"kafka_topic: {text}"
     if code == KafkaError._INVALID_ARG and not text.startswith("kafka_"):  # noqa: SLF001

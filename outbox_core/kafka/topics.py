@@ -48,6 +48,7 @@ _TRACKING_TOPIC_SETTINGS = {
     "segment.bytes": str(16 * 2**20),
     "segment.ms": "3600000",
     "min.cleanable.dirty.ratio": "0.1",
+    "max.message.bytes": str(2**20),  # for a manifest of 50,000 rows, whatever the brokers' default
 }
 
 
@@ -96,9 +97,7 @@ def ensure_tracking_topic(
     """
     with Inquiry(config, timeout_seconds) as inquiry:
         if not inquiry.can_create():
-            raise TrackingTopicError(
-                "this Kafka cluster is a mock without transactions; exactly once needs a real broker"
-            )
+            raise TrackingTopicError("this cluster is a mock without transactions; exactly once needs a real broker")
         partitions = _ensure(inquiry, _TRACKING_TOPIC._replace(partitions=width), topic)
         if partitions < width:
             _widen(inquiry, _TRACKING_TOPIC, topic, width)

@@ -25,7 +25,7 @@ from typing import Any
 
 from outbox_core.errors import KafkaUnavailable, TrackingTopicError, must
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message, TopicPartition, make_consumer
-from outbox_core.kafka.errors import grant
+from outbox_core.kafka.errors import grant, why_no_manifest
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.reader import PartitionReader, reader_settings
 from outbox_core.kafka.transactions import Ended, TransactionalProducer
@@ -68,7 +68,8 @@ def write_barrier(
         return ended
     if not producer.all_arrive(_BARRIER_SECONDS, give_up) or producer.manifest_offset < 0:
         cause = producer.failure
-        return Ended(f"the tracking topic takes no record: {'no answer' if cause is None else cause.str()}", cause)
+        why = "does not answer" if cause is None else why_no_manifest(cause)
+        return Ended(f"tracking topic {topic!r} {why}", cause)
     return producer.manifest_offset
 
 

@@ -56,13 +56,14 @@ from outbox_core.kafka.clients import (
     discard,
     make_producer,
 )
-from outbox_core.kafka.errors import TORN, ErrorKind, explained, grant, is_collateral, kind_of
+from outbox_core.kafka.errors import TORN, ErrorKind, explained, grant, is_collateral, kind_of, why_no_manifest
 
 _INIT_ATTEMPT_SECONDS = 2.0
 _QUEUE_FULL_POLL_SECONDS = 0.01
 _REFUSED_POLL_SECONDS = 0.01
 _PROBE_SECONDS = 0.1
 _NO_TRANSACTION_LASTS_MS = 2**31 - 1
+LOWER_TIMEOUT = "lower transactionTimeout (transaction_timeout), or raise the brokers' transaction.max.timeout.ms"
 _OFFSETS_REPEAT_SECONDS = 0.5  # after which librdkafka repeats TxnOffsetCommit: rd_kafka_txn_handle_TxnOffsetCommit
 _DEFAULT_TRANSACTION_TIMEOUT_MS = 60_000  # librdkafka's, which is that of records, too, if they have none
 _REPEATS = ("retries", "message.send.max.retries")
@@ -118,7 +119,7 @@ class _Reports:
 
     def clear(self) -> None:
         self.error: KafkaError | None = None
-        self.refusal: KafkaError | None = None
+        self.refusal: Ended | None = None
         self.offset = -1
         self.is_torn = False
         self.awaited: list[str] = []  # records of the protocol itself; a late report finds its own transaction's list
@@ -143,7 +144,7 @@ class _Reports:
             return
         self.note(error)
         if not is_collateral(error):
-            self.refusal = error
+            self.refusal = Ended(f"tracking topic {message.topic()!r} {why_no_manifest(error)}", error)
 
 
 class TransactionalProducer:
@@ -205,10 +206,12 @@ class TransactionalProducer:
         return Ended(f"init_transactions was given up{why}")
 
     def _why_refused(self, cause: KafkaError) -> str:
+        if cause.code() == KafkaError.INVALID_TRANSACTION_TIMEOUT:
+            return f"{cause.str()}; {LOWER_TIMEOUT}"
         if cause.code() != KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED:
             return cause.str()
-        needed = grant("WRITE and DESCRIBE", self._settings)
-        return f"transactional.id {self._transactional_id!r} may not be used: {cause.str()}; {needed}"
+        grants = grant("WRITE and DESCRIBE", self._settings)
+        return f"transactional.id {self._transactional_id!r} may not be used: {cause.str()}; {grants}"
 
     def discard(self) -> None:
         """End the producer's threads and connections. Idempotent."""
@@ -303,7 +306,7 @@ class TransactionalProducer:
             cause: KafkaError = error.args[0]
             if cause.code() == KafkaError._STATE:  # noqa: SLF001  the commit will tell
                 return None
-            return Ended(f"the manifest was refused: {cause.str()}", cause)
+            return Ended(f"the manifest was refused by the client's settings: {cause.str()}", cause)
         return None
 
     def send_offsets(self, positions: Sequence[TopicPartition], group_metadata: Any, timeout_seconds: float) -> None:
@@ -379,12 +382,11 @@ class TransactionalProducer:
                 self._producer.poll(0)  # what is still to be reported
                 self._must_replace = self._must_replace or bool(self._reports.awaited)
             except KafkaException as error:
-                return Ended(error.args[0].str(), cause)
+                return Ended(f"the abort failed: {error.args[0].str()}", cause)
         if self._is_torn(cause):
             return Ended("a broker says that the open transaction is not open; what became of it is unknown", cause)
-        refusal = self._reports.refusal
-        if refusal is not None:
-            return Ended(f"the manifest was refused: {refusal.str()}", refusal)
+        if self._reports.refusal is not None:
+            return self._reports.refusal
         if cause is None:
             return Aborted(None, record_at_fault=False)
         return Aborted(cause, record_at_fault=_may_be_about_records(cause))

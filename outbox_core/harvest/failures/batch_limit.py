@@ -4,7 +4,7 @@ With much to do each full transaction that was quick doubles the limit, up to a 
 times for the broker, whatever its size. One that is slow, or not full, takes that back.
 
 A transaction fails as a whole, and a delivery report names a batch. So the harvester forgets the records of a failed
-transaction, scans again from the head of the table with half the limit, and doubles it after each success. A record
+transaction, scans again from the head of the table with half the limit, and doubles it after each full one. A record
 that fails alone is bad.
 
 While the limit is below the largest one, delivery reports are asked for: they name destinations that do not answer, so
@@ -63,7 +63,7 @@ class BatchLimit:
         """Note a commit of so many records, and its seconds."""
         self.ends = 0
         if self.is_searching:
-            self.limit = min(self._usual, 2 * self.limit)
+            self.limit = min(self._usual, max(self.limit, 2 * records))
         elif took > _QUICK_SECONDS or 2 * records < self.limit:
             self.limit = max(self._usual, self.limit // 2)
         elif records >= self.limit:

@@ -28,7 +28,7 @@ from outbox_core.harvest.failures.batch_limit import BatchLimit
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
 from outbox_core.harvest.failures.policy import Hold, Retry, decide
 from outbox_core.harvest.store_calls import LeadershipWait
-from outbox_core.kafka.errors import ErrorKind, kind_of
+from outbox_core.kafka.errors import MAYBE_DELIVERED, ErrorKind, kind_of
 from outbox_core.kafka.messages import DeadLetter, Failure
 from outbox_core.kafka.record_producer import Reports
 from outbox_core.kafka.transactions import Aborted, Ended
@@ -173,6 +173,8 @@ class FailedTransactions(FailureHandler):
             self._try_again_at = now() + _REST_FACTOR * took
         if aborted.error is None:
             return
+        if not is_retry and aborted.error.code() in MAYBE_DELIVERED:  # too much for the time, or for a quota
+            self.batch.failed(len(records), refused=False)
         if not (aborted.record_at_fault or reports.failures):
             self._ctx.kafka.failed(aborted.error.str())
             self._wait.back_off(self._ctx.limits.io_error_backoff)

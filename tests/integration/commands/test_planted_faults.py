@@ -2,7 +2,8 @@
 
 import os
 import shlex
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 
 import psycopg
 import pytest
@@ -11,6 +12,7 @@ from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
 from outbox_core.doctor import examination, postgres
 from outbox_core.doctor.findings import CommandLine, Verdict
+from outbox_core.doctor.kafka import KafkaChecks
 from outbox_core.schema import (
     STORAGE_PARAMETERS,
     TableName,
@@ -277,3 +279,14 @@ def test_topics(connection, kafka_bootstrap, make_topic, topic_name, case):
     (found,) = find()
     type_remedy(found.remedy, connection, kafka_bootstrap)
     assert not find()
+
+
+@pytest.mark.real_broker
+def test_transactions_longer_than_brokers_allow(kafka_bootstrap, topic_name):
+    """A transaction's time-out above the brokers' `transaction.max.timeout.ms`, 15 minutes by default, is found."""
+    with closing(KafkaChecks({"bootstrap.servers": kafka_bootstrap}, connect_seconds=60.0)) as kafka:
+        ask = partial(kafka.transactional_id, topic_name("id"), topic_name("manifests"), needed=True)
+        assert [one.verdict for one in ask(timeout_ms=900_000)] == [Verdict.OK]
+        (found,) = ask(timeout_ms=900_001)
+    assert found.verdict is Verdict.PROBLEM
+    assert "900,001 ms, but for 900,000 ms at most" in found.detail

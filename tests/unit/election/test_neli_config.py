@@ -77,6 +77,12 @@ def test_refused(kafka, settings, names):
         assert name in str(refusal.value)
 
 
+@pytest.mark.parametrize(("kafka", "expected"), [({}, "me-election"), ({"client.id": "shop"}, "shop-election")])
+def test_heartbeats_have_a_quota_of_their_own(kafka, expected):
+    """Heartbeats are sent under another client.id than records, so that these cannot use up their quota."""
+    assert config(kafka, name="me").producer_settings()["client.id"] == expected
+
+
 def test_accepted():
     """The bounds themselves, numbers as text, and settings equal to our own are accepted."""
     made = config(

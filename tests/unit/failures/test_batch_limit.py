@@ -23,6 +23,14 @@ def test_half_after_a_failure_double_after_a_success():
     assert not batch.is_searching
 
 
+def test_small_commits_do_not_bring_back_a_large_limit():
+    """A commit of a few records says nothing of large transactions, for which the broker may have no time."""
+    batch = BatchLimit(10_000, 10_000)
+    batch.failed(8_000, refused=False)
+    batch.committed(10, 0.1)
+    assert batch.limit == 4_000
+
+
 def test_refusals_are_searched_in_small_transactions_record_by_record():
     """After a refusal the transaction is small and each record a batch of its own, until it is not small any more."""
     batch = BatchLimit(10_000, 10_000)

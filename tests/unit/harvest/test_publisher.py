@@ -153,6 +153,7 @@ def test_row_that_is_no_message(publisher, producers, column, fields):
         ({"header_keys": ["a" * 500], "header_values": [b"1"]}, KafkaError.MSG_SIZE_TOO_LARGE, "kafka_header_keys"),
         ({"header_keys": ["a"], "header_values": ["1" * 500]}, KafkaError.INVALID_MSG_SIZE, "kafka_header_values"),
         ({"partition": 7}, KafkaError._UNKNOWN_PARTITION, "kafka_partition"),
+        ({"key": None}, KafkaError.INVALID_RECORD, "kafka_key"),
         ({}, KafkaError.TOPIC_EXCEPTION, "kafka_topic"),
         ({"partition": 2**31}, KafkaError._INVALID_ARG, "kafka_partition"),
         ({"value": 5}, KafkaError._INVALID_ARG, "kafka_value"),

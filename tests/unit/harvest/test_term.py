@@ -321,6 +321,19 @@ def test_destination_is_tried_by_the_first_of_a_key(world):
     world.close()
 
 
+@pytest.mark.parametrize("code", [KafkaError._TIMED_OUT, KafkaError._MSG_TIMED_OUT])
+def test_transaction_that_takes_too_long_is_followed_by_a_smaller_one(world, code):
+    """A transaction that Kafka has no time for, by a quota for example, is not repeated in its size for ever."""
+    subject = world.delivery.failures
+    rows, reports, error = [world.table.rows[world.table.add("t")] for _ in range(8)], Reports(), KafkaError(code)
+    subject.aborted(Aborted(error, record_at_fault=False), rows, reports, 1.0)
+    assert subject.batch.limit == 4
+    reports.failures.append(Failure(rows[2], error, partition=0))
+    subject.aborted(Aborted(error, record_at_fault=False), rows[:4], reports, 1.0)
+    assert subject.batch.limit == 2
+    world.close()
+
+
 def test_topic_whose_refusal_is_not_confirmed_is_tried_ever_more_rarely(world):
     """A topic that says that we may not write to it, which the cluster denies, is backed off, longer each time."""
     subject, row = world.delivery.failures, world.table.rows[world.table.add("t")]

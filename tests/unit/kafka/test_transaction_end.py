@@ -80,7 +80,7 @@ class _Client:
 
     def produce(self, *_, on_delivery, **__):
         if self.report is not _LATER:
-            on_delivery(self.report, SimpleNamespace(offset=lambda: None))
+            on_delivery(self.report, SimpleNamespace(topic=lambda: "tracking", offset=lambda: None))
 
     def init_transactions(self, _):
         self.attempts += 1
@@ -259,8 +259,30 @@ def test_a_failed_record_is_no_acknowledged_one(client):
     assert not producer.all_arrive(1.0)
     ended = producer.abort()
     assert isinstance(ended, Ended)
-    assert "the manifest was refused" in ended.reason
+    assert ended.reason == "tracking topic 'tracking' takes no manifest: no"
     assert producer.must_replace
+
+
+def test_a_time_out_that_brokers_do_not_allow_names_both_settings(client, monkeypatch):
+    """A transaction's time-out above the brokers' limit ends the term with the setting to lower, or theirs to raise."""
+
+    def init(_):
+        raise KafkaException(KafkaError(KafkaError.INVALID_TRANSACTION_TIMEOUT, "too long"))
+
+    monkeypatch.setattr(client, "init_transactions", init)
+    ended = TransactionalProducer(_SETTINGS, timeout_seconds=1.0).init()
+    assert ended.reason.startswith("too long; lower transactionTimeout")
+    assert "transaction.max.timeout.ms" in ended.reason
+
+
+def test_a_manifest_that_is_too_large_names_the_setting(client):
+    """A tracking topic that takes no batch of a manifest's size is named with the setting to raise."""
+    producer = _in_a_transaction()
+    client.report = KafkaError(KafkaError.MSG_SIZE_TOO_LARGE, "too large")
+    producer.send_manifest("tracking", b"manifest")
+    client.report = None
+    reason = producer.abort().reason
+    assert reason.startswith("tracking topic 'tracking' takes no manifest: too large; raise its max.message.bytes")
 
 
 def test_a_transaction_that_is_not_open_at_the_broker_is_neither_committed_nor_aborted(client):
