@@ -166,14 +166,14 @@ class _Backlog:
     def acknowledge(self, delivery: Delivery) -> None:
         delivery.state = State.ACKNOWLEDGED
 
-    def nack(self, delivery: Delivery, delay_ms: int, reason: str) -> None:
+    def nack(self, delivery: Delivery, delay_ms: int, reason: str, *, counts: bool) -> None:
         message, longest = delivery.message, milliseconds(self._config.max_delay)
         if delay_ms > longest:
             raise InvalidMessage(f"nack: a delay of {delay_ms} ms is more than max_delay, {longest} ms")
         if message.attempt >= _MOST_ATTEMPTS_AT_ONCE and delay_ms == 0:
             raise InvalidMessage(f"nack: message {message.id} was given back {message.attempt} times without a delay")
         delivery.state = State.NACKED
-        self._redeliver(message, delay_ms, reason)
+        self._redeliver(message if counts else message._replace(attempt=message.attempt - 1), delay_ms, reason)
 
     def reject(self, delivery: Delivery, reason: str) -> None:
         delivery.state = State.REJECTED

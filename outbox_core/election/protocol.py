@@ -170,8 +170,8 @@ class Ownership:
     def observe(self, offset: int, signal: Signal | None, now: float) -> LeaderAcquired | LeaderFenced | None:
         """Process a message of the partition; `signal` is None for noise."""
         fenced = self.expire(now)
-        if self.state in {State.CANDIDATE, State.LEADING} and offset < self._end:
-            fenced = self._begin_with_new_log() or fenced
+        if offset < self._end:
+            fenced = self._begin_with_new_log(now) or fenced
         self._check_for_gap(offset, now)
         if signal is None or not self._claim.contest.includes(signal.contest):
             return fenced
@@ -224,7 +224,7 @@ class Ownership:
         sent_at = self._sent.pop(beat.sequence)
         self._forget_sent_before(sent_at)
         if offset < self._term:
-            return self._begin_with_new_log()
+            return self._begin_with_new_log(now)
         return self._lead(sent_at, now)
 
     def _lead(self, sent_at: float, now: float) -> LeaderAcquired | None:
@@ -262,10 +262,13 @@ class Ownership:
         self._sequence = 0
         self._become(State.CLAIMING)
 
-    def _begin_with_new_log(self) -> LeaderFenced | None:
+    def _begin_with_new_log(self, now: float) -> LeaderFenced | None:
         # Offsets begin again, as on a topic that was made anew: its claims are later than ours, whatever their numbers.
+        self._end, self._rival = 0, _Rival(-1, now)
+        if self.state is State.DEPOSED:  # a rival that lives claims anew, and is left alone
+            self._term = -1
+            return None
         fenced = self._unlead(State.CLAIMING, "the leader topic was made anew")
-        self._end = 0
         self._claim_anew()
         return fenced
 

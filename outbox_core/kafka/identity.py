@@ -105,11 +105,10 @@ class TransactionalIdentity:
             tracking_partition=shard,
         )
 
-    def fitting(self, max_batch_bytes: int | None) -> TransactionalIdentity:
-        """Return the same identity with a limit on batches in bytes, None for that of the settings."""
-        if max_batch_bytes is None:
-            return self
-        return replace(self, producer={**self.producer, "batch.size": max_batch_bytes})
+    def fitting(self, max_batch_bytes: int | None, *, unbatched: bool = False) -> TransactionalIdentity:
+        """Return the same identity with a limit on batches in bytes, None for that of the settings, or on records."""
+        sizes = {} if max_batch_bytes is None else {"batch.size": max_batch_bytes}
+        return replace(self, producer={**self.producer, **({"batch.num.messages": 1} if unbatched else sizes)})
 
     def relay_shards(self) -> list[TransactionalIdentity]:
         """Return all shards that a relay of this outbox may ever have had."""

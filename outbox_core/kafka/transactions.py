@@ -378,6 +378,9 @@ class TransactionalProducer:
         if not self._is_torn(cause):
             self._must_replace = self._must_replace or cause is not None or not self._is_all_acknowledged()
             try:
+                if cause is not None:  # abort_transaction waits for delivery reports, and serves none
+                    self._producer.purge(in_flight=False)
+                    self._producer.flush(_PROBE_SECONDS)
                 self._end(self._producer.abort_transaction, give_up)
                 self._producer.poll(0)  # what is still to be reported
                 self._must_replace = self._must_replace or bool(self._reports.awaited)

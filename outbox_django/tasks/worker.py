@@ -3,6 +3,8 @@
 One message is one attempt. What the handler raises is retried by the queue after a backoff, until `max_attempts`; then
 the message becomes a dead letter, and the result FAILED. A worker that dies leaves its messages to the others. So a
 task runs at least once; with a table of results, one that was successful does not run again.
+
+What fails while the database is away does not count: the message comes again with the same attempt.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +21,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
-from django.db import DataError, close_old_connections, connections
+from django.db import DataError, InterfaceError, OperationalError, close_old_connections, connections
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 
@@ -40,6 +43,8 @@ from outbox_queue import Message, Reject
 _EARLY = timedelta(seconds=1)  # clocks differ; what is due within it runs now
 _LONGEST_TRACEBACK = 20_000
 _LOOK_SECONDS = 1.0
+_OUTAGE_DELAY = timedelta(seconds=10)
+_OUTAGE_PAUSE_SECONDS = 1.0  # of a thread: it must not take message after message meanwhile
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +72,13 @@ class TaskRunner:
             self._handle(message)
         except InvalidJob as error:
             raise Reject(str(error)) from error
+        except (OperationalError, InterfaceError) as error:
+            if not _is_database_away():
+                raise
+            _log.warning("%r: the database is away, and the attempt does not count: %s", message, error)
+            longest = self._backend.queue(message.queue).config.max_delay
+            message.nack(min(_OUTAGE_DELAY, longest), counts=False)
+            time.sleep(_OUTAGE_PAUSE_SECONDS)
         finally:
             close_old_connections()
 
@@ -159,6 +171,16 @@ class _Attempt:
             from outbox_django.tasks import results
 
             results.write(self._result, stash_alias())
+
+
+def _is_database_away() -> bool:
+    """Tell whether the outbox's database takes no connection."""
+    close_old_connections()  # those that are broken
+    try:
+        connections[stash_alias()].ensure_connection()
+    except (OperationalError, InterfaceError):
+        return True
+    return False
 
 
 def _is_last(message: Message) -> bool:

@@ -62,16 +62,17 @@ class AckHandler:
             self._write(delivery, self._ends.encode(delivery.message.place))
         self._forget(delivery, "acknowledged")
 
-    def nack(self, delivery: Delivery, delay_ms: int, reason: str) -> None:
-        """Write a keep-alive that ends after the delay."""
+    def nack(self, delivery: Delivery, delay_ms: int, reason: str, *, counts: bool) -> None:
+        """Write a keep-alive that ends after the delay, and takes the attempt back if it does not count."""
         message, longest = delivery.message, milliseconds(self._config.max_delay)
         if delay_ms > longest:
             raise InvalidMessage(f"nack: a delay of {delay_ms} ms is more than max_delay, {longest} ms")
-        if message.max_attempts is not None and message.attempt >= message.max_attempts:
+        if counts and message.max_attempts is not None and message.attempt >= message.max_attempts:
             delay_ms = 0  # it becomes a dead letter, and that need not wait
+        attempt = None if counts else message.attempt - 1
         with self._lock:
             self._claim(delivery, State.NACKED)
-            self._write(delivery, wire.keep_alive_marker(*message.place, delay_ms, reason=reason))
+            self._write(delivery, wire.keep_alive_marker(*message.place, delay_ms, attempt=attempt, reason=reason))
         self._forget(delivery, "nacked")
 
     def reject(self, delivery: Delivery, reason: str) -> None:

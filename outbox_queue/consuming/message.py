@@ -20,8 +20,8 @@ class Acks(Protocol):
     def acknowledge(self, delivery: Delivery) -> None:
         """Finish it."""
 
-    def nack(self, delivery: Delivery, delay_ms: int, reason: str) -> None:
-        """Have it redelivered after a delay."""
+    def nack(self, delivery: Delivery, delay_ms: int, reason: str, *, counts: bool) -> None:
+        """Have it redelivered after a delay; the attempt counts, or does not."""
 
     def reject(self, delivery: Delivery, reason: str) -> None:
         """Make it a dead letter."""
@@ -115,13 +115,17 @@ class Message:
             self._check_unsettled("ack")
             self._acks.acknowledge(self._delivery)
 
-    def nack(self, delay: timedelta | None = None, reason: str = "") -> None:
+    def nack(self, delay: timedelta | None = None, reason: str = "", *, counts: bool = True) -> None:
         """Have it redelivered after a delay (None: at once), or made a dead letter if this was its last attempt.
 
-        The delay is at most the setting `max_delay`; a dead letter keeps 2,000 characters of the reason.
+        The delay is at most the setting `max_delay`; a dead letter keeps 2,000 characters of the reason. An attempt
+        that does not count, in an outage for example, is no last one: it comes again with the same number. It needs
+        a delay.
         """
         self._check_unsettled("nack")
-        self._acks.nack(self._delivery, delay_milliseconds(delay), checked_reason("nack", reason))
+        if not counts and not delay:
+            raise InvalidMessage("nack: an attempt that does not count needs a delay, or it comes again without end")
+        self._acks.nack(self._delivery, delay_milliseconds(delay), checked_reason("nack", reason), counts=counts)
 
     def reject(self, reason: str) -> None:
         """Make it a dead letter, whatever attempts it has left. Waits until Kafka has it.

@@ -89,7 +89,8 @@ class MarkerPartition:
         """Apply a marker."""
         position = self._position
         if position is not None and offset < position:  # a call would cost more than the rest of the check
-            must(False, "markers must be read in the order of offsets; %d follows %d", offset, position - 1)
+            what = "markers must be read in the order of offsets; %d follows %d (in a topic made anew: start again)"
+            must(False, what, offset, position - 1)
         self._position = offset + 1
         self.read_at = now
         if not value:

@@ -7,6 +7,8 @@ rows. So the loss of a checkpoint does no harm:
 - The checkpoint is gone: the query begins at the target's position, the earliest one if there are several.
 - The checkpoint is ahead of the target (a restored backup), or Kafka has removed the next records: the pipeline stops
   with an error, unless `accept_gap` is set.
+- A topic was deleted and made anew: the pipeline stops with an error. The checkpoint tells, or else a position behind
+  the end.
 
 A batch ends where Spark's checkpoint says (`offsets/N`), which is more than the offset of its last record: transaction
 markers and aborted records have offsets too.
@@ -44,7 +46,7 @@ from outbox_spark.metrics import BatchReport, PipelineMetrics, serving
 from outbox_spark.runtime.failures import reason_of
 from outbox_spark.tables.folder import Folder
 from outbox_spark.tables.log import TableTaken
-from outbox_spark.topics.positions import Positions, advanced, from_json, to_json
+from outbox_spark.topics.positions import Positions, TopicIds, advanced, from_json, ids_in, made_anew, to_json
 from outbox_spark.topics.ranges import TopicLog
 
 _log = logging.getLogger(__name__)
@@ -201,6 +203,8 @@ class Follower:
         A target begins at its position. One without any begins as the settings say, but at the first record of
         partitions that a topic has got since: none of them was there when the pipeline began.
         """
+        _, before = self._logged(self._last_batch()) or ({}, {})
+        self._refuse_made_anew(before, self._log.ids())
         firsts, ends = self._log.bounds()
         new = firsts if self.settings.starting_offsets == "earliest" else ends
         starts = []
@@ -226,6 +230,13 @@ class Follower:
                     "another topic of that name? Take another name for the pipeline and another target"
                 )
 
+    def _refuse_made_anew(self, before: TopicIds, now: TopicIds) -> None:
+        for topic in made_anew(before, now):
+            raise RecordsMissing(
+                f"topic {topic} was deleted and made anew since the last batch: the target has records of another "
+                "topic of that name. Take another name for the pipeline and another target"
+            )
+
     def _batch(self, batch: DataFrame, number: int) -> None:
         began = time.monotonic()
         # Of this batch's jobs in Spark's UI, until Spark sets its own for the next one.
@@ -240,7 +251,8 @@ class Follower:
         self._failures = 0
         self._causes.clear()
         seconds = time.monotonic() - began
-        lag, lag_seconds = self._log.behind(self._logged(number) or {})
+        reached, _ = self._logged(number) or ({}, {})
+        lag, lag_seconds = self._log.behind(reached)
         report = BatchReport(number=number, counts=counts, seconds=seconds, lag=lag, lag_seconds=lag_seconds)
         self._metrics.finished(report)
         self.report(report)
@@ -248,9 +260,11 @@ class Follower:
             target.table.compact()
 
     def _write(self, batch: DataFrame, number: int) -> dict[str, int]:
-        begin, end = self._logged(number - 1), self._logged(number)
-        if end is None:  # without its end, its records would be left out
+        logged = self._logged(number)
+        if logged is None:  # without its end, its records would be left out
             raise PipelineFailed(f"{self._checkpoint.url} has no offsets/{number}: was the checkpoint deleted?")
+        (end, ids), (begin, before) = logged, self._logged(number - 1) or (None, {})
+        self._refuse_made_anew(before, ids)
         counts: dict[str, int] = {}
         several = len(self.targets) > 1
         records = batch.persist() if several else batch
@@ -266,12 +280,16 @@ class Follower:
                 records.unpersist()
         return counts or {"records": 0}
 
-    def _logged(self, number: int) -> Positions | None:
-        """Read a batch's end from Spark's checkpoint; None if it has none of that number."""
+    def _logged(self, number: int) -> tuple[Positions, TopicIds] | None:
+        """Read a batch's end, and the topics' IDs, from Spark's checkpoint; None if it has none of that number."""
         path = f"offsets/{number}"
         if number < 0 or not self._checkpoint.exists(path):
             return None
         return parse_offset_log(self._checkpoint.read(path))
+
+    def _last_batch(self) -> int:
+        names = [found.path.rpartition("/")[2] for found in self._checkpoint.files("offsets")]
+        return max((int(name) for name in names if name.isdecimal()), default=-1)
 
     def _refuse_gap(self, name: str, known: Positions, begin: Positions | None) -> None:
         if begin is None or self.settings.accept_gap:
@@ -296,11 +314,12 @@ def read_topics(
     return reader.option("startingOffsets", json.dumps(to_json(starting)))
 
 
-def parse_offset_log(text: str) -> Positions:
-    """Read the position in a file of Spark's offset log, its third line. Raises PipelineFailed for another form."""
+def parse_offset_log(text: str) -> tuple[Positions, TopicIds]:
+    """Read position and IDs in a file of Spark's offset log, its third line. Raises PipelineFailed for another form."""
     try:
-        _, _, position = text.strip().splitlines()
-        return from_json(json.loads(position))
+        _, _, line = text.strip().splitlines()
+        content = json.loads(line)
+        return from_json(content), ids_in(content)
     except (ValueError, AttributeError, TypeError):
         raise PipelineFailed("the checkpoint's offset log is not of this pipeline; take another checkpoint") from None
 

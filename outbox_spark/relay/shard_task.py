@@ -13,6 +13,9 @@ docs/explanation-exactly-once.md) is not: the task begins again with the fence. 
 may keep rows that took long to read (`_open_anew`). An attempt that is fenced ends, as another attempt of the same task
 has come after it.
 
+A record that a broker refuses fails a batch of records, and their transaction. So the task sends the rows of that
+transaction again, some at a time, and each as a batch of its own: then reports name the record, which is held.
+
 Rules are those of docs/spark-relay.md.
 
 In a settled range (`plan.py`) the next rows are read while a transaction is under way. Scans and purges come from one
@@ -41,7 +44,14 @@ from outbox_core.kafka.topics import TopicLimits
 from outbox_core.kafka.tracking import Ledger, opening_key
 from outbox_core.kafka.transactions import Aborted
 from outbox_core.monitoring.publication import PublicationCounts
-from outbox_core.stores.interface import OversizedValue, StoredRecord, held_key, ids_and_times, row_id
+from outbox_core.stores.interface import (
+    OversizedValue,
+    StoredRecord,
+    held_key,
+    ids_and_times,
+    lane_or_row,
+    row_id,
+)
 from outbox_core.topic_names import topic_problem
 from outbox_spark.relay.fencing import Fenced, fenced, ledger_after_fence, unless_ended
 from outbox_spark.relay.plan import BatchPlan, ShardOutcome, Transform
@@ -51,6 +61,7 @@ _log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.5
 _POLL_SECONDS = 0.01
+_MOST_UNBATCHED = 500
 
 _Refused = tuple[StoredRecord, KafkaError]
 
@@ -82,8 +93,9 @@ class ShardTask:
         largest, is_compressed = batch_settings(self._identity.producer)
         self._batches = BatchSizes(self._limits.ask, largest=largest, is_compressed=is_compressed)
         self._fitted: int | None = None  # limit of the present producer's batches
-        self._wants_reports = False  # of deliveries; they cost more than all the rest
-        self._reports = Reports()  # of the present transaction, if it wants any
+        # Of deliveries in the present transaction, if it wants any: they cost more than all the rest.
+        self._reports: Reports | None = None
+        self._search_to: int | None = None  # up to this row, one may be refused: each is a batch of its own
         self._counts = PublicationCounts()
 
     def run(self) -> ShardOutcome:
@@ -130,7 +142,8 @@ class ShardTask:
 
     def _try(self) -> None:
         self._fitted = self._batches.limit
-        with fenced(self._identity.fitting(self._fitted), self._is_late) as producer:
+        is_search = self._search_to is not None
+        with fenced(self._identity.fitting(self._fitted, unbatched=is_search), self._is_late) as producer:
             self._failpoint("fenced")
             self._check_claim()
             self._rows.look_around()
@@ -141,6 +154,9 @@ class ShardTask:
                 self._open_anew(producer, ledger)
             while rows:
                 self._failpoint("scanned")
+                if self._search_to is not None and rows[0].id > self._search_to:
+                    self._search_to = self._reports = None
+                    raise _Replaced
                 if not is_open:
                     self._begin(producer)
                 is_open = False
@@ -208,10 +224,11 @@ class ShardTask:
                 unless_ended(producer.abort())
                 raise _refusal([record], error, self._identity.kafka)
         if sent:
-            misdirected = self._commit(producer, sent)
-            if misdirected:
-                self._hold(rows, misdirected)
-            self._rows.succeeded((time.monotonic() - began) / self._identity.timeout)
+            to_blame = self._commit(producer, sent)
+            if to_blame:
+                self._hold(rows, self._first_of_keys(to_blame, rows))
+            if self._search_to is None:
+                self._rows.succeeded((time.monotonic() - began) / self._identity.timeout)
         else:
             cause = producer.failure
             unless_ended(producer.abort(cause))
@@ -242,8 +259,9 @@ class ShardTask:
             topic, partition = identity.tracking_topic, identity.tracking_partition
             key = opening_key(identity.transactional_id)
             unless_ended(producer.send_manifest(topic, opening, partition, key=key))
-        self._reports = Reports()
-        sent = unless_ended(producer.send(records, self._is_late, self._reports if self._wants_reports else None))
+        if self._reports is not None or self._search_to is not None:
+            self._reports = Reports()
+        sent = unless_ended(producer.send(records, self._is_late, self._reports))
         if sent is None:
             raise KafkaUnavailable("the producer's queue stayed full")
         self._failpoint("sent")
@@ -263,10 +281,9 @@ class ShardTask:
         else:
             outcome = unless_ended(producer.abort(producer.failure))
         if isinstance(outcome, Aborted):
-            reported = self._reports.failures
-            misdirected = [(failure.record, failure.error) for failure in reported if _is_misdirected(failure)]
-            if misdirected and self._rows.may_hold():
-                return misdirected
+            to_blame = [(each.record, each.error) for each in self._failures if self._is_to_blame(each)]
+            if to_blame and self._rows.may_hold():
+                return to_blame
             raise self._reason_of(outcome, records)
         self._counts.add(records)
         self._failpoint("committed")
@@ -283,9 +300,30 @@ class ShardTask:
 
     # -- what Kafka refuses
 
-    def _reason_of(self, outcome: Aborted, missing: Sequence[StoredRecord]) -> InvalidRecord | KafkaUnavailable:
-        """Return the error of an aborted transaction: a refusal is final, an outage or an unclear cause is retried."""
-        failures = self._reports.failures
+    @property
+    def _failures(self) -> Sequence[Failure]:
+        return self._reports.failures if self._reports is not None else ()
+
+    def _is_to_blame(self, failure: Failure) -> bool:
+        """Tell whether a record itself is refused: it names a partition that is missing, or was a batch of its own."""
+        return _is_misdirected(failure) or (self._search_to is not None and failure.kind is ErrorKind.POISON)
+
+    def _first_of_keys(self, to_blame: Sequence[_Refused], rows: Sequence[StoredRecord]) -> Sequence[_Refused]:
+        """Return those of which no earlier row of the key waits: a hold would keep that back, too."""
+        first = {row.id for row in {lane_or_row(row): row for row in reversed(rows)}.values()}
+        found = [each for each in to_blame if each[0].id in first]
+        if not found:  # those before are published first
+            at = min(record.id for record, _ in to_blame)
+            self._rows.most = sum(row.id < at for row in rows)
+            raise _Replaced
+        return found
+
+    def _reason_of(self, outcome: Aborted, missing: Sequence[StoredRecord]) -> Exception:
+        """Return the error of an aborted transaction: an outage or an unclear cause is retried, a refusal searched.
+
+        What cannot be held, and what we may not write, is final.
+        """
+        failures = self._failures
         errors = [failure.error for failure in failures] + ([outcome.error] if outcome.error is not None else [])
         if any(error.code() == KafkaError.MSG_SIZE_TOO_LARGE for error in errors):
             # Smaller batches may be possible: the limit of the topic is not known.
@@ -293,15 +331,21 @@ class ShardTask:
             self._batches.refused({record.topic for record in missing})
             if self._batches.limit != before:
                 return KafkaUnavailable(f"a batch was too large for its topic, now {self._batches.limit} bytes at most")
+        if self._search_to is None and ErrorKind.POISON in map(kind_of, errors) and self._rows.may_hold():
+            self._search_to = missing[-1].id
+            self._rows.most = min(self._rows.most, _MOST_UNBATCHED)
+            what = "one of records %d to %d is refused, and is searched for: %s"
+            _log.warning(what, missing[0].id, self._search_to, explained(errors[0], self._identity.kafka))
+            return _Replaced()
         refused = [failure for failure in failures if failure.kind in _REFUSALS]
         if refused:
             return _refusal([failure.record for failure in refused], refused[0].error, self._identity.kafka)
         if outcome.error is None:
             return KafkaUnavailable("the transaction was aborted")
-        is_named_next = outcome.error.code() == KafkaError._UNKNOWN_PARTITION and not self._wants_reports  # noqa: SLF001
+        is_named_next = outcome.error.code() == KafkaError._UNKNOWN_PARTITION and self._reports is None  # noqa: SLF001
         if kind_of(outcome.error) in _REFUSALS and not is_named_next:
             return _refusal(missing, outcome.error, self._identity.kafka)
-        self._wants_reports = True  # the next try tells which record failed
+        self._reports = Reports()  # the next try tells which record failed
         return KafkaUnavailable(outcome.error.str())
 
 

@@ -7,6 +7,8 @@ including, the last.
 - A range never goes beyond the last stable offset: records behind an open transaction are not visible yet.
 - Offsets have holes: transaction markers, aborted records, compaction. So a range ends not with its last offset, but
   with a message at or behind its end, or with the client's report of the end of the partition.
+- A topic that was deleted and made anew is noticed by its ID, however long it is by now: other records, with the same
+  offsets.
 - Retention may have removed the beginning of a range: that is lost data, and an error, unless it is allowed.
 """
 
@@ -16,24 +18,26 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
+from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.clients import (
     TIMESTAMP_NOT_AVAILABLE,
     Consumer,
     KafkaError,
     KafkaException,
     Message,
+    TopicCollection,
     TopicPartition,
     make_consumer,
 )
 from outbox_core.kafka.errors import CONSUMER_RECOVERS, why_unreadable
 from outbox_core.kafka.reader import PartitionReader, reader_settings
 from outbox_spark.runtime.secrets import filled
-from outbox_spark.topics.positions import Positions, from_json
+from outbox_spark.topics.positions import Positions, TopicIds, from_json, made_anew
 
 EARLIEST, LATEST = -2, -1
 _GROUP = "kafka-outbox-spark"
@@ -43,6 +47,9 @@ _MESSAGES_PER_POLL = 5_000
 _SILENCE_SECONDS = 60.0
 _GLANCE_SECONDS = 1.0
 _SMALL_FETCH = {"max.partition.fetch.bytes": "1024"}  # it reads but the first record of each partition
+
+
+_NO_ID = "A" * 22  # of brokers before 2.8
 
 
 class RecordsExpired(OutboxError):
@@ -91,6 +98,20 @@ class TopicLog:
         self._kafka = kafka
         self._topics = topics
         self._consumer: Consumer | None = None
+        self._inquiry: Inquiry | None = None
+
+    def ids(self) -> TopicIds:
+        """Return the topics' IDs, as far as the cluster tells them. Raises KafkaUnavailable."""
+        self._inquiry = inquiry = self._inquiry or Inquiry(filled(self._kafka), _ANSWER_SECONDS)
+        inquiry.extend(_ANSWER_SECONDS)
+        if not inquiry.can_create():  # the mock cluster
+            return {}
+        asked = inquiry.admin.describe_topics(TopicCollection([*self._topics]), request_timeout=inquiry.remaining)
+        found = {}
+        for topic, answer in asked.items():
+            with suppress(KafkaException):  # whether it can be read is seen elsewhere
+                found[topic] = str(inquiry.wait_for(answer, f"topic {topic}").topic_id)
+        return {topic: each for topic, each in found.items() if each != _NO_ID}
 
     def bounds(self) -> tuple[Positions, Positions]:
         """Return the present beginning and end of each partition. Raises InvalidConfig and KafkaUnavailable."""
@@ -144,8 +165,10 @@ class TopicLog:
     def close(self) -> None:
         """Close the connection; it is opened again when needed."""
         consumer, self._consumer = self._consumer, None
-        if consumer is not None:
-            consumer.close()
+        inquiry, self._inquiry = self._inquiry, None
+        for each in (consumer, inquiry):
+            if each is not None:
+                each.close()
 
     def _connected(self) -> Consumer:
         self._consumer = self._consumer or _make_consumer({**self._kafka, **_SMALL_FETCH})
@@ -192,6 +215,15 @@ def refuse_shortened(start: Positions, ends: Positions) -> None:
                 "that name? Begin with a new checkpoint, or wait with option failOnDataLoss=false until it is that "
                 "long again"
             )
+
+
+def refuse_made_anew(before: TopicIds, now: TopicIds) -> None:
+    """Raise RecordsExpired for a topic with another ID than before."""
+    for topic in made_anew(before, now):
+        raise RecordsExpired(
+            f"topic {topic} was deleted and made anew since it was read: the offsets read are those of another topic. "
+            "Begin with a new checkpoint, or read the new topic from its beginning with option failOnDataLoss=false"
+        )
 
 
 def plan_batch(start: Positions, ends: Positions, firsts: Positions, limit: int | None) -> Positions:

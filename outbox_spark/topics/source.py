@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 from outbox_core.kafka.clients import TIMESTAMP_NOT_AVAILABLE, Message
 from outbox_core.kafka.messages import UnreadableHeaders, headers_of
 from outbox_spark.runtime.options import SourceOptions
-from outbox_spark.topics.positions import Positions, from_json, to_json
+from outbox_spark.topics.positions import Positions, TopicIds, from_json, ids_in, made_anew, to_json
 from outbox_spark.topics.ranges import (
     LATEST,
     OffsetRange,
@@ -33,6 +33,7 @@ from outbox_spark.topics.ranges import (
     plan_batch,
     ranges_between,
     read_range,
+    refuse_made_anew,
     refuse_shortened,
 )
 
@@ -136,6 +137,7 @@ class _StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow
         super().__init__(options)
         self._target: Positions | None = None  # the end of an availableNow run
         self._firsts: Positions = {}
+        self._ids: TopicIds = {}  # asked for before the ends: those may be of a later topic, which is noticed then
 
     @cached_property
     def _log(self) -> TopicLog:
@@ -143,37 +145,50 @@ class _StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the connection: workers get a copy."""
-        return {"options": self.options, "_target": None, "_firsts": {}}
+        return {"options": self.options, "_target": None, "_firsts": {}, "_ids": {}}
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
-        return to_json(self._log.starting(self.options.starting))
+        ids = self._log.ids()
+        return to_json(self._log.starting(self.options.starting), ids)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
         return ReadAllAvailable() if self.options.limit is None else ReadMaxRows(self.options.limit)
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
-        begin, most = from_json(start), limit.max_rows if isinstance(limit, ReadMaxRows) else None
+        most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         if self._target is None:
+            self._ids = self._log.ids()
             self._firsts, ends = self._log.bounds()
         else:
             ends = self._target
         if self.options.fail_on_loss:
-            refuse_shortened(begin, ends)
-        return to_json(plan_batch(begin, ends, self._firsts, most))
+            refuse_made_anew(ids_in(start), self._ids)
+            refuse_shortened(from_json(start), ends)
+        begin = _begin(start, self._ids)
+        return to_json(plan_batch(begin, ends, self._firsts, most), {**ids_in(start), **self._ids})
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
+        self._ids = self._log.ids()
         self._firsts, self._target = self._log.bounds()
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
         return None if self._target is None else to_json(self._target)
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        if self.options.fail_on_loss:  # Spark may repeat a batch that was planned long ago
+            refuse_made_anew(ids_in(end), self._log.ids())
         firsts = self._firsts or self._log.bounds()[0]
-        parts = ranges_between(from_json(start), from_json(end), firsts, self.options.min_partitions)
+        parts = ranges_between(_begin(start, ids_in(end)), from_json(end), firsts, self.options.min_partitions)
         return [InputPartition(part) for part in parts]
 
     def stop(self) -> None:
         self._log.close()
+
+
+def _begin(start: dict[str, Any], ids: TopicIds) -> Positions:
+    """Return the position of a batch's start, without topics that were made anew: these begin with their beginning."""
+    new = made_anew(ids_in(start), ids)
+    return {place: offset for place, offset in from_json(start).items() if place[0] not in new}
 
 
 def to_arrow(messages: Sequence[Message], id_header: str) -> pa.RecordBatch:

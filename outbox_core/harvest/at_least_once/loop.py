@@ -48,7 +48,7 @@ from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.failed_deliveries import FailedDeliveries
 from outbox_core.harvest.failures.handler import NO_LETTERS, Letters
 from outbox_core.harvest.failures.holds import nothing_waits
-from outbox_core.harvest.failures.policy import Remark, decide
+from outbox_core.harvest.failures.policy import Decision, decide
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
 from outbox_core.harvest.store_calls import StoreCall
@@ -401,7 +401,7 @@ class AtLeastOnce:
         self._ctx.count_published(len(ordinary))
 
     def _fail(self, failures: list[Failure]) -> None:
-        broken = [each for each in failures if isinstance(decide(each, alone=each.alone, can_hold=True), Remark)]
+        broken = [each for each in failures if decide(each, alone=each.alone, can_hold=True) is Decision.REMARK]
         if self._over() or self._remark or broken or self._publisher.is_broken:
             # They were cancelled, are released anyhow, or failed with the producer.
             self._to_settle.reset.extend(row_id(record) for record, *_ in failures)

@@ -41,8 +41,10 @@ class BackoffReport:
             return
         self._next_at = time + _INTERVAL_SECONDS
         self._metrics.waiting(len(self._backoffs), len(self._backoffs.waiting))
+        if self._logged_at is not None and time - self._logged_at < _LOG_AGAIN_SECONDS:
+            return
         old = [info for info in self._backoffs.infos if time - info.since >= _LOG_AFTER_SECONDS]
-        if old and (self._logged_at is None or time - self._logged_at >= _LOG_AGAIN_SECONDS):
+        if old:
             self._logged_at = time
             self._log(old, time)
 

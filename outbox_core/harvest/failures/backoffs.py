@@ -12,8 +12,8 @@ The arrival of that row ends the backoff, and all keys flow again. A record that
 batch is backed off with its key, too, for no time at all: it is tried at once, alone.
 
 Each key fails once, before its destination is known. If a destination collects `_MOST_KEYS` of them and no record has
-arrived in its topic for a while, or `_FAR_TOO_MANY_KEYS` in any case, the whole topic is backed off instead: the list
-of keys does not grow with the table. After a minute its other partitions are tried again, too.
+arrived in its topic for a while, or it or its topic `_FAR_TOO_MANY_KEYS` in any case, the whole topic is backed off
+instead: the list of keys does not grow with the table. After a minute its other partitions are tried again, too.
 
 A topic whose records end the producer, without a reason from Kafka, is a **suspect**: it is tried alone, as soon as
 others were committed. `suspect` counts how often that ended the producer: after an outage, which ends producers too,
@@ -22,10 +22,12 @@ no count grows, since no others are committed meanwhile. The structure is pure a
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from collections.abc import Callable, Iterable, KeysView
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from operator import attrgetter
-from typing import NamedTuple
 
 from outbox_core.stores.interface import (
     LaneOrRow,
@@ -46,26 +48,20 @@ LONGEST_BACKOFF_SECONDS = 10.0
 """A destination is tried again so soon after it is back, however long it was away."""
 
 
-class BackoffInfo(NamedTuple):
+@dataclass(slots=True, eq=False)
+class BackoffInfo:
     """A destination that is backed off, the time of its first failure, and the error of the last one."""
 
     destination: Destination
-    since: float
-    why: str
-
-
-@dataclass(slots=True)
-class _Backoff:
     row: RowId  # by which it is tried again
     since: float
     seconds: float
     until: float
-    is_unreachable: bool  # False if Kafka answered: that a topic does not exist, for example
     why: str
     widened_at: float = float("-inf")
     ends: int = 0  # of a suspect
     others_committed: bool = False  # since the last of them
-    keys: set[LaneOrRow] = field(default_factory=set)
+    keys: list[LaneOrRow] = field(default_factory=list)
 
 
 _until = attrgetter("until")
@@ -81,10 +77,13 @@ class Backoffs:
         self._first = first
         self.longest = longest
         self._clock = clock
-        self._active: dict[Destination, _Backoff] = {}
+        self._active: dict[Destination, BackoffInfo] = {}
         self._rows: dict[RowId, Destination] = {}
         self._keys: dict[LaneOrRow, Destination] = {}
-        self._arrived: dict[str, float] = {}  # time of the last arrival in each topic with a backoff
+        self._topics: defaultdict[str, set[RowId]] = defaultdict(set)  # rows of each topic with a backoff
+        self._arrived: dict[str, float] = {}  # time of the last arrival in each of them
+        self._order: list[BackoffInfo] = []  # by `until`: of 100,000 only the first are looked at
+        self._unreachable: set[RowId] = set()  # not those for which Kafka answered: a topic does not exist, for example
 
     def __len__(self) -> int:
         return len(self._active)
@@ -96,13 +95,12 @@ class Backoffs:
     @property
     def infos(self) -> list[BackoffInfo]:
         """The destinations that are backed off, by their first failure."""
-        infos = [BackoffInfo(destination, each.since, each.why) for destination, each in self._active.items()]
-        return sorted(infos, key=attrgetter("since"))
+        return sorted(self._active.values(), key=attrgetter("since"))
 
     @property
     def is_unreachable(self) -> bool:
         """True if Kafka could not be reached for any destination, when it was tried last."""
-        return any(each.is_unreachable for each in self._active.values())
+        return bool(self._unreachable)
 
     @property
     def waiting(self) -> KeysView[LaneOrRow]:
@@ -112,27 +110,28 @@ class Backoffs:
     @property
     def topics(self) -> frozenset[str]:
         """Topics that scans leave out."""
-        return frozenset(topic for topic, part in self._active if part is None)
+        return frozenset(topic for topic in self._topics if (topic, None) in self._active)
 
     def next_due(self, is_busy: Callable[[RowId], bool] = lambda _: False) -> float:
         """Return the time at which the next destination is to be tried, but for those whose rows are busy."""
-        return min((each.until for each in self._active.values() if not is_busy(each.row)), default=_NEVER)
+        return next((each.until for each in self._order if not is_busy(each.row)), _NEVER)
 
     def due(self, most: int, is_busy: Callable[[RowId], bool]) -> list[RowId]:
         """Return rows to try now that are not busy."""
         time = self._clock()
-        due = [each for each in self._active.values() if each.until <= time and not is_busy(each.row)]
-        return [each.row for each in sorted(due, key=_until)[:most]]
+        due = takewhile(lambda each: each.until <= time, self._order)
+        return list(islice((each.row for each in due if not is_busy(each.row)), most))
 
     def due_together(self, most: int) -> list[RowId]:
         """Return rows to try now in one transaction, each of another topic; a suspect's row alone."""
         time, rows = self._clock(), dict[str, RowId]()
-        for (topic, _), backoff in sorted(self._active.items(), key=lambda item: item[1].until):
-            if backoff.until > time or len(rows) >= most:
+        for each in self._order:
+            topic = each.destination[0]
+            if each.until > time or len(rows) >= most:
                 break
-            if backoff.ends:
-                return [*rows.values()] or [backoff.row]
-            rows.setdefault(topic, backoff.row)
+            if topic not in rows and self.is_suspect(topic):
+                return [*rows.values()] or [each.row]
+            rows.setdefault(topic, each.row)
         return [*rows.values()]
 
     def failed(
@@ -147,20 +146,22 @@ class Backoffs:
             mine = None
         if mine is not None:  # tried again, in vain
             backoff = self._active[mine]
-            backoff.is_unreachable, backoff.why = unreachable, why
+            backoff.why = why
+            (self._unreachable.add if unreachable else self._unreachable.discard)(row)
             backoff.seconds = min(self.longest, max(self._first, backoff.seconds * 2))
-            backoff.until = self._clock() + backoff.seconds
+            self._postpone(backoff, self._clock() + backoff.seconds)
             return is_new
         if whole in self._active:
             destination = whole
         known = self._active.get(destination)
         if known is None:
             known = self._start(row, destination, unreachable=unreachable, why=why)
-        if (known.row == row or destination[1] is not None) and self._keys.setdefault(item, destination) == destination:
-            known.keys.add(item)
-        quiet_since = max(known.since, self._arrived[destination[0]])
+        if (known.row == row or destination[1] is not None) and item not in self._keys:
+            self._keys[item] = destination
+            known.keys.append(item)
+        quiet_since = max(known.since, self._arrived.get(destination[0], 0.0))
         is_quiet = len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS
-        if is_quiet or len(known.keys) > _FAR_TOO_MANY_KEYS:
+        if is_quiet or max(len(known.keys), len(self._topics[destination[0]])) > _FAR_TOO_MANY_KEYS:
             self._widen(destination)
         return is_new
 
@@ -172,21 +173,31 @@ class Backoffs:
         is_wide = mine[1] is None and isinstance(destination[1], int) and not backoff.ends
         return is_wide and self._clock() - backoff.widened_at > _WIDE_SECONDS
 
-    def _start(self, row: RowId, destination: Destination, *, unreachable: bool, why: str) -> _Backoff:
+    def _start(self, row: RowId, destination: Destination, *, unreachable: bool, why: str) -> BackoffInfo:
         time = self._clock()
-        backoff = self._active[destination] = _Backoff(
-            row, time, self._first, time + self._first, is_unreachable=unreachable, why=why
-        )
+        backoff = self._active[destination] = BackoffInfo(destination, row, time, self._first, time + self._first, why)
         self._rows[row] = destination
-        self._arrived.setdefault(destination[0], 0.0)
+        self._topics[destination[0]].add(row)
+        insort(self._order, backoff, key=_until)
+        if unreachable:
+            self._unreachable.add(row)
         return backoff
+
+    def _postpone(self, backoff: BackoffInfo, until: float) -> None:
+        self._leave_order(backoff)
+        backoff.until = until
+        insort(self._order, backoff, key=_until)
+
+    def _leave_order(self, backoff: BackoffInfo) -> None:
+        del self._order[self._order.index(backoff, bisect_left(self._order, backoff.until, key=_until))]
 
     def try_alone(self, record: StoredRecord, why: str = "") -> None:
         """Have a record tried at once, and by itself, as it may be to blame for the failure of its batch."""
         own = destination_of_its_own(record)
         self.failed(record, own, unreachable=False, why=why)
         if own in self._active:
-            self._active[own].seconds, self._active[own].until = 0.0, self._clock()
+            self._active[own].seconds = 0.0
+            self._postpone(self._active[own], self._clock())
 
     def suspect(self, record: StoredRecord, why: str) -> int:
         """Back off a topic that alone ended the producer; return how often it did, with commits of others between."""
@@ -210,11 +221,11 @@ class Backoffs:
         ended: list[Destination] = []
         time = self._clock()
         for record in records:
-            if record.topic in self._arrived:
+            if record.topic in self._topics:
                 self._arrived[record.topic] = time
                 whole = self._active.get((record.topic, None))
-                if whole is not None:
-                    whole.until = min(whole.until, time)
+                if whole is not None and whole.until > time:
+                    self._postpone(whole, time)
             mine = self._rows.get(row_id(record))
             if mine is not None and self._active[mine].seconds:
                 ended.append(mine)
@@ -223,32 +234,39 @@ class Backoffs:
 
     def committed(self) -> None:
         """Note a commit: suspects of other topics are tried again, unless they are proven and cannot be held."""
-        for backoff in self._active.values():
-            if 0 < backoff.ends < MOST_ENDS and not backoff.others_committed:
+        for topic in self._topics:
+            backoff = self._active.get((topic, None))
+            if backoff is not None and 0 < backoff.ends < MOST_ENDS and not backoff.others_committed:
                 backoff.others_committed = True
-                backoff.until = min(backoff.until, self._clock())
+                self._postpone(backoff, min(backoff.until, self._clock()))
 
     def end(self, row: RowId) -> Destination | None:
         """End and return the backoff that is tried by a row, if there is one."""
         destination = self._rows.pop(row, None)
         if destination is not None:
-            self._free_keys(self._active.pop(destination))
-            if all(topic != destination[0] for topic, _ in self._active):
-                self._arrived.pop(destination[0], None)
+            backoff, topic = self._active.pop(destination), destination[0]
+            self._free_keys(backoff)
+            self._leave_order(backoff)
+            self._unreachable.discard(row)
+            self._topics[topic].remove(row)
+            if not self._topics[topic]:
+                del self._topics[topic]
+                self._arrived.pop(topic, None)
         return destination
 
-    def _free_keys(self, backoff: _Backoff) -> None:
+    def _free_keys(self, backoff: BackoffInfo) -> None:
         for item in backoff.keys:
             self._keys.pop(item, None)
         backoff.keys.clear()
 
     def _widen(self, destination: Destination) -> None:
-        """Back off the whole topic in the destination's stead."""
-        backoff = self._active.pop(destination)
+        """Back off the whole topic in the stead of the destination, and of all others of it."""
+        backoff, whole = self._active.pop(destination), (destination[0], None)
         self._free_keys(backoff)
-        backoff.widened_at = self._clock()
-        self._active[destination[0], None] = backoff
-        self._rows[backoff.row] = (destination[0], None)
+        for row in self._topics[destination[0]] - {backoff.row}:
+            self.end(row)
+        backoff.destination, backoff.widened_at = whole, self._clock()
+        self._active[whole], self._rows[backoff.row] = backoff, whole
 
 
 def destination_of_its_own(record: StoredRecord) -> Destination:

@@ -21,7 +21,7 @@ from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
-from outbox_core.harvest.failures.policy import Hold, Retry, decide, destination_of
+from outbox_core.harvest.failures.policy import Decision, decide, destination_of
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
 from outbox_core.kafka.messages import DeadLetter, Failure
@@ -64,9 +64,9 @@ class FailedDeliveries(FailureHandler):
             self.tried.pop(row_id(record), None)
             released += lanes.release(record)
             match decide(failure, alone=failure.alone, can_hold=self.hold_cache.is_writable):
-                case Retry():
+                case Decision.RETRY:
                     self.backoffs.try_alone(record, failure.error.str())
-                case Hold():
+                case Decision.HOLD:
                     self.backoffs.end(row_id(record))
                     self._to_hold.append(failure)
                 case _:

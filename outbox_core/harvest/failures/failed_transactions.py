@@ -26,7 +26,7 @@ from outbox_core.harvest.context import HarvestContext
 from outbox_core.harvest.failures.backoffs import MOST_ENDS
 from outbox_core.harvest.failures.batch_limit import BatchLimit
 from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
-from outbox_core.harvest.failures.policy import Hold, Retry, decide
+from outbox_core.harvest.failures.policy import Decision, decide
 from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.errors import MAYBE_DELIVERED, ErrorKind, kind_of
 from outbox_core.kafka.messages import DeadLetter, Failure
@@ -200,9 +200,9 @@ class FailedTransactions(FailureHandler):
         is_unknown = not failures
         for failure in failures:
             match decide(failure, alone=failure.alone, can_hold=True):
-                case Retry():
+                case Decision.RETRY:
                     is_unknown = True
-                case Hold():
+                case Decision.HOLD:
                     (denied if failure.kind is ErrorKind.UNAUTHORIZED else bad).append(failure)
                 case _:
                     others.append(failure)
@@ -266,7 +266,7 @@ class FailedTransactions(FailureHandler):
         to_hold = []
         for failure in failures:
             decision = decide(failure, alone=True, can_hold=self.hold_cache.is_writable)
-            if isinstance(decision, Hold) and failure.kind is ErrorKind.POISON:
+            if decision is Decision.HOLD and failure.kind is ErrorKind.POISON:
                 to_hold.append(failure)
             else:
                 self._back_off(failure)

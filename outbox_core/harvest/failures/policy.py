@@ -12,7 +12,7 @@ already: it stays so, and its hold tells the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from enum import Enum, auto
 
 from outbox_core.harvest.failures.backoffs import Destination, destination_of_its_own
 from outbox_core.kafka.errors import ErrorKind, kind_of
@@ -21,39 +21,25 @@ from outbox_core.kafka.refusals import refusal_of
 from outbox_core.stores.interface import NewHold
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """A retry of the record, alone."""
+class Decision(Enum):
+    """A decision on a failed record."""
 
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """A hold of the record, or of its topic: see `new_hold`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """A backoff of the failure's destination: see `destination_of`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Remark:
-    """A remark of everything, with a new producer."""
-
-
-Decision = Retry | Hold | Backoff | Remark
+    RETRY = auto()  # of the record, alone
+    HOLD = auto()  # of the record, or of its topic: see `new_hold`
+    BACKOFF = auto()  # of its destination: see `destination_of`
+    REMARK = auto()  # of everything, with a new producer
 
 
 def decide(failure: Failure, *, alone: bool, can_hold: bool) -> Decision:
     """Return the decision on a failure's record, `alone` if no other record can be to blame."""
     kind = failure.kind
     if kind is ErrorKind.FATAL:
-        return Remark()
+        return Decision.REMARK
     if kind is ErrorKind.POISON and not alone:
-        return Retry()
+        return Decision.RETRY
     if kind in (ErrorKind.POISON, ErrorKind.UNAUTHORIZED) and (can_hold or isinstance(failure.record, DeadLetter)):
-        return Hold()
-    return Backoff()
+        return Decision.HOLD
+    return Decision.BACKOFF
 
 
 def destination_of(failure: Failure) -> Destination:

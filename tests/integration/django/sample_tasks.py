@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NewType, TypedDict
 
 import django
+from django.db import connections
 from django.utils import timezone
 
 from outbox_queue import Reject
@@ -80,6 +81,27 @@ def echo(value: str) -> Any:
     if value == "raise":
         raise ValueError("\ud800\0")
     return {"nan": float("nan"), "nul": "\0", "surrogate": "\ud800"}[value]
+
+
+def cut_database() -> None:
+    """Close the connection, and let no other be made."""
+    connections["default"].close()
+    connections["default"].settings_dict["PORT"] = "1"
+
+
+@task
+def without_database(meanwhile: bool) -> None:
+    """Lose the database, if it is there, and fail."""
+    if meanwhile:
+        cut_database()
+    raise ValueError("by another cause")
+
+
+@task
+def time_out() -> None:
+    """Run into a time-out of a statement."""
+    with connections["default"].cursor() as cursor:
+        cursor.execute("SET statement_timeout = '10ms'; SELECT pg_sleep(5)")
 
 
 @task

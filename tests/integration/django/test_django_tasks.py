@@ -10,13 +10,13 @@ from io import StringIO
 import pytest
 from asgiref.sync import async_to_sync
 from django.core.management import CommandError, call_command
-from django.db import connections, transaction
+from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
 from outbox_core.errors import InvalidConfig, InvalidRecord
 from outbox_core.schema import TableName, create_table_sql
 from outbox_django.models import Outbox
-from outbox_django.tasks import OutboxTaskBackend
+from outbox_django.tasks import OutboxTaskBackend, worker
 from outbox_django.tasks.library import TaskResultDoesNotExist, TaskResultStatus, task_backends, task_finished
 from outbox_django.tasks.models import Result
 from outbox_django.tasks.worker import TaskAborted, TaskRunner
@@ -75,13 +75,23 @@ def _stashed():
     return row.kafka_key, json.loads(bytes(row.kafka_value))
 
 
-def _run(*, attempt=1, max_attempts=10, payload=None, row=None):
+class _Acks:
+    """A recorder of messages that are given back."""
+
+    def __init__(self):
+        self.nacks = []
+
+    def nack(self, _delivery, delay_ms, _reason, *, counts):
+        self.nacks.append((delay_ms, counts))
+
+
+def _run(*, attempt=1, max_attempts=10, payload=None, row=None, acks=None):
     """Run the latest stashed task, or this payload, as a worker that has received its message."""
     row = row or Outbox.objects.latest("id")
     received = ReceivedMessage(
         row.kafka_key, payload or bytes(row.kafka_value), (), attempt, max_attempts, (0, 0), (0, 0), 0
     )
-    message = Message(Delivery(received, 0, b"q", float("inf")), None)
+    message = Message(Delivery(received, 0, b"q", float("inf")), acks)
     TaskRunner(task_backends["default"], f"worker-{attempt}")(message)
 
 
@@ -252,6 +262,31 @@ def test_a_task_that_fails(finished):
         _run(attempt=1)
     result.refresh()
     assert (result.status, result.attempts, result.finished_at) == (TaskResultStatus.READY, 3, None)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_an_outage_of_the_database_uses_up_no_attempt(monkeypatch, meanwhile):
+    """Also its last attempt comes again uncounted, whether the database is away before the task begins or after."""
+    monkeypatch.setattr(worker, "_OUTAGE_PAUSE_SECONDS", 0.0)
+    result, row, acks = sample_tasks.without_database.enqueue(meanwhile), Outbox.objects.latest("id"), _Acks()
+    parameters = connections["default"].settings_dict
+    port = parameters["PORT"]
+    try:
+        if not meanwhile:
+            sample_tasks.cut_database()
+        _run(max_attempts=1, row=row, acks=acks)
+    finally:
+        parameters["PORT"] = port
+    assert acks.nacks == [(10_000, False)]
+    result.refresh()
+    assert (result.status, result.errors) == (TaskResultStatus.RUNNING if meanwhile else TaskResultStatus.READY, [])
+
+
+def test_an_error_of_a_database_that_is_there_counts():
+    """An attempt that a time-out of a statement, or a deadlock, has ended is an attempt."""
+    sample_tasks.time_out.enqueue()
+    with pytest.raises(OperationalError, match="statement timeout"):
+        _run()
 
 
 @pytest.mark.parametrize("value", ["nan", "nul", "surrogate"])

@@ -199,6 +199,18 @@ def test_a_nack_can_wait(service, config):
         assert time.monotonic() - given_back_at >= 2.9
 
 
+def test_a_nack_need_not_count(service, config):
+    """A message whose attempt does not count comes again with the same number, and is no dead letter."""
+    queue = service.queue("q", max_attempts=1)
+    with tracking(config), queue.consumer() as consumer:
+        send(queue, b"outage")
+        for _ in range(3):
+            message = receive(consumer)
+            assert (message.payload, message.attempt) == (b"outage", 1)
+            message.nack(delay=timedelta(milliseconds=10), counts=False)
+        receive(consumer).ack()
+
+
 def test_an_interrupted_message_comes_again_after_its_timeout(service, config):
     """`interrupt` leaves the message to the tracker, which redelivers it within twice the redelivery timeout."""
     timeout = 5.0

@@ -1,6 +1,7 @@
 """Restarts of a failing pipeline, and their end; without Spark."""
 
 import itertools
+import json
 import threading
 from types import SimpleNamespace
 
@@ -18,6 +19,9 @@ class _Log:
 
     def bounds(self):
         return {("t", 0): 2, ("t", 1): 3}, {("t", 0): 100, ("t", 1): 50}
+
+    def ids(self):
+        return {"t": "second"}
 
 
 class _Never(threading.Event):
@@ -83,12 +87,30 @@ def test_once_is_tried_six_times():
     assert hopeless.queries == 1
 
 
-def _starting(*positions, offsets="latest"):
+class _Checkpoint:
+    """A checkpoint with the ends of some batches."""
+
+    url = "file:/c"
+
+    def __init__(self, *ends):
+        self._ends = {f"offsets/{number}": f"v1\n{{}}\n{json.dumps(end)}" for number, end in enumerate(ends)}
+
+    def files(self, _):
+        return [SimpleNamespace(path=path) for path in (*self._ends, "offsets/.7.crc")]
+
+    def exists(self, path):
+        return path in self._ends
+
+    def read(self, path):
+        return self._ends[path]
+
+
+def _starting(*positions, offsets="latest", checkpoint=None):
     """Return where a query into tables with these positions begins without a checkpoint."""
     targets = [Target(SimpleNamespace(positions=position), None) for position in positions]
     settings = SimpleNamespace(name="p", topics=["t"], starting_offsets=offsets, accept_gap=False)
     follower = Follower(None, {}, settings, targets, None)
-    follower.__dict__["_log"] = _Log()
+    follower.__dict__.update(_log=_Log(), _checkpoint=checkpoint or _Checkpoint())
     return follower._starting()
 
 
@@ -111,9 +133,28 @@ def test_a_position_that_kafka_does_not_have_is_refused(known):
         _starting(known)
 
 
+def test_a_topic_made_anew_ends_a_pipeline_that_starts():
+    """A topic that is long enough, but another one than in the last batch, is refused; an unknown one is not."""
+    old, new, unknown = ({"t": {"0": 20, "1": 10} | more} for more in ({"id": "first"}, {"id": "second"}, {}))
+    known = {("t", 0): 20, ("t", 1): 10}
+    for ends in ((new,), (unknown,), (), (old, new)):
+        assert _starting(known, checkpoint=_Checkpoint(*ends)) == known
+    with pytest.raises(RecordsMissing, match="topic t was deleted and made anew since the last batch"):
+        _starting(known, checkpoint=_Checkpoint(unknown, old))
+
+
+def test_a_topic_made_anew_is_in_no_batch():
+    """A batch that ends in another topic than it begins in writes nothing, though gaps are accepted."""
+    ends = ({"t": {"0": 20, "id": "first"}}, {"t": {"0": 30, "id": "second"}})
+    follower = Follower(None, {}, SimpleNamespace(name="p", accept_gap=True), [], None)
+    follower.__dict__["_checkpoint"] = _Checkpoint(*ends)
+    with pytest.raises(RecordsMissing, match="made anew"):
+        follower._write(None, 1)
+
+
 def test_a_batch_without_its_end_is_not_skipped():
     """A checkpoint that is deleted during a batch fails that batch, which would end nowhere, and write no record."""
     follower = Follower(None, {}, SimpleNamespace(name="p"), [], None)
-    follower.__dict__["_checkpoint"] = SimpleNamespace(url="file:/c", exists=lambda _: False)
+    follower.__dict__["_checkpoint"] = _Checkpoint()
     with pytest.raises(PipelineFailed, match="file:/c has no offsets/7"):
         follower._write(None, 7)

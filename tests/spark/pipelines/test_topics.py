@@ -9,6 +9,7 @@ from confluent_kafka.admin import AdminClient
 from hypothesis import given
 from hypothesis import strategies as st
 
+from devstack.processes import wait_until
 from outbox_core.errors import InvalidConfig, KafkaUnavailable
 from outbox_spark.topics.ranges import (
     LATEST,
@@ -76,8 +77,13 @@ def test_a_batch_of_a_topic_that_is_no_longer_followed():
 class _Log:
     """A log of one partition that ends at 4."""
 
+    topic_id = "first"
+
     def bounds(self):
         return {("t", 0): 0}, {("t", 0): 4}
+
+    def ids(self):
+        return {"t": self.topic_id}
 
 
 @pytest.mark.parametrize("available_now", [True, False])
@@ -91,10 +97,18 @@ def test_a_topic_made_anew_is_noticed(available_now):
         if available_now:
             each.prepareForTriggerAvailableNow()
     limit = reader.getDefaultReadLimit()
-    assert reader.latestOffset({"t": {"0": 3}}, limit) == {"t": {"0": 4}}
+    assert reader.latestOffset({"t": {"0": 3}}, limit) == {"t": {"0": 4, "id": "first"}}
     with pytest.raises(RecordsExpired, match=r"t\[0\] was read up to offset 9, and now ends at 4"):
         reader.latestOffset({"t": {"0": 9}}, limit)
-    assert lenient.latestOffset({"t": {"0": 9}}, limit) == {"t": {"0": 9}}
+    assert lenient.latestOffset({"t": {"0": 9}}, limit) == {"t": {"0": 9, "id": "first"}}
+    before = {"t": {"0": 3, "id": "another"}}
+    with pytest.raises(RecordsExpired, match="topic t was deleted and made anew"):
+        reader.latestOffset(before, limit)
+    end = lenient.latestOffset(before, limit)
+    assert [part.value for part in lenient.partitions(before, end)] == [OffsetRange("t", 0, 0, 4)]
+    reader._log.topic_id = "later"
+    with pytest.raises(RecordsExpired, match="topic t was deleted and made anew"):
+        reader.partitions({"t": {"0": 3, "id": "first"}}, {"t": {"0": 4, "id": "first"}})
 
 
 @pytest.mark.parametrize("text", ["", "first", "{}", '{"t": 3}', '{"t": {"0": "x"}}', '{"t": {"0": -3}}', "[1]"])
@@ -224,6 +238,34 @@ def test_lost_records_are_an_error_unless_allowed(kafka_bootstrap, make_topic):
 
 
 @pytest.mark.real_broker
+def test_spark_notices_a_topic_made_anew(spark, kafka_bootstrap, make_topic, tmp_path):
+    """A stream fails at its next batch, however long the new topic is; with failOnDataLoss=false it reads all of it."""
+    topic = make_topic(1)
+    produce(kafka_bootstrap, topic, range(5))
+
+    def read_on(**options):
+        reader = spark.readStream.format("outbox_kafka").option("kafka.bootstrap.servers", kafka_bootstrap)
+        reader = reader.options(subscribe=topic, startingOffsets="earliest", **options).load()
+        query = reader.writeStream.option("checkpointLocation", str(tmp_path / "checkpoint"))
+        rows = []
+        query.foreachBatch(lambda batch, _: rows.extend(row.value.decode() for row in batch.collect())).trigger(
+            availableNow=True
+        ).start().awaitTermination(120)
+        return rows
+
+    assert len(read_on()) == 5
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+    admin.delete_topics([topic])[topic].result(30)
+    wait_until(lambda: topic not in admin.list_topics(timeout=10).topics, 30)
+    make_topic(1, name=topic)
+    produce(kafka_bootstrap, topic, range(100, 120))
+    with pytest.raises(Exception, match=f"topic {topic} was deleted and made anew"):
+        read_on()
+    assert len(read_on(failOnDataLoss="false")) == 20
+    assert len(read_on()) == 0
+
+
+@pytest.mark.real_broker
 def test_positions_by_words_and_numbers(kafka_bootstrap, make_topic, topic_name):
     """-2 and -1 stand for the ends, unnamed partitions for the earliest or latest; unknown partitions are refused."""
     topic = make_topic(2)
@@ -320,7 +362,7 @@ def test_spark_reads_topics(spark, kafka_bootstrap, make_topic, tmp_path):
     assert sum(sizes) == 300
     assert max(sizes) <= 123
     logged = (tmp_path / "checkpoint" / "offsets" / "0").read_text().splitlines()[-1]
-    assert set(json.loads(logged)[topic]) == {"0", "1", "2"}
+    assert set(json.loads(logged)[topic]) == {"0", "1", "2", "id"}
     producer.produce(topic, "300")
     producer.flush()
     assert sum(run()) == 1

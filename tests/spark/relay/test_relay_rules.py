@@ -223,16 +223,30 @@ def test_a_released_record_comes_before_later_ones(scene, make_topic):
     assert len(numbers) == 10
 
 
-@pytest.mark.parametrize("has_table", [True, False])
-def test_a_record_that_kafka_refuses_is_named(scene, make_topic, has_table):
-    """A record that only the broker refuses, or that cannot be held, ends the relay with its id; it stays."""
-    size = 50_000 if has_table else 2_000_000
-    topic = make_topic(1, config={"max.message.bytes": "20000"} if has_table else {})
-    if not has_table:
-        scene.settings = scene.config(producer_kafka_config={"message.max.bytes": 1_000_000})
-        scene.execute("DROP TABLE outbox_hold")
+def test_records_that_only_kafka_refuses_are_held(scene, make_topic):
+    """Records that are too large for their topic are held with their keys, and all before and beside them arrive."""
+    topic = make_topic(1, config={"max.message.bytes": "20000"})
+    small, large = b"x", os.urandom(50_000)
+    values = [(f"k{number % 7}", large if number in {20, 23, 41} else small) for number in range(60)]
+    scene.stash(*(OutboxRecord(topic=topic, key=key, value=value) for key, value in values))
+    scene.stash(OutboxRecord(topic=topic, key="later", value=small), OutboxRecord(topic=topic, key=None, value=large))
+    assert scene.relay() == []
+    assert sorted(hold.record_id for hold in scene.held()) == [21, 24, 62]  # and 42 behind 21
+    kept = {"k6": 20, "k2": 23}
+    found = [identity_of(message) for message in scene.read(topic)]
+    expected = [n + 1 for n, (key, _) in enumerate(values) if n < kept.get(key, 99)] + [61]
+    assert sorted(found) == expected
+
+
+@pytest.mark.parametrize("is_kafka", [True, False])
+def test_a_refused_record_that_cannot_be_held_is_named(scene, make_topic, is_kafka):
+    """Without a table of holds a record that the broker or the client refuses ends the relay with its id; it stays."""
+    topic = make_topic(1, config={"max.message.bytes": "20000"} if is_kafka else {})
+    scene.settings = scene.config(producer_kafka_config={"message.max.bytes": 1_000_000})
+    scene.execute("DROP TABLE outbox_hold")
     scene.stash(
-        OutboxRecord(topic=topic, key="a", value=b"x"), OutboxRecord(topic=topic, key="b", value=os.urandom(size))
+        OutboxRecord(topic=topic, key="a", value=b"x"),
+        OutboxRecord(topic=topic, key="b", value=os.urandom(50_000 if is_kafka else 2_000_000)),
     )
     (error,) = scene.relay()
     assert error.startswith("InvalidRecord: ")

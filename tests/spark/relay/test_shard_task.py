@@ -37,8 +37,8 @@ class _Transactions:
     def begin(self, _, known, __):
         self.begun.append(known)
 
-    def fitting(self, max_batch_bytes):
-        self.fitted.append(max_batch_bytes)
+    def fitting(self, max_batch_bytes, *, unbatched=False):
+        self.fitted.append("unbatched" if unbatched else max_batch_bytes)
         return self
 
 
@@ -206,8 +206,9 @@ def test_an_attempt_that_is_fenced_ends(write):
     assert producer.with_reports == [False]
 
 
-def test_a_bad_record_is_named(write):
-    """A code about a record ends the task at once; an ambiguous one ends it when delivery reports name the record."""
+def test_a_bad_record_is_named(write, monkeypatch):
+    """One that cannot be held ends the task by its code; an ambiguous code does once delivery reports name it."""
+    monkeypatch.setattr(_Rows, "may_hold", lambda _: False)
     outcome, _ = write(_aborted(KafkaError.MSG_SIZE_TOO_LARGE))
     assert outcome.error == "InvalidRecord"
     assert outcome.message.startswith("one of records 7 to 9 for topic 'orders'")
@@ -220,7 +221,7 @@ def test_a_bad_record_is_named(write):
 def test_a_record_for_a_partition_that_is_missing_is_held(write, monkeypatch):
     """Delivery reports name such a record for certain: it is held, the others go on."""
     missing = KafkaError._UNKNOWN_PARTITION
-    row = _ROWS[1]._replace(partition=99)
+    row = _ROWS[1]._replace(partition=99, key="other")
     monkeypatch.setattr(f"{__name__}._ROWS", [_ROWS[0], row, _ROWS[2]])
     outcome, producer = write(_aborted(missing), _aborted(missing), reports=[Failure(row, KafkaError(missing))])
     assert producer.with_reports[:2] == [False, True]
@@ -257,15 +258,25 @@ def test_batches_are_as_large_as_the_topic_takes(write, monkeypatch):
 
 
 def test_a_limit_that_is_not_known_is_found(write, monkeypatch):
-    """Refused batches are halved; a record is only to blame when the smallest batch was refused."""
+    """Refused batches are halved; a record is only searched for when the smallest batch was refused."""
     monkeypatch.setattr(_Limits, "limit", None)
     too_large = _aborted(KafkaError.MSG_SIZE_TOO_LARGE)
     outcome, _ = write(too_large, too_large, Committed())
     assert outcome.published == 3
     assert write.transactions.fitted == [None, 500_000, 250_000]
     outcome, _ = write(*[too_large] * 7)
-    assert outcome.message.startswith("one of records 7 to 9")
-    assert write.transactions.fitted[-1] == 16_384
+    assert outcome.published == 3
+    assert write.transactions.fitted[-2:] == [16_384, "unbatched"]
+
+
+def test_rows_before_a_refused_one_of_their_key_are_published_first(write, monkeypatch):
+    """A hold would keep them back: so the next transaction ends before the refused record."""
+    too_large = KafkaError.MSG_SIZE_TOO_LARGE
+    reports = [Failure(_ROWS[2], KafkaError(too_large), alone=True)]
+    monkeypatch.setattr(_Rows, "next", lambda self: [] if self.purged else _ROWS[: self.most])
+    outcome, _ = write(_aborted(too_large), _aborted(too_large), Committed(), reports=reports)
+    assert (outcome.published, outcome.error, _Rows.made.most) == (2, "", 2)
+    assert (_Rows.made.purged, _Rows.made.held) == ([7, 8], {})
 
 
 class _ReadOn(_Rows):

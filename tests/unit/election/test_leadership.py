@@ -494,6 +494,31 @@ def test_a_rival_on_a_topic_that_was_made_anew(silence):
     assert owner.ownership.state is State.CLAIMING
 
 
+def test_a_deposed_owner_on_a_topic_that_was_made_anew():
+    """It leaves alone a rival that lives, whose claim has a lower number by now, until that falls silent."""
+    log = Log()
+    log.signals = [None] * 50
+    owner, rival = Owner(log), Owner(log, "rival")
+    for _ in range(2):
+        owner.write(0.0)
+        owner.read_all(0.0)
+    rival.write(0.0)
+    assert isinstance(owner.read_all(0.1)[0], LeaderFenced)
+    anew = Log()
+    rival = Owner(anew, "rival")
+    owner.log, owner.position = anew, 0
+    for beat in range(60):
+        at = 1.0 + beat * INTERVAL
+        rival.write(at)
+        rival.read_all(at)
+        owner.read_all(at)
+        owner.ownership.on_caught_up(at)
+        assert owner.ownership.state is State.DEPOSED
+    assert rival.ownership.leadership.is_valid(at)
+    owner.ownership.on_caught_up(at + TIMEOUT)
+    assert owner.ownership.state is State.CLAIMING
+
+
 class Contention(RuleBasedStateMachine):
     """A machine with more owners at once than Kafka would allow, each reading one log at its own pace.
 

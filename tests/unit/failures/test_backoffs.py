@@ -114,6 +114,34 @@ def test_keys_of_a_partition_are_bounded(clock):
     assert (backoffs.topics, backoffs.waiting) == (set(), {("t", "k0")}), "the others are tried again"
 
 
+def test_keys_that_are_refused_are_bounded(clock):
+    """Records that cannot be held are 50,000 of a topic at most; then it waits as a whole, and only for a moment."""
+    backoffs = Backoffs(1.0, 3.0, clock)
+    refused = [record(number, f"k{number}") for number in range(50_001)]
+    for row in refused:
+        backoffs.failed(row, destination_of_its_own(row), unreachable=False)
+    assert (backoffs.topics, len(backoffs), len(backoffs.waiting)) == ({"t"}, 1, 0)
+    clock.time = backoffs.next_due()
+    backoffs.failed(refused[-1], destination_of_its_own(refused[-1]), unreachable=False)
+    assert (backoffs.topics, backoffs.waiting) == (set(), {("t", "k50000")})
+
+
+def test_only_the_next_of_many_that_wait_are_looked_at(clock):
+    """The next time, and the rows that are due, come from the front of an order that failures and arrivals keep."""
+    backoffs, looked_at = Backoffs(1.0, 8.0, clock), []
+    rows = [record(number, f"k{number}") for number in range(1_000)]
+    for row in rows:
+        backoffs.failed(row, destination_of_its_own(row), unreachable=False)
+        clock.time += 0.0005
+    clock.time = backoffs.next_due()
+    backoffs.failed(rows[0], destination_of_its_own(rows[0]), unreachable=False)
+    backoffs.succeeded([rows[1]])
+    assert backoffs.next_due(looked_at.append) == pytest.approx(101.001)
+    assert looked_at == [RowId(2, 0)]
+    clock.time += 1
+    assert backoffs.due(3, lambda row: row.id % 2 == 0) == [RowId(3, 0), RowId(5, 0), RowId(7, 0)]
+
+
 def test_topic_does_not_wait_for_one_of_its_partitions(clock):
     """A topic that was missing, or backed off for the keys of one partition, is tried by other rows a minute later."""
     backoffs = Backoffs(1.0, 3.0, clock)
@@ -191,7 +219,7 @@ def test_suspect_counts_only_with_commits_of_others_between(clock):
     backoffs.failed(record(7, "x", "u"), ("u", 0))
     backoffs.failed(record(1, "a"), ("t", 3))
     assert [backoffs.suspect(record(1, "a"), "broken") for _ in range(5)] == [1] * 5
-    assert backoffs.is_suspect("t")
+    assert (backoffs.is_suspect("t"), backoffs.is_suspect("u"), backoffs.is_unreachable) == (True, False, True)
     assert not backoffs.due_together(10)
     backoffs.committed()
     assert backoffs.due_together(10) == [RowId(1, 0)]

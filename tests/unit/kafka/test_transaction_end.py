@@ -75,7 +75,7 @@ class _Client:
         self.time += seconds
         return 0
 
-    def purge(self):
+    def purge(self, **_):
         self.outstanding = []
 
     def produce(self, *_, on_delivery, **__):

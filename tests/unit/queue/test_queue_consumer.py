@@ -205,6 +205,17 @@ def test_a_nack_of_the_last_attempt_has_no_delay(begin):
         assert [after_ms for _, after_ms, _ in markers(one)] == [delay_ms]
 
 
+def test_an_attempt_that_does_not_count_comes_again_with_its_number(begin):
+    """A message that is given back uncounted waits, also in its last attempt; without a delay it is refused."""
+    one = begin(max_attempts=1)
+    start(one, 0)
+    message = one.receive(0)
+    with pytest.raises(InvalidMessage, match="nack: an attempt that does not count needs a delay"):
+        message.nack(counts=False)
+    message.nack(delay=timedelta(minutes=1), counts=False)
+    assert markers(one) == [(0, 60_000, 0)]
+
+
 def test_extending_never_moves_a_deadline_to_an_earlier_moment(begin):
     """A shorter extension after a longer one leaves the deadline where it is."""
     one = begin()

@@ -15,7 +15,7 @@ class Acks:
     def __init__(self):
         self.reasons = []
 
-    def nack(self, _delivery, _delay_ms, reason):
+    def nack(self, _delivery, _delay_ms, reason, *, counts):  # noqa: ARG002
         self.reasons.append(reason)
 
     def reject(self, _delivery, reason):

@@ -44,7 +44,8 @@ class Consumer:
     def acknowledge(self, delivery):
         self._settle(delivery, State.ACKNOWLEDGED, "ack")
 
-    def nack(self, delivery, delay_ms, reason):
+    def nack(self, delivery, delay_ms, reason, *, counts):
+        assert counts
         self._settle(delivery, State.NACKED, f"nack after {delay_ms} ms: {reason}")
 
     def reject(self, delivery, reason):

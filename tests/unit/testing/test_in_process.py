@@ -264,6 +264,22 @@ def test_a_handler_settles_messages_itself(jobs, queue):
     assert jobs.dead_letters == [(b"job", (), 3, "never")]
 
 
+def test_attempts_that_do_not_count_use_none_up(jobs, queue):
+    """A message that is given back uncounted, in an outage, comes again after its delay as the same attempt."""
+    Stasher().stash(None, queue.record("job"))
+    seen = []
+
+    def handle(message):
+        seen.append(message.attempt)
+        if len(seen) < 20:
+            message.nack(delay=MINUTE, counts=False)
+
+    for _ in range(20):
+        assert jobs.run(handle) == 1
+        jobs.clock.advance(MINUTE)
+    assert (seen, jobs.dead_letters, len(jobs)) == ([1] * 20, [], 0)
+
+
 def test_a_message_that_is_given_back_for_ever_is_an_error(in_memory_outbox):
     """A handler that gives a message back without delay or limit does not hang the test."""
     queue = QueueService(QueueConfig(bootstrap_servers="none:1", max_attempts=None)).queue("jobs")
