@@ -20,7 +20,7 @@ import re
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from outbox_core import __version__
 from outbox_core.cli import claims, completion, console, doctor, harvest, hold, inbox, peek, restash, schema
@@ -88,6 +88,15 @@ def _prepare_output() -> None:
 
 class _Parser(argparse.ArgumentParser):
     """A parser that suggests the right word for a wrong one, as Python's own does from 3.14 on."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse what a command does not know by the command's own usage, with a like option of it."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:
+            close = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit with code 2."""

@@ -35,6 +35,7 @@ _LIKENESS = 0.8  # less would take a word of a password for a slip
 _SECRETS = frozenset({"password", "sslpassword"})
 _ONLY_GO = frozenset({"binary_parameters", "disable_prepared_binary_result", "sslinline", "krbspn"})
 
+_EXAMPLES = "write for example `postgresql://user:password@host/dbname` or `host=localhost dbname=shop user=shop`"
 _PAIR_START = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_]*)\s*=")
 _QUOTED = re.compile(r"\s*'((?:[^'\\]|\\.)*)'(?=\s|\Z)", re.DOTALL)
 _PLAIN = re.compile(r"\s*((?:\\.|[^\s\\'])(?:\\.|[^\s\\])*)", re.DOTALL)
@@ -108,7 +109,9 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     while text[position:].strip():
         start = _PAIR_START.match(text, position)
         if start is None:
-            where = f"after `{pairs[-1][0]}`" if pairs else "at its beginning"
+            if not pairs:
+                raise ValueError(f"is not a list of `key=value` pairs; {_EXAMPLES}")
+            where = f"after `{pairs[-1][0]}`"
             raise ValueError(f"is not a list of `key=value` pairs {where}; put values with spaces in single quotes")
         key, position = start.group(1), start.end()
         value, position = _value(text, key, position)

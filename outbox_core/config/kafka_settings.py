@@ -6,6 +6,7 @@ suppressed delivery reports: refused) or sent by a process that no longer leads 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 KafkaSettings = Mapping[str, Any]
 
 SERVERS = ("bootstrap.servers", "metadata.broker.list")
+_FOREIGN_SCHEME = re.compile(r"(?:^|,)\s*(?!(?:plaintext|ssl|sasl_plaintext|sasl_ssl)://)[\w+.-]+://", re.IGNORECASE)
 _ACKS = ("acks", "request.required.acks")
 _DELIVERY_TIMEOUT = ("delivery.timeout.ms", "message.timeout.ms")
 _LINGER = ("linger.ms", "queue.buffering.max.ms")
@@ -66,6 +68,8 @@ def refused_settings(settings: KafkaSettings) -> Iterator[Refusal]:
             yield Refusal(name, "must be a single value; write librdkafka's properties with dots, lists with commas")
         elif name in SERVERS and is_blank(str(value)):
             yield Refusal(name, EMPTY_SERVERS)
+        elif name in SERVERS and _FOREIGN_SCHEME.search(str(value)):
+            yield Refusal(name, "must be `host:port`, without a scheme; security.protocol says how to connect")
     yield from _losing_settings({name: value for name, value in settings.items() if value is not None})
 
 

@@ -101,4 +101,4 @@ _WORDS = {
 
 
 def _sentence(name: str, message: str) -> str:
-    return f"{name}: {message}" if name else message
+    return f"{redact(name)}: {message}" if name else message

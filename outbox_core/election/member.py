@@ -119,6 +119,8 @@ class Member:
         """Hand leadership over, if held, and leave the group."""
         self._hand_over()
         with suppress(KafkaException, RuntimeError):
+            self._consumer.unsubscribe()  # without a partition librdkafka's close alone would not leave the group
+        with suppress(KafkaException, RuntimeError):
             self._consumer.close()
         with suppress(KafkaException, RuntimeError):
             self._observer.close()

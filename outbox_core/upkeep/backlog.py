@@ -19,8 +19,10 @@ from outbox_core.upkeep.history import HistoryWriter
 
 _log = logging.getLogger(__name__)
 
-# A count goes through up to 100,000 rows, and through dead ones at the head of the table: at most 2% of the time.
+# A count goes through up to 100,000 rows, and through dead ones at the head of the table: at most 2% of the time. But
+# one that had to wait for a lock or for the database must not leave alerts blind for longer than a minute.
 _PAUSE_FACTOR = 49
+_LONGEST_PAUSE_SECONDS = 60.0
 _TREND_SECONDS = 60.0
 _LAST_WRITE_SECONDS = 2.0
 _ROTATE_EVERY_SECONDS = 3600.0
@@ -114,24 +116,26 @@ class BacklogObserver:
             while True:
                 self._wake.clear()
                 stops, began = self._stopping.is_set(), time.monotonic()
+                if not stops:
+                    self._harvester.metrics.kafka_up(self._harvester.kafka_answers)
                 if not stops and began >= count_at:
                     backlog = self._observe()
                     ended = time.monotonic()
-                    count_at = ended + max(self._interval, _PAUSE_FACTOR * (ended - began))
+                    pause = min(_PAUSE_FACTOR * (ended - began), _LONGEST_PAUSE_SECONDS)
+                    count_at = ended + max(self._interval, pause)
                 leads = self._harvester.is_leader
                 self._history.write(self._store.history, backlog, leads=leads)
                 if leads and not stops:
                     self._rotate()
                 if stops:
                     return
-                self._wake.wait(max(0.0, count_at - time.monotonic()))
+                self._wake.wait(max(0.0, min(self._interval, count_at - time.monotonic())))
         finally:
             self._store.close()
 
     def _observe(self) -> Backlog | None:
         """Count, and tell the metrics."""
         harvester = self._harvester
-        harvester.metrics.kafka_up(harvester.kafka_answers)
         backlog = self._ask() if self._counts and harvester.counts_backlog else None
         if backlog is None:
             self._trend.forget()

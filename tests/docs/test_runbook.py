@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RUNBOOK = (ROOT / "docs/runbook.md").read_text()
 _ANYTHING = "\0"
-_JUDGEMENTS = {"warning", "problem", "judge"}
+_JUDGEMENTS = {"warning", "problem", "judge", "unanswered"}
 
 
 class CodedFinding(NamedTuple):
@@ -44,7 +44,11 @@ def coded_findings(path: Path) -> Iterator[CodedFinding]:
         local = {**names, **_constants(function)}
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and _is_judgement(node.func) and len(node.args) >= 2:
-                subject, detail = (_text(argument, local) for argument in node.args[:2])
+                is_unanswered = (
+                    isinstance(node.func, ast.Name) and node.func.id == "unanswered"
+                )  # has a service between
+                words = [node.args[0], node.args[2 if is_unanswered else 1]]
+                subject, detail = (_text(argument, local) for argument in words)
                 yield CodedFinding(subject, detail, f"{path.relative_to(ROOT)}:{node.lineno}")
 
 

@@ -922,6 +922,9 @@ class Consumer(Client):
         """Join the group."""
         self._member = _Member(self, topics[0], on_assign, on_revoke, on_lost)
 
+    def unsubscribe(self) -> None:
+        """Do nothing: `close` follows, and leaves the group."""
+
     def close(self) -> None:
         """Leave the group, and read no more."""
         if self._member is not None and not self.is_closed:

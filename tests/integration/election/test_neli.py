@@ -391,6 +391,22 @@ def test_stop_hands_over_at_once(contend):
     assert max(took) < 3
 
 
+def test_standby_that_stops_leaves_the_group(contend, kafka_bootstrap):
+    """A standby that was stopped is not waited for: neither by a new member nor by the leader's successor."""
+    leader, standby = leads(contend()), contend()
+    group = leader._config.group_id
+    admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
+
+    def members():
+        return len(admin.describe_consumer_groups([group])[group].result(30).members)
+
+    until(lambda: members() == 2)
+    time.sleep(1.6)  # so that both have joined, in a generation that is settled
+    standby.stop()
+    until(lambda: members() == 1, timeout=3.0)  # a session would be 6 s
+    leads_undisturbed(leader, 1.0)
+
+
 def test_revoked_handler_is_the_barrier(contend):
     """No successor is elected while LeaderRevoked's handler works; it sees the lease, but not a leader."""
     readings = []

@@ -208,6 +208,27 @@ def test_dsn_without_quotes_does_not_show_its_password(dsn, told, capsys):
     assert capsys.readouterr().err.endswith(f"unrecognized arguments: {told}\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["harvest", "--drian"], "outbox harvest: error: unrecognized arguments: --drian (did you mean --drain?)"),
+        (
+            ["hold", "list", "--topc", "a"],
+            "outbox hold list: error: unrecognized arguments: --topc a (did you mean --topic?)",
+        ),
+        (["harvest", "now"], "outbox harvest: error: unrecognized arguments: now"),
+    ],
+)
+def test_mistyped_option_is_told_by_its_command(arguments, told, capsys):
+    """A command refuses an option that it does not have, with its own usage and the option that was meant."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    usage, error = capsys.readouterr().err.rstrip().rsplit("\n", 1)
+    assert error == told
+    assert usage.startswith("usage: outbox " + arguments[0])
+
+
 def test_schema_needs_no_dependencies():
     """The base install prints the DDL without importing any site-package."""
     code = "import sys; sys.path.insert(0, '.'); from outbox_core.cli import main; sys.exit(main(['schema']))"
@@ -317,6 +338,22 @@ def test_wrong_setting_is_one_line_and_exit_code_2(played, capsys, arguments, co
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"outbox: error: {complaint}")
     assert "s3cr3t" not in line
+    assert not played.made
+
+
+@pytest.mark.parametrize(
+    ("properties", "told"),
+    [
+        ("sasl.password: 1234", "harvest.baseKafkaConfig.sasl.password: put it in quotes: YAML reads it as a number"),
+        ("sasl.password=s3cr3t", "harvest.baseKafkaConfig.sasl.password=***: has no value"),
+    ],
+)
+def test_mistake_in_a_secret_is_told_in_full(played, tmp_path, capsys, properties, told):
+    """What is wrong with a password is told in full, and the password is not."""
+    file = tmp_path / "reaper.yaml"
+    file.write_text("harvest: {baseKafkaConfig: {" + properties + "}}")
+    assert main(["harvest", "-f", str(file)]) == 2
+    assert capsys.readouterr().err == f"outbox: error: {told}\n"
     assert not played.made
 
 

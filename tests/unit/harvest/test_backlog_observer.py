@@ -1,0 +1,94 @@
+"""The thread that counts the backlog: how soon it counts again, and what it tells meanwhile."""
+
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+
+from outbox_core.config import HarvestConfig, Limits
+from outbox_core.errors import StoreUnavailable
+from outbox_core.metrics import HarvestMetrics
+from outbox_core.stores.interface import Backlog, WaitingRows
+from outbox_core.upkeep import backlog as observing
+from outbox_core.upkeep.backlog import BacklogObserver
+
+INTERVAL_SECONDS = 0.02
+
+
+class SlowStore:
+    """A store whose first count waits for a lock in vain."""
+
+    def __init__(self, waits_seconds):
+        self.waits_seconds = waits_seconds
+        self.counts = 0
+        self.history = SimpleNamespace(add_events=lambda _: None, add_statistics=lambda _: None, prune=lambda: None)
+
+    def backlog(self):
+        self.counts += 1
+        if self.counts == 1:
+            time.sleep(self.waits_seconds)
+            raise StoreUnavailable("canceling statement due to statement timeout")
+        return Backlog(WaitingRows(3, 1.0), WaitingRows())
+
+    def rotate_archive(self):
+        return 0
+
+    def close(self):
+        pass
+
+
+class Harvester:
+    """A leader whose Kafka can be taken away."""
+
+    config = HarvestConfig(limits=Limits(min_metrics_interval=timedelta(seconds=1)))
+    is_leader = counts_backlog = kafka_answers = True
+
+    def __init__(self):
+        self.metrics = HarvestMetrics(outbox_name="shop")
+
+    def shown(self, name):
+        """Return a metric's value, None if it is not shown."""
+        return self.metrics.registry.get_sample_value(name, {"outbox": "shop"})
+
+
+def until(condition):
+    """Wait until the condition holds."""
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def observe():
+    """A factory of started observers."""
+    made = []
+
+    def start(store, harvester):
+        made.append(BacklogObserver(store, harvester, INTERVAL_SECONDS))
+        made[-1].start()
+
+    yield start
+    for observer in made:
+        observer.stop()
+
+
+def test_a_count_that_waited_for_a_lock_is_repeated_soon(observe, monkeypatch):
+    """The pause after a count that waited is bounded: 2% of the time would leave alerts blind for half an hour."""
+    monkeypatch.setattr(observing, "_LONGEST_PAUSE_SECONDS", 0.1)
+    store, harvester = SlowStore(waits_seconds=0.3), Harvester()
+    observe(store, harvester)
+    until(lambda: store.counts > 1)
+    until(lambda: harvester.shown("outbox_deliverable_records") == 3)
+
+
+def test_kafka_is_told_between_two_counts(observe):
+    """Whether Kafka answers is told at each interval, also while a slow count has a long pause behind it."""
+    store, harvester = SlowStore(waits_seconds=0.3), Harvester()
+    observe(store, harvester)
+    until(lambda: harvester.shown("outbox_kafka_up") == 1)
+    time.sleep(0.4)
+    harvester.kafka_answers = False
+    until(lambda: harvester.shown("outbox_kafka_up") == 0)
+    assert store.counts == 1
