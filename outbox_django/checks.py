@@ -15,7 +15,7 @@ from django.apps.config import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error
 from django.core.checks import Warning as CheckWarning
-from django.db import connections, router
+from django.db import DEFAULT_DB_ALIAS, connections, router
 from django.db.migrations.recorder import MigrationRecorder
 from django.utils.connection import ConnectionDoesNotExist
 
@@ -149,7 +149,7 @@ def _check_table(current: OutboxSettings, alias: str) -> list[CheckMessage]:
     if not table.columns:
         if alias != stash_alias():
             return []
-        return [CheckWarning(f"There is no table {where}.", hint="Run `manage.py migrate`.", id="outbox_django.W001")]
+        return [CheckWarning(f"There is no table {where}.", hint=_hint_to_migrate(alias), id="outbox_django.W001")]
     needed = dict.fromkeys((*REQUIRED_COLUMNS, *current.table_layout.columns))
     missing = [column for column in needed if column not in table.columns]
     if missing:
@@ -172,7 +172,7 @@ def _check_inbox(current: OutboxSettings, alias: str) -> list[CheckMessage]:
     if not columns:
         if alias != write_alias("Inbox"):
             return []
-        return [CheckWarning(f"There is no table {where}.", hint="Run `manage.py migrate`.", id="outbox_django.W004")]
+        return [CheckWarning(f"There is no table {where}.", hint=_hint_to_migrate(alias), id="outbox_django.W004")]
     missing = [column for column in INBOX_COLUMNS if column not in columns]
     if missing:
         return [Error(f"{where} is no inbox: it lacks {', '.join(missing)}.", id="outbox_django.E008")]
@@ -194,10 +194,14 @@ def _check_holds(current: OutboxSettings, alias: str) -> list[CheckMessage]:
         CheckWarning(
             f"There is no table {name} in database {alias!r}: nothing can be paused, and a bad record is tried "
             "for ever.",
-            hint="Run `manage.py migrate`.",
+            hint=_hint_to_migrate(alias),
             id="outbox_django.W005",
         )
     ]
+
+
+def _hint_to_migrate(alias: str) -> str:
+    return f"Run `manage.py migrate{'' if alias == DEFAULT_DB_ALIAS else f' --database {alias}'}`."
 
 
 def _check_layout(current: OutboxSettings, table: _Table, where: str) -> Iterator[CheckMessage]:

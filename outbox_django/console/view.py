@@ -20,6 +20,7 @@ from django.urls import reverse
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 
 from outbox_core.errors import OutboxError
+from outbox_django.databases import option_of
 from outbox_django.models import Hold
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
@@ -89,7 +90,9 @@ class _Kept:
         with self._lock:
             if self._console is None or self._settings != known:
                 name = str(current.table)
-                self._console = Console({name: harvest_config(current, alias)}, commands={name: ManagePy()})
+                self._console = Console(
+                    {name: harvest_config(current, alias)}, commands={name: ManagePy(option_of(alias))}
+                )
                 self._settings = known
             return self._console
 
