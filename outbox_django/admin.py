@@ -109,7 +109,8 @@ class OutboxAdmin(OutboxAdminBase):
         keeps = models.Q(record_id=record) | models.Q(kafka_key=key)
         keeps |= models.Q(kafka_key__isnull=True, record_id__isnull=True)
         hold = Hold.objects.filter(keeps, kafka_topic=topic).order_by("create_time").values("pk")[:1]
-        return super().get_queryset(request).annotate(octets=size, hold=models.Subquery(hold))
+        rows = super().get_queryset(request).using(write_alias("Outbox"))
+        return rows.annotate(octets=size, hold=models.Subquery(hold))
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         """Return the list that leaves values out."""
@@ -206,6 +207,10 @@ class HoldAdmin(HoldAdminBase):
     show_full_result_count = False
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")
+
+    def get_queryset(self, request: HttpRequest) -> models.QuerySet[Hold]:
+        """Return the rows of the database where `holds` writes: a replica may be behind, and takes no actions."""
+        return super().get_queryset(request).using(write_alias("Hold"))
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         """Return the list that counts what holds keep."""

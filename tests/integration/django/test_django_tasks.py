@@ -469,3 +469,13 @@ def test_the_admin_shows_results(admin_client):
     assert "ValueError: &lt;no way&gt;" in page
     assert 'name="_save"' not in page
     assert admin_client.get("/admin/outbox_tasks/result/add/").status_code == 403
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_the_admin_shows_results_of_the_outbox_s_database(admin_client, settings):
+    """Results are listed and deleted where `enqueue` writes them."""
+    settings.OUTBOX = {"DATABASE": "other"}
+    result = sample_tasks.add.enqueue(1, 2)
+    assert result.id in admin_client.get("/admin/outbox_tasks/result/").content.decode()
+    admin_client.post(f"/admin/outbox_tasks/result/{result.id}/delete/", {"post": "yes"})
+    assert not Result.objects.using("other").exists()
