@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from django.db import connections, transaction
 from django.utils import timezone
 
-from outbox_core.errors import InvalidConfig, InvalidRecord
+from outbox_core.errors import InvalidConfig, InvalidRecord, TransactionRequired
 from outbox_core.schema import TableName, create_table_sql
 from outbox_django.models import Outbox
 from outbox_django.tasks import OutboxTaskBackend
@@ -102,6 +102,18 @@ def test_a_task_commits_and_rolls_back_with_its_transaction():
     assert (Outbox.objects.count(), Result.objects.count()) == (2, 2)
     queue, job = _stashed()
     assert (queue, job["task"], job["args"]) == ("second", "tests.integration.django.sample_tasks.add", [1])
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_a_transaction_of_another_database_is_refused(settings):
+    """A task that a rollback would not undo is refused; in a transaction of both databases it is written."""
+    settings.OUTBOX = {"DATABASE": "other"}
+    with transaction.atomic(), pytest.raises(TransactionRequired, match=r"of database 'default'.*using='other'"):
+        sample_tasks.noop.enqueue()
+    assert not Outbox.objects.using("other").exists()
+    with transaction.atomic(), transaction.atomic(using="other"):
+        sample_tasks.noop.enqueue()
+    assert Outbox.objects.using("other").count() == 1
 
 
 def test_outside_a_transaction_a_task_is_durable_at_once():
