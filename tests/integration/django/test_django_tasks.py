@@ -387,6 +387,19 @@ def test_a_result_that_was_pruned(finished):
         call_command("prune_task_results", "--older-than=week")
 
 
+def test_pruning_without_the_table_ends_in_one_line(settings):
+    """A missing table, and a wrong setting, are errors of one line with the exit code 2."""
+    with transaction.atomic():
+        connections["default"].cursor().execute("DROP TABLE outbox_task_result")
+        with pytest.raises(CommandError, match='"outbox_task_result" does not exist') as raised:
+            call_command("prune_task_results", "--older-than=7d")
+        transaction.set_rollback(True)
+    assert raised.value.returncode == 2
+    settings.OUTBOX = {"DATABASE": "nowhere"}
+    with pytest.raises(CommandError, match="'nowhere' is not in DATABASES"):
+        call_command("prune_task_results", "--older-than=7d")
+
+
 _JOB = {"id": "1", "args": [], "kwargs": {}, "enqueued_at": "2026-01-01T00:00:00+00:00"}
 _MODULE = "tests.integration.django.sample_tasks"
 
