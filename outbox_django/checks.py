@@ -87,7 +87,7 @@ def check_databases(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
     return [
         Error(
             f"The outbox is in database {alias!r}, which is {vendor}; it needs PostgreSQL.",
-            hint="Name a PostgreSQL database's alias in OUTBOX['DATABASE'], or route the model outbox_django.Outbox.",
+            hint="Name a PostgreSQL database's alias in OUTBOX['DATABASE'], or route the app `outbox_django`.",
             id="outbox_django.E005",
         )
     ]
@@ -123,7 +123,7 @@ def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = No
     if current is None:
         return []
     found: list[CheckMessage] = []
-    for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox), ("Hold", _check_holds)):
+    for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox), ("Outbox", _check_holds)):
         for alias in databases or ():
             if _belongs(model, alias) and not _is_being_made(alias):
                 found += check(current, alias)
@@ -188,13 +188,13 @@ def _check_holds(current: OutboxSettings, alias: str) -> list[CheckMessage]:
         names = [current.table.quoted, name.quoted]
         cursor.execute("SELECT to_regclass(%s) IS NULL OR to_regclass(%s) IS NOT NULL", names)
         (is_well,) = cursor.fetchone()
-    if is_well or alias != write_alias("Hold"):
+    if is_well or alias != stash_alias():
         return []
     return [
         CheckWarning(
             f"There is no table {name} in database {alias!r}: nothing can be paused, and a bad record is tried "
             "for ever.",
-            hint=_hint_to_migrate(alias),
+            hint=f"{_hint_to_migrate(alias)} Routers have to let the app `outbox_django` into it.",
             id="outbox_django.W005",
         )
     ]
