@@ -109,7 +109,8 @@ class OutboxAdmin(OutboxAdminBase):
         keeps = models.Q(record_id=record) | models.Q(kafka_key=key)
         keeps |= models.Q(kafka_key__isnull=True, record_id__isnull=True)
         hold = Hold.objects.filter(keeps, kafka_topic=topic).order_by("create_time").values("pk")[:1]
-        return super().get_queryset(request).annotate(octets=size, hold=models.Subquery(hold))
+        rows = super().get_queryset(request).using(write_alias("Outbox"))
+        return rows.annotate(octets=size, hold=models.Subquery(hold))
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         """Return the list that leaves values out."""
@@ -207,6 +208,10 @@ class HoldAdmin(HoldAdminBase):
     list_per_page = 50
     actions = ("release", "skip", "send_to_dead_letters")
 
+    def get_queryset(self, request: HttpRequest) -> models.QuerySet[Hold]:
+        """Return the rows of the database where `holds` writes: a replica may be behind, and takes no actions."""
+        return super().get_queryset(request).using(write_alias("Outbox"))
+
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         """Return the list that counts what holds keep."""
         del request, kwargs
@@ -254,7 +259,7 @@ class HoldAdmin(HoldAdminBase):
         """Pause a topic or a key, as `outbox hold add` does."""
         del form, change
         obj.kafka_key = obj.kafka_key or None
-        which = holds(write_alias("Hold"), str(request.user))
+        which = holds(write_alias("Outbox"), str(request.user))
         obj.was_held = not which.add(obj.kafka_topic, obj.kafka_key, reason=obj.reason or f"by {request.user}")
         obj.pk = which.list(topic=obj.kafka_topic, key=obj.kafka_key)[0].id
         doubt = which.doubt(obj.kafka_topic, obj.kafka_key)
@@ -272,7 +277,7 @@ class HoldAdmin(HoldAdminBase):
     def get_form(self, request: HttpRequest, obj: Hold | None = None, change: bool = False, **kwargs: Any) -> Any:
         """Return the form, in which key and reason are optional and each field is one line."""
         form = super().get_form(request, obj, change, **kwargs)
-        topics = list(holds(write_alias("Hold")).waiting_topics()) if obj is None else []
+        topics = list(holds(write_alias("Outbox")).waiting_topics()) if obj is None else []
         for name in ("kafka_key", "reason"):
             if name in form.base_fields:
                 form.base_fields[name].required = False

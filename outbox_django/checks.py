@@ -15,7 +15,7 @@ from django.apps.config import AppConfig
 from django.conf import settings
 from django.core.checks import CheckMessage, Error
 from django.core.checks import Warning as CheckWarning
-from django.db import connections, router
+from django.db import DEFAULT_DB_ALIAS, connections, router
 from django.db.migrations.recorder import MigrationRecorder
 from django.utils.connection import ConnectionDoesNotExist
 
@@ -87,7 +87,7 @@ def check_databases(app_configs: _Apps = None, **_: Any) -> list[CheckMessage]:
     return [
         Error(
             f"The outbox is in database {alias!r}, which is {vendor}; it needs PostgreSQL.",
-            hint="Name a PostgreSQL database's alias in OUTBOX['DATABASE'], or route the model outbox_django.Outbox.",
+            hint="Name a PostgreSQL database's alias in OUTBOX['DATABASE'], or route the app `outbox_django`.",
             id="outbox_django.E005",
         )
     ]
@@ -123,7 +123,7 @@ def check_tables(app_configs: _Apps = None, databases: Sequence[str] | None = No
     if current is None:
         return []
     found: list[CheckMessage] = []
-    for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox), ("Hold", _check_holds)):
+    for model, check in (("Outbox", _check_table), ("Inbox", _check_inbox), ("Outbox", _check_holds)):
         for alias in databases or ():
             if _belongs(model, alias) and not _is_being_made(alias):
                 found += check(current, alias)
@@ -149,7 +149,7 @@ def _check_table(current: OutboxSettings, alias: str) -> list[CheckMessage]:
     if not table.columns:
         if alias != stash_alias():
             return []
-        return [CheckWarning(f"There is no table {where}.", hint="Run `manage.py migrate`.", id="outbox_django.W001")]
+        return [CheckWarning(f"There is no table {where}.", hint=_hint_to_migrate(alias), id="outbox_django.W001")]
     needed = dict.fromkeys((*REQUIRED_COLUMNS, *current.table_layout.columns))
     missing = [column for column in needed if column not in table.columns]
     if missing:
@@ -172,7 +172,7 @@ def _check_inbox(current: OutboxSettings, alias: str) -> list[CheckMessage]:
     if not columns:
         if alias != write_alias("Inbox"):
             return []
-        return [CheckWarning(f"There is no table {where}.", hint="Run `manage.py migrate`.", id="outbox_django.W004")]
+        return [CheckWarning(f"There is no table {where}.", hint=_hint_to_migrate(alias), id="outbox_django.W004")]
     missing = [column for column in INBOX_COLUMNS if column not in columns]
     if missing:
         return [Error(f"{where} is no inbox: it lacks {', '.join(missing)}.", id="outbox_django.E008")]
@@ -188,16 +188,20 @@ def _check_holds(current: OutboxSettings, alias: str) -> list[CheckMessage]:
         names = [current.table.quoted, name.quoted]
         cursor.execute("SELECT to_regclass(%s) IS NULL OR to_regclass(%s) IS NOT NULL", names)
         (is_well,) = cursor.fetchone()
-    if is_well or alias != write_alias("Hold"):
+    if is_well or alias != stash_alias():
         return []
     return [
         CheckWarning(
             f"There is no table {name} in database {alias!r}: nothing can be paused, and a bad record is tried "
             "for ever.",
-            hint="Run `manage.py migrate`.",
+            hint=f"{_hint_to_migrate(alias)} Routers have to let the app `outbox_django` into it.",
             id="outbox_django.W005",
         )
     ]
+
+
+def _hint_to_migrate(alias: str) -> str:
+    return f"Run `manage.py migrate{'' if alias == DEFAULT_DB_ALIAS else f' --database {alias}'}`."
 
 
 def _check_layout(current: OutboxSettings, table: _Table, where: str) -> Iterator[CheckMessage]:

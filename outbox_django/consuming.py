@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from django.db import transaction
 
-from outbox_core.errors import MissingExtra
+from outbox_core.errors import MissingExtra, OutboxError
 from outbox_django.databases import postgres_connection
 from outbox_django.inbox import InboxTable, configured_inbox
 
@@ -32,6 +32,9 @@ def consume(
     Before each record Django replaces a connection older than CONN_MAX_AGE and, with CONN_HEALTH_CHECKS, one that was
     lost. With a CONN_MAX_AGE of 0, the default, one connection is kept until it fails.
 
+    Call it outside `transaction.atomic()` (RuntimeError) and with autocommit on (OutboxError): a record whose offset is
+    committed must not be rolled back.
+
     Args:
         consumer: a subscribed confluent_kafka.Consumer with `enable.auto.offset.store` and `enable.auto.commit` False.
         handler: called inside `transaction.atomic(using)`, once for each record that is accepted.
@@ -52,7 +55,10 @@ def consume(
         # An age of 0, Django's default, is meant for requests: here it would cost a connection for each record.
         if connection.settings_dict["CONN_MAX_AGE"] != 0:
             connection.close_if_unusable_or_obsolete()
-        with transaction.atomic(using=alias):
+        # The offset is committed behind this block: nothing around it may roll the block back.
+        with transaction.atomic(using=alias, durable=True):
+            if not connection.commit_on_exit:
+                raise OutboxError(f"autocommit is off on database {alias!r}: consume could commit no record")
             yield
 
     return consuming.consume(

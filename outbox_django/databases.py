@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from django.apps import apps
-from django.db import connections, router
+from django.db import DEFAULT_DB_ALIAS, connections, router
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.connection import ConnectionDoesNotExist
 
@@ -18,6 +18,11 @@ from outbox_django.settings import outbox_settings
 def write_alias(model: str) -> str:
     """Return the alias of the database of a model of ours, unless a call names another."""
     return outbox_settings().database or router.db_for_write(apps.get_model("outbox_django", model))
+
+
+def option_of(alias: str) -> str:
+    """Return the value of --database that leads every command to this alias, `migrate` included; "" if none does."""
+    return "" if alias == DEFAULT_DB_ALIAS == write_alias("Outbox") else alias
 
 
 def postgres_connection(alias: str) -> BaseDatabaseWrapper:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from base64 import b64decode, b64encode
 from typing import TYPE_CHECKING, Any, Literal
 
 from django.db import models
@@ -35,6 +37,18 @@ class PostgresArrayField(ArrayBase):
         """Return the field as a migration writes it."""
         name, path, args, kwargs = super().deconstruct()
         return name, path, list(args), {**kwargs, "element": self.element}
+
+    def value_to_string(self, obj: models.Model) -> str:
+        """Return the value as a fixture has it: JSON, with bytes in base64."""
+        values = self.value_from_object(obj)
+        return json.dumps([value if isinstance(value, str | None) else b64encode(value).decode() for value in values])
+
+    def to_python(self, value: Any) -> Any:
+        """Return the value of a fixture as a list."""
+        if not isinstance(value, str):
+            return value
+        decode = b64decode if self.element == "bytea" else str
+        return [None if item is None else decode(item) for item in json.loads(value)]
 
 
 class TimeField(TimeBase):

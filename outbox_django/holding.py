@@ -5,7 +5,8 @@
     holds().add("orders", reason="the consumer is being repaired")
     holds().release(topic="orders")
 
-Each call is one statement, in the current transaction if there is one.
+Each call is one statement, in the current transaction if there is one. The holds are in the outbox's own database,
+wherever routers would send the model: the harvester reads them there.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class OutboxHolds:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name not in _METHODS:
             raise AttributeError(f"{type(self).__name__} has no {name!r}")
-        return partial(getattr(self._holds, name), postgres_connection(self._using or write_alias("Hold")))
+        return partial(getattr(self._holds, name), postgres_connection(self._using or write_alias("Outbox")))
 
 
 def holds(using: str | None = None, actor: str | None = None) -> OutboxHolds:

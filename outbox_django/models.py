@@ -150,15 +150,13 @@ class Event(models.Model):
         return f"{self.kind} by {self.actor}"
 
 
-class Console(models.Model):
-    """The console in the admin. It has no table: Django's admin and permissions are about models."""
-
-    id = models.BigAutoField(primary_key=True)
+class Console(Outbox):
+    """The console in the admin. It has no table of its own: Django's admin and permissions are about models."""
 
     class Meta:
-        """Nothing is migrated but the permission."""
+        """Nothing is migrated but the permission. A proxy, as `dumpdata` would read the table of any other model."""
 
-        managed = False
+        proxy = True
         default_permissions = ()
         permissions = (("restash_dead_letter", "Can stash dead letters anew"),)
         verbose_name = "console"

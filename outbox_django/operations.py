@@ -175,10 +175,11 @@ class ArchivePublished(_TableOperation):
 class GrantRights(_TableOperation):
     """The rights of the outbox's roles, column by column, as `outbox schema --grants` prints them.
 
-    For a migration of the project's own, run by the owner of the tables. The roles have to exist:
+    For a migration of the project's own, run by the owner of the tables, behind all that makes them: tables that are
+    not there yet get no rights. An outbox without a schema is in `public`. The roles have to exist:
 
         class Migration(migrations.Migration):
-            dependencies = [("outbox_django", "0004_checks")]
+            dependencies = [("outbox_django", "0005_history")]
             operations = [GrantRights(writer="shop_app", harvester="outbox_harvester")]
 
     Backwards it revokes the granted rights, but for USAGE of the schema. The `writer` is the role of the applications

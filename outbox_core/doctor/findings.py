@@ -117,31 +117,43 @@ class CommandLine:
 
 @dataclass(frozen=True, slots=True)
 class ManagePy:
-    """The commands of a Django project; `options` as of `CommandLine`, `("--database", "events")` for example."""
+    """The commands of a Django project, with the options that lead them to the same outbox.
 
-    options: tuple[str, ...] = ()
+    Args:
+        database: Django's alias; "" for the one that needs no option.
+        table: the outbox table if it is not that of the settings, which the project's own migrations make.
+    """
+
+    database: str = ""
+    table: str = ""
 
     @property
     def harvest(self) -> str:
         """The command that starts a harvester."""
-        return self._typed("run_harvester")
+        return self._typed("run_harvester", self.table)
 
     def hold(self, arguments: str) -> str:
         """Return the command for holds."""
-        return self._typed(f"outbox_hold {arguments}")
+        return self._typed(f"outbox_hold {arguments}", self.table)
 
     def make_tables(self) -> str:
         """Return the command that makes the outbox and its holds, where they are missing."""
-        return self._typed("migrate outbox_django")
+        return self._migration("") if self.table else self._typed("migrate outbox_django")
 
     def add_checks(self, layout: str) -> str:
         """Return the command that adds the CHECK constraints."""
-        del layout
-        return self.make_tables()
+        return self._migration(f" --only checks --layout {layout}") if self.table else self.make_tables()
 
     def add_trigger(self) -> str:
         """Return what adds the trigger for `notify`."""
+        if self.table:
+            return self._migration(" --notify")
         return "a migration with the operation `NotifyOnInsert()` of outbox_django.operations"
 
-    def _typed(self, arguments: str) -> str:
-        return f"`manage.py {arguments}{''.join(f' {shlex.quote(word)}' for word in self.options)}`"
+    def _migration(self, options: str) -> str:
+        return f"a migration that runs the SQL of `outbox schema{options} --table {shlex.quote(self.table)}`"
+
+    def _typed(self, arguments: str, table: str = "") -> str:
+        named = {"--database": self.database, "--table": table}
+        options = (f" {option} {shlex.quote(value)}" for option, value in named.items() if value)
+        return f"`manage.py {arguments}{''.join(options)}`"

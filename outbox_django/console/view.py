@@ -20,6 +20,7 @@ from django.urls import reverse
 from django.views.decorators.csrf import csrf_exempt, csrf_protect
 
 from outbox_core.errors import OutboxError
+from outbox_django.databases import option_of
 from outbox_django.models import Hold
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
@@ -89,7 +90,9 @@ class _Kept:
         with self._lock:
             if self._console is None or self._settings != known:
                 name = str(current.table)
-                self._console = Console({name: harvest_config(current, alias)}, commands={name: ManagePy()})
+                self._console = Console(
+                    {name: harvest_config(current, alias)}, commands={name: ManagePy(option_of(alias))}
+                )
                 self._settings = known
             return self._console
 
@@ -98,16 +101,16 @@ _kept = _Kept()
 
 
 def _answer(site: AdminSite, request: HttpRequest, path: str) -> HttpResponse:
-    from outbox_core.console.messages import ApiError
-
     try:
+        from outbox_core.console.messages import ApiError
+
         console, asked = _kept.get(), _request_of(site, request, path)
     except RequestDataTooBig:
         text, remedy = "the body is longer than Django's DATA_UPLOAD_MAX_MEMORY_SIZE", "raise that setting"
         return _sent(ApiError(413, "too_large", text, remedy=remedy).response())
     except ModuleNotFoundError as error:
-        remedy = "pip install 'kafka-outbox[harvester]'"
-        return _sent(ApiError(503, "unavailable", f"the console needs {error.name}", remedy=remedy).response())
+        text = f"The console needs {error.name}, which is not installed: pip install 'kafka-outbox[harvester]'"
+        return _marked(HttpResponse(text, status=503, content_type="text/plain"))
     except OutboxError as error:
         return _sent(ApiError(503, "unavailable", str(error), remedy="mend the setting OUTBOX").response())
     answer = console.handle(asked)
@@ -178,6 +181,10 @@ def _forged() -> HttpResponse:
 
 
 def _sent(answer: Response) -> HttpResponse:
-    response = HttpResponse(answer.body, status=answer.status, headers=dict(answer.headers))
+    return _marked(HttpResponse(answer.body, status=answer.status, headers=dict(answer.headers)))
+
+
+def _marked(response: HttpResponse) -> HttpResponse:
+    """Mark an answer as the console's own: any other is Django's refusal of a forged POST."""
     response.is_of_console = True  # type: ignore[attr-defined]
     return response

@@ -1,6 +1,6 @@
 """The console in the admin, and the permission to stash dead letters anew. It has no table."""
 
-from django.db import migrations, models
+from django.db import migrations
 
 
 class Migration(migrations.Migration):
@@ -11,9 +11,10 @@ class Migration(migrations.Migration):
     operations = (
         migrations.CreateModel(
             name="Console",
-            fields=[("id", models.BigAutoField(primary_key=True, serialize=False))],
+            fields=[],
+            bases=("outbox_django.outbox",),
             options={
-                "managed": False,
+                "proxy": True,
                 "default_permissions": (),
                 "permissions": (("restash_dead_letter", "Can stash dead letters anew"),),
                 "verbose_name": "console",

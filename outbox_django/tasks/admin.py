@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING
 
 from django.contrib import admin
 
+from outbox_django.stashing import stash_alias
 from outbox_django.tasks.models import Result
 
 if TYPE_CHECKING:
+    from django.db import models
     from django.http import HttpRequest
 
     ResultAdminBase = admin.ModelAdmin[Result]
@@ -44,6 +46,10 @@ class ResultAdmin(ResultAdminBase):
         "return_value",
         "tracebacks",
     )
+
+    def get_queryset(self, request: HttpRequest) -> models.QuerySet[Result]:
+        """Return the rows of the database where `enqueue` writes."""
+        return super().get_queryset(request).using(stash_alias())
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Refuse: `enqueue` makes tasks."""

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from django.apps import apps
 from django.core.checks import CheckMessage, Error
 from django.core.checks import Warning as CheckWarning
-from django.db import transaction
+from django.db import connections, transaction
 from django.utils import timezone
 from django.utils.crypto import get_random_string
 from django.utils.module_loading import autodiscover_modules
 
-from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError
+from outbox_core.errors import InvalidConfig, MissingExtra, OutboxError, TransactionRequired
 from outbox_django.databases import postgres_connection
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash, stash_alias
@@ -85,6 +85,7 @@ class OutboxTaskBackend(BaseTaskBackend):
                 PostgreSQL's JSON, which has no NUL); nothing was written.
             InvalidMessage: if the arguments are too large for a message; nothing was written.
             InvalidRecord: if they are too long for an outbox in goharvest's text layout; nothing was written.
+            TransactionRequired: in a transaction of another database alone; nothing was written.
             InvalidConfig: if TASKS or OUTBOX are wrong.
             django.db.Error: of a failed statement.
         """
@@ -173,6 +174,12 @@ def _transaction(alias: str) -> AbstractContextManager[object]:
     connection = postgres_connection(alias)
     if connection.in_atomic_block or not connection.get_autocommit():
         return nullcontext()
+    for other in connections.all(initialized_only=True):
+        if other.in_atomic_block:
+            raise TransactionRequired(
+                f"enqueue in a transaction of database {other.alias!r}, which the task would not share: the outbox is "
+                f"in {alias!r}. Put both inside `with transaction.atomic(using={alias!r}):`"
+            )
     return transaction.atomic(using=alias)
 
 

@@ -10,6 +10,7 @@ from django.core.management.base import CommandParser
 from outbox_core.cli.doctor import DOCTOR_DESCRIPTION, DOCTOR_EPILOG, add_doctor_arguments, run_doctor
 from outbox_core.cli.harvest import add_source_arguments, overrides_from
 from outbox_core.doctor.findings import ManagePy
+from outbox_django.databases import option_of
 from outbox_django.management.doors import Door, add_database_argument, command_errors
 from outbox_django.settings import outbox_settings
 from outbox_django.stashing import stash_alias
@@ -32,8 +33,9 @@ class Command(Door):
         with command_errors():
             from outbox_django.harvesting import harvest_config
 
-            config = harvest_config(outbox_settings(), options["database"] or stash_alias(), overrides_from(options))
-            chosen = ("--database", options["database"]) if options["database"] else ()
-            exit_code = run_doctor(config, self.stdout, options, ManagePy(chosen))
+            alias = options["database"] or stash_alias()
+            config = harvest_config(outbox_settings(), alias, overrides_from(options))
+            commands = ManagePy(option_of(alias), options["table"] or "")
+            exit_code = run_doctor(config, self.stdout, options, commands)
         if exit_code:
             sys.exit(exit_code)

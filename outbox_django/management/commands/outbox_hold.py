@@ -59,7 +59,7 @@ class Command(Door):
         desk = Desk(self.stdout, self.stderr, asker(), "manage.py outbox_hold")
         try:
             name = TableName.parse(options["table"]) if options.get("table") else outbox_settings().table
-            connection = postgres_connection(options.get("database") or write_alias("Hold"))
+            connection = postgres_connection(options.get("database") or write_alias("Outbox"))
             with pinned_search_path(connection, name, LOCK_TIMEOUT) as found:
                 run_action(connection, Holds(found, operator()), options, desk)
         except NotConfirmed as error:

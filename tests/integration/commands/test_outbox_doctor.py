@@ -291,6 +291,17 @@ def test_django_commands_look_at_the_database_of_the_settings(kafka_bootstrap, s
     assert "sequence" in out.getvalue()
 
 
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_remedies_lead_to_the_database_of_the_settings(kafka_bootstrap, settings):
+    """Where OUTBOX["DATABASE"] is another than `default`, `manage.py migrate` needs its alias, and a remedy has it."""
+    kafka = {"bootstrap.servers": kafka_bootstrap}
+    settings.OUTBOX = {"KAFKA": kafka, "DATABASE": "other", "TABLE": "absent"}
+    out = StringIO()
+    with pytest.raises(SystemExit):
+        call_command("outbox_doctor", stdout=out)
+    assert "`manage.py migrate outbox_django --database other`" in " ".join(out.getvalue().split())
+
+
 def test_notify_without_its_trigger(run, connection, monkeypatch):
     """With `notify` on, a missing trigger is a warning; with the trigger, the doctor sees that notices arrive."""
     assert "notices" not in of(run("doctor")[1], "ok")

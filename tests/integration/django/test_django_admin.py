@@ -15,6 +15,7 @@ __all__ = ["django_db_modify_db_settings"]
 pytestmark = pytest.mark.django_db
 
 _LIST = "/admin/outbox_django/outbox/"
+_HOLDS = "/admin/outbox_django/hold/"
 
 
 def _stash(**fields):
@@ -135,3 +136,18 @@ def test_nothing_can_be_changed(admin_client, rf, admin_user):
     request = rf.get("/")
     request.user = admin_user
     assert admin.site.get_model_admin(Outbox).get_actions(request) == {}
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_pages_show_the_database_that_stash_writes_to(admin_client, settings):
+    """Lists, pages and actions work on OUTBOX["DATABASE"], whatever the routers read from."""
+    settings.OUTBOX = {"DATABASE": "other"}
+    outbox.stash(outbox.OutboxRecord("orders", "elsewhere"))
+    row = Outbox.objects.using("other").get()
+    assert "elsewhere" in _detail(admin_client, row)
+    assert "elsewhere" in admin_client.get(_LIST).content.decode()
+    outbox.holds().add("orders", "elsewhere")
+    (hold,) = outbox.holds().list()
+    assert "elsewhere" in admin_client.get(_HOLDS).content.decode()
+    admin_client.post(_HOLDS, {"action": "release", "_selected_action": [hold.id]})
+    assert outbox.holds().list() == []

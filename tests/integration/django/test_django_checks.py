@@ -212,6 +212,9 @@ def test_a_missing_table_is_a_warning_where_stash_writes(settings, monkeypatch):
         first_time.setattr(MigrationRecorder, "applied_migrations", lambda _: {})
         assert _ids(["default"]) == [], "it is about to be made"
     assert _ids(["other"]) == []
+    settings.OUTBOX = {"TABLE": "absent", "DATABASE": "other"}
+    (missing,) = _messages(["other"])
+    assert missing.hint == "Run `manage.py migrate --database other`."
 
 
 @pytest.mark.django_db

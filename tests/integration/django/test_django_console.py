@@ -1,6 +1,7 @@
 """The console in Django's admin: its link, its permissions, its protection of POSTs, and its log of actions."""
 
 import json
+import sys
 
 import pytest
 from django.contrib.admin.models import LogEntry
@@ -128,3 +129,12 @@ def test_the_migration_goes_both_ways():
     assert Permission.objects.filter(codename="restash_dead_letter").exists()
     call_command("migrate", "outbox_django", "0005", verbosity=0)
     call_command("migrate", "outbox_django", verbosity=0)
+
+
+@pytest.mark.parametrize("path", ["", "api/outboxes"])
+def test_a_web_application_without_the_extra(admin_client, monkeypatch, path):
+    """Where the extra `[harvester]` is not installed, page and API say so."""
+    monkeypatch.setitem(sys.modules, "outbox_core.console.messages", None)
+    response = admin_client.get(f"{_CONSOLE}{path}")
+    assert response.status_code == 503
+    assert "pip install 'kafka-outbox[harvester]'" in response.content.decode()

@@ -278,3 +278,20 @@ def test_summary_without_the_history_or_the_holds(admin_client):
         assert "Last leadership" not in shown
         cursor.execute("ALTER TABLE outbox_hold RENAME TO gone")
     assert "What waits is not known" in admin_client.get("/admin/outbox_django/").content.decode()
+
+
+class _OutboxRouter:
+    def db_for_write(self, model, **_):
+        return "other" if model is Outbox else None
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_holds_are_in_the_database_of_the_outbox(settings, admin_client):
+    """A router that knows the outbox alone leads function, command and admin to the holds beside it."""
+    settings.DATABASE_ROUTERS = [_OutboxRouter()]
+    outbox.holds().add("function")
+    command("add", "--topic", "command")
+    admin_client.post(f"{_HOLDS}add/", {"kafka_topic": "admin", "kafka_key": "", "reason": ""})
+    topics = Hold.objects.using("other").order_by("kafka_topic").values_list("kafka_topic", flat=True)
+    assert list(topics) == ["admin", "command", "function"]
+    assert not Hold.objects.using("default").exists()

@@ -12,8 +12,9 @@ from django.db import connection, connections, transaction
 from psycopg.conninfo import conninfo_to_dict
 
 import outbox_django as outbox
-from outbox_core.errors import InvalidConfig
+from outbox_core.errors import InvalidConfig, OutboxError
 from outbox_core.schema import TableName, create_inbox_sql
+from outbox_core.testing.kafka import InProcessKafka
 from outbox_django.models import Inbox
 from outbox_django.settings import inbox_model_table, outbox_settings
 from tests.contract.accept_contract import AcceptContract, accepted
@@ -228,3 +229,34 @@ def test_prune_in_python(alias, inbox_database):
     finally:
         transaction.set_autocommit(True, using=alias)
     assert accepted(inbox_database) == []
+
+
+def _consume(records, handled):
+    consumer = InProcessKafka(records).consumer("orders", group="billing")
+    return outbox.consume(consumer, handled.append, stop=consumer.drained)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_consume_refuses_a_transaction_that_it_cannot_commit(outbox_records):
+    """Inside `atomic`, and with autocommit off, no record is handled: its offset would outlive a rollback."""
+    handled = []
+    with transaction.atomic():
+        outbox.stash(outbox.OutboxRecord("orders", "k"))
+    with transaction.atomic(), pytest.raises(RuntimeError, match="durable"):
+        _consume(outbox_records, handled)
+    transaction.set_autocommit(False)
+    try:
+        with pytest.raises(OutboxError, match="autocommit is off on database 'default'"):
+            _consume(outbox_records, handled)
+    finally:
+        transaction.rollback()
+        transaction.set_autocommit(True)
+    assert handled == []
+
+
+@pytest.mark.django_db
+def test_consume_works_in_a_test_case(outbox_records):
+    """The transaction of a test case, which Django knows, is no reason to refuse."""
+    handled = []
+    outbox.stash(outbox.OutboxRecord("orders", "k"))
+    assert _consume(outbox_records, handled).handled == len(handled) == 1

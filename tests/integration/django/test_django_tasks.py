@@ -13,7 +13,7 @@ from django.core.management import CommandError, call_command
 from django.db import OperationalError, connections, transaction
 from django.utils import timezone
 
-from outbox_core.errors import InvalidConfig, InvalidRecord
+from outbox_core.errors import InvalidConfig, InvalidRecord, TransactionRequired
 from outbox_core.schema import TableName, create_table_sql
 from outbox_django.models import Outbox
 from outbox_django.tasks import OutboxTaskBackend, worker
@@ -112,6 +112,18 @@ def test_a_task_commits_and_rolls_back_with_its_transaction():
     assert (Outbox.objects.count(), Result.objects.count()) == (2, 2)
     queue, job = _stashed()
     assert (queue, job["task"], job["args"]) == ("second", "tests.integration.django.sample_tasks.add", [1])
+
+
+@pytest.mark.django_db(transaction=True, databases=["default", "other"])
+def test_a_transaction_of_another_database_is_refused(settings):
+    """A task that a rollback would not undo is refused; in a transaction of both databases it is written."""
+    settings.OUTBOX = {"DATABASE": "other"}
+    with transaction.atomic(), pytest.raises(TransactionRequired, match=r"of database 'default'.*using='other'"):
+        sample_tasks.noop.enqueue()
+    assert not Outbox.objects.using("other").exists()
+    with transaction.atomic(), transaction.atomic(using="other"):
+        sample_tasks.noop.enqueue()
+    assert Outbox.objects.using("other").count() == 1
 
 
 def test_outside_a_transaction_a_task_is_durable_at_once():
@@ -410,6 +422,19 @@ def test_a_result_that_was_pruned(finished):
         call_command("prune_task_results", "--older-than=week")
 
 
+def test_pruning_without_the_table_ends_in_one_line(settings):
+    """A missing table, and a wrong setting, are errors of one line with the exit code 2."""
+    with transaction.atomic():
+        connections["default"].cursor().execute("DROP TABLE outbox_task_result")
+        with pytest.raises(CommandError, match='"outbox_task_result" does not exist') as raised:
+            call_command("prune_task_results", "--older-than=7d")
+        transaction.set_rollback(True)
+    assert raised.value.returncode == 2
+    settings.OUTBOX = {"DATABASE": "nowhere"}
+    with pytest.raises(CommandError, match="'nowhere' is not in DATABASES"):
+        call_command("prune_task_results", "--older-than=7d")
+
+
 _JOB = {"id": "1", "args": [], "kwargs": {}, "enqueued_at": "2026-01-01T00:00:00+00:00"}
 _MODULE = "tests.integration.django.sample_tasks"
 
@@ -504,3 +529,13 @@ def test_the_admin_shows_results(admin_client):
     assert "ValueError: &lt;no way&gt;" in page
     assert 'name="_save"' not in page
     assert admin_client.get("/admin/outbox_tasks/result/add/").status_code == 403
+
+
+@pytest.mark.django_db(databases=["default", "other"])
+def test_the_admin_shows_results_of_the_outbox_s_database(admin_client, settings):
+    """Results are listed and deleted where `enqueue` writes them."""
+    settings.OUTBOX = {"DATABASE": "other"}
+    result = sample_tasks.add.enqueue(1, 2)
+    assert result.id in admin_client.get("/admin/outbox_tasks/result/").content.decode()
+    admin_client.post(f"/admin/outbox_tasks/result/{result.id}/delete/", {"post": "yes"})
+    assert not Result.objects.using("other").exists()

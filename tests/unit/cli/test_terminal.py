@@ -113,5 +113,8 @@ def test_remedies_name_the_command_that_was_run():
     assert typed.make_tables() == "`outbox schema --apply -f 'my outbox.yaml' --table billing.outbox`"
     assert typed.hold("list") == "`outbox hold list -f 'my outbox.yaml' --table billing.outbox`"
     assert CommandLine().add_checks("text") == "`outbox schema --apply --only checks --layout text`"
-    assert ManagePy(("--database", "events")).hold("list") == "`manage.py outbox_hold list --database events`"
+    further = ManagePy("events", "billing_outbox")
+    assert further.hold("list") == "`manage.py outbox_hold list --database events --table billing_outbox`"
+    assert further.make_tables() == "a migration that runs the SQL of `outbox schema --table billing_outbox`"
+    assert ManagePy("events").make_tables() == "`manage.py migrate outbox_django --database events`"
     assert ManagePy().harvest == "`manage.py run_harvester`"
