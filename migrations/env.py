@@ -15,7 +15,7 @@ import os
 from alembic import context
 from alembic.util import CommandError
 from sqlalchemy import MetaData, create_engine, pool
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from outbox_core.errors import OutboxError
 from outbox_core.schema import (
@@ -118,3 +118,5 @@ try:
     run()
 except OutboxError as error:
     raise CommandError(str(error)) from error
+except DBAPIError as error:
+    raise CommandError(f"error of the database: {str(error.orig).partition(chr(10))[0]}") from error
