@@ -103,6 +103,8 @@ def run() -> None:
     if not arguments["dsn"]:
         raise CommandError("no database: set OUTBOX_POSTGRES_DSN or pass `-x dsn=postgresql://...`")
     engine = create_engine(sqlalchemy_url(arguments["dsn"]), poolclass=pool.NullPool)
+    if engine.dialect.is_async:
+        raise CommandError(f"{engine.dialect.driver} is asynchronous; write postgresql:// or name another driver")
     try:
         connection = engine.connect()
     except OperationalError as error:

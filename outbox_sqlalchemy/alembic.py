@@ -327,7 +327,8 @@ def alembic_config(
     """Return a configuration for `alembic.command` that runs the outbox's own environment.
 
     Args:
-        dsn: the database, as `sqlalchemy_url` takes it; by default the environment variable OUTBOX_POSTGRES_DSN.
+        dsn: the database, as `sqlalchemy_url` takes it, with a synchronous driver; by default the environment variable
+            OUTBOX_POSTGRES_DSN.
         table: name of the outbox table. Each outbox has a version table of its own beside it.
         inbox: name of its inbox table; by default `inbox` beside `outbox`, `payments_inbox` beside `payments_outbox`.
         notify: make or drop the trigger that notifies harvesters of inserts; None leaves it as it is.

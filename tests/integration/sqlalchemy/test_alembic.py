@@ -318,6 +318,12 @@ def test_too_long_a_name_from_python(database):
         command.upgrade(alembic_config(database, "x" * 60), "head")
 
 
+def test_an_asynchronous_driver():
+    """A URL of an asynchronous engine is refused with the remedy."""
+    with pytest.raises(CommandError, match="asyncpg is asynchronous; write postgresql://"):
+        command.upgrade(alembic_config("postgresql+asyncpg://postgres@localhost/shop"), "head")
+
+
 @pytest.mark.parametrize(
     ("table", "statement", "complaint"),
     [
