@@ -15,7 +15,7 @@ import os
 from alembic import context
 from alembic.util import CommandError
 from sqlalchemy import MetaData, create_engine, pool
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from outbox_core.errors import OutboxError
 from outbox_core.schema import (
@@ -103,6 +103,8 @@ def run() -> None:
     if not arguments["dsn"]:
         raise CommandError("no database: set OUTBOX_POSTGRES_DSN or pass `-x dsn=postgresql://...`")
     engine = create_engine(sqlalchemy_url(arguments["dsn"]), poolclass=pool.NullPool)
+    if engine.dialect.is_async:
+        raise CommandError(f"{engine.dialect.driver} is asynchronous; write postgresql:// or name another driver")
     try:
         connection = engine.connect()
     except OperationalError as error:
@@ -118,3 +120,5 @@ try:
     run()
 except OutboxError as error:
     raise CommandError(str(error)) from error
+except DBAPIError as error:
+    raise CommandError(f"error of the database: {str(error.orig).partition(chr(10))[0]}") from error

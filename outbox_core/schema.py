@@ -279,26 +279,33 @@ def checks_of(layout: Literal["binary", "text"]) -> dict[str, str]:
     return {name: rule for name, rule in CHECKS.items() if layout == "binary" or "kafka_partition" not in rule}
 
 
-# One short lock: rows from before are not looked at, so nothing that violates a constraint is in the way. Inserts queue
-# behind an ALTER TABLE that waits for an open transaction, so it does not wait for long. Fresh tables get constraints
-# that are valid at once, as by CREATE TABLE.
-_ADD_CHECKS = """\
+# Inserts queue behind a statement that waits for an open transaction, so it does not wait for long.
+_WAIT_BRIEFLY = """\
 DO {quote}
 DECLARE
     patience text := current_setting('lock_timeout');
 BEGIN
-    PERFORM set_config('lock_timeout', '5s', true);
+    PERFORM set_config('lock_timeout', CASE patience WHEN '0' THEN '5s' ELSE patience END, true);
+{statements}
+    PERFORM set_config('lock_timeout', patience, true);
+END
+{quote}"""
+
+# One short lock: rows from before are not looked at, so nothing that violates a constraint is in the way. Fresh tables
+# get constraints that are valid at once, as by CREATE TABLE.
+_ADD_CHECKS = """\
     ALTER TABLE {table}
 {drop},
 {add};
     IF pg_relation_size({name}) = 0 THEN
         ALTER TABLE {table}
 {validate};
-    END IF;
-    PERFORM set_config('lock_timeout', patience, true);
-END
-{quote};
-"""
+    END IF;"""
+
+
+def _wait_briefly(statements: str) -> str:
+    """Return a statement that runs others, and waits for each lock for five seconds or the session's lock_timeout."""
+    return _WAIT_BRIEFLY.format(quote=_dollars(statements), statements=statements)
 
 
 def add_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
@@ -307,17 +314,14 @@ def add_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
     They hold for rows that are written from then on, marks included. On a table that was in use they are NOT VALID
     until `validate_checks_sql` has been run. The text layout takes `checks_of("text")`.
     """
-    quote = "$checks$"
-    while quote in name.quoted:
-        quote = f"{quote[:-1]}_$"
-    return _ADD_CHECKS.format(
+    statements = _ADD_CHECKS.format(
         table=name.quoted,
         name=_literal(name.quoted),
-        quote=quote,
         drop=",\n".join(f"        DROP CONSTRAINT IF EXISTS {key}" for key in checks),
         add=",\n".join(f"        ADD CONSTRAINT {key} CHECK ({rule}) NOT VALID" for key, rule in checks.items()),
         validate=",\n".join(f"            VALIDATE CONSTRAINT {key}" for key in checks),
     )
+    return f"{_wait_briefly(statements)};\n"
 
 
 def validate_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
@@ -334,8 +338,9 @@ def violations_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
 
 def drop_checks_sql(name: TableName, checks: Mapping[str, str] = CHECKS) -> str:
     """Return the PostgreSQL DDL that removes the CHECK constraints: one repeatable statement."""
-    actions = ",\n".join(f"    DROP CONSTRAINT IF EXISTS {key}" for key in checks)
-    return f"ALTER TABLE {name.quoted}\n{actions};\n"
+    actions = ",\n".join(f"        DROP CONSTRAINT IF EXISTS {key}" for key in checks)
+    statement = _wait_briefly(f"    ALTER TABLE {name.quoted}\n{actions};")
+    return f"{statement};\n"
 
 
 _GRANTS_OF_WRITER = """\
@@ -601,7 +606,6 @@ END
 $$""",
     "CREATE OR REPLACE TRIGGER {trigger} AFTER INSERT ON {table} FOR EACH STATEMENT EXECUTE FUNCTION {function}()",
 )
-
 _NO_NOTIFY = ("DROP TRIGGER IF EXISTS {trigger} ON {table}", "DROP FUNCTION IF EXISTS {function}()")
 
 
@@ -612,7 +616,8 @@ def notify_sql(name: TableName) -> str:
 
 def notify_statements(name: TableName) -> list[str]:
     """Return the statements of `notify_sql` one by one, for drivers that take no script."""
-    return [_about_notify(statement, name) for statement in _NOTIFY]
+    function, trigger = (_about_notify(statement, name) for statement in _NOTIFY)
+    return [function, _wait_briefly(f"    {trigger};")]
 
 
 def drop_notify_sql(name: TableName) -> str:
@@ -622,7 +627,8 @@ def drop_notify_sql(name: TableName) -> str:
 
 def drop_notify_statements(name: TableName) -> list[str]:
     """Return the statements of `drop_notify_sql` one by one."""
-    return [_about_notify(statement, name) for statement in _NO_NOTIFY]
+    trigger, function = (_about_notify(statement, name) for statement in _NO_NOTIFY)
+    return [_wait_briefly(f"    {trigger};"), function]
 
 
 def _about_notify(statement: str, name: TableName) -> str:

@@ -176,9 +176,9 @@ _CHECKS_0004 = {
 def outbox_0004(table: str | None = None) -> Revision:
     """Return the outbox's CHECK constraints as of version 0.3.
 
-    Takes the table's lock for an instant, and waits for it for at most five seconds. Existing rows are not checked: on
-    a table in use the constraints are NOT VALID until `ALTER TABLE ... VALIDATE CONSTRAINT` is run, which `outbox
-    doctor` shows.
+    Takes the table's lock until the transaction ends, and waits for it for five seconds, or for the session's
+    lock_timeout. Existing rows are not checked: on a table in use the constraints are NOT VALID until `ALTER TABLE ...
+    VALIDATE CONSTRAINT` is run, which `outbox doctor` shows.
     """
     named = None if table is None else TableName.parse(table)
 
@@ -244,7 +244,10 @@ def _columns_of_history() -> list[sa.Column[Any]]:
 
 
 def outbox_notify(table: str | None = None) -> Revision:
-    """Return the trigger that notifies harvesters with `notify` of inserts. Not part of the chain."""
+    """Return the trigger that notifies harvesters with `notify` of inserts. Not part of the chain.
+
+    Takes the table's lock as `outbox_0004` does.
+    """
     named = None if table is None else TableName.parse(table)
 
     def upgrade() -> None:
@@ -324,7 +327,8 @@ def alembic_config(
     """Return a configuration for `alembic.command` that runs the outbox's own environment.
 
     Args:
-        dsn: the database, as `sqlalchemy_url` takes it; by default the environment variable OUTBOX_POSTGRES_DSN.
+        dsn: the database, as `sqlalchemy_url` takes it, with a synchronous driver; by default the environment variable
+            OUTBOX_POSTGRES_DSN.
         table: name of the outbox table. Each outbox has a version table of its own beside it.
         inbox: name of its inbox table; by default `inbox` beside `outbox`, `payments_inbox` beside `payments_outbox`.
         notify: make or drop the trigger that notifies harvesters of inserts; None leaves it as it is.

@@ -20,6 +20,7 @@ from sqlalchemy.sql.elements import SavepointClause
 from outbox_core.schema import HOLD_COLUMNS, INBOX_COLUMNS, REQUIRED_COLUMNS
 from outbox_core.testing.interception import interception
 from outbox_sqlalchemy.sessions import SyncSession, WrongSession
+from outbox_sqlalchemy.table import make_history_tables
 
 __all__ = ["application_tables"]
 
@@ -31,7 +32,8 @@ def application_tables(metadata: MetaData) -> list[Table]:
 
     For the schema of tests on SQLite: `Base.metadata.create_all(engine, tables=application_tables(Base.metadata))`.
     """
-    ours = [set(REQUIRED_COLUMNS), set(INBOX_COLUMNS), set(HOLD_COLUMNS)]
+    history = (set(table.columns.keys()) for table in make_history_tables(MetaData()))
+    ours = [set(REQUIRED_COLUMNS), set(INBOX_COLUMNS), set(HOLD_COLUMNS), *history]
     return [table for table in metadata.sorted_tables if not any(names <= set(table.columns.keys()) for names in ours)]
 
 

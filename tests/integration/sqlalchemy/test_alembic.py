@@ -17,7 +17,14 @@ from sqlalchemy.pool import NullPool
 
 from outbox_core import OutboxRecord, Stasher
 from outbox_core.errors import InvalidConfig
-from outbox_core.schema import STORAGE_PARAMETERS, TableName, create_history_sql, create_inbox_sql, create_table_sql
+from outbox_core.schema import (
+    STORAGE_PARAMETERS,
+    TableName,
+    create_history_sql,
+    create_hold_sql,
+    create_inbox_sql,
+    create_table_sql,
+)
 from outbox_sqlalchemy import sqlalchemy_url
 from outbox_sqlalchemy.alembic import (
     alembic_config,
@@ -27,6 +34,8 @@ from outbox_sqlalchemy.alembic import (
     outbox_0003,
     outbox_0004,
     outbox_0005,
+    outbox_archive,
+    outbox_grants,
     outbox_notify,
 )
 from tests.integration.stores.test_catalogs import catalog
@@ -39,6 +48,9 @@ from alembic import context
 from sqlalchemy import create_engine, pool
 from models import metadata
 
+def include_name(name, kind, parents):
+    return kind != "table" or not name.startswith(("outbox_archive", "outbox_alembic_version"))
+
 engine = create_engine(os.environ["HOST_URL"], poolclass=pool.NullPool)
 with engine.connect() as connection:
     context.configure(
@@ -47,6 +59,7 @@ with engine.connect() as connection:
         compare_type=True,
         compare_server_default=True,
         include_schemas=True,
+        include_name=include_name,
     )
     with context.begin_transaction():
         context.run_migrations()
@@ -117,6 +130,15 @@ revision = "host5"
 down_revision = "host4"
 
 upgrade, downgrade = outbox_0005({argument})
+"""
+
+HOST_ARCHIVE_REVISION = """
+from outbox_sqlalchemy.alembic import outbox_archive
+
+revision = "host4"
+down_revision = "host3"
+
+upgrade, downgrade = outbox_archive()
 """
 
 HOST_FIRST_REVISION = """
@@ -296,6 +318,39 @@ def test_too_long_a_name_from_python(database):
         command.upgrade(alembic_config(database, "x" * 60), "head")
 
 
+def test_an_asynchronous_driver():
+    """A URL of an asynchronous engine is refused with the remedy."""
+    with pytest.raises(CommandError, match="asyncpg is asynchronous; write postgresql://"):
+        command.upgrade(alembic_config("postgresql+asyncpg://postgres@localhost/shop"), "head")
+
+
+@pytest.mark.parametrize(
+    ("table", "statement", "complaint"),
+    [
+        ("billing.outbox", "SELECT", 'schema "billing" does not exist'),
+        ("outbox", "CREATE TABLE outbox ()", 'relation "outbox" already exists'),
+    ],
+)
+def test_errors_of_the_database_are_one_line(database, table, statement, complaint):
+    """A schema that is missing and a table that is there are errors of Alembic's, not tracebacks of SQLAlchemy's."""
+    with psycopg.connect(database) as connection:
+        connection.execute(statement)
+    with pytest.raises(CommandError, match=f"^error of the database: {complaint}$"):
+        command.upgrade(alembic_config(database, table), "head")
+
+
+def test_tables_of_outbox_schema_are_stamped(database):
+    """Tables that `outbox schema` made are taken over by a stamp."""
+    outbox = TableName("outbox")
+    with psycopg.connect(database) as connection:
+        for script in (create_table_sql, create_hold_sql, create_history_sql):
+            connection.execute(script(outbox))
+        connection.execute(create_inbox_sql(TableName("inbox")))
+    config = alembic_config(database)
+    command.stamp(config, "head")
+    command.check(config)
+
+
 @pytest.fixture
 def host(tmp_path, database):
     """Return `host(models, revisions={file: text})`, which makes a host's Alembic project and returns its alembic."""
@@ -371,13 +426,14 @@ def test_autogenerate(host, database, tmp_path, models):
 
 
 def test_revision_then_imported_table_is_clean(host):
-    """In a host that runs the library's revisions and imports its tables, `check` finds no difference."""
+    """In a host that runs the library's revisions, imports its tables and leaves the archive out, `check` is clean."""
     models = HOST_TABLE.replace('make_outbox_table(metadata, "billing.outbox")', "")
     models = models.replace('make_inbox_table(metadata, "billing.inbox")', "")
     revisions = {
         "1.py": HOST_FIRST_REVISION,
         "2.py": HOST_REVISION.format(argument=""),
         "3.py": HOST_INBOX_REVISION.format(argument=""),
+        "4.py": HOST_ARCHIVE_REVISION,
     }
     alembic = host(models, revisions=revisions)
     alembic("upgrade", "head")
@@ -400,7 +456,12 @@ def test_frozen_revision_is_what_the_library_makes_now(database):
 
 def test_revisions_on_asyncpg(database):
     """Each revision runs in an asynchronous environment whose driver takes one statement at a time."""
-    revisions = [outbox_0001(), outbox_0002(), outbox_0003(), outbox_0004(), outbox_notify()]
+    revisions = [
+        *(make() for make in (outbox_0001, outbox_0002, outbox_0003, outbox_0004, outbox_0005)),
+        outbox_notify(),
+        outbox_archive(),
+        outbox_grants("pg_monitor", "pg_read_all_stats"),
+    ]
 
     def migrate(connection):
         with Operations.context(MigrationContext.configure(connection)):

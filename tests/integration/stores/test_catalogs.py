@@ -29,6 +29,8 @@ from outbox_core.schema import (
     create_inbox_sql,
     create_table_sql,
     drop_checks_sql,
+    drop_notify_sql,
+    notify_sql,
     validate_checks_sql,
     violations_sql,
 )
@@ -299,18 +301,22 @@ def test_upgrade_with_rows_that_violate(make_old, upgrade, reference, database):
         assert connection.execute("SELECT kafka_topic FROM outbox").fetchall() == [("a good one",)]
 
 
-def test_upgrade_does_not_wait_for_long(database):
-    """Behind an open transaction it gives up at its lock timeout, and does not change the session's own."""
-    statement = add_checks_sql(TableName("outbox"))
+@pytest.mark.parametrize("statements", [add_checks_sql, drop_checks_sql, notify_sql, drop_notify_sql])
+def test_changes_of_a_table_in_use_do_not_wait_for_long(database, statements):
+    """Behind an open transaction they give up at a lock timeout, the session's own if it has one, and keep that."""
+    script = statements(TableName("outbox"))
     old_by_sql(database)
     with psycopg.connect(database) as writer, psycopg.connect(database) as connection:
+        connection.execute(notify_sql(TableName("outbox")))
+        connection.commit()
         writer.execute("INSERT INTO outbox (kafka_topic) VALUES ('t')")
-        with pytest.raises(psycopg.errors.LockNotAvailable):
-            connection.execute(statement.replace("'5s'", "'50ms'"))
-        connection.rollback()
+        for change in (script.replace("'5s'", "'50ms'"), f"SET LOCAL lock_timeout = '51ms'; {script}"):
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                connection.execute(change)
+            connection.rollback()
         writer.commit()
-        connection.execute(statement)
-        connection.execute(statement)
+        connection.execute(script)
+        connection.execute(script)
         assert connection.execute("SHOW lock_timeout").fetchone() == ("0",)
 
 

@@ -29,6 +29,7 @@ class Order(Base):
 
 orders_outbox = outbox.Outbox(outbox.make_outbox_table(Base.metadata, "orders_outbox"))
 outbox.make_hold_table(Base.metadata, "orders_outbox")
+outbox.make_history_tables(Base.metadata, "orders_outbox")
 outbox.make_inbox_table(Base.metadata)
 
 
@@ -39,6 +40,11 @@ def engine():
     Base.metadata.create_all(engine, tables=application_tables(Base.metadata))
     yield engine
     engine.dispose()
+
+
+def test_application_tables():
+    """The application's own tables are those that an outbox, its holds, its history and its inbox leave."""
+    assert application_tables(Base.metadata) == [Order.__table__]
 
 
 class _Undo(Exception):
