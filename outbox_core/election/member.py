@@ -103,7 +103,8 @@ class Member:
         # looks every 500 ms, whatever `heartbeat.interval.ms` says: a standby took up to 850 ms to learn of a
         # hand-over, and group heartbeats came too late for the session timeout to be trusted.
         self._consumer.assignment()
-        message = self._consumer.poll(self._wait_seconds())
+        wait = _LONGEST_WAIT_SECONDS if self._ownership is None else self._ownership.wait_seconds(now())
+        message = self._consumer.poll(min(_LONGEST_WAIT_SECONDS, wait))
         self._producer.poll(0)
         if self._ownership is None:
             self._observer.poll(self._position)
@@ -225,11 +226,6 @@ class Member:
     def _notify_of(self, event: Event | None) -> None:
         if event is not None:
             self._notify(event)
-
-    def _wait_seconds(self) -> float:
-        if self._ownership is None:
-            return _LONGEST_WAIT_SECONDS
-        return min(_LONGEST_WAIT_SECONDS, self._ownership.wait_seconds(now()))
 
     def _on_assign(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         self._has_joined = True

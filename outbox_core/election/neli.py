@@ -150,7 +150,8 @@ class Neli:
         does not answer. From a handler or a background task it only asks for the stop.
         """
         self._stopping.set()
-        if not self._thread.is_alive() or self._is_called_from_within():
+        worker = self._task.thread if self._task is not None else None
+        if not self._thread.is_alive() or threading.current_thread() in {self._thread, worker}:
             return
         given_up = time.monotonic() + _LEAVE_SECONDS + self._config.heartbeat_timeout.total_seconds()
         while self._thread.is_alive() and (self._handling or time.monotonic() < given_up):
@@ -252,7 +253,3 @@ class Neli:
                 logger.info("%s has handed over %s, term %d", name, group, event.term)
             case LeaderFenced():
                 logger.warning("%s no longer leads %s, term %d: %s", name, group, event.term, event.reason)
-
-    def _is_called_from_within(self) -> bool:
-        worker = self._task.thread if self._task is not None else None
-        return threading.current_thread() in {self._thread, worker}

@@ -182,7 +182,7 @@ class Recovery:
             self._hold_marked(what)
 
     def _hold_marked(self, what: str) -> None:
-        can_hold = self._ask(_can_hold)
+        can_hold = self._ask(lambda store: (holds := store.holds.read()) is not None and holds.may_change)
         if can_hold is False:
             raise MarkedRowsFound(
                 f"{what}, which did not stop in good order: what it had sent would be repeated, and there is no "
@@ -202,8 +202,3 @@ class Recovery:
 
     def _ask(self, question: Callable[[OutboxStore], T]) -> T | None:
         return self._wait.retry_until_done(self._ctx.marker, question)
-
-
-def _can_hold(store: OutboxStore) -> bool:
-    holds = store.holds.read()
-    return holds is not None and holds.may_change

@@ -64,10 +64,9 @@ _FROM_HEAD_BUSY_SECONDS = 60.0
 _FROM_HEAD_REST = 30
 _WARN_AFTER_SECONDS = 10.0
 _WARN_AGAIN_FACTOR = 6
-_IDS_COME_BACK = (
-    "the sequence of the ids was set back from %d to %d (by a failover that lost commits, a restored backup, or "
-    "TRUNCATE ... RESTART IDENTITY): consumers that know records by their outbox-id take new ones for repeats. Set the "
-    "sequence to a higher id than any before (setval)"
+_IDS_COME_BACK = (  # by a failover that lost commits, a restored backup, or TRUNCATE ... RESTART IDENTITY
+    "the sequence of the ids was set back from %d to %d: consumers that know records by their outbox-id take new ones "
+    "for repeats. Set the sequence to a higher id than any before (setval)"
 )
 
 

@@ -163,7 +163,10 @@ class Inquiry:
 
     def can_create(self) -> bool:
         """Tell whether a broker takes requests to create topics: all but librdkafka's mock cluster do."""
-        self._is_real = self._is_real or _takes_requests(self.cluster())
+        if not self._is_real:  # the mock names a controller that is not there; brokers that are fenced name none
+            cluster = self.cluster()
+            named = cluster.controller_id
+            self._is_real = named < 0 or not cluster.brokers or named in cluster.brokers
         return self._is_real
 
     def topic_settings(self, topic: str) -> dict[str, str]:
@@ -222,11 +225,6 @@ def _names(operations: Any) -> frozenset[str] | None:
         return None
     names = {operation.name for operation in operations}
     return frozenset(AclOperation.__members__ if "ALL" in names else names)
-
-
-def _takes_requests(cluster: ClusterMetadata) -> bool:
-    """Tell whether the cluster has a controller; the mock cluster names one that is not there."""
-    return cluster.controller_id < 0 or not cluster.brokers or cluster.controller_id in cluster.brokers  # none: fenced
 
 
 def check_connection(config: KafkaConfig, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> None:

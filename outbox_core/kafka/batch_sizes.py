@@ -44,16 +44,12 @@ class _Topic:
     ask_at: float = 0.0
 
 
-def _ask_nobody(_: Collection[str]) -> LimitsAsked:
-    return {}
-
-
 class BatchSizes:
     """The limits of topics in use."""
 
     def __init__(
         self,
-        ask: Callable[[Collection[str]], LimitsAsked] = _ask_nobody,
+        ask: Callable[[Collection[str]], LimitsAsked] = lambda _: {},
         wake: Callable[[], None] = lambda: None,
         *,
         largest: int = LARGEST_BATCH_BYTES,

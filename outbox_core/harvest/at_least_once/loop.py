@@ -407,7 +407,8 @@ class AtLeastOnce:
             self._to_settle.reset.extend(row_id(record) for record, *_ in failures)
             self._force_remark()
         else:
-            self._ctx.batches.refused({failure.record.topic for failure in failures if _was_batch_too_large(failure)})
+            too_large = KafkaError.MSG_SIZE_TOO_LARGE  # of a batch, unless it was of one record
+            self._ctx.batches.refused({f.record.topic for f in failures if f.error.code() == too_large and not f.alone})
             self._release(self._failures.handle(failures, self._lanes))
         if not self._over():
             self._ctx.metrics.publish_error(len(failures))
@@ -577,7 +578,3 @@ class AtLeastOnce:
             self._wait(self._patience())
             self._collect_reports()
         self._publisher.renew_if_broken()
-
-
-def _was_batch_too_large(failure: Failure) -> bool:
-    return failure.error.code() == KafkaError.MSG_SIZE_TOO_LARGE and not failure.alone
