@@ -36,8 +36,8 @@ The floor is void when one of its premises is:
 It is off, and the log says why, if the ids of the table prove nothing: the sequence caches (a session draws ids ahead
 of its locks), descends or cycles; the table is partitioned or inherited from (an INSERT into a part locks only the
 part); ids come from elsewhere. A client that writes ids which it did not draw in its INSERT cannot be seen from here.
-So every 5 s while idle, else every minute, a statement begins at the head. A row that it finds up to the floor refutes
-the premise: the row is published late, and the floor stays off. An open writer only stops the floor; the log names it.
+So every 5 s while idle, else every minute, or less often, a statement begins at the head. A row that it finds up to
+the floor refutes the premise: it is published late, and the floor stays off. An open writer only stops it; a log tells.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _GATHER_AFTER_SECONDS = 1.0
 _LONGEST_GATHER_PAUSE_SECONDS = 5.0
 _FROM_HEAD_IDLE_SECONDS = 5.0
 _FROM_HEAD_BUSY_SECONDS = 60.0
-# Where the head is full of dead rows, going through them all takes long: at most a thirtieth of the time.
-_FROM_HEAD_REST = 30
+# Where the head is full of dead rows, going through them all takes seconds in which nothing is published.
+_FROM_HEAD_REST, _LONGEST_REST_SECONDS = 200, 3600.0
 _WARN_AFTER_SECONDS = 10.0
 _WARN_AGAIN_FACTOR = 6
 _IDS_COME_BACK = (  # by a failover that lost commits, a restored backup, or TRUNCATE ... RESTART IDENTITY
@@ -119,7 +119,8 @@ class _Pace:
 
     def from_head_is_due(self, time: float) -> bool:
         pause = _FROM_HEAD_IDLE_SECONDS if self.is_idle else _FROM_HEAD_BUSY_SECONDS
-        return time - self.from_head_at >= max(pause, self.from_head_took * _FROM_HEAD_REST)
+        rest = min(_LONGEST_REST_SECONDS, self.from_head_took * _FROM_HEAD_REST)
+        return time - self.from_head_at >= max(pause, rest)
 
 
 class LowWatermark:
@@ -251,7 +252,7 @@ class LowWatermark:
             self._turn_off(
                 f"record {found} appeared below {floor.id}, when no open transaction could have had its id: some "
                 "client does not let its INSERT draw the id (it draws ids ahead, or writes ids of its own), or the "
-                "sequence was set back. Such records are found up to a minute late, and their order is not kept"
+                "sequence was set back. Such records are found a minute late, or more, and their order is not kept"
             )
 
     def _turn_off(self, reason: str) -> None:
