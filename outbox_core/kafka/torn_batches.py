@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from outbox_core.errors import KafkaUnavailable
@@ -85,7 +84,10 @@ def read_back(
     settings = reader_settings(kafka, group)
     consumer = make_consumer(settings)
     prefix = f"{outbox_name}:".encode()
-    on_denied = partial(_note_denied, grant("READ", kafka))
+
+    def on_denied(error: KafkaError, topic: str) -> None:
+        _log.error("topic %s: %s; rows for it may be repeated: %s", topic, error.str(), grant("READ", kafka))
+
     # Writers may name any other: its rows were refused before they were sent.
     topics = filter(is_legal, opening.topics or ())
     try:
@@ -101,10 +103,6 @@ def read_back(
         raise ManifestNotRead(f"a torn batch cannot be read back: {error}") from None
     finally:
         consumer.close()
-
-
-def _note_denied(grant_read: str, error: KafkaError, topic: str) -> None:
-    _log.error("topic %s: %s; rows for it may be repeated: %s", topic, error.str(), grant_read)
 
 
 def _starts(consumer: Consumer, ends: Mapping[Place, int], since_ms: int) -> list[TopicPartition]:

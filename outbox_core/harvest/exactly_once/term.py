@@ -280,8 +280,9 @@ class Term:
             refused = [Failure(record, too_large_for(record), alone=True) for record in too_large]
             self._leave_out(records, refused, _without(records, too_large))
 
-    def _leave_out(self, records: list[StoredRecord], refused: Iterable[Failure], kept: Sequence[StoredRecord]) -> None:
+    def _leave_out(self, records: list[StoredRecord], refused: Sequence[Failure], kept: Sequence[StoredRecord]) -> None:
         """Hold refused records that are first of their keys: a hold keeps back those before them, too."""
+        self._failures.batch.left_out(len(refused))
         lanes = {lane_of(record) for record in kept} - {None}
         self._failures.refused([failure for failure in refused if lane_of(failure.record) not in lanes])
         self._ctx.watermark.reset("records were left out of a transaction")

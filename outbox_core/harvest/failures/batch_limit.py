@@ -59,6 +59,11 @@ class BatchLimit:
     def _halve(self, records: int) -> None:
         self.limit = max(1, min(self.limit, self._usual, records) // 2)
 
+    def left_out(self, records: int) -> None:
+        """Note records that the client refused: unlike a commit of so many they prove nothing, but cost no time."""
+        if not self._is_unbatched:
+            self.limit = max(self.limit, min(self._usual, 2 * records))
+
     def committed(self, records: int, took: float) -> None:
         """Note a commit of so many records, and its seconds."""
         self.ends = 0

@@ -33,6 +33,7 @@ from devstack.embedded import EmbeddedBroker
 from devstack.kafka import KafkaBroker
 from outbox_core.election import Neli, NeliConfig, now
 from outbox_core.election.messages import Claim, Heartbeat, Resignation, decode, encode
+from outbox_core.election.protocol import Ownership
 from outbox_core.errors import GroupRefused, InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
 from outbox_core.kafka.admin import check_connection
@@ -678,7 +679,10 @@ def test_deposed_owner_is_back_although_others_write(contend, topic_name, kafka_
     """A deposed owner claims again once its rival is silent, although another group keeps writing to the topic."""
     topic = topic_name("busy")
     leader = leads(contend(quick=True, topic=topic))
-    monkeypatch.setattr(leader._member, "_wait_seconds", lambda: 1.0)  # longer than any pause of the other group
+    monkeypatch.setattr(
+        "outbox_core.election.member._LONGEST_WAIT_SECONDS", 1.0
+    )  # longer than any pause of the other group
+    monkeypatch.setattr(Ownership, "wait_seconds", lambda *_: 1.0)
     producer = Producer({"bootstrap.servers": kafka_bootstrap, "linger.ms": 0})
     group = leader._config.group_id
     rival = {"type": "claim", "id": str(uuid.uuid4()), "name": "rival", "group": group}

@@ -243,6 +243,12 @@ class _Refusing:
     def abort_transaction(self, _):
         self.calls.append("abort")
 
+    def purge(self, **_):
+        pass
+
+    def flush(self, _):
+        return 0
+
     def poll(self, _):
         return 0
 

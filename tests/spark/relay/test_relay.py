@@ -134,6 +134,7 @@ def test_a_relay_that_cannot_work_says_why(spark, scene, make_topic):
 def test_a_record_that_stops_a_relay_is_named(spark, scene, make_topic):
     """A task's error about a record is the relay's, and says which."""
     topic = make_topic(1, config={"max.message.bytes": "20000"})
+    scene.execute("DROP TABLE outbox_hold")  # it would be held
     scene.stash(OutboxRecord(topic=topic, key="b", value=os.urandom(50_000)))
     with pytest.raises(RelayFailed, match=f"record.* 1 .*for topic '{topic}'"):
         run_relay(spark, config_of(scene), once=True)

@@ -31,6 +31,20 @@ def test_small_commits_do_not_bring_back_a_large_limit():
     assert batch.limit == 4_000
 
 
+def test_records_that_the_client_refuses_let_the_limit_grow():
+    """Thousands of records that the client refuses are not left out a few at a time; a search goes on with them."""
+    batch = BatchLimit(10_000, 10_000)
+    batch.failed(36, refused=False)
+    batch.left_out(18)
+    batch.left_out(36)
+    assert batch.limit == 72
+    batch.left_out(20_000)
+    assert batch.limit == 10_000
+    batch.failed(10_000, refused=True)
+    batch.left_out(100)
+    assert batch.is_unbatched
+
+
 def test_refusals_are_searched_in_small_transactions_record_by_record():
     """After a refusal the transaction is small and each record a batch of its own, until it is not small any more."""
     batch = BatchLimit(10_000, 10_000)
