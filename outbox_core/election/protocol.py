@@ -223,8 +223,6 @@ class Ownership:
             return None
         sent_at = self._sent.pop(beat.sequence)
         self._forget_sent_before(sent_at)
-        if offset < self._term:
-            return self._begin_with_new_log(now)
         return self._lead(sent_at, now)
 
     def _lead(self, sent_at: float, now: float) -> LeaderAcquired | None:
@@ -258,15 +256,15 @@ class Ownership:
         self._due = float("-inf")
 
     def _claim_anew(self) -> None:
+        self._claim = replace(self._claim, id=uuid4())  # messages of the last claim may be read once more
         self._term = -1
         self._sequence = 0
         self._become(State.CLAIMING)
 
     def _begin_with_new_log(self, now: float) -> LeaderFenced | None:
         # Offsets begin again, as on a topic that was made anew: its claims are later than ours, whatever their numbers.
-        self._end, self._rival = 0, _Rival(-1, now)
+        self._end, self._term, self._rival = 0, -1, _Rival(-1, now)
         if self.state is State.DEPOSED:  # a rival that lives claims anew, and is left alone
-            self._term = -1
             return None
         fenced = self._unlead(State.CLAIMING, "the leader topic was made anew")
         self._claim_anew()
@@ -279,5 +277,4 @@ class Ownership:
         self._end = max(self._end, offset + 1)
 
     def _forget_sent_before(self, time: float) -> None:
-        for sequence in [number for number, sent_at in self._sent.items() if sent_at < time]:
-            del self._sent[sequence]
+        self._sent = {sequence: sent_at for sequence, sent_at in self._sent.items() if sent_at >= time}

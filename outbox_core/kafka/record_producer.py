@@ -34,6 +34,7 @@ class Reports:
     def __init__(self) -> None:
         self.failures: list[Failure] = []
         self.arrived: list[StoredRecord] = []
+        self.reached: set[tuple[str, int | None]] = set()  # the partitions of those
 
 
 class RecordProducer(TransactionalProducer):
@@ -125,6 +126,7 @@ class RecordProducer(TransactionalProducer):
 def _note(reports: Reports, record: StoredRecord, alone: bool, error: KafkaError | None, message: Message) -> None:
     if error is None:
         reports.arrived.append(record)
+        reports.reached.add((record.topic, message.partition()))
     elif not is_collateral(error):
         partition = message.partition()
         reports.failures.append(Failure(record, error, alone, -1 if partition is None else partition))

@@ -227,8 +227,9 @@ class ShardTask:
             to_blame = self._commit(producer, sent)
             if to_blame:
                 self._hold(rows, self._first_of_keys(to_blame, rows))
-            if self._search_to is None:
-                self._rows.succeeded((time.monotonic() - began) / self._identity.timeout)
+            self._rows.succeeded((time.monotonic() - began) / self._identity.timeout)
+            if self._search_to is not None:
+                self._rows.most = min(self._rows.most, _MOST_UNBATCHED)
         else:
             cause = producer.failure
             unless_ended(producer.abort(cause))

@@ -89,12 +89,8 @@ class SendWindow:
         if waited >= _LOG_AFTER_SECONDS and (self._logged_at is None or time - self._logged_at >= _LOG_AGAIN_SECONDS):
             self._logged_at = time
             _log.warning("it leads, and records have waited for %.0f s: %s", waited, self._why)
-        if waited >= _SHORTEN_AFTER_SECONDS:
-            self._shorten()
-
-    def _shorten(self) -> None:
         fitting = [shorter for shorter in self._shorter if shorter <= self._most_left * _SPARE]
-        if fitting and fitting[0] < self.timeout:
+        if waited >= _SHORTEN_AFTER_SECONDS and fitting and fitting[0] < self.timeout:
             _log.info("heartbeats come back late: delivery.timeout.ms is %g s for now", fitting[0])
             self.timeout = fitting[0]
 

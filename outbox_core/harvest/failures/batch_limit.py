@@ -68,6 +68,7 @@ class BatchLimit:
         """Note a commit of so many records, and its seconds."""
         self.ends = 0
         if self.is_searching:
+            self._is_unbatched = self._is_unbatched and records >= self.limit  # else none is left to be searched for
             self.limit = min(self._usual, max(self.limit, 2 * records))
         elif took > _QUICK_SECONDS or 2 * records < self.limit:
             self.limit = max(self._usual, self.limit // 2)

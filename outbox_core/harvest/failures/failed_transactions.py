@@ -49,6 +49,7 @@ _log = logging.getLogger(__name__)
 _REST_FACTOR = 3  # the search, and what is tried again, take at most a quarter of the time
 _LONGEST_REST_SECONDS = 5.0
 _MOST_TRIED_AGAIN = 10
+_FEW = 500
 
 
 class FailedTransactions(FailureHandler):
@@ -173,7 +174,10 @@ class FailedTransactions(FailureHandler):
             self._try_again_at = now() + _REST_FACTOR * took
         if aborted.error is None:
             return
-        if not is_retry and aborted.error.code() in MAYBE_DELIVERED:  # too much for the time, or for a quota
+        places = {(failure.record.topic, failure.partition) for failure in reports.failures}
+        # Too much for the time, or for a quota; but what is away fails in small ones, too, which tell of few keys.
+        is_too_much = not places or len(records) > _FEW or not places.isdisjoint(reports.reached)
+        if is_too_much and not is_retry and aborted.error.code() in MAYBE_DELIVERED:
             self.batch.failed(len(records), refused=False)
         if not (aborted.record_at_fault or reports.failures):
             self._ctx.kafka.failed(aborted.error.str())
@@ -246,12 +250,12 @@ class FailedTransactions(FailureHandler):
         ends = self.backoffs.suspect(record, ended.reason)
         if ends < MOST_ENDS or isinstance(record, DeadLetter):
             return
+        what = "topic %s is held: records for it, and for no other topic, end every term: %s"
         if not self.hold_cache.is_writable:
             what = "records for topic %s end every term (%s); without a table of holds it cannot be held"
-            _log.error(what, record.topic, ended.reason)
-            return
-        what = "topic %s is held: records for it, and for no other topic, end every term: %s"
         _log.error(what, record.topic, ended.reason)
+        if not self.hold_cache.is_writable:
+            return
         hold, hold_cache = NewHold(record.topic, None, None, "ends the producer", ended.reason), self.hold_cache
         self._take_in_holds(lambda store: hold_cache.write(store, [hold]))
         self.backoffs.end(row_id(record))

@@ -279,6 +279,17 @@ def test_rows_before_a_refused_one_of_their_key_are_published_first(write, monke
     assert (_Rows.made.purged, _Rows.made.held) == ([7, 8], {})
 
 
+@pytest.mark.parametrize(("factor", "most"), [(2, 4), (1000, 500)])
+def test_transactions_of_a_search_grow_again(write, monkeypatch, factor, most):
+    """One row before a refused one does not have all others of the search go one by one."""
+    too_large = KafkaError.MSG_SIZE_TOO_LARGE
+    reports = [Failure(_ROWS[2], KafkaError(too_large), alone=True)]
+    monkeypatch.setattr(_Rows, "next", lambda self: [] if self.purged else _ROWS[: self.most])
+    monkeypatch.setattr(_Rows, "succeeded", lambda self, _: setattr(self, "most", factor * self.most))
+    write(_aborted(too_large), _aborted(too_large), Committed(), reports=reports)
+    assert _Rows.made.most == most
+
+
 class _ReadOn(_Rows):
     """Rows of a settled range: each is read once, unless the task begins again."""
 

@@ -519,6 +519,16 @@ def test_a_deposed_owner_on_a_topic_that_was_made_anew():
     assert owner.ownership.state is State.CLAIMING
 
 
+def test_old_heartbeats_that_are_read_once_more_give_no_lease():
+    """A reader that is set back to its own claim, as the log's end was lost, takes no heartbeat there for a new one."""
+    owner = leading(0.0)
+    owner.position = 0
+    assert isinstance(owner.read(10.0), LeaderFenced)
+    owner.ownership.next_signal(20.0)  # and this one is lost
+    owner.read_all(20.0)
+    assert owner.ownership.leadership is None
+
+
 class Contention(RuleBasedStateMachine):
     """A machine with more owners at once than Kafka would allow, each reading one log at its own pace.
 

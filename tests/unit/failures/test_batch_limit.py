@@ -63,6 +63,14 @@ def test_refusals_are_searched_in_small_transactions_record_by_record():
     assert not batch.is_unbatched, "another search"
 
 
+def test_the_search_for_a_refused_record_ends_with_a_transaction_that_is_not_full():
+    """It held all that was there: with little to do, records are not batches of their own for ever."""
+    batch = BatchLimit(10_000, 10_000)
+    batch.failed(10_000, refused=True)
+    batch.committed(10, 0.1)
+    assert (batch.limit, batch.is_unbatched) == (100, False)
+
+
 def test_ends_count_until_a_commit():
     """Ends of producers halve the limit, and count until something is committed."""
     batch = BatchLimit(8, 8)

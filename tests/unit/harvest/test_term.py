@@ -9,6 +9,7 @@ import pytest
 from outbox_core.election import now
 from outbox_core.errors import TrackingTopicError
 from outbox_core.harvest.exactly_once import terms as exactly_once
+from outbox_core.harvest.failures import backoffs
 from outbox_core.harvest.failures import holds as holding
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure, dead_letter
@@ -329,9 +330,24 @@ def test_transaction_that_takes_too_long_is_followed_by_a_smaller_one(world, cod
     subject.aborted(Aborted(error, record_at_fault=False), rows, reports, 1.0)
     assert subject.batch.limit == 4
     reports.failures.append(Failure(rows[2], error, partition=0))
+    reports.reached.add(("t", 0))
     subject.aborted(Aborted(error, record_at_fault=False), rows[:4], reports, 1.0)
     assert subject.batch.limit == 2
     world.close()
+
+
+def test_records_of_a_destination_that_is_away_do_not_make_transactions_ever_smaller(monkeypatch):
+    """Each time-out tells as many of its keys as fit into a transaction: in small ones the others wait for hours."""
+    monkeypatch.setattr(backoffs, "_MOST_KEYS", 90)
+    monkeypatch.setattr(backoffs, "_QUIET_SECONDS", -1.0)
+    world = World(monkeypatch, batch=64)
+    world.cluster.silent = {"away"}
+    world.table.add("away", 500)
+    world.table.add("t", 20)
+    with world.running():
+        wait_until(lambda: len(world.cluster.published.get("t", ())) == 20, "the others arrive")
+    slow = [topics for topics in world.cluster.transactions if "away" in topics]
+    assert len(slow) <= 20
 
 
 def test_topic_whose_refusal_is_not_confirmed_is_tried_ever_more_rarely(world):
