@@ -168,7 +168,8 @@ def make_admin(config: KafkaConfig) -> AdminClient:
 def _make(client: Any, config: KafkaConfig) -> Any:
     settings = dict(config)
     settings.setdefault("logger", _DebugLogger(_client_log, {}))
-    settings.setdefault("error_cb", _ignore_client_error)
+    # Informational: librdkafka recovers, and each caller sees its own failures.
+    settings.setdefault("error_cb", lambda error: _client_log.debug("librdkafka: %s", error))
     if client is AdminClient:
         settings.setdefault("log_level", _NOTICE)  # below, it writes a line to stderr when it is closed
     try:
@@ -191,8 +192,3 @@ def _suggestion(error: KafkaError, config: KafkaConfig) -> str:
     wrong = next((name for name in config if f'"{name}"' in error.str()), "")
     close = difflib.get_close_matches(wrong, _COMMON_PROPERTIES, 1, _LIKENESS)
     return f"; did you mean {close[0]}?" if close and close[0] != wrong else ""
-
-
-def _ignore_client_error(error: KafkaError) -> None:
-    # Informational: librdkafka recovers, and each caller sees its own failures.
-    _client_log.debug("librdkafka: %s", error)
