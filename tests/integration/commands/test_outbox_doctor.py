@@ -293,7 +293,7 @@ def test_django_commands_look_at_the_database_of_the_settings(kafka_bootstrap, s
 
 @pytest.mark.django_db(transaction=True, databases=["default", "other"])
 def test_remedies_lead_to_the_database_of_the_settings(kafka_bootstrap, settings):
-    """Where OUTBOX["DATABASE"] is another than `default`, `manage.py migrate` needs its alias, and a remedy has it."""
+    """A remedy names the alias for `manage.py migrate` if OUTBOX["DATABASE"] is another than `default`."""
     kafka = {"bootstrap.servers": kafka_bootstrap}
     settings.OUTBOX = {"KAFKA": kafka, "DATABASE": "other", "TABLE": "absent"}
     out = StringIO()

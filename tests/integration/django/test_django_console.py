@@ -133,7 +133,7 @@ def test_the_migration_goes_both_ways():
 
 @pytest.mark.parametrize("path", ["", "api/outboxes"])
 def test_a_web_application_without_the_extra(admin_client, monkeypatch, path):
-    """Where the extra `[harvester]` is not installed, page and API say so."""
+    """Page and API name the extra `[harvester]` if it is not installed."""
     monkeypatch.setitem(sys.modules, "outbox_core.console.messages", None)
     response = admin_client.get(f"{_CONSOLE}{path}")
     assert response.status_code == 503

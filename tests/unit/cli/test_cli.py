@@ -349,7 +349,7 @@ def test_wrong_setting_is_one_line_and_exit_code_2(played, capsys, arguments, co
     ],
 )
 def test_mistake_in_a_secret_is_told_in_full(played, tmp_path, capsys, properties, told):
-    """What is wrong with a password is told in full, and the password is not."""
+    """A mistake in a password is told in full, and the password is not."""
     file = tmp_path / "reaper.yaml"
     file.write_text("harvest: {baseKafkaConfig: {" + properties + "}}")
     assert main(["harvest", "-f", str(file)]) == 2

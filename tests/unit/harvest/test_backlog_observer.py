@@ -84,7 +84,7 @@ def test_a_count_that_waited_for_a_lock_is_repeated_soon(observe, monkeypatch):
 
 
 def test_kafka_is_told_between_two_counts(observe):
-    """Whether Kafka answers is told at each interval, also while a slow count has a long pause behind it."""
+    """The metric of Kafka's answers is set at each interval, also in the long pause after a slow count."""
     store, harvester = SlowStore(waits_seconds=0.3), Harvester()
     observe(store, harvester)
     until(lambda: harvester.shown("outbox_kafka_up") == 1)
