@@ -80,7 +80,10 @@ class InvalidConfig(OutboxError, ValueError):
 
     Attributes:
         mistakes: a sentence for each mistake, beginning with the setting's name as its author wrote it.
+        shows_no_values: True if no sentence has a value, which may be a secret.
     """
+
+    shows_no_values = False
 
     def __init__(self, *mistakes: str) -> None:
         super().__init__("; ".join(mistakes))

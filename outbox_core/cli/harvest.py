@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from outbox_core.cli.gc_tuning import tune_gc
@@ -169,13 +169,11 @@ def fail_with(error: OutboxError) -> int:
 
 def sentences(error: OutboxError) -> list[str]:
     """Return the error in lines of their own, without secrets: the mistakes in settings, or its one text."""
-    mistakes = error.mistakes if isinstance(error, InvalidConfig) else ()
-    with suppress(ImportError):  # the base install, which reads no settings
-        from outbox_core.config.problems import InvalidSettings
-
-        if isinstance(error, InvalidSettings):  # shows no values; `password: put it in quotes` would look like one
-            return list(mistakes)
-    return [shown(InvalidConfig(mistake)) for mistake in mistakes] or [shown(error)]
+    if not isinstance(error, InvalidConfig):
+        return [shown(error)]
+    if error.shows_no_values:  # `password: put it in quotes` would look like one
+        return list(error.mistakes)
+    return [shown(InvalidConfig(mistake)) for mistake in error.mistakes] or [shown(error)]
 
 
 def fail(message: str, code: int = EXIT_NOT_STARTED) -> int:

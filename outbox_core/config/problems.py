@@ -25,6 +25,8 @@ class Problem(NamedTuple):
 class InvalidSettings(InvalidConfig):
     """One or more settings that are unknown, missing or out of range, all of them named."""
 
+    shows_no_values = True
+
     def __init__(self, problems: Sequence[Problem], name_of: Callable[[Path], str] = ".".join) -> None:
         self.problems = tuple(problems)
         super().__init__(*(_sentence(name_of(path), message) for path, message in self.problems))

@@ -157,11 +157,10 @@ class KafkaChecks:
 
     def _longest_transaction_ms(self) -> int | None:
         """Return the brokers' `transaction.max.timeout.ms`, or None if we may not read it."""
-        broker = ConfigResource(ConfigResource.Type.BROKER, str(min(self._inquiry.cluster().brokers)))
-        asked = self._inquiry.admin.describe_configs([broker], request_timeout=self._inquiry.remaining)[broker]
+        broker = str(min(self._inquiry.cluster().brokers))
         try:
-            return int(self._inquiry.wait_for(asked)["transaction.max.timeout.ms"].value)
-        except (KafkaException, KafkaUnavailable, KeyError, TypeError, ValueError):
+            return int(self._inquiry.settings_of(broker, ConfigResource.Type.BROKER)["transaction.max.timeout.ms"])
+        except (KafkaException, KafkaUnavailable, KeyError, ValueError):
             return None
 
     def relay_topic(self, topic: str) -> list[Finding]:
@@ -348,7 +347,7 @@ class KafkaChecks:
             self._known_settings[topic] = {}
             if self._is_real:
                 with suppress(KafkaException, KafkaUnavailable):
-                    self._known_settings[topic] = self._inquiry.topic_settings(topic)
+                    self._known_settings[topic] = self._inquiry.settings_of(topic)
         return self._known_settings[topic]
 
     def _describe(self, group: str) -> Any:

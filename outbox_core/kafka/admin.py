@@ -169,9 +169,9 @@ class Inquiry:
             self._is_real = named < 0 or not cluster.brokers or named in cluster.brokers
         return self._is_real
 
-    def topic_settings(self, topic: str) -> dict[str, str]:
-        """Return a topic's settings, or raise KafkaException if we may not read them."""
-        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+    def settings_of(self, name: str, kind: Any = ConfigResource.Type.TOPIC) -> dict[str, str]:
+        """Return the settings of a topic, or a broker, or raise KafkaException if we may not read them."""
+        resource = ConfigResource(kind, name)
         answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
         return {name: str(entry.value) for name, entry in self.wait_for(answer).items()}
 

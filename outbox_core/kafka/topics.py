@@ -79,7 +79,7 @@ def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: flo
 def _refuse_compaction(inquiry: Inquiry, topic: str) -> None:
     # Without the right to read the settings, writing shows it.
     with suppress(KafkaException, KafkaUnavailable):
-        policy = inquiry.topic_settings(topic)["cleanup.policy"]
+        policy = inquiry.settings_of(topic)["cleanup.policy"]
         if "compact" in policy:
             raise LeaderTopicError(
                 f"leader topic {topic!r} has cleanup.policy={policy}, so it refuses the leader's messages, which have "
@@ -106,7 +106,7 @@ def ensure_tracking_topic(
                 f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
             )
         try:
-            policy = inquiry.topic_settings(topic)["cleanup.policy"]
+            policy = inquiry.settings_of(topic)["cleanup.policy"]
         except KafkaException as error:
             needed = grant("DESCRIBE_CONFIGS", config)
             why = f"cannot read the settings of tracking topic {topic!r}: {_reason(inquiry, error)}; {needed}"
@@ -163,7 +163,7 @@ def topic_settings(
         if not inquiry.can_create():
             return None
         try:
-            return inquiry.topic_settings(topic)
+            return inquiry.settings_of(topic)
         except (KafkaException, KafkaUnavailable):
             return None
 

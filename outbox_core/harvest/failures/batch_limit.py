@@ -67,11 +67,11 @@ class BatchLimit:
     def committed(self, records: int, took: float) -> None:
         """Note a commit of so many records, and its seconds."""
         self.ends = 0
+        is_full = records >= self.limit  # if not, no record is left to be searched for
         if self.is_searching:
-            self._is_unbatched = self._is_unbatched and records >= self.limit  # else none is left to be searched for
             self.limit = min(self._usual, max(self.limit, 2 * records))
         elif took > _QUICK_SECONDS or 2 * records < self.limit:
             self.limit = max(self._usual, self.limit // 2)
-        elif records >= self.limit:
+        elif is_full:
             self.limit = min(self._most, 2 * self.limit)
-        self._is_unbatched = self._is_unbatched and self.is_searching
+        self._is_unbatched = self._is_unbatched and is_full and self.is_searching

@@ -250,12 +250,12 @@ class FailedTransactions(FailureHandler):
         ends = self.backoffs.suspect(record, ended.reason)
         if ends < MOST_ENDS or isinstance(record, DeadLetter):
             return
-        what = "topic %s is held: records for it, and for no other topic, end every term: %s"
         if not self.hold_cache.is_writable:
             what = "records for topic %s end every term (%s); without a table of holds it cannot be held"
-        _log.error(what, record.topic, ended.reason)
-        if not self.hold_cache.is_writable:
+            _log.error(what, record.topic, ended.reason)
             return
+        what = "topic %s is held: records for it, and for no other topic, end every term: %s"
+        _log.error(what, record.topic, ended.reason)
         hold, hold_cache = NewHold(record.topic, None, None, "ends the producer", ended.reason), self.hold_cache
         self._take_in_holds(lambda store: hold_cache.write(store, [hold]))
         self.backoffs.end(row_id(record))
