@@ -17,7 +17,8 @@ MOST_TOPICS = 50
 OTHER_TOPICS = "(other)"
 """The label of all topics beyond the first fifty. No topic can have this name."""
 
-_SAMPLES = 8
+_MOST_SAMPLES = 8
+_RECORDS_TO_A_SAMPLE = 32
 _topic_of = attrgetter("topic")
 _value_of = attrgetter("value")
 
@@ -51,8 +52,8 @@ class PublicationCounts:
     def add(self, records: Sequence[StoredRecord]) -> None:
         """Count the records of one batch, all acknowledged now; there is at least one.
 
-        Latency is taken of some eight records of the batch, each for those that follow it: neighbours were stashed at
-        about the same time.
+        Latency is taken of some records of the batch, eight or so of a large one, each for those that follow it:
+        neighbours were stashed at about the same time.
         """
         self.last_at = at = time.time()
         for topic, count in Counter(map(_topic_of, records)).items():
@@ -63,7 +64,7 @@ class PublicationCounts:
             self.bytes += sum(len(value.encode() if isinstance(value, str) else value) for value in values)
         else:
             self.bytes += sum(map(len, values))
-        step = max(1, len(records) // _SAMPLES)
+        step = max(_RECORDS_TO_A_SAMPLE, len(records) // _MOST_SAMPLES)
         for first in range(0, len(records), step):
             stashed_at = records[first].create_time / 1_000_000
             if stashed_at:

@@ -292,11 +292,11 @@ ORDER BY id
 # -- purge, reset, deletion
 
 # The index is searched with all ids at once. A join would search it for each, or, planned for an empty table, compare
-# each row of a full one with each id. IS TRUE keeps the planner from making a join of the second condition, which is a
-# look into a table of hashes.
+# each row of a full one with each id. `width_bucket` finds the place of an id among ascending ones by halving; a table of
+# hashes would take twice as long to make.
 OF_IDS = f"""
 id = ANY (%(ids)s::bigint[])
-  AND ((id::bigint, {MICROSECONDS}) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(create_times)s::bigint[]))) IS TRUE
+  AND {MICROSECONDS} = (%(create_times)s::bigint[])[width_bucket(id::bigint, %(ids)s::bigint[])]
 """
 
 PURGE = f"DELETE FROM {{table}} AS stored WHERE {OF_IDS} AND leader_id = %(leader_id)s"

@@ -313,7 +313,8 @@ def _only(query: RowQuery) -> str:
 def _rows(ids: Sequence[int], create_times: Sequence[int]) -> dict[str, Any]:
     number, times = len(ids), len(create_times)  # SQL would fill up the shorter list with NULL
     must(number == times, "a purge must name a create time for each id; it names %d for %d", times, number)
-    return {"ids": array(ids), "create_times": array(create_times)}
+    ascending = sorted(zip(ids, create_times, strict=True))
+    return {"ids": array([identity for identity, _ in ascending]), "create_times": array([at for _, at in ascending])}
 
 
 def _leaves_out(query: RowQuery) -> bool:
