@@ -201,8 +201,6 @@ class Term:
         self._scan.start(read)
 
     def _collect_scan(self) -> Scanned:
-        if not self._scan.is_running:
-            return Scanned([])
         if not self._wait.until_done(self._scan):
             self._scan.abandon()
             return Scanned([])

@@ -226,14 +226,9 @@ class FailedDeliveries(FailureHandler):
         return self._hold_call.is_running
 
     @property
-    def must_hold(self) -> int:
-        """Number of holds that wait to be written."""
-        return len(self._to_hold)
-
-    @property
     def may_mark(self) -> bool:
         """False while the holds are not known, or too many of them cannot be written."""
-        return not self.is_holding and self.hold_cache.is_known and self.must_hold < _MOST_TO_HOLD
+        return not self.is_holding and self.hold_cache.is_known and len(self._to_hold) < _MOST_TO_HOLD
 
     def hold_due_in(self, lanes: Lanes) -> float:
         """Return the seconds until holds must be written or read."""
