@@ -32,9 +32,7 @@ from outbox_core.stores.interface import (
     OutboxStore,
     RowId,
     StoredRecord,
-    keys_among,
     row_id,
-    rows_among,
 )
 
 _log = logging.getLogger(__name__)
@@ -53,7 +51,9 @@ class Exclusion(NamedTuple):
     @classmethod
     def of(cls, items: Collection[LaneOrRow], topics: frozenset[str]) -> Exclusion:
         """Return the exclusion of keys, and rows without one, and of topics."""
-        return cls(keys_among(items), rows_among(items), topics)
+        keys = {item for item in items if not isinstance(item, RowId)}
+        rows = {item for item in items if isinstance(item, RowId)}
+        return cls(keys, rows, topics)
 
 
 class Letters(NamedTuple):
