@@ -325,7 +325,7 @@ class AtLeastOnce:
 
     def _send(self) -> bool:
         """Send some of the ready records; return False if more can be sent at once."""
-        if not self._producer_fits():
+        if self._ctx.batches.are_awaited or not self._publisher.fit(self._limits()):
             return True
         batch = self._lanes.take(_SEND_CHUNK)
         closes_at = self._closes_at(records_wait=bool(batch))
@@ -359,11 +359,8 @@ class AtLeastOnce:
         window.update(leadership.deadline - now(), records_wait=records_wait)
         return leadership.deadline - timeout
 
-    def _producer_fits(self) -> bool:
-        """Return True if the producer fits all topics' batch sizes and the lease; else replace it when it is idle."""
-        return not self._ctx.batches.are_awaited and self._publisher.fit(self._limits())
-
     def _limits(self) -> ProducerLimits:
+        """Return the limits with which a producer fits all topics' batch sizes and the lease."""
         batch_bytes, timeout = self._ctx.batches.limit, self._ctx.send_window.timeout
         limits = {} if batch_bytes is None else {"batch.size": batch_bytes}
         if timeout != self._ctx.limits.delivery_timeout:
