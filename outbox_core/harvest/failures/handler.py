@@ -66,6 +66,14 @@ class Letters(NamedTuple):
 NO_LETTERS = Letters([])
 
 
+def split_letters(records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], Sequence[StoredRecord]]:
+    """Return ordinary records, and dead letters."""
+    if DeadLetter not in set(map(type, records)):
+        return records, []
+    letters = [record for record in records if isinstance(record, DeadLetter)]
+    return [record for record in records if not isinstance(record, DeadLetter)], letters
+
+
 class FailureHandler:
     """Holds, backoffs and dead letters of one leadership. The marker's thread uses `hold_cache`; `holds` are frozen."""
 
