@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from outbox_core.election.messages import LONGEST_GROUP, LONGEST_OUTBOX, Contest
 from outbox_core.errors import InvalidConfig
-from outbox_core.topic_names import MAX_TOPIC_LENGTH, is_legal
+from outbox_core.topic_names import must_be_legal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -188,11 +188,10 @@ class NeliConfig:
         return self.heartbeat_timeout + self.group_heartbeat_interval + _SESSION_MARGIN
 
     def _check_topic(self) -> None:
-        if not is_legal(self.topic):
-            raise InvalidConfig(
-                f"topic: {self.topic!r} is no legal topic name (letters, digits, '.', '_' and '-', at most "
-                f"{MAX_TOPIC_LENGTH})"
-            )
+        try:
+            must_be_legal(self.topic)
+        except ValueError as error:
+            raise InvalidConfig(f"topic: {self.topic!r} {error}") from None
         if self.role < 0:
             raise InvalidConfig(f"role: must not be negative, is {self.role}")
 

@@ -11,7 +11,7 @@ which is for people only. A look changes nothing: its offset tells its writer ho
 Several groups may share a topic, and each ignores the others' messages. Earlier versions wrote no group: a message
 without one counts as the reader's own group's, so that members of both versions elect one leader.
 
-Any client may write to the topic, so a message that is none of these three is noise: None.
+Any client may write to the topic, so a message that is none of the first three is noise: None.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Event as ThreadEvent
 from typing import Self
 
@@ -20,8 +19,6 @@ from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.monitoring.meter import Meter
 from outbox_core.outage import Outage
-
-_log = logging.getLogger(__name__)
 
 _LONGEST_REMOVAL_BACKOFF_SECONDS = 10.0
 
@@ -39,7 +36,7 @@ class HarvestLimits:
     io_error_backoff: float
     delivery_timeout: float
     drain_timeout: float
-    max_message_bytes: int = 16 * 2**20
+    max_message_bytes: int
 
     @classmethod
     def of(cls, config: HarvestConfig) -> Self:
@@ -93,8 +90,8 @@ class HarvestContext:
     dead_letters: DeadLetterTopic
     grant_write: str
     send_window: SendWindow
-    batches: BatchSizes = field(default_factory=BatchSizes)
-    removal: Outage = field(default_factory=lambda: Outage("removal of published records", _log))
+    batches: BatchSizes
+    removal: Outage
 
     @property
     def outages(self) -> tuple[Outage, Outage, Outage]:

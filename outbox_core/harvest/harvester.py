@@ -1,8 +1,8 @@
 """The harvester's life: check everything, contend for leadership, harvest while leading, stop in good order.
 
 Threads, all daemons: the elector's (calls `_on_leadership`), the harvest thread (`_run`: owns the producer and the
-terms), one for each of the two database connections, one that counts the backlog, and `outbox-watch`. They share
-`_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
+terms), one for each of the two database connections, one that counts the backlog, one that listens with `notify`, and
+`outbox-watch`. They share `_announced`, `_stopping` and `_term`; every change of those is followed by `_wake.set()`.
 
                  LeaderAcquired                         lease over, LeaderFenced
     standing by ----------------> harvesting (a term) ---------------------------> finishing --> standing by

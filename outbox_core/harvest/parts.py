@@ -21,7 +21,7 @@ from outbox_core.kafka.clients import Producer, make_producer
 from outbox_core.kafka.row_topics import RowTopics
 from outbox_core.kafka.topics import ensure_dead_letter_topic, forbidden_topics
 from outbox_core.metrics import HarvestMetrics
-from outbox_core.stores.interface import OutboxStore, StoreFactory
+from outbox_core.stores.interface import OutboxStore, StoreFactory, may_hold
 from outbox_core.upkeep.wakeup import CommitListener
 
 ProducerFactory = Callable[[], Producer]
@@ -92,8 +92,8 @@ class Parts:
         )
         if topic.on_poison:
             with closing(self.store()) as store:
-                holds = store.holds.read()
-            if holds is None or not holds.may_change:
+                can_hold = may_hold(store.holds)
+            if not can_hold:
                 raise OutboxTableError(
                     f"on_poison: dead-letter needs the holds of {config.outbox_table}, which cannot be used (the "
                     "log says why); make their table with `outbox schema --only hold --table "

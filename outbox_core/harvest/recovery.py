@@ -26,7 +26,7 @@ from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
 from outbox_core.kafka.tracking import ForeignLedger, Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended
 from outbox_core.printable import plural
-from outbox_core.stores.interface import OutboxStore, StoredRecord, ids_and_times
+from outbox_core.stores.interface import OutboxStore, StoredRecord, ids_and_times, may_hold
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Recovery:
             self._hold_marked(what)
 
     def _hold_marked(self, what: str) -> None:
-        can_hold = self._ask(lambda store: (holds := store.holds.read()) is not None and holds.may_change)
+        can_hold = self._ask(lambda store: may_hold(store.holds))
         if can_hold is False:
             raise MarkedRowsFound(
                 f"{what}, which did not stop in good order: what it had sent would be repeated, and there is no "

@@ -24,7 +24,7 @@ from outbox_core.kafka.clients import (
 )
 from outbox_core.kafka.errors import grant
 
-CONNECT_TIMEOUT_SECONDS: Final = 10.0
+_CONNECT_TIMEOUT_SECONDS: Final = 10.0
 APPEAR_INTERVAL_SECONDS: Final = 0.05  # between looks at metadata in which something is missing yet
 _ATTEMPT_SECONDS = 1.0
 _IMPOSSIBLE_TOPIC = "?"
@@ -64,7 +64,7 @@ class Inquiry:
     KafkaUnavailable if the cluster cannot say.
     """
 
-    def __init__(self, config: KafkaConfig, timeout_seconds: float) -> None:
+    def __init__(self, config: KafkaConfig, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:
         self.config = config
         self._servers = config.get("bootstrap.servers", "(bootstrap.servers is not set)")
         self._complaints = _Complaints()
@@ -227,7 +227,7 @@ def _names(operations: Any) -> frozenset[str] | None:
     return frozenset(AclOperation.__members__ if "ALL" in names else names)
 
 
-def check_connection(config: KafkaConfig, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> None:
+def check_connection(config: KafkaConfig, *, timeout_seconds: float = _CONNECT_TIMEOUT_SECONDS) -> None:
     """Raise KafkaUnavailable if the cluster does not answer."""
     with Inquiry(config, timeout_seconds) as inquiry:
         inquiry.cluster()

@@ -198,10 +198,12 @@ def explained(error: KafkaError, config: KafkaConfig) -> str:
     return f"{error.str()}, as {principal_of(config)}" if error.code() in AUTHORIZATION_FAILED else error.str()
 
 
-def why_no_manifest(error: KafkaError) -> str:
+def why_no_manifest(topic: str | None, error: KafkaError | None) -> str:
     """Return the text of a tracking topic's error, with the remedy where the topic has too small a limit."""
+    if error is None:
+        return f"tracking topic {topic!r} does not answer"
     remedy = "; raise its max.message.bytes: 1048588 is Kafka's default" if error.code() in TOO_LARGE else ""
-    return f"takes no manifest: {error.str()}{remedy}"
+    return f"tracking topic {topic!r} takes no manifest: {error.str()}{remedy}"
 
 
 def why_unreadable(error: KafkaError, config: KafkaConfig, topic: str, group: str = "") -> str:

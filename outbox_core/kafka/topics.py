@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from outbox_core.errors import DeadLetterTopicError, KafkaUnavailable, LeaderTopicError, OutboxError, TrackingTopicError
-from outbox_core.kafka.admin import APPEAR_INTERVAL_SECONDS, CONNECT_TIMEOUT_SECONDS, Inquiry, TopicHidden
+from outbox_core.kafka.admin import APPEAR_INTERVAL_SECONDS, Inquiry, TopicHidden
 from outbox_core.kafka.clients import (
     AclOperation,
     AdminClient,
@@ -67,9 +67,9 @@ _TRACKING_TOPIC = TopicKind("tracking topic", _TRACKING_TOPIC_SETTINGS, Tracking
 _DEAD_LETTER_TOPIC = TopicKind("dead-letter topic", _DEAD_LETTER_TOPIC_SETTINGS, DeadLetterTopicError)
 
 
-def ensure_leader_topic(config: KafkaConfig, topic: str, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> int:
+def ensure_leader_topic(config: KafkaConfig, topic: str) -> int:
     """Make the leader topic with one partition if it is missing, and return its number of partitions."""
-    with Inquiry(config, timeout_seconds) as inquiry:
+    with Inquiry(config) as inquiry:
         partitions = _ensure(inquiry, _LEADER_TOPIC, topic)
         if inquiry.can_create():  # librdkafka's mock cluster cannot; asking for a topic by name makes it appear there
             _refuse_compaction(inquiry, topic)
@@ -87,15 +87,13 @@ def _refuse_compaction(inquiry: Inquiry, topic: str) -> None:
             )
 
 
-def ensure_tracking_topic(
-    config: KafkaConfig, topic: str, *, width: int = 1, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
-) -> None:
+def ensure_tracking_topic(config: KafkaConfig, topic: str, *, width: int = 1) -> None:
     """Make the tracking topic of exactly-once delivery if it is missing, and check its settings.
 
     `width` is the number of transactional.ids, each with a partition of its own: 1 for a harvester, one for each of a
     relay's shards. A relay's topic with fewer partitions gets more.
     """
-    with Inquiry(config, timeout_seconds) as inquiry:
+    with Inquiry(config) as inquiry:
         if not inquiry.can_create():
             raise TrackingTopicError("this cluster is a mock without transactions; exactly once needs a real broker")
         partitions = _ensure(inquiry, _TRACKING_TOPIC._replace(partitions=width), topic)
@@ -117,27 +115,21 @@ def ensure_tracking_topic(
         )
 
 
-def ensure_dead_letter_topic(
-    config: KafkaConfig, topic: str, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
-) -> None:
+def ensure_dead_letter_topic(config: KafkaConfig, topic: str) -> None:
     """Make the dead-letter topic if it is missing; an existing one may have any number of partitions."""
-    ensure_topic(config, _DEAD_LETTER_TOPIC, topic, timeout_seconds=timeout_seconds)
+    ensure_topic(config, _DEAD_LETTER_TOPIC, topic)
 
 
-def ensure_topic(
-    config: KafkaConfig, kind: TopicKind, topic: str, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
-) -> int:
+def ensure_topic(config: KafkaConfig, kind: TopicKind, topic: str) -> int:
     """Make a topic if it is missing, and return its number of partitions."""
-    with Inquiry(config, timeout_seconds) as inquiry:
+    with Inquiry(config) as inquiry:
         return _ensure(inquiry, kind, topic)
 
 
-def forbidden_topics(
-    config: KafkaConfig, topics: set[str], *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
-) -> set[str]:
+def forbidden_topics(config: KafkaConfig, topics: set[str]) -> set[str]:
     """Return the topics to which the cluster says that we may not write."""
     forbidden = set()
-    with Inquiry(config, timeout_seconds) as inquiry:
+    with Inquiry(config) as inquiry:
         asked = inquiry.admin.describe_topics(
             TopicCollection(sorted(topics)), include_authorized_operations=True, request_timeout=inquiry.remaining
         )
@@ -155,11 +147,9 @@ def forbidden_topics(
     return forbidden
 
 
-def topic_settings(
-    config: KafkaConfig, topic: str, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS
-) -> dict[str, str] | None:
+def topic_settings(config: KafkaConfig, topic: str) -> dict[str, str] | None:
     """Return a topic's settings; None if we may not read them, or the broker shows none."""
-    with Inquiry(config, timeout_seconds) as inquiry:
+    with Inquiry(config) as inquiry:
         if not inquiry.can_create():
             return None
         try:
@@ -168,15 +158,15 @@ def topic_settings(
             return None
 
 
-def partition_count(config: KafkaConfig, topic: str, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> int:
+def partition_count(config: KafkaConfig, topic: str) -> int:
     """Return a topic's number of partitions, 0 if it does not exist, or raise TopicHidden if we may not see it."""
-    with Inquiry(config, timeout_seconds) as inquiry:
+    with Inquiry(config) as inquiry:
         return inquiry.partitions(topic)
 
 
-def topic_exists(config: KafkaConfig, topic: str, *, timeout_seconds: float = CONNECT_TIMEOUT_SECONDS) -> bool:
+def topic_exists(config: KafkaConfig, topic: str) -> bool:
     """Tell whether a topic exists, or raise TopicHidden if we may not see it."""
-    return partition_count(config, topic, timeout_seconds=timeout_seconds) > 0
+    return partition_count(config, topic) > 0
 
 
 def _ensure(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:

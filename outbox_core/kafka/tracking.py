@@ -68,8 +68,7 @@ def write_barrier(
         return ended
     if not producer.all_arrive(_BARRIER_SECONDS, give_up) or producer.manifest_offset < 0:
         cause = producer.failure
-        why = "does not answer" if cause is None else why_no_manifest(cause)
-        return Ended(f"tracking topic {topic!r} {why}", cause)
+        return Ended(why_no_manifest(topic, cause), cause)
     return producer.manifest_offset
 
 

@@ -144,7 +144,7 @@ class _Reports:
             return
         self.note(error)
         if not is_collateral(error):
-            self.refusal = Ended(f"tracking topic {message.topic()!r} {why_no_manifest(error)}", error)
+            self.refusal = Ended(why_no_manifest(message.topic(), error), error)
 
 
 class TransactionalProducer:
@@ -242,7 +242,7 @@ class TransactionalProducer:
         read stale data calls `replace` itself when `must_replace`, and reads again.
         """
         if self._must_replace:
-            ended = self.replace()
+            ended = self.replace(self._give_up)
             if ended is not None:
                 return ended
         must(not self._must_replace, "a transaction must not begin in an epoch in which a request may be late")
@@ -254,9 +254,8 @@ class TransactionalProducer:
             return Ended(error.args[0].str())
         return None
 
-    def replace(self, give_up: GiveUp | None = None) -> Ended | None:
+    def replace(self, give_up: GiveUp) -> Ended | None:
         """Replace the producer by a new one of the same transactional.id, in a new epoch."""
-        give_up = give_up or self._give_up
         self.discard()
         self._producer = self._make()
         ended = self.init(give_up)

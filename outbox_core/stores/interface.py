@@ -49,10 +49,9 @@ __all__ = [
     "bytes_of",
     "held_key",
     "ids_and_times",
-    "keys_among",
     "lane_of",
     "lane_or_row",
-    "rows_among",
+    "may_hold",
     "sizes_of",
 ]
 
@@ -137,16 +136,6 @@ LaneOrRow = LaneKey | RowId
 def lane_or_row(record: StoredRecord) -> LaneOrRow:
     """Return the record's lane, or its row if it has no key."""
     return lane_of(record) or row_id(record)
-
-
-def keys_among(items: Iterable[LaneOrRow]) -> set[LaneKey]:
-    """Return the keys among keys and rows."""
-    return {item for item in items if not isinstance(item, RowId)}
-
-
-def rows_among(items: Iterable[LaneOrRow]) -> set[RowId]:
-    """Return the rows of records without a key among keys and rows."""
-    return {item for item in items if isinstance(item, RowId)}
 
 
 class OversizedValue:
@@ -429,6 +418,12 @@ class HoldStore(Protocol):
 
     def release_gone(self) -> int:
         """Delete the holds of records that are no longer in the table; return how many."""
+
+
+def may_hold(holds: HoldStore) -> bool:
+    """Return True if there is a table of holds, and it may be changed."""
+    found = holds.read()
+    return found is not None and found.may_change
 
 
 class SequenceStore(Protocol):

@@ -15,7 +15,16 @@ from outbox_core.errors import OutboxTableError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.tracking import Ledger
 from outbox_core.kafka.transactions import GiveUp
-from outbox_core.stores.interface import NO_FLOOR, NO_HOLDS, HoldSet, NewHold, RowQuery, StoredRecord, ids_and_times
+from outbox_core.stores.interface import (
+    NO_FLOOR,
+    NO_HOLDS,
+    HoldSet,
+    NewHold,
+    RowQuery,
+    StoredRecord,
+    ids_and_times,
+    may_hold,
+)
 from outbox_spark.relay.fencing import delete_published
 from outbox_spark.relay.plan import BatchPlan
 from outbox_spark.relay.shard_store import ShardRange, ShardStore
@@ -128,8 +137,7 @@ class ShardRows:
 
     def may_hold(self) -> bool:
         """Tell whether there is a table of holds that may be written."""
-        holds = self._ask(lambda store: store.holds.read())
-        return holds is not None and holds.may_change
+        return self._ask(lambda store: may_hold(store.holds))
 
     def hold(self, refused: Sequence[tuple[StoredRecord, str]]) -> None:
         """Hold records that no producer takes, with their keys, from the next scan on."""

@@ -192,24 +192,20 @@ class AtLeastOnce:
     def _room(self) -> int:
         """Return the limit of the next mark; 0 while only a small batch fits: it costs much the same as a large one."""
         limits = self._ctx.limits
-        if self._room_bytes() < limits.mark_query_bytes and self._lanes.held:
+        if limits.max_in_flight_bytes - self._lanes.held_bytes < limits.mark_query_bytes and self._lanes.held:
             return 0
         limit = min(limits.mark_query_records, limits.max_in_flight_records - self._lanes.held)
         return limit if limit >= min(limits.mark_query_records, max(1, limits.max_in_flight_records // 2)) else 0
-
-    def _room_bytes(self) -> int:
-        return self._ctx.limits.max_in_flight_bytes - self._lanes.held_bytes
 
     def _start_mark(self) -> None:
         failures = self._failures
         if self._over() or self._mark.is_running or failures.is_holding:
             return  # rows that are marked after the lease are taken from the successor
         failures.start_holding(self._lanes)
-        if not failures.may_mark or not self._mark.can_start:
+        if not failures.may_mark or not self._mark.can_start or self._is_blocked():
             return
-        is_blocked = self._is_blocked()
-        rows, letters = ([], []) if is_blocked else failures.rows_to_try(self._lanes)
-        limit = 0 if is_blocked or self._schedule.due_in() else self._room()
+        rows, letters = failures.rows_to_try(self._lanes)
+        limit = 0 if self._schedule.due_in() else self._room()
         was_tried = self._request.rows or self._request.letters
         if (rows or letters) and not (limit and was_tried):  # in turns
             self._start_trying(rows, letters)
@@ -329,7 +325,7 @@ class AtLeastOnce:
 
     def _send(self) -> bool:
         """Send some of the ready records; return False if more can be sent at once."""
-        if not self._producer_fits():
+        if self._ctx.batches.are_awaited or not self._publisher.fit(self._limits()):
             return True
         batch = self._lanes.take(_SEND_CHUNK)
         closes_at = self._closes_at(records_wait=bool(batch))
@@ -363,19 +359,8 @@ class AtLeastOnce:
         window.update(leadership.deadline - now(), records_wait=records_wait)
         return leadership.deadline - timeout
 
-    def _producer_fits(self) -> bool:
-        """Return True if the producer fits all topics' batch sizes and the lease; else replace it when it is idle."""
-        batches, publisher = self._ctx.batches, self._publisher
-        if batches.are_awaited:
-            return False
-        publisher.limit(self._limits())
-        if not publisher.is_outdated:
-            return True
-        if not publisher.in_flight:
-            publisher.renew()
-        return not publisher.is_outdated
-
     def _limits(self) -> ProducerLimits:
+        """Return the limits with which a producer fits all topics' batch sizes and the lease."""
         batch_bytes, timeout = self._ctx.batches.limit, self._ctx.send_window.timeout
         limits = {} if batch_bytes is None else {"batch.size": batch_bytes}
         if timeout != self._ctx.limits.delivery_timeout:
@@ -488,7 +473,7 @@ class AtLeastOnce:
         self._release(self._lanes.release_all())
 
     def _refresh_when_quiet(self) -> None:
-        if self._busy():
+        if self._publisher.in_flight or self._busy_with_database():
             return
         self._publisher.renew_if_broken()
         self._lanes = Lanes(self._ctx.limits.lane_capacity)
@@ -497,9 +482,6 @@ class AtLeastOnce:
         self.leader_id = uuid4()
         self._ctx.watermark.reset("a new leader ID")
         self._ctx.emit(LeaderRefreshed(self.leader_id))
-
-    def _busy(self) -> bool:
-        return bool(self._publisher.in_flight) or self._busy_with_database()
 
     def _busy_with_database(self) -> bool:
         is_settling = self._settle.is_running or any(self._to_settle) or self._failures.is_deleting

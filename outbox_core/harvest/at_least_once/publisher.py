@@ -60,7 +60,6 @@ class Publisher:
         self._make_producer = make_producer
         self._make_unbatched_producer = make_unbatched_producer or make_producer
         self._limits: ProducerLimits = {}
-        self._made_for: ProducerLimits = {}
         self._producer = make_producer({})
         self._unbatched_producer: Producer | None = None
         self._unbatched_in_flight = 0
@@ -118,7 +117,7 @@ class Publisher:
 
     def _unbatched(self) -> Producer:
         if self._unbatched_producer is None:
-            self._unbatched_producer = self._make_unbatched_producer(self._made_for)
+            self._unbatched_producer = self._make_unbatched_producer(self._limits)
         return self._unbatched_producer
 
     def _report(self, record: StoredRecord, error: KafkaError | None, message: Message | None) -> None:
@@ -226,14 +225,12 @@ class Publisher:
             if producer is not None:
                 producer.purge(in_queue=True, in_flight=True, blocking=False)
 
-    def limit(self, limits: ProducerLimits) -> None:
-        """Set the limits of producers. Takes effect with `renew`."""
-        self._limits = limits
-
-    @property
-    def is_outdated(self) -> bool:
-        """True if the producer has other limits than it should: stop sending, and `renew` it."""
-        return self._limits != self._made_for
+    def fit(self, limits: ProducerLimits) -> bool:
+        """Return True if the producer has these limits; make one that has them once no record is in flight."""
+        if limits != self._limits and not self.in_flight:
+            self._limits = limits
+            self.renew()
+        return limits == self._limits
 
     def renew_if_broken(self) -> None:
         """Make a new producer after a fatal error, with no record in flight: the old one accepts no record."""
@@ -244,6 +241,5 @@ class Publisher:
     def renew(self) -> None:
         """Make a new producer. Only with no record in flight."""
         must(not self.in_flight, "a producer must not be replaced with records in flight; %d are", self.in_flight)
-        self._made_for = self._limits
         self._unbatched_producer = None  # made again when it is needed
-        self._producer = self._make_producer(self._made_for)
+        self._producer = self._make_producer(self._limits)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from outbox_core.election.lease import now
 from outbox_core.errors import must
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.handler import Letters
+from outbox_core.harvest.failures.handler import Letters, split_letters
 from outbox_core.harvest.failures.holds import nothing_waits
 from outbox_core.harvest.polling import PollSchedule
 from outbox_core.harvest.recovery import Recovery
@@ -18,7 +18,7 @@ from outbox_core.harvest.watermark import Evidence, ScanPlan
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
-from outbox_core.kafka.messages import DeadLetter, Failure
+from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.record_producer import RecordProducer, Reports
 from outbox_core.kafka.refusals import too_large_for
 from outbox_core.kafka.tracking import Ledger, opening_key
@@ -201,8 +201,6 @@ class Term:
         self._scan.start(read)
 
     def _collect_scan(self) -> Scanned:
-        if not self._scan.is_running:
-            return Scanned([])
         if not self._wait.until_done(self._scan):
             self._scan.abandon()
             return Scanned([])
@@ -358,7 +356,7 @@ class Term:
 
     def _succeed(self, records: list[StoredRecord], took: float) -> None:
         self._publication_is_committed(records)
-        ordinary, letters = _split(records)
+        ordinary, letters = split_letters(records)
         if letters:
             self._ctx.metrics.dead_letters(len(letters))
         self._ctx.metrics.published(ordinary)
@@ -421,7 +419,7 @@ class Term:
     # -- purge
 
     def _start_purge(self) -> None:
-        rows, letters = _split(self._unpurged)
+        rows, letters = split_letters(self._unpurged)
 
         def purge(store: OutboxStore) -> int:
             began = now()
@@ -447,14 +445,6 @@ class Term:
             elif self._leadership.over() or (give_up_at is not None and now() >= give_up_at):
                 return False
         return True
-
-
-def _split(records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], Sequence[StoredRecord]]:
-    """Return ordinary records, and dead letters."""
-    if DeadLetter not in set(map(type, records)):
-        return records, []
-    letters = [record for record in records if isinstance(record, DeadLetter)]
-    return [record for record in records if not isinstance(record, DeadLetter)], letters
 
 
 def _without(records: Iterable[StoredRecord], refused: Iterable[StoredRecord]) -> list[StoredRecord]:

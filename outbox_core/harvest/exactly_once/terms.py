@@ -87,21 +87,18 @@ class ExactlyOnce:
 
     def run(self) -> None:
         """Harvest, term after term, until the leadership ends, `stop` is called or a drained table is empty."""
+        backoff = _FIRST_BACKOFF_SECONDS
         try:
-            self._run()
+            while not self.over():
+                term = Term(self, self._ctx, self._transactions)
+                ended = term.run()
+                if ended is None:
+                    return
+                self._ctx.kafka.failed(ended.reason)
+                backoff = _FIRST_BACKOFF_SECONDS if term.committed else min(_LONGEST_BACKOFF_SECONDS, backoff * 2)
+                self._wait_for_fresh_lease(random.uniform(0.5, 1.0) * backoff)  # noqa: S311  jitter
         finally:
             self.failures.end()
-
-    def _run(self) -> None:
-        backoff = _FIRST_BACKOFF_SECONDS
-        while not self.over():
-            term = Term(self, self._ctx, self._transactions)
-            ended = term.run()
-            if ended is None:
-                return
-            self._ctx.kafka.failed(ended.reason)
-            backoff = _FIRST_BACKOFF_SECONDS if term.committed else min(_LONGEST_BACKOFF_SECONDS, backoff * 2)
-            self._wait_for_fresh_lease(random.uniform(0.5, 1.0) * backoff)  # noqa: S311  jitter
 
     def _wait_for_fresh_lease(self, seconds: float) -> None:
         """Wait until a heartbeat that was sent from now on has come back, and for the pause in any case."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, KeysView
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import attrgetter
@@ -78,8 +78,8 @@ class Backoffs:
         self.longest = longest
         self._clock = clock
         self._active: dict[Destination, BackoffInfo] = {}
-        self._rows: dict[RowId, Destination] = {}
-        self._keys: dict[LaneOrRow, Destination] = {}
+        self._rows: dict[RowId, BackoffInfo] = {}  # by the rows that they are tried by
+        self.waiting: set[LaneOrRow] = set()  # keys, and records without one, that scans leave out
         self._topics: defaultdict[str, set[RowId]] = defaultdict(set)  # rows of each topic with a backoff
         self._arrived: dict[str, float] = {}  # time of the last arrival in each of them
         self._order: list[BackoffInfo] = []  # by `until`: of 100,000 only the first are looked at
@@ -90,7 +90,7 @@ class Backoffs:
 
     def covers(self, record: StoredRecord) -> bool:
         """Return True if scans that start now leave a record out."""
-        return (record.topic, None) in self._active or lane_or_row(record) in self._keys
+        return (record.topic, None) in self._active or lane_or_row(record) in self.waiting
 
     @property
     def infos(self) -> list[BackoffInfo]:
@@ -101,11 +101,6 @@ class Backoffs:
     def is_unreachable(self) -> bool:
         """True if Kafka could not be reached for any destination, when it was tried last."""
         return bool(self._unreachable)
-
-    @property
-    def waiting(self) -> KeysView[LaneOrRow]:
-        """Keys, and records without one, that scans leave out."""
-        return self._keys.keys()
 
     @property
     def topics(self) -> frozenset[str]:
@@ -141,23 +136,22 @@ class Backoffs:
         row, item, whole = row_id(record), lane_or_row(record), (destination[0], None)
         is_new = destination not in self._active or not self._active[destination].seconds
         mine = self._rows.get(row)
-        if mine is not None and mine != destination and self._concerns_others(mine, record, destination):
+        if mine is not None and mine.destination != destination and self._concerns_others(mine, record, destination):
             self.end(row)
             mine = None
         if mine is not None:  # tried again, in vain
-            backoff = self._active[mine]
-            backoff.why = why
+            mine.why = why
             (self._unreachable.add if unreachable else self._unreachable.discard)(row)
-            backoff.seconds = min(self.longest, max(self._first, backoff.seconds * 2))
-            self._postpone(backoff, self._clock() + backoff.seconds)
+            mine.seconds = min(self.longest, max(self._first, mine.seconds * 2))
+            self._postpone(mine, self._clock() + mine.seconds)
             return is_new
         if whole in self._active:
             destination = whole
         known = self._active.get(destination)
         if known is None:
             known = self._start(row, destination, unreachable=unreachable, why=why)
-        if (known.row == row or destination[1] is not None) and item not in self._keys:
-            self._keys[item] = destination
+        if (known.row == row or destination[1] is not None) and item not in self.waiting:
+            self.waiting.add(item)
             known.keys.append(item)
         quiet_since = max(known.since, self._arrived.get(destination[0], 0.0))
         is_quiet = len(known.keys) > _MOST_KEYS and self._clock() - quiet_since > _QUIET_SECONDS
@@ -165,18 +159,17 @@ class Backoffs:
             self._widen(destination)
         return is_new
 
-    def _concerns_others(self, mine: Destination, record: StoredRecord, destination: Destination) -> bool:
+    def _concerns_others(self, mine: BackoffInfo, record: StoredRecord, destination: Destination) -> bool:
         """Return True if not that which was tried is away: the record's key alone is, or not the whole topic."""
-        if destination_of_its_own(record) in (mine, destination):
+        if destination_of_its_own(record) in (mine.destination, destination):
             return True
-        backoff = self._active[mine]
-        is_wide = mine[1] is None and isinstance(destination[1], int) and not backoff.ends
-        return is_wide and self._clock() - backoff.widened_at > _WIDE_SECONDS
+        is_wide = mine.destination[1] is None and isinstance(destination[1], int) and not mine.ends
+        return is_wide and self._clock() - mine.widened_at > _WIDE_SECONDS
 
     def _start(self, row: RowId, destination: Destination, *, unreachable: bool, why: str) -> BackoffInfo:
         time = self._clock()
         backoff = self._active[destination] = BackoffInfo(destination, row, time, self._first, time + self._first, why)
-        self._rows[row] = destination
+        self._rows[row] = backoff
         self._topics[destination[0]].add(row)
         insort(self._order, backoff, key=_until)
         if unreachable:
@@ -201,9 +194,9 @@ class Backoffs:
 
     def suspect(self, record: StoredRecord, why: str) -> int:
         """Back off a topic that alone ended the producer; return how often it did, with commits of others between."""
-        row, whole = row_id(record), (record.topic, None)
-        if self._rows.get(row, whole) != whole:
-            self.end(row)
+        mine, whole = self._rows.get(row_id(record)), (record.topic, None)
+        if mine is not None and mine.destination != whole:
+            self.end(mine.row)
         self.failed(record, whole, why=why)
         backoff = self._active[whole]
         if not backoff.ends or backoff.others_committed:
@@ -227,8 +220,8 @@ class Backoffs:
                 if whole is not None and whole.until > time:
                     self._postpone(whole, time)
             mine = self._rows.get(row_id(record))
-            if mine is not None and self._active[mine].seconds:
-                ended.append(mine)
+            if mine is not None and mine.seconds:
+                ended.append(mine.destination)
             self.end(row_id(record))
         return ended
 
@@ -240,11 +233,12 @@ class Backoffs:
                 backoff.others_committed = True
                 self._postpone(backoff, min(backoff.until, self._clock()))
 
-    def end(self, row: RowId) -> Destination | None:
-        """End and return the backoff that is tried by a row, if there is one."""
-        destination = self._rows.pop(row, None)
-        if destination is not None:
-            backoff, topic = self._active.pop(destination), destination[0]
+    def end(self, row: RowId) -> None:
+        """End the backoff that is tried by a row, if there is one."""
+        backoff = self._rows.pop(row, None)
+        if backoff is not None:
+            topic, _ = backoff.destination
+            del self._active[backoff.destination]
             self._free_keys(backoff)
             self._leave_order(backoff)
             self._unreachable.discard(row)
@@ -252,11 +246,9 @@ class Backoffs:
             if not self._topics[topic]:
                 del self._topics[topic]
                 self._arrived.pop(topic, None)
-        return destination
 
     def _free_keys(self, backoff: BackoffInfo) -> None:
-        for item in backoff.keys:
-            self._keys.pop(item, None)
+        self.waiting.difference_update(backoff.keys)
         backoff.keys.clear()
 
     def _widen(self, destination: Destination) -> None:
@@ -266,7 +258,7 @@ class Backoffs:
         for row in self._topics[destination[0]] - {backoff.row}:
             self.end(row)
         backoff.destination, backoff.widened_at = whole, self._clock()
-        self._active[whole], self._rows[backoff.row] = backoff, whole
+        self._active[whole] = backoff
 
 
 def destination_of_its_own(record: StoredRecord) -> Destination:

@@ -20,7 +20,7 @@ from outbox_core.election.lease import now
 from outbox_core.errors import RowsRemain, StoreUnavailable
 from outbox_core.harvest.at_least_once.lanes import Lanes
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters
+from outbox_core.harvest.failures.handler import Exclusion, FailureHandler, Letters, split_letters
 from outbox_core.harvest.failures.policy import Decision, decide, destination_of
 from outbox_core.harvest.store_calls import StoreCall
 from outbox_core.kafka.errors import ErrorKind
@@ -79,15 +79,14 @@ class FailedDeliveries(FailureHandler):
         is_new, (topic, part) = self._back_off(failure), destination_of(failure)
         return lanes.release_unsent(lambda other: other.topic == topic) if part is None and is_new else []
 
-    def succeeded(self, delivered: list[StoredRecord]) -> list[StoredRecord]:
+    def succeeded(self, delivered: list[StoredRecord]) -> Sequence[StoredRecord]:
         """Note delivered records; return those that are to be purged, which dead letters are not."""
         self._succeeded(delivered)
         if not self.tried:
             return delivered
-        letters = [record for record in delivered if isinstance(record, DeadLetter)]
+        ordinary, letters = split_letters(delivered)
         self._arrived.extend(letters)
         self._ctx.metrics.dead_letters(len(letters))
-        ordinary = [record for record in delivered if not isinstance(record, DeadLetter)] if letters else delivered
         for record in ordinary:
             self.tried.pop(row_id(record), None)
         return ordinary
@@ -226,14 +225,9 @@ class FailedDeliveries(FailureHandler):
         return self._hold_call.is_running
 
     @property
-    def must_hold(self) -> int:
-        """Number of holds that wait to be written."""
-        return len(self._to_hold)
-
-    @property
     def may_mark(self) -> bool:
         """False while the holds are not known, or too many of them cannot be written."""
-        return not self.is_holding and self.hold_cache.is_known and self.must_hold < _MOST_TO_HOLD
+        return not self.is_holding and self.hold_cache.is_known and len(self._to_hold) < _MOST_TO_HOLD
 
     def hold_due_in(self, lanes: Lanes) -> float:
         """Return the seconds until holds must be written or read."""

@@ -32,9 +32,7 @@ from outbox_core.stores.interface import (
     OutboxStore,
     RowId,
     StoredRecord,
-    keys_among,
     row_id,
-    rows_among,
 )
 
 _log = logging.getLogger(__name__)
@@ -53,7 +51,9 @@ class Exclusion(NamedTuple):
     @classmethod
     def of(cls, items: Collection[LaneOrRow], topics: frozenset[str]) -> Exclusion:
         """Return the exclusion of keys, and rows without one, and of topics."""
-        return cls(keys_among(items), rows_among(items), topics)
+        keys = {item for item in items if not isinstance(item, RowId)}
+        rows = {item for item in items if isinstance(item, RowId)}
+        return cls(keys, rows, topics)
 
 
 class Letters(NamedTuple):
@@ -64,6 +64,14 @@ class Letters(NamedTuple):
 
 
 NO_LETTERS = Letters([])
+
+
+def split_letters(records: Sequence[StoredRecord]) -> tuple[Sequence[StoredRecord], Sequence[StoredRecord]]:
+    """Return ordinary records, and dead letters."""
+    if DeadLetter not in set(map(type, records)):
+        return records, []
+    letters = [record for record in records if isinstance(record, DeadLetter)]
+    return [record for record in records if not isinstance(record, DeadLetter)], letters
 
 
 class FailureHandler:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from outbox_core.schema import EventKind, events_beside, statistics_beside
+from outbox_core.schema import EventKind, TableName, events_beside, statistics_beside
 from outbox_core.stores.interface import NewEvent, NewStatistics
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.table import OutboxTable
@@ -71,17 +71,13 @@ class PostgresHistory:
             return NotedChanges()
         return NotedChanges(self._table.format(sql.NOTE_CHANGES, **self._names()), {"kind": str(kind)})
 
-    def _names(self) -> dict[str, str]:
-        self._table.connected()
-        outbox = self._table.found[0]
-        names = {"statistics": statistics_beside(outbox), "events": events_beside(outbox)}
-        return {key: name.quoted.replace("%", "%%") for key, name in names.items()}
+    def _names(self) -> dict[str, TableName]:
+        outbox = self._table.found_outbox
+        return {"statistics": statistics_beside(outbox), "events": events_beside(outbox)}
 
     def _writable(self) -> tuple[bool, bool]:
         """Tell which of the two tables may be written."""
-        self._table.connected()
-        outbox = self._table.found[0]
-        names = {"statistics": statistics_beside(outbox).quoted, "events": events_beside(outbox).quoted}
+        names = {part: name.quoted for part, name in self._names().items()}
         (found,) = self._table.query(sql.HISTORY_RIGHTS, names)
         if False in found and not self._has_warned:
             self._has_warned = True

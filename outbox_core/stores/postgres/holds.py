@@ -11,7 +11,7 @@ import psycopg
 
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.schema import HOLD_COLUMNS, EventKind, hold_id
-from outbox_core.stores.interface import NO_HOLDS, NO_LIMIT, HoldSet, NewHold, StoredRecord, held_key
+from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, StoredRecord, held_key, may_hold
 from outbox_core.stores.postgres import statements as sql
 from outbox_core.stores.postgres.connection import Connection
 from outbox_core.stores.postgres.conversion import array, key_as_held, with_oversized
@@ -46,12 +46,11 @@ class _Hold(NamedTuple):
 class PostgresHolds:
     """The holds of an outbox; implements `outbox_core.stores.interface.HoldStore`."""
 
-    def __init__(self, table: OutboxTable, history: PostgresHistory, max_message_bytes: int = NO_LIMIT) -> None:
+    def __init__(self, table: OutboxTable, history: PostgresHistory, max_message_bytes: int) -> None:
         self._table = table
         self._history = history
         self._max_message_bytes = max_message_bytes
         self._has_table: bool | None = None
-        self._may_change = True
         self._holds = NO_HOLDS
         self._version = _Version()
 
@@ -78,13 +77,13 @@ class PostgresHolds:
         if not found:
             raise StoreUnavailable(f"table {table.hold_name} was replaced at this moment")
         may_change, number, checksum, *_ = found[0]
-        if warn:
-            self._warn_of_rights(may_change=may_change)
         version = _Version(connection, number, checksum)
         if version != known or may_change != self._holds.may_change:
             if version == known and number:  # the requests that were not there for want of rights
                 self._version = _Version()
                 return self.read(warn=warn)
+            if warn and self._holds.may_change and not may_change:
+                self._warn_of_rights()
             holds = [_Hold(*columns) for _, _, _, is_hold, *columns in found if is_hold]
             self._holds, self._version = _hold_set(holds, may_change=may_change), version
         return self._holds
@@ -156,8 +155,8 @@ class PostgresHolds:
         """
         if not isinstance(error.__cause__, psycopg.errors.CheckViolation):
             return 0
-        table, holds = self._table, self.read()
-        if holds is None or not holds.may_change:
+        table = self._table
+        if not may_hold(self):
             raise OutboxTableError(
                 f"{error}. Such rows were there before the constraint; `outbox doctor` shows how to find them. Delete "
                 f"or correct them, or let them be held: make {table.hold_name}, with all rights on it"
@@ -187,15 +186,13 @@ class PostgresHolds:
             _log.warning("nothing can be held or paused, and a bad record is tried for ever: %s", why)
         return self._has_table
 
-    def _warn_of_rights(self, *, may_change: bool) -> None:
-        if self._may_change and not may_change:
-            _log.warning(
-                "missing rights on %s: what is held there is not published, but nothing can be added to it, so a bad "
-                "record is tried for ever, and no record goes to the dead-letter topic; %s",
-                self._table.hold_name,
-                self._table.grant_holds(),
-            )
-        self._may_change = may_change
+    def _warn_of_rights(self) -> None:
+        _log.warning(
+            "missing rights on %s: what is held there is not published, but nothing can be added to it, so a bad "
+            "record is tried for ever, and no record goes to the dead-letter topic; %s",
+            self._table.hold_name,
+            self._table.grant_holds(),
+        )
 
     @contextmanager
     def _rights_as_outage(self) -> Iterator[None]:

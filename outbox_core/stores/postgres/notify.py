@@ -13,7 +13,8 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from uuid import uuid4
 
 import psycopg
@@ -53,25 +54,23 @@ class CommitNotices:
     def open(self) -> None:
         """Connect, listen, and check that notices come, else raise NoNotices."""
         self.close()
-        try:
+        with self._closed_on_error():
             self._connection, (self._table,) = connect_to_primary(self._data_source, self._application_name, self._name)
             self._connection.add_notify_handler(lambda notice: self._heard.append(notice.payload))
             self._channel = self._find_channel(self._connection)
             self._connection.execute(f"LISTEN {self._channel}".encode())
             self._probe()
-        except psycopg.Error as error:
-            self.close()
-            raise StoreUnavailable(one_line(error)) from None
-        except OutboxError:
-            self.close()
-            raise
 
     def check(self) -> None:
         """Check that the connection lives and that the trigger is still there; errors as of `open`."""
-        connection = self._connection
-        try:
-            if connection is None or self._find_channel(connection) != self._channel:
+        with self._closed_on_error():
+            if self._connection is None or self._find_channel(self._connection) != self._channel:
                 self.open()
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
         except psycopg.Error as error:
             self.close()
             raise StoreUnavailable(one_line(error)) from None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 import psycopg
@@ -105,7 +105,13 @@ class PostgresStore:
         try:
             records = self._read(sql.MARK, parameters, parts)
         except OutboxTableError as error:
-            self.hold_violations(error)
+            number = self.holds.add_violations(error)
+            if not number:
+                raise
+            raise RowsHeld(  # then the next mark can succeed
+                f"{number} row(s) of {self.table.name} violate CHECK constraints that the table got after them, and "
+                "are held"
+            ) from error
         selected = len(records) if len(records) == query.limit else self._selected(parameters, parts, len(records))
         self._found_none = not selected
         self._see_skipped(skips=selected != len(records))
@@ -193,23 +199,13 @@ class PostgresStore:
         """Make the archive's next partitions, and drop those that are too old; return how many."""
         if self._archive_days is None:
             return 0
-        rotate = archive_rotation(self.table.found_outbox).quoted.replace("%", "%%")
+        rotate = archive_rotation(self.table.found_outbox)
         ((dropped,),) = self.table.query(sql.ROTATE_ARCHIVE, {"days": self._archive_days}, rotate=rotate)
         return int(dropped)
 
     def find(self, ids: Sequence[int]) -> Sequence[StoredRecord]:
         """Return the rows of these ids, by ascending id, marked or not."""
         return self.table.records(sql.FIND, {"ids": array(ids)}, partition=self.table.layout().partition)
-
-    def hold_violations(self, error: OutboxTableError) -> NoReturn:
-        """Hold rows that violate new constraints and raise RowsHeld, as a mark can succeed then; else raise `error`."""
-        number = self.holds.add_violations(error)
-        if not number:
-            raise error
-        raise RowsHeld(
-            f"{number} row(s) of {self.table.name} violate CHECK constraints that the table got after them, and are "
-            "held"
-        ) from error
 
     def is_empty(self) -> bool:
         """Return True if no row is visible."""

@@ -129,8 +129,7 @@ class OutboxTable:
     @property
     def quoted(self) -> str:
         """The table with its schema, as statements name it."""
-        self.connected()
-        return self.found[0].quoted
+        return self.found_outbox.quoted
 
     @property
     def found_outbox(self) -> TableName:
@@ -172,13 +171,13 @@ class OutboxTable:
             self._raise(error)
 
     def format(self, statement: str, **parts: object) -> str:
-        """Fill in the parts of a statement and the names of the tables, which a connection has found."""
+        """Fill in the parts of a statement, tables among them, and the tables that a connection has found."""
         self.connected()
         key = (statement, *parts.values())
         if key not in self._formatted:
-            names = zip(("table", "holds"), self.found, strict=True)
-            escaped = {part: name.quoted.replace("%", "%%") for part, name in names}
-            self._formatted[key] = statement.format(**{**sql.FRAGMENTS, **escaped, **parts})
+            table, holds = self.found
+            texts = {**sql.FRAGMENTS, "table": table, "holds": holds, **parts}
+            self._formatted[key] = statement.format(**{part: _in_sql(text) for part, text in texts.items()})
         return self._formatted[key]
 
     def archived(self, statement: str, **parts: str) -> str:
@@ -187,11 +186,10 @@ class OutboxTable:
             return ""
         columns = [*REQUIRED_COLUMNS, *(["kafka_partition"] if self.layout().has_partition else [])]
         names = {
-            "archive": archive_beside(self.found[0]).quoted.replace("%", "%%"),
             "columns": ", ".join(columns),
             "of_stored": ", ".join(f"stored.{column}" for column in columns),
         }
-        return self.format(statement, **names, **parts)
+        return self.format(statement, archive=archive_beside(self.found_outbox), **names, **parts)
 
     def set_timeout(self, seconds: float) -> None:
         """Give up statements on this connection after so long."""
@@ -351,6 +349,10 @@ class OutboxTable:
             f"{obstacles}. Nothing more is published, as it would be repeated, until role "
             f"{self.quoted_role} can remove rows from this table"
         )
+
+
+def _in_sql(text: object) -> object:
+    return text.quoted.replace("%", "%%") if isinstance(text, TableName) else text
 
 
 def _as_record(_: object) -> Callable[[Sequence[Any]], StoredRecord]:

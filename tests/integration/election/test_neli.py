@@ -36,7 +36,7 @@ from outbox_core.election.messages import Claim, Heartbeat, Resignation, decode,
 from outbox_core.election.protocol import Ownership
 from outbox_core.errors import GroupRefused, InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError
 from outbox_core.events import LeaderAcquired, LeaderFenced, LeaderRevoked
-from outbox_core.kafka.admin import check_connection
+from outbox_core.kafka.admin import Inquiry, check_connection
 from outbox_core.kafka.topics import ensure_leader_topic
 from tests.kafka_reader import read_topic
 from tests.resources import assert_released, held, reference_counts_only, times
@@ -511,8 +511,7 @@ def test_stop_does_not_wait_for_an_absent_broker(contend, proxy):
 
 def test_unreachable_broker(contend, monkeypatch):
     """An unreachable broker is KafkaUnavailable from `start`, with the address."""
-    quick = functools.partial(ensure_leader_topic, timeout_seconds=1.0)
-    monkeypatch.setattr("outbox_core.election.neli.ensure_leader_topic", quick)
+    monkeypatch.setattr("outbox_core.kafka.topics.Inquiry", functools.partial(Inquiry, timeout_seconds=1.0))
     elector = contend(start=False, bootstrap="127.0.0.1:9")
     with pytest.raises(KafkaUnavailable, match=r"127\.0\.0\.1:9"):
         elector.start()

@@ -1,6 +1,7 @@
 """Kafka clients that are made for one inquiry: their leaks, and their answers about topics."""
 
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from devstack.ports import free_port
 from devstack.processes import wait_until
 from outbox_core import kafka
 from outbox_core.errors import KafkaUnavailable
+from outbox_core.kafka import topics
 from tests.resources import assert_released, held, reference_counts_only
 
 
@@ -68,12 +70,13 @@ def test_topic_that_one_broker_does_not_know_is_asked_for_by_name(settings, make
 
 
 @pytest.mark.real_broker
-def test_a_topic_that_is_not_made_in_time_is_an_outage(request, topic_name):
+def test_a_topic_that_is_not_made_in_time_is_an_outage(request, topic_name, monkeypatch):
     """No answer about the creation of a topic is an outage, which is waited for, and no missing right."""
+    monkeypatch.setattr(topics, "Inquiry", partial(kafka.Inquiry, timeout_seconds=2.0))
     with request.getfixturevalue("kafka").frame_proxied(1) as frames:
         trap = frames.hold(Match(Api.CREATE_TOPICS), reset=False)
         with pytest.raises(KafkaUnavailable, match="cannot reach Kafka"):
-            kafka.ensure_tracking_topic({"bootstrap.servers": frames.bootstrap}, topic_name(), timeout_seconds=2.0)
+            kafka.ensure_tracking_topic({"bootstrap.servers": frames.bootstrap}, topic_name())
         assert trap.wait_until_held(0)
 
 

@@ -64,6 +64,7 @@ def failures(clock):
         io_error_backoff=0.5,
         delivery_timeout=3.0,
         drain_timeout=10.0,
+        max_message_bytes=2**20,
     )
     ctx = SimpleNamespace(
         limits=limits,
@@ -180,13 +181,13 @@ def test_record_that_may_be_to_blame_is_tried_alone_at_once(failures):
     assert try_again(failures, lanes, found=records) == [1, 2]
     failures.succeeded(records[:1])
     lanes.reset_done(map(row_id, failures.handle([failed(records[1], TOO_LARGE, alone=True)], lanes)))
-    assert failures.must_hold == 1
+    assert len(failures._to_hold) == 1
     assert not failures.backoffs
     store = Store(HoldSet(ids=frozenset({2})), HoldSet(ids=frozenset({2})))
     assert hold(failures, lanes, store) == []
     assert store.written == 1
     assert failures.holds.ids == {2}
-    assert not failures.must_hold
+    assert not failures._to_hold
 
 
 def test_what_cannot_be_held_keeps_no_others_waiting(failures, clock):
@@ -200,13 +201,13 @@ def test_what_cannot_be_held_keeps_no_others_waiting(failures, clock):
     for _ in range(2):
         hold(failures, lanes, store)
         assert failures.may_mark
-        assert failures.must_hold == 3
+        assert len(failures._to_hold) == 3
         assert failures.exclusion(lanes) == ({("t", "a"), ("denied", "c")}, {row_id(records[1])}, {"denied"})
         assert failures.hold_due_in(lanes) == 1.0
         clock(1.0)
     store.error = None
     hold(failures, lanes, store)
-    assert (store.added, failures.must_hold, failures.exclusion(lanes)) == ([3], 0, (set(), set(), set()))
+    assert (store.added, failures._to_hold, failures.exclusion(lanes)) == ([3], [], (set(), set(), set()))
     failures.handle([failed(records[3], TOO_LARGE, alone=True)] * 1_000, sent(records[3]))
     assert not failures.may_mark, "values are in memory"
 

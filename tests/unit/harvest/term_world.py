@@ -3,6 +3,7 @@
 Each topic decides what Kafka does: take records, refuse the right to write, not answer, or be missing.
 """
 
+import logging
 import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from outbox_core.harvest.exactly_once import term as term_module
 from outbox_core.harvest.exactly_once.terms import ExactlyOnce
 from outbox_core.harvest.store_calls import StoreThread
 from outbox_core.harvest.watermark import LowWatermark
+from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.messages import Failure
 from outbox_core.kafka.record_producer import Sent
@@ -24,6 +26,7 @@ from outbox_core.kafka.tracking import Ledger
 from outbox_core.kafka.transactions import Aborted, Committed, Ended
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.monitoring.meter import Meter
+from outbox_core.outage import Outage
 from outbox_core.stores.interface import HoldSet, NewHold, SequenceSnapshot, StoredRecord, lane_of, row_id
 
 TRACKING, LETTERS = "tracking", "letters"
@@ -313,6 +316,7 @@ class World:
             io_error_backoff=0.01,
             delivery_timeout=3.0,
             drain_timeout=5.0,
+            max_message_bytes=2**20,
         )
         wake, metrics, leader_id = threading.Event(), HarvestMetrics(), uuid4()
         database, kafka = (
@@ -339,6 +343,8 @@ class World:
             ),
             grant_write="grant WRITE on it to User:relay",
             send_window=SendWindow(3.0, metrics),
+            batches=BatchSizes(),
+            removal=Outage("removal", logging.getLogger(__name__)),
         )
         transactions = SimpleNamespace(
             new_producer=lambda: Producer(self.cluster),

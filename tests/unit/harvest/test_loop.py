@@ -20,6 +20,7 @@ from outbox_core.harvest.at_least_once.send_window import SendWindow
 from outbox_core.harvest.context import DeadLetterTopic, HarvestContext, HarvestLimits
 from outbox_core.harvest.failures import backoff_report, failed_deliveries, handler, holds
 from outbox_core.harvest.watermark import ScanPlan
+from outbox_core.kafka.batch_sizes import BatchSizes
 from outbox_core.kafka.clients import KafkaError, KafkaException
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.monitoring.meter import Meter
@@ -223,6 +224,7 @@ class World:
                 io_error_backoff=0.05,
                 delivery_timeout=DELIVERY_SECONDS,
                 drain_timeout=1.0,
+                max_message_bytes=2**20,
             ),
             marker=self.marker,
             purger=self.purger,
@@ -237,6 +239,8 @@ class World:
             dead_letters=DeadLetterTopic(topic="letters", on_poison=False, ensure=lambda: None, forbidden=set),
             grant_write="grant WRITE",
             send_window=SendWindow(DELIVERY_SECONDS, metrics),
+            batches=BatchSizes(),
+            removal=Outage("removal", loop_module._log),
         )
         publisher = Publisher(self._make_client, id_header="id", outbox_name="box")
         self.loop = AtLeastOnce(leader_id, self.ctx, publisher, None)

@@ -332,11 +332,9 @@ def test_other_limits_need_another_producer():
 
     publisher = Publisher(maker(made), maker(alone), id_header="", outbox_name="box")
     for limits in ({}, {"batch.size": 65_536}, {"batch.size": 65_536}, {"delivery.timeout.ms": 750}, {}):
-        publisher.limit(limits)
-        if publisher.is_outdated:
-            publisher.renew()
-        assert not publisher.is_outdated
+        assert publisher.fit(limits)
         publisher.send([_record()], 0.0, alone=True)
+        assert not publisher.fit({"batch.size": 1})
         publisher.cancel_all()
     assert made == [{}, {"batch.size": 65_536}, {"delivery.timeout.ms": 750}, {}]
     assert alone == made

@@ -1,6 +1,7 @@
 """Tests of topics that are made: what the cluster may refuse for a moment."""
 
 from concurrent.futures import Future
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -71,8 +72,9 @@ def test_brokers_that_are_fenced_for_a_moment(make_cluster):
     assert cluster.is_made
 
 
-def test_brokers_that_are_too_few(make_cluster):
+def test_brokers_that_are_too_few(make_cluster, monkeypatch):
     """A cluster that has too few brokers until the deadline is named as the reason."""
     make_cluster(refusals=10_000)
+    monkeypatch.setattr(topics, "Inquiry", partial(admin.Inquiry, timeout_seconds=0.1))
     with pytest.raises(LeaderTopicError, match="does not exist and cannot be made: what Kafka said"):
-        topics.ensure_leader_topic({}, "leaders", timeout_seconds=0.1)
+        topics.ensure_leader_topic({}, "leaders")
