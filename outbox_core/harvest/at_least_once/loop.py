@@ -419,7 +419,7 @@ class AtLeastOnce:
         """Clear the marks of records that are in no lane any more."""
         released = list(records)
         if released:
-            self._ctx.watermark.reset("records went back to the table")
+            self._ctx.watermark.went_back(released)
             self._to_settle.reset.extend(map(row_id, released))
             self._failures.forget_tried(released)
 
