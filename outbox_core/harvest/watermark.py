@@ -31,8 +31,9 @@ The floor is void when one of its premises is:
 - *an exclusion ends* (a full lane, a backoff, a hold): its rows may wait below the floor, but none below the floor at
   which it began. Back to that one (`_readmit`).
 - *some rows leave our hands other than by their purge* (a failed delivery, an abort): `went_back`, as if their keys had
-  been left out from there on. What waits for a destination is tried again and again, and must not cost a look at the
-  head each time.
+  been left out from there on, or from the floor if that is lower, as others of them may still appear above it. What
+  waits for a destination is tried again and again, and must not cost a look at the head each time. Where marks must
+  be cleared first, marks leave these keys out until they are (`at_least_once.lanes`).
 - *another place*: another connection, another table of that name, TRUNCATE ... RESTART IDENTITY, a sequence that was
   set back to below the floor. The statement that uses the floor compares `Floor.place`; here S is forgotten too.
 
@@ -144,7 +145,7 @@ class LowWatermark:
         self._metrics = metrics
         self._clock = clock
         self._resets = 0
-        self._left_out: dict[object, Floor] = {}  # with the floor when it was first left out
+        self._left_out: dict[object, Floor] = {}  # with the floor above which its rows may wait
         self._last: SequenceSnapshot | None = None
         self._settled = NO_FLOOR.id
         self._pending: int | None = None  # S that is not yet settled, and its V:
@@ -165,13 +166,13 @@ class LowWatermark:
 
     def went_back(self, records: Iterable[StoredRecord]) -> None:
         """Note rows that wait in the table again, until the next plan says whether their keys are left out."""
-        place = self._last.place if self._last is not None else None
+        floor = self.floor  # above which others of these keys may appear, although these are higher
         for record in records:
             if isinstance(record, DeadLetter):
                 continue  # its row is held
             item = lane_or_row(record)
             if all(self._left_out.get(each, record).id >= record.id for each in (item, record.topic)):
-                self._left_out[item] = Floor(record.id - 1, place)
+                self._left_out[item] = min(floor, Floor(record.id - 1, floor.place), key=_id_of)
 
     def plan(self, left_out: frozenset[object]) -> ScanPlan:
         """Plan a mark or scan that leaves out the given keys, ids, topics and holds."""

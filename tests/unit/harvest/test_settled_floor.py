@@ -223,6 +223,27 @@ def test_tries_in_vain(table, excluded):
     assert [table.read(), table.at] == [[2], 2]
 
 
+def test_late_row_below_one_that_went_back(table):
+    """A row that appears below one that went back, while their key is left out, is found once the key is let in."""
+    key = ("t", BAD)
+    table.write(1)
+    table.catch_up()
+    table.write(3, lane=[key])
+    table.writers = frozenset({"x"})  # which has drawn 2
+    table.time += 2
+    assert [table.read(), table.at] == [[3], 1]
+    table.give_back(3, key=BAD)
+    assert table.read(left_out=[key]) == []
+    table.write(2, lane=[key])
+    table.writers = frozenset()
+    for identity in (4, 5):
+        table.write(identity)
+        table.time += 2
+        assert table.read(left_out=[key], took=1e6) == [identity]
+    assert table.at == 5
+    assert [table.read(), table.floor.off] == [[2, 3], ""]
+
+
 def test_row_that_went_back_during_a_scan(table):
     """A scan that does not see a row which goes back meanwhile raises the floor, and the next begins below the row."""
     table.write(1, 2, 3)
