@@ -297,7 +297,8 @@ class AtLeastOnce:
                 self._check_drained()
         elif (request.rows or request.letters) and not self._remark:
             rows, letters = failures.take_in_tried(request.rows, request.letters, batch.records, marked.letters)
-            self._release(record for record in batch.records if row_id(record) not in failures.tried)
+            others = [record for record in batch.records if row_id(record) not in failures.tried]
+            self._release(self._lanes.turn_away(others))
             self._admit(rows)
             self._ctx.batches.meet(set(map(_topic_of, letters)))
             self._release(self._lanes.admit(letters))

@@ -715,6 +715,23 @@ def test_a_row_that_is_no_longer_what_was_to_be_tried_goes_back(world):
     assert not world.table.rows
 
 
+def test_a_key_is_left_out_while_what_was_tried_in_vain_goes_back(world):
+    """Until the mark of a row that has another key by now is cleared, no mark is to find that key without it."""
+    world.table.add("a")
+
+    def correct():
+        world.table.rows[1] = world.table.rows[1]._replace(key="z")
+
+    def fail():
+        world.client.deliver(error=KafkaError(KafkaError._MSG_TIMED_OUT))
+
+    world.run(
+        None, None, fail, correct, lambda: world.table.add("z"), *[None] * 9, world.deliver, *[None] * 4, world.deliver
+    )
+    assert marks(world) == [[1], [1], [1, 2]]
+    assert world.sent == [1, 1, 2]
+
+
 def test_a_requested_dead_letter_is_sent_and_its_key_goes_on(world):
     """Its row and hold are deleted once it has arrived, and only then the records behind it are sent."""
     world.table.add("a", "a")
