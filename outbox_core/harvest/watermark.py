@@ -26,10 +26,14 @@ will appear up to S. So min(S, m), or S, is a floor:
 
 The floor is void when one of its premises is:
 
-- *rows leave our hands other than by their purge* (a new leader ID, a reset, an abort, a new term): `reset`. The next
-  statement begins at the head; S stays settled.
+- *all rows leave our hands* (a new leader ID, a new term): `reset`. The next statement begins at the head; S stays
+  settled.
 - *an exclusion ends* (a full lane, a backoff, a hold): its rows may wait below the floor, but none below the floor at
   which it began. Back to that one (`_readmit`).
+- *some rows leave our hands other than by their purge* (a failed delivery, an abort): `went_back`, as if their keys had
+  been left out from there on, or from the floor if that is lower, as others of them may still appear above it. What
+  waits for a destination is tried again and again, and must not cost a look at the head each time. Where marks must
+  be cleared first, marks leave these keys out until they are (`at_least_once.lanes`).
 - *another place*: another connection, another table of that name, TRUNCATE ... RESTART IDENTITY, a sequence that was
   set back to below the floor. The statement that uses the floor compares `Floor.place`; here S is forgotten too.
 
@@ -43,13 +47,22 @@ the floor refutes the premise: it is published late, and the floor stays off. An
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 from outbox_core.errors import must
+from outbox_core.kafka.messages import DeadLetter
 from outbox_core.metrics import FloorGauge, HarvestMetrics
-from outbox_core.stores.interface import NO_FLOOR, Floor, OpenWriter, OutboxStore, SequenceSnapshot, StoredRecord
+from outbox_core.stores.interface import (
+    NO_FLOOR,
+    Floor,
+    OpenWriter,
+    OutboxStore,
+    SequenceSnapshot,
+    StoredRecord,
+    lane_or_row,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +145,7 @@ class LowWatermark:
         self._metrics = metrics
         self._clock = clock
         self._resets = 0
-        self._left_out: dict[object, Floor] = {}  # with the floor when it was first left out
+        self._left_out: dict[object, Floor] = {}  # with the floor above which its rows may wait
         self._last: SequenceSnapshot | None = None
         self._settled = NO_FLOOR.id
         self._pending: int | None = None  # S that is not yet settled, and its V:
@@ -150,6 +163,16 @@ class LowWatermark:
         self.floor = NO_FLOOR
         self._left_out = dict.fromkeys(self._left_out, NO_FLOOR)
         self._show()
+
+    def went_back(self, records: Iterable[StoredRecord]) -> None:
+        """Note rows that wait in the table again, until the next plan says whether their keys are left out."""
+        floor = self.floor  # above which others of these keys may appear, although these are higher
+        for record in records:
+            if isinstance(record, DeadLetter):
+                continue  # its row is held
+            item = lane_or_row(record)
+            if all(self._left_out.get(each, record).id >= record.id for each in (item, record.topic)):
+                self._left_out[item] = min(floor, Floor(record.id - 1, floor.place), key=_id_of)
 
     def plan(self, left_out: frozenset[object]) -> ScanPlan:
         """Plan a mark or scan that leaves out the given keys, ids, topics and holds."""
@@ -171,7 +194,7 @@ class LowWatermark:
         self._pace.rows_since += len(records)
         if plan.floor is NO_FLOOR:
             self._pace.from_head_at, self._pace.from_head_took = self._clock(), took
-        if records and records[0].id <= plan.known_floor.id:
+        if records and records[0].id <= plan.known_floor.id and lane_or_row(records[0]) not in self._left_out:
             # Or the place has changed since: the next evidence will tell.
             self._refuting = records[0].id, plan.known_floor
             self.reset("a row was found below it")

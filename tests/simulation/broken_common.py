@@ -77,9 +77,14 @@ def readmit_nothing(self: LowWatermark, again: set[object]) -> None:
 
 
 def keep_the_floor(self: LowWatermark, reason: str) -> None:
-    """Leave the floor where it is when rows leave our hands."""
+    """Leave the floor where it is when all rows leave our hands."""
     del reason
     self._resets += 1
+
+
+def note_nothing(self: LowWatermark, records: Any) -> None:
+    """Leave the floor where it is when some rows leave our hands."""
+    del self, records
 
 
 def believe_the_place(self: Store, query: RowQuery, is_wanted: Any) -> Any:

@@ -247,7 +247,7 @@ def scan_what_awaits_its_purge(self: Term) -> None:
 def forget_what_awaits_its_purge(self: Term) -> None:
     """Exclude nothing from the scan that follows an abort."""
     self._join_scan()
-    self._ctx.watermark.reset("a transaction was aborted")
+    self._ctx.watermark.went_back(self._batch)
     self._batch = ()
     broken: Any = self
 

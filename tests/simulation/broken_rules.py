@@ -303,7 +303,8 @@ RULES = {
         Double(Store, "scan", common.scan_then_gather),
     ),
     "the floor falls when an exclusion ends": _both(LowWatermark, "_readmit", common.readmit_nothing),
-    "the floor is void when rows leave our hands": _both(LowWatermark, "reset", common.keep_the_floor),
+    "the floor is void when all rows leave our hands": _both(LowWatermark, "reset", common.keep_the_floor),
+    "the floor falls when some rows leave our hands": _both(LowWatermark, "went_back", common.note_nothing),
     "the floor counts in one place": _both(
         Store, "_select", common.believe_the_place, Double(LowWatermark, "_take_in", common.believe_all_evidence)
     ),

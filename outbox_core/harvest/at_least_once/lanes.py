@@ -185,6 +185,11 @@ class Lanes:
 
     # -- back to the table
 
+    def turn_away(self, records: Sequence[StoredRecord]) -> Sequence[StoredRecord]:
+        """Release records of the last mark that are not taken in; return them."""
+        self._return(records)
+        return records
+
     def release(self, record: StoredRecord) -> list[StoredRecord]:
         """Drop a record that is under way and not in flight any more, with its followers; return them all."""
         return self._release([record], [])

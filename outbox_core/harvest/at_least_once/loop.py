@@ -293,7 +293,8 @@ class AtLeastOnce:
                 self._check_drained()
         elif (request.rows or request.letters) and not self._remark:
             rows, letters = failures.take_in_tried(request.rows, request.letters, batch.records, marked.letters)
-            self._release(record for record in batch.records if row_id(record) not in failures.tried)
+            others = [record for record in batch.records if row_id(record) not in failures.tried]
+            self._release(self._lanes.turn_away(others))
             self._admit(rows)
             self._ctx.batches.meet(set(map(_topic_of, letters)))
             self._release(self._lanes.admit(letters))
@@ -404,7 +405,7 @@ class AtLeastOnce:
         """Clear the marks of records that are in no lane any more."""
         released = list(records)
         if released:
-            self._ctx.watermark.reset("records went back to the table")
+            self._ctx.watermark.went_back(released)
             self._to_settle.reset.extend(map(row_id, released))
             self._failures.forget_tried(released)
 

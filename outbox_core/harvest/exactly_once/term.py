@@ -283,7 +283,7 @@ class Term:
         self._failures.batch.left_out(len(refused))
         lanes = {lane_of(record) for record in kept} - {None}
         self._failures.refused([failure for failure in refused if lane_of(failure.record) not in lanes])
-        self._ctx.watermark.reset("records were left out of a transaction")
+        self._ctx.watermark.went_back(records)
         self._join_scan()  # it may have found others of their keys
         records[:] = kept
         self._batch = records
@@ -389,7 +389,7 @@ class Term:
 
     def _forget_scanned(self) -> None:
         self._join_scan()
-        self._ctx.watermark.reset("a transaction was aborted")
+        self._ctx.watermark.went_back(self._batch)
         self._purge_is_committed(None)
         self._batch = ()
 

@@ -102,7 +102,7 @@ class FailedTransactions(FailureHandler):
         self.holds = holds
         kept = [record for record in records if not holds.covers(record)] if holds else list(records)
         if len(kept) < len(records):
-            self._ctx.watermark.reset("records that were read are held")
+            self._ctx.watermark.went_back(filter(holds.covers, records))
         return kept
 
     @property

@@ -12,9 +12,9 @@ HERE, ELSEWHERE = "here", "elsewhere"
 HOT, BAD = "hot", "bad"
 
 
-def row(identity):
+def row(identity, key=None):
     """Return a stored record with this id."""
-    return StoredRecord(identity, "t", None, None, None, None, -1, 0)
+    return StoredRecord(identity, "t", key, None, None, None, -1, 0)
 
 
 class Table:
@@ -61,6 +61,11 @@ class Table:
         self.floor.scanned(plan, evidence, [row(identity) for identity in found], took)
         self.held.update(found)
         return found
+
+    def give_back(self, *ids, key=None):
+        """Let these rows leave the reader's hands, into the table."""
+        self.held.difference_update(ids)
+        self.floor.went_back([row(identity, key) for identity in ids])
 
     def catch_up(self):
         """Scan twice, with a snapshot of the sequence each."""
@@ -190,6 +195,80 @@ def test_scan_that_a_reset_overtook(table):
     table.floor.reset("a failure meanwhile")
     table.floor.scanned(plan, evidence, [row(1)], 0.0)
     assert table.at is None
+
+
+def test_rows_that_went_back(table):
+    """The floor falls to below the rows that went back, and not to the head."""
+    table.write(*range(1, 11))
+    table.catch_up()
+    table.from_head = 0
+    table.give_back(7, 9)
+    assert [table.read(), table.at, table.from_head] == [[7, 9], 9, 0]
+
+
+@pytest.mark.parametrize("excluded", [("t", BAD), "t"])
+def test_tries_in_vain(table, excluded):
+    """A row that is tried again and again, while its key or its topic is left out, leaves the floor where it is."""
+    table.write(1, lane=[HOT])
+    table.write(2, lane=[excluded])
+    table.catch_up()
+    for identity in range(3, 6):
+        table.give_back(2, key=BAD)
+        table.write(identity)
+        assert table.read(left_out=[excluded]) == [identity]
+        table.time += 2
+        assert [table.read(left_out=[excluded]), table.at] == [[], identity]
+        table.held.add(2)
+    table.give_back(2, key=BAD)
+    assert [table.read(), table.at] == [[2], 2]
+
+
+def test_late_row_below_one_that_went_back(table):
+    """A row that appears below one that went back, while their key is left out, is found once the key is let in."""
+    key = ("t", BAD)
+    table.write(1)
+    table.catch_up()
+    table.write(3, lane=[key])
+    table.writers = frozenset({"x"})  # which has drawn 2
+    table.time += 2
+    assert [table.read(), table.at] == [[3], 1]
+    table.give_back(3, key=BAD)
+    assert table.read(left_out=[key]) == []
+    table.write(2, lane=[key])
+    table.writers = frozenset()
+    for identity in (4, 5):
+        table.write(identity)
+        table.time += 2
+        assert table.read(left_out=[key], took=1e6) == [identity]
+    assert table.at == 5
+    assert [table.read(), table.floor.off] == [[2, 3], ""]
+
+
+def test_row_that_went_back_during_a_scan(table):
+    """A scan that does not see a row which goes back meanwhile raises the floor, and the next begins below the row."""
+    table.write(1, 2, 3)
+    table.catch_up()
+    table.write(4)
+    plan = table.floor.plan(frozenset())
+    table.give_back(2)
+    table.floor.scanned(plan, plan.gather(table), [row(4)], 0.0)
+    table.held.add(4)
+    assert table.read() == [2]
+    assert table.floor.off == ""
+
+
+def test_scan_that_finds_a_row_which_went_back_meanwhile(table):
+    """A row that went back after the scan was planned is no proof against the floor."""
+    table.write(1, 2, 3)
+    table.catch_up()
+    table.time += 60
+    plan = table.floor.plan(frozenset())
+    assert plan.floor is NO_FLOOR
+    table.give_back(2)
+    table.floor.scanned(plan, plan.gather(table), [row(2)], 0.0)
+    table.held.add(2)
+    table.catch_up()
+    assert [table.floor.off, table.at] == ["", 3]
 
 
 def test_lane_that_is_let_in_again(table):

@@ -412,18 +412,18 @@ def test_marks_are_looked_for_once_in_a_leadership(world):
 
 
 def test_holds_that_a_scan_learned_count_from_then_on(world):
-    """Rows that are held by now are not published, the floor is void for them, and the next scan leaves them out."""
+    """Rows that are held by now are not published, the floor falls for them, and the next scan leaves them out."""
     failures, paused_topic = world.delivery.failures, HoldSet(topics=frozenset({"t"}))
     world.table.add("t")
     world.table.add("u")
     records = list(world.table.rows.values())
-    resets = []
-    world.ctx.watermark.reset = resets.append
+    went_back = []
+    world.ctx.watermark.went_back = went_back.extend
     assert failures.admissible(records, NO_HOLDS) == records
-    assert resets == []
+    assert went_back == []
     assert failures.admissible(records, paused_topic) == records[1:]
     assert failures.holds is paused_topic
-    assert len(resets) == 1
+    assert went_back == records[:1]
 
 
 def test_stale_holds_are_read_again_and_a_release_wakes_the_scans(world):
