@@ -292,8 +292,8 @@ ORDER BY id
 # -- purge, reset, deletion
 
 # The index is searched with all ids at once. A join would search it for each, or, planned for an empty table, compare
-# each row of a full one with each id. `width_bucket` finds the place of an id among ascending ones by halving; a table of
-# hashes would take twice as long to make.
+# each row of a full one with each id. `width_bucket` finds the place of an id among ascending ones by halving; a table
+# of hashes would take twice as long to make.
 OF_IDS = f"""
 id = ANY (%(ids)s::bigint[])
   AND {MICROSECONDS} = (%(create_times)s::bigint[])[width_bucket(id::bigint, %(ids)s::bigint[])]
