@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from outbox_queue.protocol import markers_pb2
+try:
+    from outbox_queue.protocol import markers_pb2
+except ModuleNotFoundError as error:
+    if error.name not in {"google", "google.protobuf"}:  # the package of that name is another one
+        raise
+    message = "outbox_queue needs protobuf: pip install 'kafka-outbox[queue]'"
+    raise ModuleNotFoundError(message, name="protobuf") from None
 
 Marker, MessageID = markers_pb2.Marker, markers_pb2.MessageID
 

@@ -17,6 +17,7 @@ import outbox_queue
 import outbox_sqlalchemy
 from outbox_core.config import HarvestConfig, Limits
 from outbox_core.config.names import yaml_name
+from tests.docs.blocks import BLOCKS
 
 DOCS = Path(__file__).parents[2] / "docs"
 API = (DOCS / "reference-api.md").read_text()
@@ -49,12 +50,26 @@ def test_names_of_the_reference_exist(path: str, options: str) -> None:
 @pytest.mark.parametrize("package", [outbox_core, outbox_django, outbox_queue, outbox_sqlalchemy])
 def test_public_names_are_in_the_reference(package: Any) -> None:
     """Each name that a package exports is an entry, or named in the text."""
-    entries = {path.rpartition(".")[2] for path, _ in DIRECTIVES}
-    entries |= {member for _, options in DIRECTIVES for member in _listed_members(options)}
-    named = entries | set(re.findall(r"`(?:\w+\.)?(\w+)", API + ERRORS))
     errors = {name for name in dir(importlib.import_module("outbox_core.errors")) if name[0].isupper()}
     public = {name for name in package.__all__ if not name.startswith("__")}
-    assert sorted(public - named - errors) == []
+    assert sorted(public - _named() - errors) == []
+
+
+def test_imports_of_other_pages_are_in_the_reference() -> None:
+    """Each name that a code block imports from us is an entry, named in the text, or in a module that is an entry."""
+    pages = "\n".join(block.text for block in BLOCKS)
+    imports = re.findall(r"^ *from (outbox_[\w.]+) import ([\w, ]+\w)", pages, re.MULTILINE)
+    assert len(imports) > 40
+    known = _named() | {"tracing"}  # a module, whose functions are entries
+    modules = {path for path, _ in DIRECTIVES}
+    missing = {f"{module}.{name}" for module, names in imports for name in set(names.split(", ")) - known}
+    assert sorted(path for path in missing if path.rpartition(".")[0] not in modules) == []
+
+
+def _named() -> set[str]:
+    entries = {path.rpartition(".")[2] for path, _ in DIRECTIVES}
+    entries |= {member for _, options in DIRECTIVES for member in _listed_members(options)}
+    return entries | set(re.findall(r"`(?:\w+\.)?(\w+)", API + ERRORS))
 
 
 def _errors() -> dict[str, str]:

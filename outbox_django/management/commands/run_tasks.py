@@ -11,7 +11,6 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from outbox_core.cli.harvest import EXIT_ENDED_BY_ERROR, EXIT_NOT_STARTED, sentences, shown
 from outbox_core.cli.logs import add_log_format_argument, configure_logging
-from outbox_core.config.durations import parse_duration
 from outbox_core.errors import OutboxError
 
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
@@ -95,6 +94,8 @@ def _backend_and_queues(alias: str, names: list[str] | None) -> tuple[Any, list[
 
 
 def _duration(text: str) -> timedelta:
+    from outbox_core.config.durations import parse_duration  # needs pydantic, of the extra [queue]
+
     try:
         return parse_duration(text)
     except ValueError as error:

@@ -1,6 +1,8 @@
 """Django's tasks over the outbox on a real Postgres: enqueuing, results, one attempt at a time, checks and admin."""
 
 import json
+import subprocess
+import sys
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -515,6 +517,13 @@ def test_run_tasks_refuses_nonsense(settings, arguments, said):
     }
     with pytest.raises(CommandError, match=said):
         call_command("run_tasks", *arguments)
+
+
+def test_run_tasks_loads_without_the_extra_for_queues():
+    """Its module needs no pydantic, so that what names the missing extra is reached."""
+    program = "import sys; sys.modules['pydantic'] = None; import outbox_django.management.commands.run_tasks"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_admin_shows_results(admin_client):

@@ -1,5 +1,8 @@
 """Markers and headers: read by Go, read from Go, and unchanged by a redelivery."""
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,3 +134,11 @@ def test_headers_that_are_no_pairs_are_refused(bad):
     """Headers that are neither a mapping nor pairs are refused."""
     with pytest.raises(ValueError, match="expected a mapping or"):
         headers.of_users(bad)
+
+
+@pytest.mark.parametrize("missing", ["google", "google.protobuf"])
+def test_a_missing_protobuf_is_named_with_the_extra(missing):
+    """The name of its module is that of another package, which nobody is to install."""
+    program = f"import sys; sys.modules[{missing!r}] = None; import outbox_queue"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("outbox_queue needs protobuf: pip install 'kafka-outbox[queue]'\n")
