@@ -107,7 +107,7 @@ class StoreUnavailable(OutboxError):
 
 
 class RowsRemain(StoreUnavailable):
-    """Rows are still there after a DELETE of them succeeded; publishing must wait, as they would be repeated."""
+    """Published rows are still there after a DELETE, failed or not; publishing must wait, as they would be repeated."""
 
 
 class RowsHeld(StoreUnavailable):

@@ -18,9 +18,14 @@ class Outage:
         self._failed_at = 0.0
         self._succeeded_at = 0.0
         self._reason = ""
+        self._sufferers: set[object] = set()
 
-    def failed(self, error: object) -> None:
-        """Note a failure; log it if it is the first, or if the last line is old."""
+    def failed(self, error: object, sufferer: object = None) -> None:
+        """Note a failure; log it if it is the first, or if the last line is old.
+
+        The success of another user of the thing than the `sufferer`, over a connection of its own say, does not end it.
+        """
+        self._sufferers.add(sufferer)
         self._failed_at = time.monotonic()
         self._reason = str(error)
         if self._began_at is None:
@@ -30,14 +35,16 @@ class Outage:
             self._logged_at = self._failed_at
             self._log.warning("%s: %s; retrying for %.0f s", self._what, error, self._failed_at - self._began_at)
 
-    def recovered(self) -> None:
-        """End the outage, and log that, if there is one."""
-        if self._began_at is not None:
+    def recovered(self, sufferer: object = None) -> None:
+        """End the outage, and log that, if there is one and no one else suffers from it."""
+        self._sufferers.discard(sufferer)
+        if self._began_at is not None and not self._sufferers:
             self._log.warning("%s: back after %.1f s", self._what, time.monotonic() - self._began_at)
             self._began_at = None
 
     def forget(self) -> None:
         """Forget the outage: this process cannot see any more if it lasts."""
+        self._sufferers.clear()
         if self._began_at is not None:
             self._log.info("%s: not known to fail any more", self._what)
             self._began_at = None

@@ -24,6 +24,8 @@ from outbox_core.stores.postgres.table import wrong_types
 
 HEAD_ROWS = 10_000
 _NEARLY_FULL_INTEGER = 2_000_000_000
+_LARGEST_BIGINT = 2**63 - 1
+_NEARLY_FULL = 0.9
 
 _TABLE = f"""
 SELECT c.relkind, c.relpersistence,
@@ -39,7 +41,7 @@ WHERE c.oid = to_regclass(%s)
 """
 
 _SEQUENCE = """
-SELECT q.seqrelid::regclass::text, q.seqcache, q.seqincrement, q.seqcycle,
+SELECT q.seqrelid::regclass::text, q.seqcache, q.seqincrement, q.seqcycle, q.seqmax,
        CASE WHEN has_sequence_privilege(q.seqrelid, 'SELECT, USAGE') THEN pg_sequence_last_value(q.seqrelid) END
 FROM pg_depend AS d
 JOIN pg_sequence AS q ON q.seqrelid = d.objid
@@ -50,6 +52,31 @@ WHERE d.classid = 'pg_class'::regclass AND d.refclassid = 'pg_class'::regclass A
 _COLUMNS = """
 SELECT attname, format_type(atttypid, NULL), attnotnull, atthasdef OR attidentity <> '' FROM pg_attribute
 WHERE attrelid = to_regclass(%s) AND attnum > 0 AND NOT attisdropped
+"""
+
+_REFERENCES = """
+SELECT quote_ident(conname), conrelid::regclass::text FROM pg_constraint
+WHERE confrelid = to_regclass(%(name)s) AND contype = 'f' AND confdeltype IN ('a', 'r') AND conparentid = 0 ORDER BY 1
+"""
+
+# A publication refuses updates and deletes of rows that its subscribers could not find again.
+_UNIDENTIFIED = """
+WITH family AS (SELECT to_regclass(%(name)s)::oid AS oid
+                UNION SELECT relid FROM pg_partition_tree(to_regclass(%(name)s)))
+SELECT c.oid::regclass::text, bool_or(EXISTS (SELECT FROM pg_index WHERE indrelid = c.oid AND indisprimary)),
+       string_agg(DISTINCT quote_ident(p.pubname), ', ')
+FROM family JOIN pg_class AS c USING (oid) JOIN pg_namespace AS n ON n.oid = c.relnamespace
+JOIN pg_publication_tables AS t ON t.schemaname = n.nspname AND t.tablename = c.relname
+JOIN pg_publication AS p ON p.pubname = t.pubname
+WHERE (p.pubupdate OR p.pubdelete) AND c.relreplident <> 'f' AND NOT EXISTS (
+    SELECT FROM pg_index WHERE indrelid = c.oid
+    AND CASE c.relreplident WHEN 'd' THEN indisprimary WHEN 'i' THEN indisreplident END)
+GROUP BY c.oid ORDER BY 1
+"""
+
+_SUBSCRIPTIONS = """
+SELECT quote_ident(s.subname) FROM pg_subscription_rel AS r JOIN pg_subscription AS s ON s.oid = r.srsubid
+WHERE r.srrelid = to_regclass(%(name)s) AND s.subenabled ORDER BY 1
 """
 
 # By grants, not by what a role may do: the remedy has to name who was given the right.
@@ -134,6 +161,7 @@ class TableChecks:
         yield from self._sequence()
         yield from self._constraints()
         yield from self._obstacles()
+        yield from self._replication()
         yield from self._writers()
 
     @cached_property
@@ -249,7 +277,7 @@ class TableChecks:
         if not rows:
             yield self._no_sequence()
             return
-        name, cache, increment, cycles, last = rows[0]
+        name, cache, increment, cycles, most, last = rows[0]
         if cache > 1:
             yield problem(
                 "sequence",
@@ -259,6 +287,11 @@ class TableChecks:
         elif increment < 1 or cycles:
             remedy = f"ALTER SEQUENCE {name} INCREMENT BY 1 MINVALUE 1 NO CYCLE"
             yield problem("sequence", f"{name} does not only grow", remedy)
+        elif most < _LARGEST_BIGINT and self.columns["id"].type == "bigint":
+            judge = problem if last is not None and last > _NEARLY_FULL * most else warning
+            come = "" if last is None else f", and has come to {last:,}"
+            detail = f"{name} ends at {most:,}{come}: no record can be inserted after that"
+            yield judge("sequence", detail, f"ALTER SEQUENCE {name} AS bigint NO MAXVALUE")
         else:
             yield fine("sequence", f"{name}, last value {last if last is not None else 'unknown'}")
 
@@ -302,7 +335,7 @@ class TableChecks:
         yield from found or [fine("constraints", "odd ids, times, partitions and headers are kept out")]
 
     def _obstacles(self) -> Iterator[Finding]:
-        """Check for policies, triggers and rules between the harvester and the rows that it deletes and marks."""
+        """Check for policies, triggers, rules and keys between the harvester and the rows that it deletes and marks."""
         table, role = self._name.quoted, self._session.role
         for (what,) in self._session.ask(sql.OBSTACLES, {"name": table}):
             kind, _, name = what.partition(" ")
@@ -318,6 +351,31 @@ class TableChecks:
                 f"the table has {what}: rows that it hides are not published; if it keeps rows from being marked or "
                 "deleted, publishing stops",
                 remedy,
+            )
+
+        for constraint, referring in self._session.ask(_REFERENCES, {"name": table}):
+            yield warning(
+                "obstacle",
+                f"foreign key {constraint} of {referring} refers to the table: publishing stops at a row that it keeps "
+                "from being deleted",
+                f"ALTER TABLE {referring} DROP CONSTRAINT {constraint}",
+            )
+
+    def _replication(self) -> Iterator[Finding]:
+        """Check for publications that refuse updates and deletes, and for subscriptions that fill the table."""
+        for table, has_key, publications in self._session.ask(_UNIDENTIFIED, {"name": self._name.quoted}):
+            yield problem(
+                "publication",
+                f"{publications} publishes updates or deletes of {table}, whose REPLICA IDENTITY does not identify its "
+                "rows: no row can be marked or deleted",
+                f"ALTER TABLE {table} REPLICA IDENTITY {'DEFAULT' if has_key else 'FULL'}",
+            )
+        for (subscription,) in self._session.ask(_SUBSCRIPTIONS, {"name": self._name.quoted}):
+            yield warning(
+                "subscription",
+                f"{subscription} copies rows of another server into the table: a harvester there and one here publish "
+                "each of them twice",
+                f"ALTER SUBSCRIPTION {subscription} DISABLE",
             )
 
     def _writers(self) -> Iterator[Finding]:
@@ -376,10 +434,11 @@ class TableChecks:
                 f"there is an id {last_id}, and the sequence has come to {drawn} only: the INSERT that draws it fails",
                 f"SELECT setval('{name}', {last_id})",
             )
-        if self.columns["id"].type == "integer" and (last_id or 0) > _NEARLY_FULL_INTEGER:
+        last = max(last_id or 0, drawn or 0)
+        if self.columns["id"].type == "integer" and last > _NEARLY_FULL_INTEGER:
             yield problem(
                 "id column",
-                f"is an integer, and the last id is {last_id}: soon no record can be inserted",
+                f"is an integer, and the last id is {last}: soon no record can be inserted",
                 f"ALTER TABLE {self._name.quoted} ALTER COLUMN id TYPE bigint",
             )
 

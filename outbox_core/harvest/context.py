@@ -104,11 +104,11 @@ class HarvestContext:
         if stats is not None:
             self.emit(MeterRead(stats))
 
-    def note_outage(self, error: StoreUnavailable) -> float:
+    def note_outage(self, error: StoreUnavailable, thread: StoreThread) -> float:
         """Note that a statement failed; return the seconds until it may be repeated."""
         backoff = self.limits.io_error_backoff
         if not isinstance(error, RowsRemain):
-            self.database.failed(error)
+            self.database.failed(error, thread)
             return backoff
         # A right is missing rather than the database: repeats need not be fast.
         self.removal.failed(error)

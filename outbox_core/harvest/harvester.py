@@ -432,12 +432,12 @@ class _StandbyDrain:
         try:
             drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
-            self._ctx.database.failed(error)
+            self._ctx.database.failed(error, self._ctx.marker)
             return False
         finally:
             # Behind a large backlog that is held the look takes its time: a fifth of the database's, at most.
             self._next_at = now() + max(_STANDBY_DRAIN_CHECK_SECONDS, 4 * (now() - began))
-        self._ctx.database.recovered()
+        self._ctx.database.recovered(self._ctx.marker)
         return drained
 
 

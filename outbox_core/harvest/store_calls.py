@@ -107,9 +107,9 @@ class StoreCall(Generic[T]):
         try:
             result = future.result()
         except StoreUnavailable as error:
-            self.retry_at = now() + self._ctx.note_outage(error)
+            self.retry_at = now() + self._ctx.note_outage(error, self._thread)
             raise
-        self._ctx.database.recovered()
+        self._ctx.database.recovered(self._thread)
         return result
 
 

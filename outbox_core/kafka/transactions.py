@@ -71,7 +71,6 @@ _LEAST_BACKOFF_MS = 500
 _BACKOFF_MAX_MS = 1000  # librdkafka's default of retry.backoff.max.ms
 _EARLIEST_REPEAT = 0.7  # of the backoff; librdkafka's jitter leaves 0.8 of it at least, the rest is our margin
 
-
 GiveUp = Callable[[], bool]
 Headers = list[tuple[str, Any]]
 

@@ -35,6 +35,9 @@ CREATE TABLE {archive} (
 
 _DEFAULT_PARTITION = "CREATE TABLE {default} PARTITION OF {archive} DEFAULT"
 
+# A publication FOR ALL TABLES would refuse the function's DELETE, as the rows have no key.
+_IDENTIFY_DEFAULT = "ALTER TABLE {default} REPLICA IDENTITY FULL"
+
 # It runs with its owner's rights and takes a number, nothing else. The schema is written into it: it must not depend on
 # the caller's search path. A partition cannot be made while the default one has rows of its day: they stay there.
 _ROTATION = """\
@@ -104,9 +107,10 @@ def archive_statements(outbox: TableName) -> list[str]:
         "default": default.quoted,
         "default_name": TableName(default.table).quoted,
     }
+    tables = [statement.format(**names) for statement in (_TABLE, _DEFAULT_PARTITION, _IDENTIFY_DEFAULT)]
     made = _ROTATION.format(**names, rotate=TableName(rotate.table).quoted)
     others = [statement.format(**names, rotate=rotate.quoted) for statement in (_CLOSE, _FIRST)]
-    return [_TABLE.format(**names), _DEFAULT_PARTITION.format(**names), made, *others]
+    return [*tables, made, *others]
 
 
 def drop_archive_statements(outbox: TableName) -> list[str]:

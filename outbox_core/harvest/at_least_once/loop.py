@@ -320,7 +320,7 @@ class AtLeastOnce:
         try:
             self.drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
-            self._ctx.database.failed(error)
+            self._ctx.database.failed(error, self._ctx.marker)
 
     # -- send
 

@@ -29,13 +29,7 @@ from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from operator import attrgetter
 
-from outbox_core.stores.interface import (
-    LaneOrRow,
-    RowId,
-    StoredRecord,
-    lane_or_row,
-    row_id,
-)
+from outbox_core.stores.interface import LaneOrRow, RowId, StoredRecord, lane_or_row, row_id
 
 Destination = tuple[str, int | LaneOrRow | None]
 """(topic, partition); (topic, None) for all of a topic; (topic, lane or row) for a key, or a record without one."""

@@ -26,7 +26,8 @@ _PID = "SELECT pg_catalog.pg_backend_pid()"
 
 _FIND = "SELECT pg_catalog.to_regclass(%s)::pg_catalog.oid"
 
-_PIN = "SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false)"
+_PIN = """SELECT pg_catalog.set_config('search_path', 'pg_catalog, pg_temp', false),
+    pg_catalog.set_config('quote_all_identifiers', 'off', false)"""  # names of types are compared
 
 _NAME = """
 SELECT n.nspname, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = %s

@@ -120,7 +120,7 @@ class PostgresHolds:
         """Delete held rows of which both id and create time match, and their holds; return how many rows."""
         outbox = self._table.layout().outbox
         parameters = {"ids": array(ids), "create_times": array(create_times), "outbox": outbox}
-        with self._rights_as_outage():
+        with self._table.deleting(), self._rights_as_outage():
             noted = self._history.note_changes(EventKind.DEAD_LETTERED)
             parts = {"noted": noted.sql, "archived": self._table.archived(sql.ARCHIVE_DEAD_LETTERS)}
             ((deleted,),) = self._table.query(sql.DELETE_DEAD_LETTERED, parameters | noted.parameters, **parts)

@@ -205,7 +205,6 @@ AND (kafka_key IS NULL OR ({TOPIC}, {HELD_KEY}) NOT IN
      (SELECT * FROM unnest(%(held_lane_topics)s::text[], %(held_lane_keys)s::text[])))
 """
 
-
 OVERSIZED = 2**40
 """A message that is larger than any client of ours takes is not read: in the place of its row's partition, which is no
 larger than 2^31, is its size, and this above it."""
@@ -292,11 +291,12 @@ ORDER BY id
 # -- purge, reset, deletion
 
 # The index is searched with all ids at once. A join would search it for each, or, planned for an empty table, compare
-# each row of a full one with each id. `width_bucket` finds the place of an id among ascending ones by halving; a table
-# of hashes would take twice as long to make.
+# each row of a full one with each id. `width_bucket` finds the last place of an id among ascending ones by halving. A
+# table of hashes takes twice as long to make, and is made only for a row of another time: two rows may have one id.
 OF_IDS = f"""
 id = ANY (%(ids)s::bigint[])
-  AND {MICROSECONDS} = (%(create_times)s::bigint[])[width_bucket(id::bigint, %(ids)s::bigint[])]
+  AND ({MICROSECONDS} = (%(create_times)s::bigint[])[width_bucket(id::bigint, %(ids)s::bigint[])]
+       OR (id::bigint, {MICROSECONDS}) IN (SELECT * FROM unnest(%(ids)s::bigint[], %(create_times)s::bigint[])))
 """
 
 PURGE = f"DELETE FROM {{table}} AS stored WHERE {OF_IDS} AND leader_id = %(leader_id)s"
@@ -579,7 +579,6 @@ FRAGMENTS = {
 
 MARK_EXCLUSION = f"{WITHOUT_KEYS} AND {WITHOUT_ROWS} {WITHOUT_HELD}"
 SCAN_EXCLUSION = f"{WITHOUT_KEYS} {WITHOUT_HELD}"
-
 
 UNMARKED = "leader_id IS DISTINCT FROM %(leader_id)s"
 

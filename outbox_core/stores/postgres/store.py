@@ -191,9 +191,10 @@ class PostgresStore:
     def _delete(self, statement: str, parameters: dict[str, Any]) -> int:
         """Delete published rows, or move them into the archive; return how many."""
         archiving = self.table.archived(sql.DELETE_INTO_ARCHIVE, delete=self.table.format(statement))
-        if archiving:
-            return self.table.execute("{archiving}", parameters, archiving=archiving)
-        return self.table.execute(statement, parameters)
+        with self.table.deleting():
+            if archiving:
+                return self.table.execute("{archiving}", parameters, archiving=archiving)
+            return self.table.execute(statement, parameters)
 
     def rotate_archive(self) -> int:
         """Make the archive's next partitions, and drop those that are too old; return how many."""

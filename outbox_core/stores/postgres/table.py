@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import psycopg
+from psycopg import errors
 
 from outbox_core.errors import OutboxTableError, RowsRemain, StoreUnavailable
 from outbox_core.schema import (
@@ -27,12 +28,7 @@ from outbox_core.schema import (
 )
 from outbox_core.stores.interface import StoredRecord
 from outbox_core.stores.postgres import statements as sql
-from outbox_core.stores.postgres.connection import (
-    Connection,
-    connect_to_primary,
-    milliseconds,
-    one_line,
-)
+from outbox_core.stores.postgres.connection import Connection, connect_to_primary, milliseconds, one_line
 
 _log = logging.getLogger(__name__)
 
@@ -52,16 +48,12 @@ _EXPECTED = {
     "kafka_header_values": ("bytea[] or text[]", _TEXT_TYPES | {"bytea"}),
 }
 # A server that has become a standby is as good as away: the next connection may find the new primary.
-_PASSING = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+_PASSING = (psycopg.OperationalError, psycopg.InterfaceError, errors.ReadOnlySqlTransaction)
 # Of the server and its resources: a transaction or session that was ended, no more memory or connections, a shutdown,
 # an internal error. None of them says anything about the table.
 _PASSING_CLASSES = ("08", "25", "53", "57", "58", "XX")
-_OF_ANOTHER_TABLE = (
-    psycopg.errors.FeatureNotSupported,  # "cached plan must not change result type"
-    psycopg.errors.UndefinedColumn,
-    psycopg.errors.UndefinedFunction,
-    psycopg.errors.DatatypeMismatch,
-)
+# "cached plan must not change result type", among others
+_ALTERED = (errors.FeatureNotSupported, errors.UndefinedColumn, errors.UndefinedFunction, errors.DatatypeMismatch)
 
 
 class Layout(NamedTuple):
@@ -213,12 +205,12 @@ class OutboxTable:
         message = one_line(error)
         if was_cut or isinstance(error, _PASSING) or (error.sqlstate or "")[:2] in _PASSING_CLASSES:
             raise StoreUnavailable(message, in_doubt=True) from error
-        if isinstance(error, _OF_ANOTHER_TABLE) and self._layout and not self._was_altered:
+        if isinstance(error, _ALTERED) and self._layout and not self._was_altered:
             # The table was altered under our prepared statements. It is looked at again before the next mark or scan.
             self._was_altered = True
             self._layout = None
             raise StoreUnavailable(f"table {self.name} was altered: {message}", in_doubt=True) from error
-        if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        if isinstance(error, errors.InsufficientPrivilege):
             raise OutboxTableError(f"missing rights on {self.name}: {message}, for role {self.quoted_role}") from error
         raise OutboxTableError(f"outbox table {self.name}: {message}") from error
 
@@ -344,11 +336,24 @@ class OutboxTable:
         if not number:
             return
         obstacles = ", ".join(self.obstacles()) or "no policy, trigger or rule that could be seen is to blame"
-        raise RowsRemain(
+        raise self._remain(
             f"{number} published rows of {self.name} (the first is {first}) are still there after they were deleted: "
-            f"{obstacles}. Nothing more is published, as it would be repeated, until role "
-            f"{self.quoted_role} can remove rows from this table"
+            f"{obstacles}"
         )
+
+    @contextmanager
+    def deleting(self) -> Iterator[None]:
+        """Raise RowsRemain if published rows cannot be deleted: a harvester that is started anew would repeat them."""
+        try:
+            yield
+        except (OutboxTableError, StoreUnavailable) as error:  # a foreign key, a trigger or a publication refuses it
+            if isinstance(error, OutboxTableError) or isinstance(error.__cause__, errors.ObjectNotInPrerequisiteState):
+                raise self._remain(f"published rows cannot be deleted: {error}") from error
+            raise
+
+    def _remain(self, why: str) -> RowsRemain:
+        until = f"until role {self.quoted_role} can remove rows from this table"
+        return RowsRemain(f"{why}. Nothing more is published, as it would be repeated, {until}")
 
 
 def _in_sql(text: object) -> object:

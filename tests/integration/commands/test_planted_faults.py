@@ -58,6 +58,7 @@ IN_THE_TABLE = {
     "integer id": ("ALTER TABLE outbox ALTER id TYPE integer", "id column", "is an integer"),
     "sequence with a cache": ("ALTER SEQUENCE outbox_id_seq CACHE 20", "sequence", "has CACHE 20"),
     "sequence that cycles": ("ALTER SEQUENCE outbox_id_seq CYCLE", "sequence", "does not only grow"),
+    "sequence of integers": ("ALTER SEQUENCE outbox_id_seq AS integer", "sequence", "ends at 2,147,483,647"),
     "sequence of nobody": (OTHER_SEQUENCE, "sequence", "owns none"),
     "id before the sequence": (
         "INSERT INTO outbox (id, kafka_topic) VALUES (4000, 't'); SELECT nextval('outbox_id_seq')",
@@ -70,6 +71,21 @@ IN_THE_TABLE = {
     "unvalidated constraints": (UNVALIDATED, "constraints", "not validated"),
     "trigger": (TRIGGER, "obstacle", "trigger soft_delete"),
     "rule": ("CREATE RULE keep AS ON DELETE TO outbox DO INSTEAD NOTHING", "obstacle", "rule keep"),
+    "foreign key": (
+        "CREATE TABLE audits (record bigint REFERENCES outbox (id))",
+        "obstacle",
+        "foreign key audits_record_fkey of public.audits refers to the table",
+    ),
+    "publication without identities": (
+        "ALTER TABLE outbox REPLICA IDENTITY NOTHING; CREATE PUBLICATION everything FOR ALL TABLES",
+        "publication",
+        "everything publishes updates or deletes of public.outbox",
+    ),
+    "publication without a key": (
+        "ALTER TABLE outbox DROP CONSTRAINT outbox_pkey; CREATE PUBLICATION everything FOR TABLE outbox",
+        "publication",
+        "everything publishes updates or deletes of public.outbox",
+    ),
     "schema open to all": ("GRANT CREATE ON SCHEMA public TO PUBLIC", "schema", "everybody may create functions"),
     "rights of PUBLIC": ("GRANT INSERT ON outbox TO PUBLIC", "writers", "PUBLIC may insert all columns"),
     "asynchronous commits": (
@@ -183,6 +199,41 @@ def test_missing_and_excessive_rights(database, connection, find, topic_name, ca
         assert not [one for one in find(subject, as_role(database, role)) if told in one.detail]
     finally:
         connection.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
+
+
+def test_table_that_a_subscription_fills(connection, find):
+    """A subscription that copies rows into the table is named, and the statement in the remedy disables it."""
+    made = "CREATE SUBSCRIPTION copies CONNECTION 'host=127.0.0.1 port=1' PUBLICATION everything"
+    connection.execute(f"{made} WITH (connect = false, slot_name = NONE)")
+    try:
+        of_table = "SELECT oid, 'outbox'::regclass, 'r' FROM pg_subscription WHERE subname = 'copies'"
+        connection.execute(f"INSERT INTO pg_subscription_rel (srsubid, srrelid, srsubstate) {of_table}")
+        assert not find("subscription")
+        connection.execute("UPDATE pg_subscription SET subenabled = true WHERE subname = 'copies'")
+        (found,) = find("subscription")
+        assert "copies copies rows" in found.detail
+        type_remedy(found.remedy, connection)
+        assert not find("subscription")
+    finally:
+        connection.execute("UPDATE pg_subscription SET subenabled = false WHERE subname = 'copies'")
+        connection.execute("DROP SUBSCRIPTION copies")
+
+
+@pytest.mark.parametrize("kind", ["an integer", "a bigint"])
+def test_sequence_near_its_end(connection, find, kind):
+    """A sequence that is near its end is a problem, whether rows wait or not, and its remedies make it longer."""
+    connection.execute("ALTER SEQUENCE outbox_id_seq AS integer; SELECT setval('outbox_id_seq', 2147483640)")
+    subject = "sequence"
+    if kind == "an integer":
+        connection.execute("ALTER TABLE outbox ALTER id TYPE integer")
+        subject = "id column"
+    found = [one for one in find(subject) if one.verdict is Verdict.PROBLEM]
+    assert [("2147483640" in one.detail.replace(",", "")) for one in found] == [True]
+    type_remedy(found[0].remedy, connection)
+    for more in find("sequence"):
+        type_remedy(more.remedy, connection)
+    assert not find(subject)
+    connection.execute("INSERT INTO outbox (kafka_topic) SELECT 't' FROM generate_series(1, 20)")
 
 
 def test_database_without_an_encoding(database, connection, find):

@@ -127,6 +127,35 @@ def test_rows_that_cannot_be_removed_are_not_repeated(scene, make_topic, mode, m
     assert sorted(arrived) == list(range(1, 511)), f"{len(arrived)} arrived"
 
 
+_REFER = "CREATE TABLE audits (record bigint REFERENCES outbox (id)); INSERT INTO audits SELECT max(id) FROM outbox"
+_PUBLISH = "CREATE PUBLICATION deletes FOR TABLE outbox WITH (publish = 'delete')"
+_DELETE_FAILS = {
+    "foreign key": (_REFER, "audits_record_fkey", "DROP TABLE audits"),
+    "publication": (
+        f"ALTER TABLE outbox REPLICA IDENTITY NOTHING; {_PUBLISH}",
+        "does not have a replica identity",
+        "DROP PUBLICATION deletes",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", _DELETE_FAILS)
+def test_deletions_that_fail_repeat_nothing(scene, make_topic, mode, why, monkeypatch):
+    """Publishing stops where a DELETE fails, without an end, and without repeats; without the obstacle it goes on."""
+    monkeypatch.setattr(harvester_module, "_UNHEALTHY_AFTER_SECONDS", 0.5)
+    topic, (plant, told, mend) = make_topic(), _DELETE_FAILS[why]
+    scene.fill(topic, 20, keys=5)
+    scene.execute(plant)
+    with scene.running(config=mode, limits=QUICK) as harvester:
+        wait_until(lambda: told in harvester.health().detail, "that is noticed")
+        time.sleep(1.0)
+        assert scene.count() > 0
+        assert "removal of published records" in harvester.health().detail
+        scene.execute(mend)
+        wait_until(lambda: scene.count() == 0, "it goes on")
+    assert sorted(identity_of(message) for message in scene.read(topic)) == list(range(1, 21))
+
+
 class Robbed(PostgresStore):
     """A store whose rows another leader marks before each purge.
 

@@ -12,6 +12,7 @@ from outbox_core.kafka.identity import Failpoint
 from outbox_core.metrics import Activity, HarvestMetrics
 from outbox_core.record import OutboxRecord
 from tests.harvesting import AlwaysLeader, Scene, wait_until
+from tests.services import as_role
 
 LIMIT_SECONDS = 2.0
 
@@ -53,6 +54,23 @@ def test_terms_that_commit_nothing_are_no_good(scene, make_topic):
         assert scene.count() == 10
         is_fenced.clear()
         wait_until(lambda: scene.count() == 0 and harvester.health().ok, "it is well again")
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)])
+def test_connection_that_is_missing_is_told(scene, make_topic, topic_name, delivery, caplog):
+    """Where a role may have one connection only, and rows are read but not deleted, health and one line tell of it."""
+    role = topic_name("role")
+    scene.execute(f'CREATE ROLE "{role}" LOGIN CONNECTION LIMIT 1; GRANT ALL ON outbox, outbox_hold TO "{role}"')
+    config = {"data_source": as_role(scene.database, role), "delivery": delivery}
+    try:
+        with scene.running(config=config) as harvester:
+            scene.fill(make_topic(), 10)
+            wait_until(lambda: "too many connections" in harvester.health().detail, "it is not well", timeout=30)
+            assert caplog.text.count("too many connections") == 1
+            scene.execute(f'ALTER ROLE "{role}" CONNECTION LIMIT 9')
+            wait_until(lambda: scene.count() == 0 and harvester.health().ok, "it is well again")
+    finally:
+        scene.execute(f'DROP OWNED BY "{role}"; DROP ROLE "{role}"')
 
 
 @pytest.mark.parametrize("delivery", ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)])

@@ -122,6 +122,16 @@ def test_day_without_a_partition_stops_nothing(scene, store):
 
 
 @pytest.mark.parametrize("layout", ["binary"], indirect=True)
+def test_publication_of_all_tables(scene, store):
+    """Under a logical publication of all tables rows are archived, and days come and go."""
+    scene.execute("CREATE PUBLICATION everything FOR ALL TABLES")
+    scene.fill("t", 3)
+    assert purge(store, store.mark(ME, RowQuery(9)).records) == 3
+    assert store.rotate_archive() == 0
+    assert len(archived(scene)) == 3
+
+
+@pytest.mark.parametrize("layout", ["binary"], indirect=True)
 def test_printed_grants_suffice(scene, topic_name):
     """A role with the printed grants archives and rotates, and can do neither without; it cannot delete."""
     role = topic_name("harvester")

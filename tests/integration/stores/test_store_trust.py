@@ -22,6 +22,7 @@ from outbox_core.stores.interface import (
     RowQuery,
     bytes_of,
     held_key,
+    ids_and_times,
     row_id,
 )
 from outbox_core.stores.postgres import connection as sessions
@@ -349,6 +350,19 @@ def test_rows_of_one_id(scene, caplog, why):
         assert len(store.mark(uuid4(), RowQuery(9)).records) == 3
 
 
+@pytest.mark.parametrize("why", _REPEAT)
+def test_rows_of_one_id_are_deleted_by_their_times(scene, why):
+    """Published rows of one id are deleted together, each by its own create time."""
+    scene.execute(_REPEAT[why])
+    other = "heir" if why == "heirs" else "outbox"
+    scene.execute("INSERT INTO outbox (kafka_topic) VALUES ('t'), ('t'), ('t')")
+    scene.execute(f"INSERT INTO {other} (id, create_time, kafka_topic) VALUES (2, now() + '1 s', 't')")
+    with closing(PostgresStore(scene.database)) as store:
+        ids, times = ids_and_times(store.scan(RowQuery(9)))
+        assert store.delete_published([2, 2], [times[1] - 1, times[1] + 1]) == 0
+        assert store.delete_published(ids, times) == 4
+
+
 def test_ids_that_cannot_repeat(database, caplog):
     """A primary key of the id alone, of a partitioned table too, is nothing to warn of."""
     ddl = create_table_sql(TableName("parts")).partition("WITH (")[0]
@@ -573,6 +587,18 @@ def test_timeouts_of_the_role_do_not_end_sessions(scene, role):
         assert len(store.mark(ME, RowQuery(10)).records) == 1
         release.join()
     store.close()
+
+
+def test_quoted_identifiers_of_the_database(scene, role, capsys):
+    """A role for which PostgreSQL quotes all identifiers, those of types too, harvests and shows rows as others do."""
+    scene.execute(f'ALTER ROLE "{role}" SET quote_all_identifiers = on')
+    scene.execute("INSERT INTO outbox (kafka_topic, kafka_value) VALUES ('t', 'whole')")
+    data_source = psycopg.conninfo.make_conninfo(scene.database, user=role)
+    with closing(PostgresStore(data_source)) as store:
+        store.check()
+        assert len(store.mark(ME, RowQuery(10)).records) == 1
+    assert main(["peek", "--dsn", data_source]) == 0
+    assert "whole" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("code", ["25P04", "57P05", "53300", "XX000", "08006"])

@@ -93,3 +93,20 @@ def test_asked_while_it_ends(monkeypatch):
     monkeypatch.setattr(outage_module.time, "monotonic", time_passes)
     assert outage.lasted_seconds > 0.0
     assert outage.lasted_seconds == 0.0
+
+
+def test_outage_lasts_for_each_of_those_who_suffer(caplog):
+    """A thing that works for one of its users and fails for another is away, with one line in the log."""
+    outage = Outage("database", logging.getLogger("test"))
+    for _ in range(3):
+        outage.failed("no connection is left", "purger")
+        outage.recovered("marker")
+    assert outage.is_ongoing
+    assert len(caplog.records) == 1
+    outage.recovered("purger")
+    assert not outage.is_ongoing
+    outage.failed("no connection is left", "purger")
+    outage.forget()
+    outage.failed("the server stops", "marker")
+    outage.recovered("marker")
+    assert not outage.is_ongoing, "what was forgotten is over"

@@ -76,8 +76,8 @@ def failures(clock):
         marker=Thread(None),
         purger=Thread(Deletions()),
         commits=SimpleNamespace(notify=lambda: None),
-        database=SimpleNamespace(recovered=lambda: None),
-        note_outage=lambda _: 1.0,
+        database=SimpleNamespace(recovered=lambda _: None),
+        note_outage=lambda *_: 1.0,
     )
     return FailedDeliveries(ctx)
 

@@ -321,7 +321,10 @@ class World:
         wake, metrics, leader_id = threading.Event(), HarvestMetrics(), uuid4()
         database, kafka = (
             SimpleNamespace(
-                failed=lambda _: None, recovered=lambda: None, succeeded=lambda **_: None, expire_after=lambda _: None
+                failed=lambda *_: None,
+                recovered=lambda *_: None,
+                succeeded=lambda **_: None,
+                expire_after=lambda _: None,
             )
             for _ in range(2)
         )

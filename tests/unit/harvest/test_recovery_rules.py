@@ -150,7 +150,7 @@ def make(store):
             marker=marker,
             purger=purger,
             limits=SimpleNamespace(drain_timeout=0.0, io_error_backoff=0.0),
-            database=SimpleNamespace(recovered=lambda: None),
+            database=SimpleNamespace(recovered=lambda _: None),
             removal=SimpleNamespace(recovered=lambda: None),
             kafka=SimpleNamespace(failed=lambda _: None),
             wake=Event(),

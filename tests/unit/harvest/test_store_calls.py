@@ -64,7 +64,7 @@ def test_a_failed_call_is_not_repeated_before_its_backoff_is_over(monkeypatch):
     time = [100.0]
     monkeypatch.setattr(store_calls, "now", lambda: time[-1])
     done = Future()
-    ctx = SimpleNamespace(note_outage=lambda _: 0.5, database=SimpleNamespace(recovered=lambda: None))
+    ctx = SimpleNamespace(note_outage=lambda *_: 0.5, database=SimpleNamespace(recovered=lambda _: None))
     call = StoreCall(SimpleNamespace(submit=lambda _: done), ctx)
     call.start(lambda _: None)
     assert not call.can_start
