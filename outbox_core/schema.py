@@ -24,7 +24,7 @@ from hashlib import sha256
 from typing import Literal
 
 from outbox_core.errors import InvalidConfig, InvalidRecord
-from outbox_core.record import Header, OutboxRecord
+from outbox_core.record import MAX_KEY_BYTES, Header, OutboxRecord
 
 __all__ = [
     "BINARY_LAYOUT",
@@ -139,6 +139,11 @@ HAS_UNIQUE_ID_SQL = """EXISTS (
 def iso_time_sql(time: str) -> str:
     """Return SQL for a time as text in ISO 8601, whatever the session's DateStyle is."""
     return f"btrim(to_json({time})::text, '\"')"
+
+
+def shown_key_sql(key: str) -> str:
+    """Return SQL for a key as readers get it: any writer may leave one of a gigabyte, which is cut."""
+    return f"left({key}, {MAX_KEY_BYTES})"
 
 
 Row = tuple[str, str | None, bytes | str | None, list[str], list[bytes | str | None], int | None]
