@@ -420,9 +420,9 @@ def as_text(value: Any) -> str:
 
 
 def _indented(text: str) -> str:
-    if not text.startswith(("{", "[")):
+    if not text.startswith(("{", "[")) or len(text) > _SHOWN_CHARACTERS:  # of a deep one indentation makes gigabytes
         return text
     try:
         return json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

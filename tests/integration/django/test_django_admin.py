@@ -89,6 +89,8 @@ def test_the_filter_finds_what_is_in_flight(admin_client):
         ("{not json", "{not json"),
         ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
         ("x" * 30_000, "10000 more characters"),
+        ("[" * 10_000, "[[[["),
+        ("[" * 900 + "1," * 100_000 + "1" + "]" * 900, "181801 more characters"),
     ],
 )
 def test_a_value_is_shown_as_what_it_is(admin_client, value, shown):
