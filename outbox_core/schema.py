@@ -146,6 +146,21 @@ def shown_key_sql(key: str) -> str:
     return f"left({key}, {MAX_KEY_BYTES})"
 
 
+HEADERS_TOO_LARGE = "(the headers are too large to be shown)"
+
+
+def small_headers_sql(most_bytes: str, of: str = "") -> str:
+    """Return SQL that tells if a row's headers are small enough to be shown: any writer may leave gigabytes of them.
+
+    A compressed array is measured by decompressing it, unless the number of its elements tells enough. `of` is the
+    row's name in the statement, with a dot.
+    """
+    names, values = f"{of}kafka_header_keys", f"{of}kafka_header_values"
+    size = " + ".join(f"coalesce(octet_length(array_send({array})), 0)" for array in (names, values))
+    many = f"greatest(cardinality({names}), cardinality({values})) > 100000"
+    return f"CASE WHEN {many} THEN false ELSE {size} <= {most_bytes} END"
+
+
 Row = tuple[str, str | None, bytes | str | None, list[str], list[bytes | str | None], int | None]
 """Values of COLUMNS without create_time (the database's clock writes it), for one record."""
 

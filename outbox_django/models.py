@@ -42,6 +42,9 @@ class Outbox(models.Model):
     kafka_partition = models.IntegerField(null=True)  # NULL: the partitioner decides
     leader_id = models.UUIDField(null=True)  # NULL: not in flight
 
+    value_begin: bytes | None = None
+    """The beginning of its value, for its page in the admin."""
+
     class Meta:
         """Only PostgreSQL has the table; other databases are left alone by `migrate`."""
 

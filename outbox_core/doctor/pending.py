@@ -10,7 +10,13 @@ from outbox_core.doctor.session import DatabaseSession
 from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_core.holds import HoldKind, kind_sql
 from outbox_core.printable import text_or_base64
-from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS, shown_key_sql
+from outbox_core.schema import (
+    HEADERS_TOO_LARGE,
+    HOLD_COLUMNS,
+    REQUIRED_COLUMNS,
+    shown_key_sql,
+    small_headers_sql,
+)
 from outbox_core.stores.postgres.schema_changes import COLUMN_TYPES
 
 SEARCHED_ROWS = 100_000
@@ -36,14 +42,6 @@ FROM (
 ORDER BY r.id
 """
 
-# As any writer may leave gigabytes of them. Compressed arrays are measured by decompressing them, but for those of
-# which their numbers tell enough.
-_HEADERS_ARE_SMALL = """
-CASE WHEN greatest(cardinality(r.kafka_header_keys), cardinality(r.kafka_header_values)) > 100000 THEN false
-     ELSE coalesce(octet_length(array_send(r.kafka_header_keys)), 0)
-        + coalesce(octet_length(array_send(r.kafka_header_values)), 0) <= %(header_bytes)s END
-"""
-_HEADERS_TOO_LARGE = "(the headers are too large to be shown)"
 
 # First whether the value is there at all, which is cheap to see.
 _HEADER_VALUE = """
@@ -151,8 +149,8 @@ def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
         # A record is found by its id wherever it stands.
         begin="id = %(id)s" if query.record_id is not None else "true" if query.after is None else _BEHIND,
         key=shown_key_sql("r.kafka_key"),
-        is_small=_HEADERS_ARE_SMALL,
-        too_large=_HEADERS_TOO_LARGE,
+        is_small=small_headers_sql("%(header_bytes)s", "r."),
+        too_large=HEADERS_TOO_LARGE,
         partition="r.kafka_partition" if "kafka_partition" in columns else "NULL",
         value="substring(r.kafka_value, 1, %(bytes)s)"
         if columns["kafka_value"] == "bytea"

@@ -116,6 +116,22 @@ def test_headers_that_are_none_are_shown(admin_client):
     assert "<b>c</b>: 3" in _detail(admin_client, row)
 
 
+def test_a_huge_row_is_shown_in_part(admin_client):
+    """The admin reads the beginning of a value, and no headers beyond what a stash allows."""
+    row = _stash(value=b"x" * 3_000_000)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE outbox SET kafka_key = repeat('k', 100000),"
+            " kafka_header_keys = array_fill(''::text, ARRAY[200000]),"
+            " kafka_header_values = array_fill(''::bytea, ARRAY[200000])"
+        )
+    page = _detail(admin_client, row)
+    assert "3000000 bytes in all" in page
+    assert "(the headers are too large to be shown)" in page
+    assert "k" * 65_536 in page
+    assert "k" * 65_537 not in page
+
+
 @pytest.mark.parametrize("time", ["infinity", "-infinity", "4000-01-01 BC", "200000-01-01"])
 def test_times_that_python_lacks_are_shown(admin_client, time):
     """The admin's lists, their summary and a record's page work with any time that a writer made up."""
