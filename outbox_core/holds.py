@@ -34,7 +34,15 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError
-from outbox_core.schema import EventKind, TableName, events_beside, hold_beside, hold_id, iso_time_sql
+from outbox_core.schema import (
+    EventKind,
+    TableName,
+    events_beside,
+    hold_beside,
+    hold_id,
+    iso_time_sql,
+    shown_key_sql,
+)
 from outbox_core.stasher import Connection
 from outbox_core.topic_names import is_legal
 
@@ -70,7 +78,8 @@ FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid 
 """
 
 _LIST = f"""
-SELECT id, kafka_topic, kafka_key, record_id, reason, error, dead_letter, {iso_time_sql("create_time")}
+SELECT id, kafka_topic, {shown_key_sql("kafka_key")}, record_id, reason, error, dead_letter,
+       {iso_time_sql("create_time")}
 FROM {{holds}} AS held
 WHERE {{filter}} ORDER BY kafka_topic, kafka_key NULLS FIRST, record_id NULLS FIRST, id LIMIT %s
 """
@@ -177,7 +186,8 @@ class Hold(NamedTuple):
     """One hold, as it is listed; of a record if it has a `record_id`, else of a key or a topic.
 
     `id` is below zero if the library set the hold. `error` is Kafka's answer, if any. With `dead_letter` the harvester
-    must publish the record to the dead-letter topic. `create_time` is the beginning of the hold.
+    must publish the record to the dead-letter topic. `create_time` is the beginning of the hold. A key that is longer
+    than a stash allows is cut.
     """
 
     id: int

@@ -24,7 +24,7 @@ from hashlib import sha256
 from typing import Literal
 
 from outbox_core.errors import InvalidConfig, InvalidRecord
-from outbox_core.record import Header, OutboxRecord
+from outbox_core.record import MAX_KEY_BYTES, Header, OutboxRecord
 
 __all__ = [
     "BINARY_LAYOUT",
@@ -139,6 +139,26 @@ HAS_UNIQUE_ID_SQL = """EXISTS (
 def iso_time_sql(time: str) -> str:
     """Return SQL for a time as text in ISO 8601, whatever the session's DateStyle is."""
     return f"btrim(to_json({time})::text, '\"')"
+
+
+def shown_key_sql(key: str) -> str:
+    """Return SQL for a key as readers get it: any writer may leave one of a gigabyte, which is cut."""
+    return f"left({key}, {MAX_KEY_BYTES})"
+
+
+HEADERS_TOO_LARGE = "(the headers are too large to be shown)"
+
+
+def small_headers_sql(most_bytes: str, of: str = "") -> str:
+    """Return SQL that tells if a row's headers are small enough to be shown: any writer may leave gigabytes of them.
+
+    A compressed array is measured by decompressing it, unless the number of its elements tells enough. `of` is the
+    row's name in the statement, with a dot.
+    """
+    names, values = f"{of}kafka_header_keys", f"{of}kafka_header_values"
+    size = " + ".join(f"coalesce(octet_length(array_send({array})), 0)" for array in (names, values))
+    many = f"greatest(cardinality({names}), cardinality({values})) > 100000"
+    return f"CASE WHEN {many} THEN false ELSE {size} <= {most_bytes} END"
 
 
 Row = tuple[str, str | None, bytes | str | None, list[str], list[bytes | str | None], int | None]

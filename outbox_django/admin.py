@@ -16,11 +16,13 @@ from django.contrib.admin.widgets import AdminTextInputWidget
 from django.core.exceptions import ValidationError
 from django.core.paginator import Paginator
 from django.db import models
+from django.db.models.expressions import RawSQL
 from django.http import HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.html import format_html, format_html_join
 
+from outbox_core.schema import HEADERS_TOO_LARGE, small_headers_sql
 from outbox_core.topic_names import is_legal
 from outbox_django.admin_lists.filters import Held, InFlight, What
 from outbox_django.admin_lists.summary import age
@@ -51,6 +53,8 @@ _OFFERED_TOPICS = 500
 _MOST_LOGGED = 1_000
 _LONGEST_ENTRY = 500
 _SHOWN_CHARACTERS = 20_000
+_READ_BYTES = 2**20
+_ARE_SMALL = small_headers_sql("%s")
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -62,15 +66,6 @@ class BoundedPaginator(PaginatorBase):
         """Number of rows, or the bound if there are more."""
         rows = self.object_list
         return rows.order_by()[:_COUNT_BOUND].count() if isinstance(rows, models.QuerySet) else len(rows)
-
-
-class OutboxChangeList(ChangeList):
-    """A page of records without values and headers, which can be large."""
-
-    def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> models.QuerySet[Any]:
-        """Return the page's rows without values and headers."""
-        rows = super().get_queryset(request, exclude_parameters)
-        return rows.defer("kafka_value", "kafka_header_keys", "kafka_header_values")
 
 
 @admin.register(Outbox)
@@ -103,19 +98,30 @@ class OutboxAdmin(OutboxAdminBase):
     )
 
     def get_queryset(self, request: HttpRequest) -> models.QuerySet[Outbox]:
-        """Return the rows with the sizes of their values and their holds."""
+        """Return the rows with the sizes of their values and their holds, without values and headers."""
         size = models.Func("kafka_value", function="octet_length", output_field=models.IntegerField())
         topic, key, record = (models.OuterRef(name) for name in ("kafka_topic", "kafka_key", "pk"))
         keeps = models.Q(record_id=record) | models.Q(kafka_key=key)
         keeps |= models.Q(kafka_key__isnull=True, record_id__isnull=True)
         hold = Hold.objects.filter(keeps, kafka_topic=topic).order_by("create_time").values("pk")[:1]
         rows = super().get_queryset(request).using(write_alias("Outbox"))
+        rows = rows.defer("kafka_value", "kafka_header_keys", "kafka_header_values")
         return rows.annotate(octets=size, hold=models.Subquery(hold))
 
-    def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
-        """Return the list that leaves values out."""
-        del request, kwargs
-        return OutboxChangeList
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Outbox | None:
+        """Return a record with the beginning of its value, and its headers if they are small enough to be shown."""
+        record = super().get_object(request, object_id, from_field)
+        if record is None:
+            return None
+        begin = models.Func("kafka_value", 1, _READ_BYTES, function="substring", output_field=models.BinaryField())
+        columns = "kafka_header_keys", "kafka_header_values"
+        headers = (RawSQL(f"CASE WHEN {_ARE_SMALL} THEN {column} END", [_READ_BYTES]) for column in columns)  # noqa: S611
+        rows = Outbox.objects.using(write_alias("Outbox")).filter(pk=record.pk)
+        found = rows.values_list(begin, *headers).first()
+        if found is None:  # published meanwhile
+            return None
+        record.value_begin, record.kafka_header_keys, record.kafka_header_values = found
+        return record
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         """Refuse: a record belongs to a transaction."""
@@ -157,14 +163,18 @@ class OutboxAdmin(OutboxAdminBase):
     @admin.display(description="headers")
     def shown_headers(self, record: Outbox) -> str:
         """Return one header a line."""
+        if record.kafka_header_keys is None:
+            return HEADERS_TOO_LARGE
         lines = ((header.key, as_text(header.value)) for header in record.headers)
         return format_html_join("", '<div style="overflow-wrap: anywhere"><b>{}</b>: {}</div>', lines) or "-"
 
     @admin.display(description="value")
     def shown_value(self, record: Outbox) -> str:
         """Return the value as JSON, text or hexadecimal digits, whichever it is."""
-        text = _indented(as_text(record.kafka_value))
+        text = _indented(as_text(record.value_begin))
         cut = "" if len(text) <= _SHOWN_CHARACTERS else f"\n... {len(text) - _SHOWN_CHARACTERS} more characters"
+        if (getattr(record, "octets", None) or 0) > _READ_BYTES:
+            cut = f"\n... {self.size(record)} bytes in all"
         return format_html(
             '<pre style="white-space: pre-wrap; overflow-wrap: anywhere">{}{}</pre>', text[:_SHOWN_CHARACTERS], cut
         )
@@ -420,9 +430,9 @@ def as_text(value: Any) -> str:
 
 
 def _indented(text: str) -> str:
-    if not text.startswith(("{", "[")):
+    if not text.startswith(("{", "[")) or len(text) > _SHOWN_CHARACTERS:  # of a deep one indentation makes gigabytes
         return text
     try:
         return json.dumps(json.loads(text), indent=2, ensure_ascii=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

@@ -1,4 +1,4 @@
-"""A Postgres array without `django.contrib.postgres`, which asks for a place in INSTALLED_APPS."""
+"""Fields of PostgreSQL's types: an array without `django.contrib.postgres`, and columns that any writer may fill."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from django.db import models
 
+from outbox_core.schema import shown_key_sql
+
 if TYPE_CHECKING:
     from django.db.backends.base.base import BaseDatabaseWrapper
     from django.db.models.sql.compiler import SQLCompiler
 
     ArrayBase = models.Field["list[Any]", "list[Any]"]
     TimeBase = models.DateTimeField[Any, Any]
+    TextBase = models.TextField[Any, Any]
 else:
-    ArrayBase, TimeBase = models.Field, models.DateTimeField
+    ArrayBase, TimeBase, TextBase = models.Field, models.DateTimeField, models.TextField
 
 
 class PostgresArrayField(ArrayBase):
@@ -64,3 +67,17 @@ class TimeField(TimeBase):
         del compiler
         is_python_s = f"{sql} >= '0001-01-02' AND {sql} < '9999-12-31'"
         return f"CASE WHEN {is_python_s} THEN {sql} END", [*params] * 3
+
+
+class KeyField(TextBase):
+    """A key, of which no more is read than a stash allows: a writer may have made up one of a gigabyte."""
+
+    def deconstruct(self) -> tuple[str, str, list[Any], dict[str, Any]]:
+        """Return the field as a migration writes it: the column is that of any text."""
+        name, _, args, kwargs = super().deconstruct()
+        return name, "django.db.models.TextField", list(args), kwargs
+
+    def select_format(self, compiler: SQLCompiler, sql: str, params: Any) -> tuple[str, Any]:
+        """Return the column as it is selected."""
+        del compiler
+        return shown_key_sql(sql), params

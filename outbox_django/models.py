@@ -9,7 +9,7 @@ from django.db import models
 from django.db.models.expressions import RawSQL
 
 from outbox_core.record import Header
-from outbox_django.fields import PostgresArrayField, TimeField
+from outbox_django.fields import KeyField, PostgresArrayField, TimeField
 from outbox_django.settings import (
     event_model_table,
     hold_model_table,
@@ -35,12 +35,15 @@ class Outbox(models.Model):
     # Written as now(), not as CURRENT_TIMESTAMP, so that the catalog equals that of the other schema routes.
     create_time = TimeField(db_default=models.Func(function="now"))
     kafka_topic = models.CharField(max_length=249)
-    kafka_key = models.TextField(null=True)  # noqa: DJ001  NULL: no key, no order
+    kafka_key = KeyField(null=True)  # NULL: no key, no order
     kafka_value = models.BinaryField(null=True)  # NULL: a tombstone
     kafka_header_keys = PostgresArrayField(element="text", db_default=RawSQL("'{}'", ()))
     kafka_header_values = PostgresArrayField(element="bytea", db_default=RawSQL("'{}'", ()))
     kafka_partition = models.IntegerField(null=True)  # NULL: the partitioner decides
     leader_id = models.UUIDField(null=True)  # NULL: not in flight
+
+    value_begin: bytes | None = None
+    """The beginning of its value, for its page in the admin."""
 
     class Meta:
         """Only PostgreSQL has the table; other databases are left alone by `migrate`."""
@@ -67,7 +70,7 @@ class Hold(models.Model):
     id = models.BigAutoField(primary_key=True)
     outbox = models.TextField()
     kafka_topic = models.TextField("topic")
-    kafka_key = models.TextField("key", null=True)  # noqa: DJ001  NULL: no key is named
+    kafka_key = KeyField("key", null=True)  # NULL: no key is named
     record_id = models.BigIntegerField("record", null=True)
     reason = models.TextField(db_default="")
     error = models.TextField(null=True)  # noqa: DJ001  NULL: Kafka said nothing
@@ -135,7 +138,7 @@ class Event(models.Model):
     leader_id = models.UUIDField(null=True)
     term = models.BigIntegerField(null=True)
     kafka_topic = models.TextField("topic", null=True)  # noqa: DJ001  NULL: about no topic
-    kafka_key = models.TextField("key", null=True)  # noqa: DJ001  NULL: about no key
+    kafka_key = KeyField("key", null=True)  # NULL: about no key
     record_id = models.BigIntegerField("record", null=True)
 
     class Meta:

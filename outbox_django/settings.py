@@ -170,6 +170,12 @@ def _text(value: object) -> str:
     return value
 
 
+def _alias(value: object) -> str:
+    if isinstance(value, str) and ("://" in value or "=" in value):  # not shown: it may have a password
+        raise InvalidConfig("expected an alias of DATABASES, got a connection string")
+    return _text(value)
+
+
 def _text_or_empty(value: object) -> str:
     if not isinstance(value, str):
         raise InvalidConfig(f"expected a str, got {value!r}")
@@ -253,7 +259,7 @@ def _named(value: object, what: str) -> Mapping[str, Any]:
 
 
 _READERS: dict[str, Callable[[object], Any]] = {
-    "DATABASE": _text,
+    "DATABASE": _alias,
     "TABLE": _table,
     "INBOX_TABLE": _table,
     "LAYOUT": _layout,

@@ -66,7 +66,9 @@ def find_orphans(
 
 
 def _named_in_table(connection: Connection, outbox: TableName) -> set[str]:
-    sql = f"SELECT kafka_header_values FROM {outbox.quoted.replace('%', '%%')} WHERE %s = ANY (kafka_header_keys)"
+    # Arrays of any dimensions: those of a row that is held for them.
+    values, table = "ARRAY(SELECT unnest(kafka_header_values))", outbox.quoted.replace("%", "%%")
+    sql = f"SELECT {values} FROM {table} WHERE %s = ANY (kafka_header_keys)"
     with closing(connection.cursor()) as cursor:
         cursor.execute(sql, [CLAIM_HEADER])
         rows = cursor.fetchall()

@@ -20,6 +20,7 @@ EXIT_BROKEN_PIPE = 141
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of output to a file whose disk is full, or that may not grow."""
 _GAP = "  "
+_WIDEST = 80
 
 
 class Output(Protocol):
@@ -97,6 +98,6 @@ def write_table(out: Output, titles: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Return rows as lines with aligned columns; a cell that is longer than most makes only its own line longer."""
+    widths = [min(_WIDEST, max(map(len, column))) for column in zip(*rows, strict=True)]
     return [_GAP.join(map(str.ljust, row, widths)).rstrip() for row in rows]

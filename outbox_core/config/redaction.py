@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 HIDDEN = "***"
 
 _NAME = r"""
-    [\w.-]*(?: password | passwd | passphrase | secret | token | credential | private[._]key
-             | ssl[._]key (?! [._]location | store[._](?:location|type) ) | scram_\w+_key
+    (?<![\w.-]) [\w.-]*(?: password | passwd | passphrase | secret | token | credential | private[._]key
+             | user[._]info | ssl[._]key (?! [._]location | store[._](?:location|type) ) | scram_\w+_key
              | jaas[._]config | oauthbearer[._]config )[\w.-]*
 """
 _NAME_ALONE = re.compile(_NAME, re.IGNORECASE | re.VERBOSE)
@@ -23,7 +23,7 @@ _ASSIGNMENT = re.compile(
     """,
     re.IGNORECASE | re.VERBOSE | re.DOTALL,
 )
-_URL_USER = re.compile(r"(?P<user>[\w+.-]+://[^:/?\#\s@]*:)\S*@")
+_URL_USER = re.compile(r"(?P<user>(?<![\w+.-])[\w+.-]+://[^:/?\#\s@]*:)\S*@")
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 
 
@@ -32,6 +32,18 @@ def redact(text: str) -> str:
     text = _PRIVATE_KEY.sub(HIDDEN, text)
     text = _URL_USER.sub(rf"\g<user>{HIDDEN}@", text)
     return _ASSIGNMENT.sub(rf"\g<name>\g<between>{HIDDEN}", text)
+
+
+def without_values(error: str, settings: Mapping[str, Any]) -> str:
+    """Return librdkafka's error about a setting without its value, which may be a password in the wrong place."""
+    for value in sorted(map(str, settings.values()), key=len, reverse=True):
+        for shown, hidden in (
+            (f'value "{value}" for', "value for"),
+            (f'": {value}', '"'),
+            (f"mechanism: {value}", "mechanism"),
+        ):
+            error = error.replace(shown, hidden)
+    return error
 
 
 def is_secret(name: str) -> bool:

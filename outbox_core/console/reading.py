@@ -25,6 +25,7 @@ from outbox_core.errors import OutboxError
 from outbox_core.holds import Hold, HoldCause, Holds
 from outbox_core.retention.dead_letters import LetterPlace
 from outbox_core.retention.history import EventKind, History, HistoryEvent
+from outbox_core.schema import shown_key_sql
 
 PREVIEW_BYTES = 400
 WHOLE_BYTES = 2**20
@@ -37,9 +38,9 @@ _MOST_KEYS = 50
 _KINDS = ("record", "key", "topic")
 _LEADERSHIP = (EventKind.LEADER_ACQUIRED, EventKind.LEADER_HANDED_OVER, EventKind.LEADER_FENCED)
 
-_KEYS = """
-SELECT head.kafka_key, count(*), bool_or(head.kafka_key IS NOT NULL)
-FROM (SELECT kafka_topic, kafka_key FROM {table} ORDER BY id LIMIT {rows}) AS head
+_KEYS = f"""
+SELECT {shown_key_sql("head.kafka_key")}, count(*), bool_or(head.kafka_key IS NOT NULL)
+FROM (SELECT kafka_topic, kafka_key FROM {{table}} ORDER BY id LIMIT {{rows}}) AS head
 WHERE head.kafka_topic = %s AND starts_with(head.kafka_key, %s)
 GROUP BY head.kafka_key ORDER BY count(*) DESC, head.kafka_key LIMIT %s
 """

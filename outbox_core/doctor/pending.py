@@ -10,29 +10,38 @@ from outbox_core.doctor.session import DatabaseSession
 from outbox_core.errors import InvalidConfig, OutboxTableError
 from outbox_core.holds import HoldKind, kind_sql
 from outbox_core.printable import text_or_base64
-from outbox_core.schema import HOLD_COLUMNS, REQUIRED_COLUMNS
+from outbox_core.schema import (
+    HEADERS_TOO_LARGE,
+    HOLD_COLUMNS,
+    REQUIRED_COLUMNS,
+    shown_key_sql,
+    small_headers_sql,
+)
 from outbox_core.stores.postgres.schema_changes import COLUMN_TYPES
 
 SEARCHED_ROWS = 100_000
 MOST_RECORDS = 1_000
+_HEADER_BYTES = 64 * 2**10
 
 # The head is walked by its primary key, and no further than so many rows: it never reads a table of millions.
 _PAGE = """
-SELECT r.id, coalesce(r.kafka_topic, ''), r.kafka_key, {partition}, coalesce(r.create_time::text, ''),
+SELECT r.id, coalesce(r.kafka_topic, ''), {key}, {partition}, coalesce(r.create_time::text, ''),
        CASE WHEN isfinite(r.create_time) THEN extract(epoch FROM clock_timestamp() - r.create_time)::float8 END,
        r.leader_id IS NOT NULL, coalesce(octet_length(r.kafka_value), 0),
        CASE WHEN r.kafka_value IS NULL THEN NULL ELSE {value} END,
        -- Arrays of any dimensions: those of a row that is held for them.
-       ARRAY(SELECT unnest(r.kafka_header_keys)), ARRAY(SELECT unnest(r.kafka_header_values)), {hold}
+       CASE WHEN shown.is_small THEN ARRAY(SELECT unnest(r.kafka_header_keys)) ELSE ARRAY['{too_large}'] END,
+       CASE WHEN shown.is_small THEN ARRAY(SELECT unnest(r.kafka_header_values)) END, {hold}
 FROM (
     SELECT * FROM (SELECT * FROM {table} WHERE {begin} ORDER BY id LIMIT {searched}) AS head
     WHERE (%(topic)s::text IS NULL OR kafka_topic = %(topic)s::text)
       AND (%(key)s::text IS NULL OR kafka_key = %(key)s::text)
       AND (%(header)s::text IS NULL OR %(header)s::text = ANY (kafka_header_keys)) {header_value}
     ORDER BY id LIMIT %(limit)s
-) AS r {holds}
+) AS r CROSS JOIN LATERAL (SELECT {is_small} AS is_small OFFSET 0) AS shown {holds}
 ORDER BY r.id
 """
+
 
 # First whether the value is there at all, which is cheap to see.
 _HEADER_VALUE = """
@@ -69,7 +78,7 @@ class PeekQuery:
         header_value: only with a header of that name and this value, as UTF-8.
         after: only with larger ids, for the next page; None for the first.
         limit: at most so many, up to 1,000.
-        value_bytes: at most so much of each value.
+        value_bytes: at most so much of each value. Headers are left out if they have more than that and 64 KiB.
     """
 
     topic: str | None = None
@@ -139,6 +148,9 @@ def peek(session: DatabaseSession, query: PeekQuery) -> list[PendingRecord]:
         searched=SEARCHED_ROWS,
         # A record is found by its id wherever it stands.
         begin="id = %(id)s" if query.record_id is not None else "true" if query.after is None else _BEHIND,
+        key=shown_key_sql("r.kafka_key"),
+        is_small=small_headers_sql("%(header_bytes)s", "r."),
+        too_large=HEADERS_TOO_LARGE,
         partition="r.kafka_partition" if "kafka_partition" in columns else "NULL",
         value="substring(r.kafka_value, 1, %(bytes)s)"
         if columns["kafka_value"] == "bytea"
@@ -174,6 +186,7 @@ def _parameters(session: DatabaseSession, query: PeekQuery) -> dict[str, Any]:
         "after": query.after,
         "limit": query.limit,
         "bytes": query.value_bytes,
+        "header_bytes": query.value_bytes + _HEADER_BYTES,
     }
 
 
@@ -181,7 +194,7 @@ def _record(row: tuple[Any, ...]) -> PendingRecord:
     *first, value, names, values, hold_id, hold_reason, hold_kind = row
     headers = tuple(
         (name or "", content.encode() if isinstance(content, str) else content)
-        for name, content in zip(names, values, strict=False)
+        for name, content in zip(names, [None] if values is None else values, strict=False)
     )
     shown = None if value is None else bytes(value)
     return PendingRecord._make([*first, shown, headers, hold_id, hold_reason, hold_kind])

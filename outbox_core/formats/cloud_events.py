@@ -90,7 +90,7 @@ class CloudEvent:
             raise InvalidCloudEvent(f"data: expected JSON, got {self.datacontenttype or 'no data'}")
         try:
             return json.loads(self.data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidCloudEvent(f"data: is no JSON ({type(error).__name__})") from None
 
 

@@ -75,17 +75,13 @@ _LIKENESS = 0.8
 _COMMON_PROPERTIES = [
     "acks",
     "bootstrap.servers",
-    "broker.address.family",
     "client.id",
-    "client.rack",
     "compression.type",
-    "connections.max.idle.ms",
     "delivery.timeout.ms",
     "enable.idempotence",
     "enable.ssl.certificate.verification",
     "linger.ms",
     "message.max.bytes",
-    "metadata.max.age.ms",
     "partitioner",
     "reconnect.backoff.max.ms",
     "reconnect.backoff.ms",
@@ -175,12 +171,15 @@ def _make(client: Any, config: KafkaConfig) -> Any:
     try:
         return client(settings)
     except KafkaException as error:
+        from outbox_core.config.redaction import without_values
+
         cause: KafkaError = error.args[0]
         if cause.code() == KafkaError._CRIT_SYS_RESOURCE:  # noqa: SLF001  confluent's public constant
             raise ProcessExhausted(
                 f"a Kafka client cannot be made: {cause.str()}; raise the process's limits"
             ) from None
-        raise InvalidConfig(f"Kafka settings: {cause.str()}{_suggestion(cause, config)}") from None
+        text = without_values(cause.str(), config)
+        raise InvalidConfig(f"Kafka settings: {text}{_suggestion(cause, config)}") from None
     except (TypeError, ValueError) as error:
         raise InvalidConfig(f"Kafka settings: {error}") from None
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from uuid import UUID
 
 from outbox_core.errors import OutboxTableError
-from outbox_core.schema import EventKind, TableName, events_beside, iso_time_sql, statistics_beside
+from outbox_core.schema import EventKind, TableName, events_beside, iso_time_sql, shown_key_sql, statistics_beside
 from outbox_core.stasher import Connection
 
 __all__ = ["EventKind", "History", "HistoryEvent", "IntervalStatistics", "Point"]
@@ -54,7 +54,8 @@ GROUP BY floor(extract(epoch FROM create_time) / %s) ORDER BY 1
 """
 
 _EVENTS = f"""
-SELECT id, {iso_time_sql("create_time")}, kind, actor, reason, leader_id::text, term, kafka_topic, kafka_key, record_id
+SELECT id, {iso_time_sql("create_time")}, kind, actor, reason, leader_id::text, term, kafka_topic,
+       {shown_key_sql("kafka_key")}, record_id
 FROM {{table}}
 WHERE outbox = %s AND create_time > now() - %s * interval '1 second'
   AND (%s::text IS NULL OR kind = ANY (string_to_array(%s, ',')))

@@ -48,6 +48,8 @@ ERROR_TYPE = "error.type"
 
 _SCHEMA = "https://opentelemetry.io/schemas/1.30.0"
 _BAGGAGE = "baggage"
+_LONGEST_TEXT = 8192
+"""Characters of a header's value that a propagator gets: none of the known ones needs more."""
 _OF_METRICS = frozenset({SYSTEM, OPERATION_NAME, OPERATION_TYPE, DESTINATION, PARTITION, CONSUMER_GROUP, ERROR_TYPE})
 
 
@@ -152,8 +154,12 @@ class Spans:
                 self._instruments.consumed.add(1, measured)
 
     def origin(self, headers: RawHeaders | None) -> SpanContext | None:
-        """Return the creation context in a record's headers; None if there is none that can be read."""
-        carrier = {name.lower(): text for name, value in headers or () if (text := _text(value)) is not None}
+        """Return the creation context in a record's headers; None if there is none that can be read.
+
+        Rows that are no messages come here, too: their names and values may be arrays, or NULL.
+        """
+        texts = ((name.lower(), _text(value)) for name, value in headers or () if isinstance(name, str))
+        carrier = {name: text for name, text in texts if text is not None}
         if not carrier:
             return None
         context = trace.get_current_span(propagate.extract(carrier, Context())).get_span_context()
@@ -241,10 +247,10 @@ def _context_headers(span: trace.Span) -> list[tuple[str, str]]:
     return list(carrier.items())
 
 
-def _text(value: bytes | str | None) -> str | None:
-    if not isinstance(value, bytes):
-        return value
+def _text(value: object) -> str | None:
+    if not isinstance(value, str | bytes) or len(value) > _LONGEST_TEXT:
+        return None
     try:
-        return value.decode("ascii")
+        return value.decode("ascii") if isinstance(value, bytes) else value
     except UnicodeDecodeError:
         return None

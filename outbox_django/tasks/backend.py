@@ -189,7 +189,9 @@ def _make_service(alias: str, options: dict[str, Any]) -> QueueService:
         raise InvalidConfig(f"{where}: {min(map(str, unknown))!r} is no option; there is 'queue'")
     settings = options.get("queue")
     if not isinstance(settings, dict):
-        raise InvalidConfig(f"{where}['queue']: expected a dict with {', '.join(_REQUIRED)}, got {settings!r:.200}")
+        raise InvalidConfig(
+            f"{where}['queue']: expected a dict with {', '.join(_REQUIRED)}, got {type(settings).__name__}"
+        )
     if missing := [name for name in _REQUIRED if name not in settings]:
         raise InvalidConfig(
             f"{where}['queue']: {', '.join(missing)} missing (projects with the same topics run each other's tasks)"

@@ -109,8 +109,16 @@ class Job:
 
 
 def import_task(path: str) -> Task[..., Any]:
-    """Return the task at a path; InvalidJob if something else is there, ImportError if nothing is."""
-    found = import_string(path)
+    """Return the task at a path; InvalidJob if something else is there, ImportError if nothing is.
+
+    Writers of the message topic may name any module, also one that runs a program and would end the worker.
+    """
+    if "__main__" in path.split("."):
+        raise InvalidJob(f"{path} is in a program, not a task")
+    try:
+        found = import_string(path)
+    except SystemExit as error:
+        raise InvalidJob(f"{path} is no task: its module exits") from error
     if not isinstance(found, Task):
         raise InvalidJob(f"{path} is a {type(found).__name__}, not a task")
     return found

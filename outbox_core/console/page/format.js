@@ -70,8 +70,11 @@ export function ago(at, now = Date.now()) {
   return Number.isNaN(seconds) ? "–" : seconds < 1 ? "just now" : `${duration(Math.floor(seconds))} ago`;
 }
 
+const LONGEST_INDENTED = 20_000_000;
+
 /**
- * Return JSON text with line breaks and indentation, every number and string left as it was written; null if it is none.
+ * Return JSON text with line breaks and indentation, every number and string left as it was written; null if it is none,
+ * or is nested so deeply that its indentation would fill the memory.
  *
  * It is parsed only to see if it is JSON: values that are parsed and written again would lose digits of large numbers,
  * repeated names and the order of names that look like numbers.
@@ -85,7 +88,8 @@ export function indentJson(text) {
   const tokens = text.match(/"(?:[^"\\]|\\.)*"|[[\]{},:]|[^\s[\]{},:"]+/g) ?? [];
   let depth = 0;
   let indented = "";
-  tokens.forEach((token, index) => {
+  for (const [index, token] of tokens.entries()) {
+    if (indented.length > LONGEST_INDENTED) return null;
     const opens = token === "{" || token === "[";
     const closes = token === "}" || token === "]";
     const isEmpty = closes && "{[".includes(tokens[index - 1]);
@@ -95,7 +99,7 @@ export function indentJson(text) {
     if (opens) depth += 1;
     const next = tokens[index + 1];
     if (token === "," || (opens && next !== "}" && next !== "]")) indented += lineBreak(depth);
-  });
+  }
   return indented;
 }
 

@@ -43,10 +43,11 @@ CASE WHEN (octet_length(kafka_key) <= {LONGEST_KEY_OF_HOLD}
      ELSE '{KEY_DIGEST_PREFIX}' || encode(sha256(convert_to(kafka_key, 'UTF8')), 'hex') END
 """
 
-# An array's size in memory. That of a compressed one is found by decompressing it: a megabyte may take kilobytes on
-# disk. An empty array takes 16 bytes or less.
+# An array's size in memory. That of a compressed one is found by decompressing it, unless it has more elements than a
+# message has headers: to count the bytes of millions takes minutes. An empty array takes 16 bytes or less.
 _RAW_ARRAY = """
-CASE WHEN pg_column_compression({array}) IS NULL THEN pg_column_size({array}) ELSE octet_length(array_send({array})) END
+CASE WHEN cardinality({array}) > 100000 THEN 1073741824 WHEN pg_column_compression({array}) IS NULL
+     THEN pg_column_size({array}) ELSE octet_length(array_send({array})) END
 """
 
 _ARRAY_SIZE = f"""
@@ -69,9 +70,8 @@ def _of_headers(expression: str) -> str:
     return "".join(f" + ({expression.format(array=array).strip()})" for array in arrays)
 
 
-# About what a row takes in memory (`sizes_of` in Python). Known without reading values that are stored out of line,
-# except compressed headers. No more than an integer holds, as sums of larger ones are slow. Empty arrays are not
-# looked at twice.
+# About what a row takes in memory (`sizes_of` in Python), without reading values that are stored out of line, except
+# compressed headers. No more than an integer holds: sums of larger ones are slow. Empty arrays are not looked at twice.
 SIZE = f"""
 least(coalesce(octet_length(kafka_topic), 0)::bigint + {_TEXTS}
       + CASE WHEN pg_column_size(kafka_header_keys) <= 16 AND pg_column_size(kafka_header_values) <= 16 THEN 0

@@ -174,6 +174,15 @@ def test_right_that_the_command_lacks(scene, topic_name, tmp_path, capsys):
     assert capsys.readouterr().err.endswith(told)
 
 
+def test_rows_with_nested_headers_hide_no_payload(scene, make_topic, store):
+    """A row that is held for its headers, arrays of arrays, does not keep the orphans from being found."""
+    topic = make_topic(1)
+    _stash(scene, store, OutboxRecord(topic, "k", LARGE))
+    columns = "kafka_topic, kafka_header_keys, kafka_header_values"
+    scene.execute(f"INSERT INTO outbox ({columns}) VALUES ('x', '{{{{outbox-claim,x}}}}', '{{{{a,b}}}}')")
+    assert _orphans(scene, store) == []
+
+
 def test_archived_records_keep_their_payloads(scene, make_topic, store):
     """A record that has gone into the archive may be stashed anew, also when its topic no longer has it."""
     topic = make_topic(1)

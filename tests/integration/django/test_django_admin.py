@@ -89,6 +89,8 @@ def test_the_filter_finds_what_is_in_flight(admin_client):
         ("{not json", "{not json"),
         ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;"),
         ("x" * 30_000, "10000 more characters"),
+        ("[" * 10_000, "[[[["),
+        ("[" * 900 + "1," * 100_000 + "1" + "]" * 900, "181801 more characters"),
     ],
 )
 def test_a_value_is_shown_as_what_it_is(admin_client, value, shown):
@@ -112,6 +114,22 @@ def test_headers_that_are_none_are_shown(admin_client):
         cursor.execute("ALTER TABLE outbox DROP CONSTRAINT outbox_headers_in_pairs")
         cursor.execute("UPDATE outbox SET kafka_header_keys = '{c,d,e}', kafka_header_values = '{3}'")
     assert "<b>c</b>: 3" in _detail(admin_client, row)
+
+
+def test_a_huge_row_is_shown_in_part(admin_client):
+    """The admin reads the beginning of a value, and no headers beyond what a stash allows."""
+    row = _stash(value=b"x" * 3_000_000)
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "UPDATE outbox SET kafka_key = repeat('k', 100000),"
+            " kafka_header_keys = array_fill(''::text, ARRAY[200000]),"
+            " kafka_header_values = array_fill(''::bytea, ARRAY[200000])"
+        )
+    page = _detail(admin_client, row)
+    assert "3000000 bytes in all" in page
+    assert "(the headers are too large to be shown)" in page
+    assert "k" * 65_536 in page
+    assert "k" * 65_537 not in page
 
 
 @pytest.mark.parametrize("time", ["infinity", "-infinity", "4000-01-01 BC", "200000-01-01"])

@@ -95,6 +95,11 @@ def test_settings_are_read_only(settings):
         ({"ID_HEADER": None}, "E003", "OUTBOX['ID_HEADER']: expected a str, got None"),
         ({"METRICS_PORT": "9100"}, "E003", "OUTBOX['METRICS_PORT']: expected a port number"),
         ({"METRICS_PORT": 70000}, "E003", "OUTBOX['METRICS_PORT']"),
+        (
+            {"DATABASE": "postgresql://me:hunter2@db/shop"},
+            "E003",
+            "expected an alias of DATABASES, got a connection string",
+        ),
         ({"DATABASE": "nowhere"}, "E004", "OUTBOX['DATABASE'] is 'nowhere', which is no alias of DATABASES."),
     ],
 )

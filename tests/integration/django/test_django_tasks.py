@@ -451,6 +451,7 @@ _MODULE = "tests.integration.django.sample_tasks"
         (json.dumps({**_JOB, "task": "subprocess.check_output", "args": ["id"]}), Reject),
         (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "args": "text"}), Reject),
         (json.dumps({**_JOB, "task": f"{_MODULE}.noop", "enqueued_at": "today"}), Reject),
+        (json.dumps({**_JOB, "task": "unittest.__main__.main"}), Reject),
         # An older worker may meet a newer task: another may know it.
         (json.dumps({**_JOB, "task": f"{_MODULE}.of_tomorrow"}), ImportError),
     ],
@@ -460,6 +461,15 @@ def test_messages_that_are_no_tasks(payload, raised):
     sample_tasks.noop.enqueue()
     with pytest.raises(raised):
         _run(payload=payload if isinstance(payload, bytes) else payload.encode())
+
+
+def test_a_module_that_exits_ends_no_worker(tmp_path, monkeypatch):
+    """A message that names a module which exits when it is imported is rejected."""
+    (tmp_path / "exiting_program.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    sample_tasks.noop.enqueue()
+    with pytest.raises(Reject, match="its module exits"):
+        _run(payload=json.dumps({**_JOB, "task": "exiting_program.main"}).encode())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from psycopg import sql
 from outbox_core import OutboxRecord
 from outbox_core.kafka.manifest import Manifest
 from outbox_core.kafka.row_topics import RowTopics
+from outbox_core.schema import shown_key_sql
 from tests.harvesting import Scene, by_key, wait_until
 from tests.hostile_rows import OutboxNames, hostile_rows, insert
 
@@ -91,7 +92,7 @@ def unjudged(scene):
     """Return the ids of rows in the table that are neither held nor behind a held one of their key."""
     held = scene.held()
     ids, keys = {hold.record_id for hold in held}, {(hold.topic, hold.key) for hold in held if hold.key is not None}
-    rows = scene.execute("SELECT id, kafka_topic, kafka_key FROM outbox")
+    rows = scene.execute(f"SELECT id, kafka_topic, {shown_key_sql('kafka_key')} AS kafka_key FROM outbox")
     return [row.id for row in rows if row.id not in ids and (row.kafka_topic, row.kafka_key) not in keys]
 
 

@@ -3,6 +3,7 @@
 import json
 import threading
 from contextlib import closing, nullcontext
+from datetime import timedelta
 from uuid import uuid4
 
 import psycopg
@@ -13,7 +14,9 @@ from outbox_core.console.values import record_as_json
 from outbox_core.doctor.pending import PeekQuery, peek
 from outbox_core.doctor.session import DatabaseSession
 from outbox_core.errors import OutboxError, OutboxTableError, RowsRemain, StoreUnavailable
-from outbox_core.schema import TableName, create_hold_sql, create_table_sql
+from outbox_core.record import MAX_KEY_BYTES
+from outbox_core.retention.history import History
+from outbox_core.schema import TableName, create_history_sql, create_hold_sql, create_table_sql
 from outbox_core.stores.interface import (
     HoldSet,
     NewHold,
@@ -282,6 +285,39 @@ def test_odd_rows_are_shown(scene, capsys):
         assert len([record_as_json(row) for row in peek(session, PeekQuery(limit=1000))]) == len(shown)
     for row in shown:
         assert main(["peek", "--id", str(row["id"]), "--dsn", scene.database]) == 0
+
+
+def test_little_is_read_of_a_huge_row_to_show_it(scene):
+    """Pages of records, holds and events read no more of keys and headers than a stash allows."""
+    scene.execute(create_history_sql(TableName("outbox")))
+    scene.execute(
+        "INSERT INTO outbox (kafka_topic, kafka_key, kafka_header_keys, kafka_header_values) VALUES"
+        " ('t', repeat('k', 1000000), ARRAY[repeat('n', 1000000)], ARRAY['x'::bytea]),"
+        " ('t', NULL, array_fill(NULL::text, ARRAY[200000]), array_fill(NULL::bytea, ARRAY[200000]))"
+    )
+    scene.hold("add_record", 1)
+    with DatabaseSession(scene.database, "outbox", application_name="console") as session:
+        records = peek(session, PeekQuery())
+        (event,) = History(session.table).events(session.connection, timedelta(hours=1))
+        (whole, _) = peek(session, PeekQuery(value_bytes=2**20))
+    (hold,) = scene.held()
+    assert [len(one.key) for one in (records[0], hold, event)] == [MAX_KEY_BYTES] * 3
+    assert [one.headers for one in records] == [(("(the headers are too large to be shown)", None),)] * 2
+    assert whole.headers == (("n" * 1_000_000, b"x"),)
+    assert (records[0].hold_id, records[1].hold_id) == (hold.id, None)
+
+
+@pytest.mark.timeout(180)
+def test_millions_of_empty_headers_are_not_measured_one_by_one(scene, limited):
+    """A row of some kilobytes with thirty million headers does not hold up a scan for minutes."""
+    many = 30_000_000
+    columns = "kafka_topic, kafka_header_keys, kafka_header_values"
+    insert = f"INSERT INTO outbox ({columns}) SELECT 't', array_fill(NULL::text, ARRAY[{many}]), "
+    scene.execute(f"{insert} array_fill(NULL::bytea, ARRAY[{many}])")
+    scene.execute(f"INSERT INTO outbox ({columns}) SELECT {columns} FROM outbox, generate_series(1, 20)")
+    limited.table.set_timeout(60.0)
+    records = [record for record in limited.scan(RowQuery(100)) if isinstance(record.value, OversizedValue)]
+    assert len(records) == 21
 
 
 def test_columns_of_others_are_no_matter(scene, store):

@@ -16,7 +16,8 @@ from outbox_core.cli import main
 from outbox_core.config import HarvestConfig, redact, redact_settings
 from outbox_core.config.data_source import normalise_data_source
 from outbox_core.config.redaction import is_secret
-from outbox_core.errors import KafkaUnavailable, OutboxError
+from outbox_core.errors import InvalidConfig, KafkaUnavailable, OutboxError
+from outbox_core.kafka.clients import make_producer
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_django.settings import outbox_settings
 
@@ -37,6 +38,7 @@ SECRET_SETTINGS = [
     "sasl.oauthbearer.assertion.private.key.passphrase",
     "sasl.oauthbearer.config",
     "sasl.jaas.config",
+    "basic.auth.user.info",
 ]
 PLAIN_SETTINGS = ["bootstrap.servers", "ssl.key.location", "ssl.keystore.location", "sasl.username", "ssl.ca.pem"]
 
@@ -125,6 +127,24 @@ def test_secret_settings(name):
 def test_settings_that_are_no_secret(name):
     """A path or an address is shown, so that a mistake in it can be seen."""
     assert not is_secret(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["security.protocol", "sasl.mechanism", "sasl.oauthbearer.method", "compression.type", "partitioner"]
+)
+def test_a_password_in_the_place_of_another_setting(name):
+    """An error of the Kafka client names the setting, and not its value."""
+    servers = {"bootstrap.servers": "127.0.0.1:1", "security.protocol": "sasl_ssl"}
+    with pytest.raises(InvalidConfig, match=r"protocol|mechanism|method|codec|partitioner") as caught:
+        make_producer({**servers, name: CANARY})
+    assert CANARY not in str(caught.value)
+
+
+@pytest.mark.timeout(60)
+def test_long_words_are_looked_through_once():
+    """A line of a log with a word of a hundred thousand letters, as of an error of a handler, is written at once."""
+    word = "a" * 100_000
+    assert redact(f"{word} password={CANARY} {word}") == f"{word} password=*** {word}"
 
 
 class NoKafka(nullcontext):

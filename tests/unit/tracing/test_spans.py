@@ -135,6 +135,26 @@ def test_unreadable_context(traces, bad):
     assert span.status.status_code is StatusCode.ERROR
 
 
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        ([None], [b"1"]),
+        ([["traceparent"]], [[b"1"]]),
+        (["traceparent"], [[b"1"]]),
+        (["traceparent", "tracestate"], [b"00-" + b"1" * 32 + b"-" + b"2" * 16 + b"-01", b" " * 200_000]),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_headers_of_a_row_that_is_no_message(traces, names, values):
+    """A row with arrays, NULL or an endless text in the place of a context neither ends nor delays a harvester."""
+    producer = _Producer()
+    publisher = _publisher(producer)
+    publisher.send([_stored(1)._replace(header_keys=names, header_values=values)], 1.0)
+    publisher.close()
+    (span,) = traces.named("send")
+    assert len(span.links) == (len(names) == 2)
+
+
 def test_queue_headers(traces):
     """A message that is sent to a queue carries its creation, behind the user's headers."""
     pairs = with_creation("jobs", {"a": "b"})
