@@ -259,8 +259,11 @@ class LowWatermark:
             self.floor = Floor(reached, self._last.place)
 
     def _readmit(self, again: set[object]) -> None:
+        before = self.floor  # no item's is higher
         for item in again:
             self.floor = min(self.floor, self._left_out.pop(item), key=_id_of)
+        if self.floor is before:
+            return
         # A row may be left out twice over, and have been passed by for the sake of the item that is let in now.
         for item, floor in self._left_out.items():
             self._left_out[item] = min(floor, self.floor, key=_id_of)
