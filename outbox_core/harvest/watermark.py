@@ -172,7 +172,8 @@ class LowWatermark:
                 continue  # its row is held
             item = lane_or_row(record)
             if all(self._left_out.get(each, record).id >= record.id for each in (item, record.topic)):
-                self._left_out[item] = min(floor, Floor(record.id - 1, floor.place), key=_id_of)
+                below = Floor(record.id - 1, floor.place)
+                self._left_out[item] = min(floor, below, key=_id_of) if below.id > NO_FLOOR.id else NO_FLOOR
 
     def plan(self, left_out: frozenset[object]) -> ScanPlan:
         """Plan a mark or scan that leaves out the given keys, ids, topics and holds."""

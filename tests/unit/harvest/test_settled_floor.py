@@ -206,6 +206,15 @@ def test_rows_that_went_back(table):
     assert [table.read(), table.at, table.from_head] == [[7, 9], 9, 0]
 
 
+def test_lowest_of_all_ids_that_went_back(table):
+    """Below the lowest id there is no floor but the head."""
+    lowest = NO_FLOOR.id + 1
+    table.write(lowest, 1)
+    table.catch_up()
+    table.give_back(lowest)
+    assert table.floor.plan(frozenset()).floor is NO_FLOOR
+
+
 @pytest.mark.parametrize("excluded", [("t", BAD), "t"])
 def test_tries_in_vain(table, excluded):
     """A row that is tried again and again, while its key or its topic is left out, leaves the floor where it is."""
