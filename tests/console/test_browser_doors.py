@@ -73,7 +73,7 @@ def _pause(page, topic):
     expect(page.get_by_role("article").filter(has_text=topic)).to_contain_text("a look at it")
 
 
-def test_mounted_below_a_prefix(open_page, mounted, world):
+def test_mounted_below_a_prefix(mounted, open_page, world):  # pages ask until they are closed, which is before its end
     """A stranger sees nothing; a user acts under their own name; one who may only look sees no action."""
     topic = "orders"
     world.stash(topic, b"1")
