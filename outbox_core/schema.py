@@ -149,6 +149,10 @@ def shown_key_sql(key: str) -> str:
 HEADERS_TOO_LARGE = "(the headers are too large to be shown)"
 
 
+MOST_MEASURED_ELEMENTS = 100_000
+"""An array of more elements is not measured: no message has so many headers, and to count their bytes takes minutes."""
+
+
 def small_headers_sql(most_bytes: str, of: str = "") -> str:
     """Return SQL that tells if a row's headers are small enough to be shown: any writer may leave gigabytes of them.
 
@@ -157,7 +161,7 @@ def small_headers_sql(most_bytes: str, of: str = "") -> str:
     """
     names, values = f"{of}kafka_header_keys", f"{of}kafka_header_values"
     size = " + ".join(f"coalesce(octet_length(array_send({array})), 0)" for array in (names, values))
-    many = f"greatest(cardinality({names}), cardinality({values})) > 100000"
+    many = f"greatest(cardinality({names}), cardinality({values})) > {MOST_MEASURED_ELEMENTS}"
     return f"CASE WHEN {many} THEN false ELSE {size} <= {most_bytes} END"
 
 

@@ -42,7 +42,6 @@ FROM (
 ORDER BY r.id
 """
 
-
 # First whether the value is there at all, which is cheap to see.
 _HEADER_VALUE = """
       AND {value} = ANY (kafka_header_values)

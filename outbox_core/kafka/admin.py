@@ -173,7 +173,7 @@ class Inquiry:
         """Return the settings of a topic, or a broker, or raise KafkaException if we may not read them."""
         resource = ConfigResource(kind, name)
         answer = self.admin.describe_configs([resource], request_timeout=self.remaining)[resource]
-        return {name: str(entry.value) for name, entry in self.wait_for(answer).items()}
+        return {setting: str(entry.value) for setting, entry in self.wait_for(answer).items()}
 
     def describe(self, topic: str) -> TopicDescription | None:
         """Describe a topic, with our rights on it; None if it does not exist or is hidden from us."""

@@ -14,7 +14,7 @@ to find out that they are large. A row is taken if those before it do not fill t
 
 from __future__ import annotations
 
-from outbox_core.schema import HAS_UNIQUE_ID_SQL
+from outbox_core.schema import HAS_UNIQUE_ID_SQL, MOST_MEASURED_ELEMENTS
 from outbox_core.stores import relay_marks
 from outbox_core.stores.interface import HEADER_BYTES, KEY_DIGEST_PREFIX, LONGEST_KEY_OF_HOLD, NO_FLOOR
 
@@ -43,11 +43,12 @@ CASE WHEN (octet_length(kafka_key) <= {LONGEST_KEY_OF_HOLD}
      ELSE '{KEY_DIGEST_PREFIX}' || encode(sha256(convert_to(kafka_key, 'UTF8')), 'hex') END
 """
 
-# An array's size in memory. That of a compressed one is found by decompressing it, unless it has more elements than a
-# message has headers: to count the bytes of millions takes minutes. An empty array takes 16 bytes or less.
-_RAW_ARRAY = """
-CASE WHEN cardinality({array}) > 100000 THEN 1073741824 WHEN pg_column_compression({array}) IS NULL
-     THEN pg_column_size({array}) ELSE octet_length(array_send({array})) END
+# An array's size in memory. That of a compressed one is found by decompressing it, unless it has too many elements. An
+# empty array takes 16 bytes or less.
+_RAW_ARRAY = f"""
+CASE WHEN cardinality({{array}}) > {MOST_MEASURED_ELEMENTS} THEN 1073741824
+     WHEN pg_column_compression({{array}}) IS NULL THEN pg_column_size({{array}})
+     ELSE octet_length(array_send({{array}})) END
 """
 
 _ARRAY_SIZE = f"""

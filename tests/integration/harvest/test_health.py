@@ -58,7 +58,7 @@ def test_terms_that_commit_nothing_are_no_good(scene, make_topic):
 
 @pytest.mark.parametrize("delivery", ["at-least-once", pytest.param("exactly-once", marks=pytest.mark.real_broker)])
 def test_connection_that_is_missing_is_told(scene, make_topic, topic_name, delivery, caplog):
-    """Where a role may have one connection only, and rows are read but not deleted, health and one line tell of it."""
+    """Health and one line tell that a role may have one connection only, so that rows are read and not deleted."""
     role = topic_name("role")
     scene.execute(f'CREATE ROLE "{role}" LOGIN CONNECTION LIMIT 1; GRANT ALL ON outbox, outbox_hold TO "{role}"')
     config = {"data_source": as_role(scene.database, role), "delivery": delivery}
