@@ -35,6 +35,8 @@ from outbox_sqlalchemy import (
     sqlalchemy_url,
 )
 
+LOCK_NOT_AVAILABLE = "55P03"
+
 arguments = {
     "dsn": context.config.attributes.get("outbox_dsn") or os.environ.get("OUTBOX_POSTGRES_DSN"),
     "table": context.config.attributes.get("outbox_table") or "outbox",
@@ -121,4 +123,9 @@ try:
 except OutboxError as error:
     raise CommandError(str(error)) from error
 except DBAPIError as error:
+    if getattr(error.orig, "sqlstate", None) == LOCK_NOT_AVAILABLE:
+        raise CommandError(
+            f"{arguments['table']} is locked by another session; `outbox doctor` names it. Once it has ended, run "
+            "the command again"
+        ) from error
     raise CommandError(f"error of the database: {str(error.orig).partition(chr(10))[0]}") from error

@@ -278,8 +278,9 @@ class LowWatermark:
         if sight.place == floor.place and sight.last_id >= floor.id:
             self._turn_off(
                 f"record {found} appeared below {floor.id}, when no open transaction could have had its id: some "
-                "client does not let its INSERT draw the id (it draws ids ahead, or writes ids of its own), or the "
-                "sequence was set back. Such records are found a minute late, or more, and their order is not kept"
+                "client does not let its INSERT draw the id (it draws ids ahead, or writes ids of its own), the "
+                "sequence was set back, or somebody changed the key or topic of a held record. Such records are found "
+                "a minute late, or more, and their order is not kept"
             )
 
     def _turn_off(self, reason: str) -> None:

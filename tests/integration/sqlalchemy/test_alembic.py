@@ -12,6 +12,7 @@ from alembic import command
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from alembic.util import CommandError
+from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -337,6 +338,16 @@ def test_errors_of_the_database_are_one_line(database, table, statement, complai
         connection.execute(statement)
     with pytest.raises(CommandError, match=f"^error of the database: {complaint}$"):
         command.upgrade(alembic_config(database, table), "head")
+
+
+def test_a_table_that_another_session_locks(database):
+    """A revision that waited for its lock in vain names the table, and what to do."""
+    command.upgrade(alembic_config(database), "outbox_0003")
+    impatient = make_url(database).update_query_dict({"options": "-clock_timeout=100ms"})
+    with psycopg.connect(database) as connection:
+        connection.execute("SELECT FROM outbox")
+        with pytest.raises(CommandError, match=r"^outbox is locked by another session; `outbox doctor` names it"):
+            command.upgrade(alembic_config(impatient.render_as_string(hide_password=False)), "head")
 
 
 def test_tables_of_outbox_schema_are_stamped(database):
