@@ -18,12 +18,7 @@ from devstack.kafka import KafkaBroker
 
 DOCS = Path(__file__).parent.parent / "docs"
 _OPERATION = re.compile(r"\b[A-Z][A-Z_]{3,}\b")
-TOPIC, GROUP, TRANSACTIONAL_ID, CLUSTER = (
-    ResourceType.TOPIC,
-    ResourceType.GROUP,
-    ResourceType.TRANSACTIONAL_ID,
-    ResourceType.BROKER,
-)
+TOPIC, GROUP, TRANSACTIONAL_ID = ResourceType.TOPIC, ResourceType.GROUP, ResourceType.TRANSACTIONAL_ID
 
 
 def table_of(page, heading):

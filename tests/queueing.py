@@ -124,8 +124,9 @@ def ended_ids(config):
 
 
 def eventually(condition, *, seconds=PATIENCE):
-    """Wait for a condition; return its last answer."""
+    """Wait until a condition holds, and return its answer."""
     deadline = time.monotonic() + seconds
-    while not (answer := condition()) and time.monotonic() < deadline:
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, f"waited {seconds:g} s in vain"
         time.sleep(0.1)
     return answer

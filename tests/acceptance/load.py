@@ -51,7 +51,6 @@ class Load:
         self._table = table
         self._ledger, self._counters = f"{table}_ledger", f"{table}_counters"
         self._keys = [f"key-{number}" for number in range(keys)]
-        self._records_per_second = records_per_second
         self._pace = records_per_second / threads
         self._stopping = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(threads)]

@@ -96,7 +96,7 @@ def test_a_killed_trackers_successor_redelivers_what_expires(config, markers, be
     for number in range(1, IN_PROGRESS, 4):
         markers.end(number)
     markers.flush()
-    assert eventually(lambda: min(committed(config).values()) >= 0)
+    eventually(lambda: min(committed(config).values()) >= 0)
     tracker.kill()
     for number in range(2, IN_PROGRESS, 4):  # while no tracker reads
         markers.end(number)
@@ -106,7 +106,7 @@ def test_a_killed_trackers_successor_redelivers_what_expires(config, markers, be
     begin_tracker()
     ready_at_ms = time.time() * 1000
     expected = {b"payload %d" % number: [2] for number in range(3, IN_PROGRESS, 4)}
-    assert eventually(lambda: len(messages_in(config)) >= len(expected), seconds=2 * PATIENCE)
+    eventually(lambda: len(messages_in(config)) >= len(expected), seconds=2 * PATIENCE)
     late_ms = last_copy_ms(config) - max(ready_at_ms, last_expiry_ms(config))
     say(f"the last one was redelivered {late_ms / 1000:.1f} s after it had expired and the successor was ready")
     assert late_ms < IN_TIME_MS + ALLOWANCE_MS
@@ -133,7 +133,7 @@ def test_a_stalled_tracker_redelivers_nothing_that_was_finished_meanwhile(config
     time.sleep(4)  # less than its session: no other takes over
     tracker.send_signal(signal.SIGCONT)
     expected = {b"payload %d" % number: [2] for number in range(190, 200)}
-    assert eventually(lambda: len(messages_in(config)) >= len(expected))
+    eventually(lambda: len(messages_in(config)) >= len(expected))
     time.sleep(1)
     assert messages_in(config) == expected
 
@@ -149,7 +149,7 @@ def test_a_tracker_that_was_replaced_does_not_redeliver_again(config, markers, b
     expected = {b"payload %d" % number: [2] for number in range(300)}
     with tracking(config):  # takes over when the other's session is over
         tracker.send_signal(signal.SIGCONT)
-        assert eventually(lambda: len(messages_in(config)) >= len(expected))
+        eventually(lambda: len(messages_in(config)) >= len(expected))
         time.sleep(2)
     assert messages_in(config) == expected
     assert set(ended_ids(config).values()) == {1}
@@ -163,29 +163,29 @@ def test_a_stopped_tracker_commits_and_hands_over_at_once(config, markers, begin
     for number in range(99):
         markers.end(number)
     markers.flush()
-    time.sleep(1)
+    eventually(lambda: min(committed(config).values()) > 0)
     tracker.send_signal(signal.SIGTERM)
     assert tracker.wait(PATIENCE) == 0
     kept = committed(config)
-    assert sum(offset > 0 for offset in kept.values()) == 4
+    assert [kept[partition] >= 50 for partition in range(4)] == [True, True, True, False]
     with tracking(config) as successor:
-        assert eventually(lambda: successor.in_progress == 1)
+        eventually(lambda: successor.in_progress == 1)
 
 
 def test_trackers_share_the_partitions(config, markers):
     """Several trackers divide the partitions; when one leaves, the others take over its part."""
     with tracking(config) as first:
         with tracking(config) as second:
-            assert eventually(lambda: first.health().detail.startswith("2 ") and second.health().leader)
+            eventually(lambda: first.health().detail.startswith("2 ") and second.health().leader)
             for number in range(40):
                 markers.start(number, 500)
             markers.flush()
-            assert eventually(lambda: len(messages_in(config)) == 40)
-        assert eventually(lambda: first.health().detail.startswith("4 ") and first.is_caught_up)
+            eventually(lambda: len(messages_in(config)) == 40)
+        eventually(lambda: first.health().detail.startswith("4 ") and first.is_caught_up)
         for number in range(40, 60):
             markers.start(number, 500)
         markers.flush()
-        assert eventually(lambda: len(messages_in(config)) == 60)
+        eventually(lambda: len(messages_in(config)) == 60)
     assert messages_in(config) == {b"payload %d" % number: [2] for number in range(60)}
 
 
@@ -205,10 +205,10 @@ def test_a_brokers_outage(own_stack, make_topic):
         for number in range(50):
             markers.start(number, 1500)
         markers.flush()
-        assert eventually(lambda: tracker.in_progress == 50)
+        eventually(lambda: tracker.in_progress == 50)
         stack.kafka.kill()
         time.sleep(4)
         stack.start_kafka()
         expected = {b"payload %d" % number: [2] for number in range(50)}
-        assert eventually(lambda: messages_in(config) == expected, seconds=2 * PATIENCE)
+        eventually(lambda: messages_in(config) == expected, seconds=2 * PATIENCE)
         stack.kafka.kill()

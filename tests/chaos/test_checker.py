@@ -4,8 +4,6 @@ import pytest
 
 from tests.chaos.checker import Arrival, Checker
 
-LANE = ("t", "k")
-
 
 def judged(numbers, committed, *, key="k", rows=None):
     """Return the kinds of violations for these numbers in this order."""

@@ -1,8 +1,10 @@
 """The time until delivery goes on after a fence or a stalled database, with the default limits."""
 
 import time
+from contextlib import closing
 
 import pytest
+from confluent_kafka import Consumer, TopicPartition
 
 from devstack.ports import LOCALHOST
 from devstack.proxy import TcpProxy
@@ -14,7 +16,6 @@ from tests.harvesting import Scene, wait_until
 pytestmark = pytest.mark.real_broker
 
 _AT_MOST_SECONDS = 15.0
-_OPEN_SECONDS = 2.0
 _STALLED_SECONDS = 2.5
 
 
@@ -53,18 +54,24 @@ def test_transaction_open_past_its_timeout(scene, services, topic_name, say):
     """A harvester goes on after Kafka aborted its overdue transaction and fenced its producer, without any rival."""
     topic = topic_name("open")
     services.make_topics([topic], 1)
-    woke_at = []
+    looks = Consumer({"bootstrap.servers": scene.bootstrap, "group.id": "looks"})
+    steps, woke_at = [], []
+
+    def is_aborted():
+        return looks.get_watermark_offsets(TopicPartition(topic, 0), timeout=10)[1] > 0  # no open transaction's
 
     def sleep_once(step):
+        steps.append(step)
         if step is Failpoint.AFTER_PRODUCE and not woke_at:
-            time.sleep(_OPEN_SECONDS + 2)
+            wait_until(is_aborted, "Kafka has aborted the transaction")
             woke_at.append(time.monotonic())
 
-    options = {"config": {"delivery": "exactly-once"}, "limits": {"transaction_timeout": f"{_OPEN_SECONDS:g}s"}}
-    with scene.running(elector_factory=None, reached=sleep_once, **options) as harvester:
+    options = {"config": {"delivery": "exactly-once"}, "limits": {"transaction_timeout": "2s"}}
+    with closing(looks), scene.running(elector_factory=None, reached=sleep_once, **options) as harvester:
         _seconds_until_delivered(scene, topic, 1)
         seconds = time.monotonic() - woke_at[0]
         assert harvester.kinds().count("LeaderAcquired") == 1, "leadership was lost on the way"
+    assert steps.count(Failpoint.AFTER_INIT) == 2, "its producer was not fenced"
     say(f"awake after its transaction was given up -> next delivery: {seconds:.1f} s")
     assert seconds < _AT_MOST_SECONDS
     assert [message.value for message in scene.read(topic)] == [b"1"]

@@ -6,44 +6,11 @@ with no others, and inherits the tests.
 
 import threading
 import time
-from contextlib import suppress
-from uuid import uuid4
 
 import pytest
 
-from outbox_core.election import Leadership, Neli, NeliConfig, now
+from outbox_core.election import Neli, NeliConfig, now
 from outbox_core.events import LeaderAcquired, LeaderRevoked
-
-
-class AlwaysLeader:
-    """An elector that always leads: for tests of harvesters, and to make two of them lead at once."""
-
-    def __init__(self, on_event, lease_seconds=5.0):
-        self._on_event = on_event
-        self._lease_seconds = lease_seconds
-        self._leader_id = None
-        self.failure = None
-        self.trouble = None
-
-    @property
-    def leadership(self):
-        if self._leader_id is None:
-            return None
-        return Leadership(self._leader_id, 0, now() + self._lease_seconds)
-
-    def start(self):
-        if self._leader_id is None:
-            self._leader_id = uuid4()
-            self._tell(LeaderAcquired(self._leader_id, 0))
-
-    def stop(self):
-        if self._leader_id is not None:
-            self._tell(LeaderRevoked(self._leader_id))
-            self._leader_id = None
-
-    def _tell(self, event):
-        with suppress(Exception):  # a handler's failure is not ours
-            self._on_event(event)
 
 
 class ElectorContract:
@@ -168,13 +135,6 @@ class ElectorContract:
             ids.add(elector.leadership.leader_id)
             elector.stop()
         assert len(ids) == 2
-
-
-class TestAlwaysLeader(ElectorContract):
-    @pytest.fixture
-    def elector_factory(self):
-        """Return electors that lead without a contest."""
-        return AlwaysLeader
 
 
 class TestNeli(ElectorContract):

@@ -116,7 +116,7 @@ def _drained(database, bootstrap, topic, monkeypatch, delivery, *, waves):
 
 def _await_end_of_sessions(connection):
     query = "SELECT NOT EXISTS (SELECT FROM pg_stat_activity WHERE application_name LIKE 'kafka-outbox%')"
-    wait_until(lambda: connection.execute(query).fetchone()[0], timeout=GENEROUS_SECONDS)
+    assert wait_until(lambda: connection.execute(query).fetchone()[0], timeout=GENEROUS_SECONDS)
 
 
 def _costs_of_a_record(short, long):

@@ -29,7 +29,6 @@ _READING_SECONDS = 1.0
 _REPLICA_IS_BEHIND_SECONDS = 0.3
 _UNWRITTEN_SECONDS = 0.6  # three times PostgreSQL's wal_writer_delay
 
-_original_make = TransactionalProducer._make
 _original_commit = TransactionalProducer.commit
 _original_abort = TransactionalProducer.abort
 _original_end = TransactionalProducer._end

@@ -106,16 +106,6 @@ _OFTEN_REMOVED = {
     "faults": ("expel",), "harvesters": 1, "writers": 5, "pause": 0.1, "late": 1.0, "longest_late": 1.0,
     "latency": 0.005, "database_distance": 1.0,
 }  # fmt: skip
-# An owner is cut off from the group's coordinator, and then from the leader topic, before a claim.
-_OFTEN_CUT = {
-    "faults": ("cut",),
-    "fault_pause": 0.3,
-    "harvesters": 2,
-    "writers": 1,
-    "pause": 1.0,
-    "drift": 0.0,
-    **_NEAR,
-}
 _LOST_PURGES = {
     "faults": ("at a step", "crash"), "step_share": 0.05, "late_changes": 0.3, "late": 0.0, "pause": 0.3, **_NEAR,
 }  # fmt: skip

@@ -261,7 +261,6 @@ class Producer(Client):
         self._looks = False
         self._producer, self._epoch = -1, -1
         self._is_asking_for_id = self._must_renew = False
-        self._is_flushing = False
         # of transactions
         self._state = "new"  # ready, open, ending
         self._error: KafkaError | None = None  # abort is needed

@@ -168,7 +168,6 @@ def spend(process: Process) -> None:
         process.asked_at, process.asked = scheduler.now, 0
     process.asked += 1
     if process.asked > _MOST_AT_ONCE:
-        scheduler.spins += 1
         current().wait(_SPIN_SECONDS)
 
 
@@ -178,7 +177,7 @@ class Scheduler:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.now = 0.0
-        self.steps = self.spins = 0
+        self.steps = 0
         self.hub = getcurrent()
         self.trace: deque[str] | None = None
         self._queue: list[tuple[float, int, Callable[[], None]]] = []

@@ -58,10 +58,6 @@ _NEIGHBOUR = 1  # an ID that no other producer has
 _SESSION_SECONDS = 6.0  # of the group, after which it has another owner
 
 
-class PromiseBroken(AssertionError):
-    """A promise of the product that did not hold in a run."""
-
-
 def _cut_seconds(random: Random) -> float:
     return random.choice((0.3, 2.0, 9.0)) * (0.5 + random.random())
 

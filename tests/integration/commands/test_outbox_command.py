@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 from outbox_core.schema import TableName, create_table_sql
+from tests.harvesting import wait_until
 
 REAPER_YAML = (Path(__file__).parents[2] / "reaper.yaml").read_text()
 START_ERROR_SECONDS = 40  # 10 to wait for an answer; the rest is for a process to start beside other tests
@@ -179,20 +180,12 @@ def fetch(port, path):
         return response.read().decode()
 
 
-def eventually(condition, seconds=40):
-    """Wait until the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def test_running_harvester_shows_metrics_and_ends_well_on_sigterm(outbox_database, kafka_bootstrap, make_topic):
     """Metrics count records under the outbox's identity, the leader is healthy, and SIGTERM gives exit code 0."""
     insert(outbox_database, make_topic(), 500)
     with running(env=environment(outbox_database, kafka_bootstrap)) as (process, port):
-        eventually(lambda: pending(outbox_database) == 0)
-        eventually(lambda: json.loads(fetch(port, "/healthz")).get("leader"))
+        wait_until(lambda: pending(outbox_database) == 0, "all is published")
+        wait_until(lambda: json.loads(fetch(port, "/healthz")).get("leader"), "it leads")
         shown = re.search(r'outbox_records_published_total\{outbox="(.*)"\} (.*)', fetch(port, "/metrics"))
         assert shown[1].endswith(".public.outbox")
         assert float(shown[2]) == 500

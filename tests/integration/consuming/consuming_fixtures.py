@@ -1,12 +1,10 @@
-"""A place for consumers: a database with an inbox, a topic, a group; and Django's alias of the database."""
+"""A place for consumers: a database with an inbox, a topic, a group."""
 
 from contextlib import contextmanager
 
 import psycopg
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
-from django.db import connections
-from psycopg.conninfo import conninfo_to_dict
 
 from outbox_core.schema import TableName, create_inbox_sql
 
@@ -83,16 +81,3 @@ def place(database, kafka_bootstrap, make_topic, topic_name):
     made = Place(database, kafka_bootstrap, make_topic(), topic_name("group"))
     yield made
     made.close()
-
-
-@pytest.fixture
-def alias(database, django_db_blocker, monkeypatch):
-    """An alias of Django for the test's database."""
-    server = conninfo_to_dict(database)
-    names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user", "PASSWORD": "password"}
-    settings = {**connections.settings["default"], **{key: server.get(name, "") for key, name in names.items()}}
-    monkeypatch.setitem(connections.settings, "contract", settings)
-    with django_db_blocker.unblock():
-        yield "contract"
-        connections["contract"].close()
-        del connections["contract"]

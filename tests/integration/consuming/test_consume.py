@@ -20,8 +20,8 @@ from outbox_core.consuming import Consumed, backoff, consume
 from outbox_core.errors import UnsafeConsumer
 from tests.contract.accept_contract import accepted, wait_for_a_blocked_session
 from tests.harvesting import Scene, wait_until
-from tests.integration.consuming.consuming_fixtures import alias, place
-from tests.integration.django.django_fixtures import django_db_modify_db_settings
+from tests.integration.consuming.consuming_fixtures import place
+from tests.integration.django.django_fixtures import alias, django_db_modify_db_settings
 
 __all__ = ["alias", "django_db_modify_db_settings", "place"]
 

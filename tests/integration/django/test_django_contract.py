@@ -4,14 +4,13 @@ from contextlib import contextmanager
 
 import pytest
 from django.db import connections, transaction
-from psycopg.conninfo import conninfo_to_dict
 
 import outbox_django
 from outbox_core.schema import TEXT_LAYOUT
 from tests.contract.stash_contract import CaptureContract, StashContract, TextStashContract
-from tests.integration.django.django_fixtures import django_db_modify_db_settings
+from tests.integration.django.django_fixtures import alias, django_db_modify_db_settings
 
-__all__ = ["django_db_modify_db_settings"]
+__all__ = ["alias", "django_db_modify_db_settings"]
 
 _ALIAS = "contract"
 
@@ -46,19 +45,6 @@ class _Django:
     @contextmanager
     def autocommit(self):
         yield self._writer
-
-
-@pytest.fixture
-def alias(outbox_database, django_db_blocker, monkeypatch):
-    """An alias of the contract's own database."""
-    server = conninfo_to_dict(outbox_database)
-    names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user", "PASSWORD": "password"}
-    database = {**connections.settings["default"], **{key: server.get(name, "") for key, name in names.items()}}
-    monkeypatch.setitem(connections.settings, _ALIAS, database)
-    with django_db_blocker.unblock():
-        yield _ALIAS
-        connections[_ALIAS].close()
-        del connections[_ALIAS]
 
 
 class TestConfiguredTable(StashContract, CaptureContract):

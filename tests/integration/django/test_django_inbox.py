@@ -9,7 +9,6 @@ import pytest
 from django.core.checks import run_checks
 from django.core.management import CommandError, call_command
 from django.db import connection, connections, transaction
-from psycopg.conninfo import conninfo_to_dict
 
 import outbox_django as outbox
 from outbox_core.errors import InvalidConfig, OutboxError
@@ -18,9 +17,9 @@ from outbox_core.testing.kafka import InProcessKafka
 from outbox_django.models import Inbox
 from outbox_django.settings import inbox_model_table, outbox_settings
 from tests.contract.accept_contract import AcceptContract, accepted
-from tests.integration.django.django_fixtures import django_db_modify_db_settings
+from tests.integration.django.django_fixtures import alias, django_db_modify_db_settings
 
-__all__ = ["django_db_modify_db_settings"]
+__all__ = ["alias", "django_db_modify_db_settings"]
 
 _ALIAS = "contract"
 _OLD = "INSERT INTO {} SELECT 'old', n, now() - interval '8 days' FROM generate_series(1, 25) n"
@@ -58,19 +57,6 @@ class _Django:
     @contextmanager
     def autocommit(self):
         yield self._receiver
-
-
-@pytest.fixture
-def alias(inbox_database, django_db_blocker, monkeypatch):
-    """An alias of the contract's own database."""
-    server = conninfo_to_dict(inbox_database)
-    names = {"NAME": "dbname", "HOST": "host", "PORT": "port", "USER": "user", "PASSWORD": "password"}
-    database = {**connections.settings["default"], **{key: server.get(name, "") for key, name in names.items()}}
-    monkeypatch.setitem(connections.settings, _ALIAS, database)
-    with django_db_blocker.unblock():
-        yield _ALIAS
-        connections[_ALIAS].close()
-        del connections[_ALIAS]
 
 
 class TestConfiguredTable(AcceptContract):

@@ -97,7 +97,6 @@ def test_too_large_record_is_held_and_its_followers_wait(scene, make_topic, mode
         assert_others_arrived(messages)
         assert texts(messages, "bad") == ["before"]
         if end == "release":
-            make_admin({"bootstrap.servers": scene.bootstrap})
             alter_topic(scene.bootstrap, topic, {"max.message.bytes": "1000000"})
         assert scene.hold(end, records=[hold.record_id]) == 1
         wait_until(lambda: scene.count() == 0, "the key goes on")

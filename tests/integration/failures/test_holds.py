@@ -15,6 +15,7 @@ from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, Sto
 from outbox_core.schema import create_hold_sql
 from outbox_core.stores.interface import NewHold, RowQuery
 from outbox_core.stores.postgres.store import PostgresStore
+from tests.contract.accept_contract import wait_for_a_blocked_session
 from tests.harvesting import Scene
 
 LEADER = uuid4()
@@ -101,8 +102,7 @@ def test_one_adds_while_another_has_not_committed(scene):
             assert scene.holds.add(first, "t")
             second = threading.Thread(target=add)
             second.start()
-            time.sleep(0.3)
-            assert second.is_alive(), "it did not wait"
+            wait_for_a_blocked_session(scene.database)
             getattr(first, end)()
             second.join()
     assert told == [True, False]

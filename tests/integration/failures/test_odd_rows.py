@@ -182,9 +182,10 @@ def test_leaders_give_each_other_room(scene, make_topic):
     topic = make_topic()
     scene.fill(topic, 100, keys=10)
     with scene.running(limits=QUICK, store_factory=lambda: Robbed(scene.database)) as harvester:
+        wait_until(lambda: len(harvester.leader_ids) > 2, "it remarks, and does so again")
         time.sleep(3.0)
         remarks = len(harvester.leader_ids) - 1
         Robbed.rival = False
         wait_until(lambda: scene.count() == 0, "it goes on")
-    assert 2 <= remarks <= 8
+    assert remarks <= 8
     assert {identity_of(message) for message in scene.read(topic)} == set(range(1, 101))

@@ -1,6 +1,5 @@
 """Exactly-once delivery on a real Postgres and broker: crashes at every step, bad records, rivals, mode changes."""
 
-import threading
 import time
 from types import SimpleNamespace
 
@@ -180,23 +179,6 @@ def test_late_commit_with_a_lower_id_is_not_lost(scene, make_topic):
             late.commit()
             wait_until(lambda: len(scene.read(topic)) == 199, "the late one follows")
     assert_once_and_in_order(scene.read(topic), 199)
-
-
-def test_transaction_open_for_too_long_ends_the_term_only(scene, make_topic):
-    """After the coordinator has fenced it for a slow transaction, the harvester begins a new term by itself."""
-    topic = make_topic()
-    scene.fill(topic, 1_000)
-    slept = threading.Event()
-
-    def sleep_once(step):
-        if step is Failpoint.AFTER_PRODUCE and not slept.is_set():
-            slept.set()
-            time.sleep(4)  # the broker searches for expired transactions now and then
-
-    with scene.running(config=EXACTLY_ONCE, limits=QUICK, reached=sleep_once) as harvester:
-        wait_until(lambda: scene.count() == 0, "a new term finishes the work")
-        assert harvester.kinds().count("LeaderAcquired") == 1
-    assert_once_and_in_order(scene.read(topic), 1_000)
 
 
 def test_two_that_always_lead_still_publish_once(scene, make_topic):

@@ -1,11 +1,7 @@
 """The transactional producer on a real broker: its ends, its leaks, and how soon it reports failures."""
 
-import gc
-import threading
 import time
 import weakref
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
@@ -21,6 +17,7 @@ from outbox_core.kafka.record_producer import RecordProducer
 from outbox_core.kafka.transactions import Aborted, Committed, Ended, TransactionalProducer
 from tests.harvesting import Scene, wait_until
 from tests.kafka_reader import read_topic
+from tests.resources import held, reference_counts_only
 
 pytestmark = pytest.mark.real_broker
 
@@ -253,20 +250,6 @@ def test_a_backoff_that_is_no_number_is_named():
 # -- leaks
 
 
-@contextmanager
-def _without_collector():
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def _descriptors():
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
-
-
 class NeverCommits(RecordProducer):
     """A producer whose commits all have an unknown outcome."""
 
@@ -291,17 +274,13 @@ def test_ended_terms_leave_nothing_behind(database, kafka_bootstrap, make_topic,
     monkeypatch.setattr(exactly_once, "_FIRST_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(exactly_once, "_LONGEST_BACKOFF_SECONDS", 0.001)
     monkeypatch.setattr(failed_transactions, "MOST_ENDS", 10**6)  # or the topic is tried again ever more rarely
-    with _without_collector(), scene.running(config={"delivery": "exactly-once"}):
+    with reference_counts_only(), scene.running(config={"delivery": "exactly-once"}):
         wait_until(lambda: len(terms) > 5, "some terms")
-        before = threading.active_count(), _descriptors(), _tasks()
+        before = held()
         wait_until(lambda: len(terms) > 5 + _TERMS, "many terms", 120)
-        after = threading.active_count(), _descriptors(), _tasks()
+        after = held()
         alive = sum(reference() is not None for reference in terms)
     scene.close()
     assert alive <= 2
-    assert all(late <= early + 12 for early, late in zip(before, after, strict=True)), (before, after)
-
-
-def _tasks():
-    """Return the number of threads of this process, librdkafka's included."""
-    return sum(1 for _ in Path("/proc/self/task").iterdir())
+    assert after.threads <= before.threads + 12
+    assert after.descriptors <= before.descriptors + 12

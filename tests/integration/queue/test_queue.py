@@ -30,8 +30,7 @@ from outbox_queue.protocol import markers as wire
 from outbox_queue.protocol.headers import DELIVER_AT, dead_letter_record
 from outbox_queue.protocol.topics import ensure_message_topic, ensure_topics
 from tests.kafka_reader import read_topic
-from tests.queueing import eventually as _eventually
-from tests.queueing import queue_config, tracking
+from tests.queueing import eventually, queue_config, tracking
 from tests.topic_settings import alter_topic
 
 pytestmark = pytest.mark.real_broker
@@ -64,13 +63,6 @@ def receive(consumer):
     message = consumer.receive(PATIENCE)
     assert message is not None
     return message
-
-
-def eventually(condition):
-    """Return the condition's first true answer, which must come."""
-    answer = _eventually(condition)
-    assert answer
-    return answer
 
 
 def dead_letters_in(config):

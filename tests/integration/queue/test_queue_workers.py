@@ -79,8 +79,8 @@ def test_a_handler_is_called_for_each_message(config, queue):
     with tracking(config) as tracker:
         send(queue, b"good", b"bad", b"worse", b"settled")
         running = Running(queue, handle, concurrency=4, retry_delay=lambda *_: timedelta(milliseconds=50))
-        assert eventually(lambda: len(DeadLetters(config).all()) == 2)
-        assert eventually(lambda: tracker.in_progress == 0)
+        eventually(lambda: len(DeadLetters(config).all()) == 2)
+        eventually(lambda: tracker.in_progress == 0)
         assert running.end() is True
     assert calls == {b"good": 1, b"bad": 3, b"worse": 1, b"settled": 1}
     reasons = {letter.payload: letter.reason for letter in DeadLetters(config).all()}
@@ -100,7 +100,7 @@ def test_handlers_run_at_the_same_time(queue):
 
     send(queue, *(b"%d" % n for n in range(8)))
     running = Running(queue, handle, concurrency=4)
-    assert eventually(lambda: len(most) == 8)
+    eventually(lambda: len(most) == 8)
     assert running.end() is True
     assert max(most) == 4
 
@@ -120,7 +120,7 @@ def test_stopping_waits_for_handlers(config, queue):
         running.stop.set()
         go_on.set()
         assert running.end() is True
-        assert eventually(lambda: tracker.in_progress == 0)
+        eventually(lambda: tracker.in_progress == 0)
 
 
 def test_stopping_does_not_wait_for_ever(queue):
@@ -172,7 +172,7 @@ def test_sigterm_drains(config, queue):
             left = consumer.receive(PATIENCE)
             assert left.attempt == 1
             left.ack()
-            assert eventually(lambda: tracker.in_progress == 0)
+            eventually(lambda: tracker.in_progress == 0)
             assert consumer.receive(0.5) is None
 
 
@@ -215,7 +215,7 @@ def test_messages_are_iterated_by_tasks(config, queue):
         send(queue, *(b"%d" % n for n in range(200)))
         payloads = asyncio.run(run())
         assert Counter(payloads) == Counter(b"%d" % n for n in range(200))
-        assert eventually(lambda: tracker.in_progress == 0)
+        eventually(lambda: tracker.in_progress == 0)
 
 
 def test_an_asynchronous_receive_may_be_cancelled(config, queue):

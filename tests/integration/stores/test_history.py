@@ -1,6 +1,5 @@
 """The history of an outbox: what harvesters and operators write into it, and what is read from it."""
 
-import time
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from operator import itemgetter
@@ -258,14 +257,16 @@ def test_harvester_writes_its_leaderships_and_statistics(scene, make_topic, monk
 def test_events_wait_for_the_database(scene, store):
     """Events that cannot be written now are written later, with the age that they have by then."""
     scene.fill("orders", 1)
-    writer = history_module.HistoryWriter("h1", HarvestMetrics())
+    time = [1000.0]
+    writer = history_module.HistoryWriter("h1", HarvestMetrics(), lambda: time[-1])
     writer.note(LeaderFenced(None, "cut off"))
     nowhere = PostgresStore("host=/nowhere dbname=x")
     writer.write(nowhere.history, None, leads=False)
-    time.sleep(0.05)
+    time.append(1600.0)
     for _ in range(2):  # what is written once is not written again
         writer.write(store.history, None, leads=False)
     assert [event.reason for event in events(scene)] == ["cut off"]
+    assert scene.execute("SELECT now() - create_time >= interval '10 min' AS is_late FROM outbox_event")[0].is_late
 
 
 def test_reason_with_odd_characters_is_kept(scene, store):

@@ -140,8 +140,8 @@ def _fill(connection, *, old, young=3):
     connection.execute(insert, ["young", "6 days", young])
 
 
-@pytest.mark.parametrize(("old", "batch", "transactions"), [(0, 10, 1), (9, 10, 1), (10, 10, 2), (25, 10, 3)])
-def test_prune_in_batches(connection, old, batch, transactions):
+@pytest.mark.parametrize(("old", "batch"), [(0, 10), (9, 10), (10, 10), (25, 10)])
+def test_prune_in_batches(connection, old, batch):
     """Messages older than the age are deleted, in transactions of a batch each; younger ones stay."""
     connection.execute("CREATE TABLE pruned (xid xid8, source text)")
     connection.execute(
@@ -154,7 +154,6 @@ def test_prune_in_batches(connection, old, batch, transactions):
     assert connection.execute("SELECT source, count(*) FROM inbox GROUP BY 1").fetchall() == [("young", 3)]
     sizes = connection.execute("SELECT count(*) FROM pruned GROUP BY xid ORDER BY min(xid::text::bigint)").fetchall()
     assert [size for (size,) in sizes] == [batch] * (old // batch) + [old % batch] * (old % batch > 0)
-    assert len(sizes) in (transactions, transactions - 1)
 
 
 def test_prune_takes_the_oldest_first(connection):

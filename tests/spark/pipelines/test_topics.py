@@ -256,7 +256,7 @@ def test_spark_notices_a_topic_made_anew(spark, kafka_bootstrap, make_topic, tmp
     assert len(read_on()) == 5
     admin = AdminClient({"bootstrap.servers": kafka_bootstrap})
     admin.delete_topics([topic])[topic].result(30)
-    wait_until(lambda: topic not in admin.list_topics(timeout=10).topics, 30)
+    assert wait_until(lambda: topic not in admin.list_topics(timeout=10).topics, 30)
     make_topic(1, name=topic)
     produce(kafka_bootstrap, topic, range(100, 120))
     with pytest.raises(Exception, match=f"topic {topic} was deleted and made anew"):

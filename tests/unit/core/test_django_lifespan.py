@@ -47,10 +47,6 @@ def _complete(phase):
     return f"lifespan.{phase}.complete", None
 
 
-def _failed(phase, message):
-    return f"lifespan.{phase}.failed", message
-
-
 def test_it_lives_as_long_as_the_server():
     """Requests go to the application, the lifespan to the context."""
     assert _live() == ["http", "entered", _complete("startup"), "left", _complete("shutdown")]

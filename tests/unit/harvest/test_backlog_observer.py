@@ -12,6 +12,7 @@ from outbox_core.metrics import HarvestMetrics
 from outbox_core.stores.interface import Backlog, WaitingRows
 from outbox_core.upkeep import backlog as observing
 from outbox_core.upkeep.backlog import BacklogObserver
+from tests.harvesting import wait_until
 
 INTERVAL_SECONDS = 0.02
 
@@ -52,14 +53,6 @@ class Harvester:
         return self.metrics.registry.get_sample_value(name, {"outbox": "shop"})
 
 
-def until(condition):
-    """Wait until the condition holds."""
-    deadline = time.monotonic() + 5.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.fixture
 def observe():
     """A factory of started observers."""
@@ -79,16 +72,16 @@ def test_a_count_that_waited_for_a_lock_is_repeated_soon(observe, monkeypatch):
     monkeypatch.setattr(observing, "_LONGEST_PAUSE_SECONDS", 0.1)
     store, harvester = SlowStore(waits_seconds=0.3), Harvester()
     observe(store, harvester)
-    until(lambda: store.counts > 1)
-    until(lambda: harvester.shown("outbox_deliverable_records") == 3)
+    wait_until(lambda: store.counts > 1, "it counts again")
+    wait_until(lambda: harvester.shown("outbox_deliverable_records") == 3, "the count is shown")
 
 
 def test_kafka_is_told_between_two_counts(observe):
     """The metric of Kafka's answers is set at each interval, also in the long pause after a slow count."""
     store, harvester = SlowStore(waits_seconds=0.3), Harvester()
     observe(store, harvester)
-    until(lambda: harvester.shown("outbox_kafka_up") == 1)
+    wait_until(lambda: harvester.shown("outbox_kafka_up") == 1, "Kafka is up")
     time.sleep(0.4)
     harvester.kafka_answers = False
-    until(lambda: harvester.shown("outbox_kafka_up") == 0)
+    wait_until(lambda: harvester.shown("outbox_kafka_up") == 0, "Kafka is away")
     assert store.counts == 1

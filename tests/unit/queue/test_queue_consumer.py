@@ -14,8 +14,8 @@ from outbox_queue.consuming.reader import QueueReader
 from outbox_queue.metrics import QueueMetrics
 from outbox_queue.protocol import markers as wire
 from outbox_queue.protocol.topics import Topics
+from tests.queueing import eventually
 
-PATIENCE = 30.0
 CONFIG = QueueConfig(bootstrap_servers="nowhere:1", redelivery_timeout="10s")
 
 
@@ -140,14 +140,6 @@ def markers(consumer):
     ]
 
 
-def until(condition):
-    """Wait for a condition."""
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_messages_are_counted_when_they_are_handed_out(begin):
     """Messages are counted when they are handed out, and not if they were only started and given back."""
     one = begin()
@@ -176,7 +168,7 @@ def test_what_waits_for_too_long_is_given_back(begin):
     one = begin(max_processing_time="1s", redelivery_timeout="1s")
     start(one, 0, 1)
     taken = one.receive(0)
-    until(lambda: one.in_progress == one.value("processing") == 0)
+    eventually(lambda: one.in_progress == one.value("processing") == 0)
     assert (1, 0, 0) in markers(one)
     assert not any(after_ms == 0 for offset, after_ms, _ in markers(one) if offset == 0)
     assert not taken.is_settled
