@@ -140,7 +140,7 @@ def test_one_leader_of_eight(contend):
 
 
 def test_group_whose_partition_belongs_to_no_member(contend, monkeypatch):
-    """A group that Kafka finds in order, but whose members got no partition, has a leader once they have joined anew."""
+    """A group that Kafka finds in order, but whose members got no partition, has a leader once it is joined anew."""
     take, given = Member._on_assign, []
 
     def lose_the_first(member, consumer, partitions):
