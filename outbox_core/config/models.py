@@ -288,8 +288,9 @@ class HarvestConfig(Settings):
             )
             raise InvalidSettings([Problem(("limits", "mark_query_records"), why)])
         if kafka_settings.linger(self._merged) >= self.delivery_timeout:
+            given = "base" if kafka_settings.linger(self.base_kafka_config) >= self.delivery_timeout else "producer"
             raise InvalidSettings(
-                [Problem(("producer_kafka_config", "linger.ms"), "must be less than the delivery timeout")]
+                [Problem((f"{given}_kafka_config", "linger.ms"), "must be less than the delivery timeout")]
             )
         longest_drain = kafka_settings.max_poll_interval(self.base_kafka_config) * 4 / 5
         if self.limits.drain_timeout > longest_drain:

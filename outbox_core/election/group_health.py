@@ -31,8 +31,10 @@ class GroupHealth:
         self._config = config
         self._connection = connection
         self._lease = config.heartbeat_timeout.total_seconds()
+        self._patience = _SESSIONS_OF_SILENCE * config.session_timeout.total_seconds()
         self._heard_at = now()
         self._has_heard = False
+        self._rejoin_at = 0.0
         self._refusal = ""
         self._refused_since = 0.0
         self._has_warned = False
@@ -46,7 +48,7 @@ class GroupHealth:
         if silence <= self._lease:
             return self._stranger or None
         reason = self._lasting_refusal(at)
-        if silence <= _SESSIONS_OF_SILENCE * self._config.session_timeout.total_seconds() and not reason:
+        if silence <= self._patience and not reason:
             return None
         last_error = self._connection.last_error
         if unanswered > self._lease:
@@ -58,6 +60,13 @@ class GroupHealth:
     def silent_seconds(self) -> float:
         """Seconds since Kafka last did what this member asked of it, or brought a leader's heartbeat."""
         return max(0.0, now() - max(self._heard_at, self._connection.answered_at))
+
+    def may_rejoin(self) -> bool:
+        """Tell, ever more rarely, that no leader was heard for so long that the group may need to be joined anew."""
+        at, due = now(), max(self._heard_at + self._patience, self._rejoin_at)
+        if at >= due:
+            self._rejoin_at = 2 * at - self._heard_at
+        return at >= due
 
     def on_signal(self, signal: Signal | None) -> None:
         """Note a message of the leader topic.

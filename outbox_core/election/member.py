@@ -89,9 +89,11 @@ class Member:
     def join(self) -> None:
         """Ask to be let into the group, or raise LeaderTopicError if the leader topic refuses our messages for good."""
         self._look()
-        self._consumer.subscribe(
-            [self._config.topic], on_assign=self._on_assign, on_revoke=self._on_revoke, on_lost=self._on_lost
-        )
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        handlers = {"on_assign": self._on_assign, "on_revoke": self._on_revoke, "on_lost": self._on_lost}
+        self._consumer.subscribe([self._config.topic], **handlers)
 
     def run_once(self) -> None:
         """Write the signal that is due, and read one message or wait a moment for it.
@@ -115,16 +117,20 @@ class Member:
         else:
             self._read(message)
         self._health.probe(self._producer)
+        if self._ownership is None and self._health.may_rejoin():
+            # The client divides the partitions by what one broker knows. If that did not know a new leader topic yet,
+            # no member has its partition, and Kafka finds the group in order.
+            logger.info("%s: no leader is heard; joins %s anew", self._config.name, self._config.group_id)
+            self._consumer.unsubscribe()
+            self._subscribe()
 
     def close(self) -> None:
         """Hand leadership over, if held, and leave the group."""
         self._hand_over()
-        with suppress(KafkaException, RuntimeError):
-            self._consumer.unsubscribe()  # without a partition librdkafka's close alone would not leave the group
-        with suppress(KafkaException, RuntimeError):
-            self._consumer.close()
-        with suppress(KafkaException, RuntimeError):
-            self._observer.close()
+        # Without a partition librdkafka's close alone would not leave the group.
+        for step in (self._consumer.unsubscribe, self._consumer.close, self._observer.close):
+            with suppress(KafkaException, RuntimeError):
+                step()
         del self._producer
 
     def lose(self, reason: str) -> None:

@@ -72,51 +72,17 @@ _NOTICE = 5  # of syslog's levels
 
 _LIKENESS = 0.8
 
-_COMMON_PROPERTIES = [
-    "acks",
-    "bootstrap.servers",
-    "client.id",
-    "compression.type",
-    "delivery.timeout.ms",
-    "enable.idempotence",
-    "enable.ssl.certificate.verification",
-    "linger.ms",
-    "message.max.bytes",
-    "partitioner",
-    "reconnect.backoff.max.ms",
-    "reconnect.backoff.ms",
-    "request.timeout.ms",
-    "retries",
-    "sasl.kerberos.keytab",
-    "sasl.kerberos.principal",
-    "sasl.kerberos.service.name",
-    "sasl.mechanism",
-    "sasl.mechanisms",
-    "sasl.oauthbearer.client.id",
-    "sasl.oauthbearer.client.secret",
-    "sasl.oauthbearer.config",
-    "sasl.oauthbearer.method",
-    "sasl.oauthbearer.scope",
-    "sasl.oauthbearer.token.endpoint.url",
-    "sasl.password",
-    "sasl.username",
-    "security.protocol",
-    "session.timeout.ms",
-    "socket.connection.setup.timeout.ms",
-    "socket.keepalive.enable",
-    "socket.timeout.ms",
-    "ssl.ca.location",
-    "ssl.ca.pem",
-    "ssl.certificate.location",
-    "ssl.certificate.pem",
-    "ssl.cipher.suites",
-    "ssl.endpoint.identification.algorithm",
-    "ssl.key.location",
-    "ssl.key.password",
-    "ssl.key.pem",
-    "ssl.keystore.location",
-    "ssl.keystore.password",
-]
+_COMMON_PROPERTIES = """
+    acks bootstrap.servers client.id compression.type delivery.timeout.ms enable.idempotence
+    enable.ssl.certificate.verification linger.ms message.max.bytes partitioner reconnect.backoff.max.ms
+    reconnect.backoff.ms request.timeout.ms retries sasl.kerberos.keytab sasl.kerberos.principal
+    sasl.kerberos.service.name sasl.mechanism sasl.mechanisms sasl.oauthbearer.client.id
+    sasl.oauthbearer.client.secret sasl.oauthbearer.config sasl.oauthbearer.method sasl.oauthbearer.scope
+    sasl.oauthbearer.token.endpoint.url sasl.password sasl.username security.protocol session.timeout.ms
+    socket.connection.setup.timeout.ms socket.keepalive.enable socket.timeout.ms ssl.ca.location ssl.ca.pem
+    ssl.certificate.location ssl.certificate.pem ssl.cipher.suites ssl.endpoint.identification.algorithm
+    ssl.key.location ssl.key.password ssl.key.pem ssl.keystore.location ssl.keystore.password
+""".split()  # noqa: SIM905  a list would take a line for each
 """The properties that people set, to suggest one: the client has no list of them."""
 
 _client_log = logging.getLogger(__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,12 +10,10 @@ from typing import Any
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message
 from outbox_core.kafka.errors import ErrorKind, is_collateral, kind_of
 from outbox_core.kafka.messages import Failure, message_headers, partition_of
-from outbox_core.kafka.row_topics import RowTopics
+from outbox_core.kafka.row_topics import NamedPartitions, RowTopics
 from outbox_core.kafka.transactions import Ended, GiveUp, TransactionalProducer
 from outbox_core.stores.interface import LaneKey, StoredRecord, lane_of
 
-_MOST_TOPICS_TO_LEARN = 20
-_METADATA_SECONDS = 1.0
 _NOW = 0  # the timestamp of a message that has none yet
 
 
@@ -54,6 +51,7 @@ class RecordProducer(TransactionalProducer):
         self._id_prefix = outbox_name.encode() + b":"
         self._topics = topics or RowTopics()
         self.sent: list[StoredRecord] = []  # by the last `send`
+        self._partitions = NamedPartitions()  # of the present one
 
     def send(
         self, records: Iterable[StoredRecord], give_up: GiveUp, reports: Reports | None = None
@@ -63,9 +61,11 @@ class RecordProducer(TransactionalProducer):
         `reports` takes the delivery reports, which cost more than all the rest. None if `give_up`, asked while the
         queue is full, said so; `Ended` if the producer is broken.
         """
+        self._partitions = NamedPartitions(self._producer)
         if reports is not None:
             records = list(records)
-            self._learn_partitions(records)
+            # A new client knows no partitions, takes all, and fails those that do not exist with their transaction.
+            self._partitions.learn_named(records)
         sent = Sent([], [])
         self.sent = sent.records
         stopped: set[LaneKey] = set()
@@ -93,17 +93,6 @@ class RecordProducer(TransactionalProducer):
                 stopped.add(lane)
         return sent
 
-    def _learn_partitions(self, records: Iterable[StoredRecord]) -> None:
-        """Have the client know the partitions of named ones: it then refuses those that do not exist by itself.
-
-        A new producer knows none, takes all, and fails them, with their transaction, once it has learned better.
-        """
-        named = {record.topic: record for record in records if record.partition >= 0}
-        for topic, record in list(named.items())[:_MOST_TOPICS_TO_LEARN]:
-            with suppress(KafkaException, ValueError):  # the record will tell
-                self._topics.check(record)
-                self._producer.list_topics(topic, timeout=_METADATA_SECONDS)
-
     def _produce(self, record: StoredRecord, give_up: GiveUp, on_delivery: Callable[..., None] | None) -> bool:
         """Produce one record. False if `give_up` said so while the queue was full."""
         identity, topic, key, value, names, values, partition, _ = record
@@ -118,7 +107,11 @@ class RecordProducer(TransactionalProducer):
         try:
             # By position, in the order of confluent's signature: names would cost a third of the whole call.
             self._producer.produce(topic, value, key, partition, on_delivery, None, _NOW, headers)
-        except BufferError:
+        except (BufferError, KafkaException) as error:
+            if isinstance(error, KafkaException):
+                refusal = self._partitions.refusal(record, error.args[0])
+                if refusal is not None:
+                    raise KafkaException(refusal) from None
             return self.produce(topic, value, key, partition, headers, give_up=give_up, on_delivery=on_delivery)
         return True
 

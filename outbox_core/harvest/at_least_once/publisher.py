@@ -15,7 +15,7 @@ from typing import Final
 from outbox_core.errors import must
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message, Producer
 from outbox_core.kafka.messages import Failure, message_headers, partition_of
-from outbox_core.kafka.row_topics import RowTopics
+from outbox_core.kafka.row_topics import NamedPartitions, RowTopics
 from outbox_core.stores.interface import StoredRecord
 
 _log = logging.getLogger(__name__)
@@ -35,10 +35,15 @@ def _partition(message: Message | None) -> int:
 
 def _cause(error: Exception) -> KafkaError:
     """Return the client's refusal of a record, or that its row is no message: somebody wrote it by hand."""
-    if isinstance(error, KafkaException):
-        refusal: KafkaError = error.args[0]
-        return refusal
-    return KafkaError(KafkaError._INVALID_ARG, str(error))  # noqa: SLF001  its public name
+    invalid = KafkaError._INVALID_ARG  # noqa: SLF001  its public name
+    cause: KafkaError = error.args[0] if isinstance(error, KafkaException) else KafkaError(invalid, str(error))
+    return cause
+
+
+def _judged(failure: Failure, partitions: NamedPartitions) -> Failure:
+    """Return a failure, not of the record alone if only the client did not know its partition."""
+    refusal = partitions.refusal(failure.record, failure.error)
+    return failure._replace(alone=False) if refusal is None else failure._replace(error=refusal)
 
 
 class Publisher:
@@ -184,11 +189,12 @@ class Publisher:
         return delivered
 
     def take_failed(self) -> list[Failure]:
-        """Return the records that failed since the last call."""
+        """Return the records that failed since the last call; waits for Kafka if one names an unknown partition."""
         self._check_counts()
         failed, self.failed = self.failed, []
         self._take(len(failed))
-        return failed
+        partitions = NamedPartitions(*self._producers())
+        return [_judged(failure, partitions) for failure in failed]
 
     def _check_counts(self) -> None:
         alone, total = self._unbatched_in_flight, self.in_flight
@@ -221,9 +227,11 @@ class Publisher:
 
     def cancel(self) -> None:
         """Fail all unacknowledged records, on the wire or not: the client would send them again by itself."""
-        for producer in (self._producer, self._unbatched_producer):
-            if producer is not None:
-                producer.purge(in_queue=True, in_flight=True, blocking=False)
+        for producer in self._producers():
+            producer.purge(in_queue=True, in_flight=True, blocking=False)
+
+    def _producers(self) -> list[Producer]:
+        return [producer for producer in (self._producer, self._unbatched_producer) if producer is not None]
 
     def fit(self, limits: ProducerLimits) -> bool:
         """Return True if the producer has these limits; make one that has them once no record is in flight."""

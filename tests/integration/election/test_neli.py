@@ -32,6 +32,7 @@ from confluent_kafka.admin import (
 from devstack.embedded import EmbeddedBroker
 from devstack.kafka import KafkaBroker
 from outbox_core.election import Neli, NeliConfig, now
+from outbox_core.election.member import Member
 from outbox_core.election.messages import Claim, Heartbeat, Resignation, decode, encode
 from outbox_core.election.protocol import Ownership
 from outbox_core.errors import GroupRefused, InvalidConfig, KafkaUnavailable, LeaderTopicError, OutboxError
@@ -136,6 +137,24 @@ def test_one_leader_of_eight(contend):
             time.sleep(0.005)
         leader.stop()
         contenders.remove(leader)
+
+
+def test_group_whose_partition_belongs_to_no_member(contend, monkeypatch):
+    """A group that Kafka finds in order, but whose members got no partition, has a leader once it is joined anew."""
+    take, given = Member._on_assign, []
+
+    def lose_the_first(member, consumer, partitions):
+        given.append(partitions)
+        if len(given) > 1:
+            take(member, consumer, partitions)
+        else:
+            consumer.incremental_assign(partitions)
+
+    monkeypatch.setattr(Member, "_on_assign", lose_the_first)
+    contender = contend(quick=True)
+    until(lambda: given, what="it has joined")
+    leads(contender)
+    assert len(given) == 2
 
 
 def another_leader_writes(config, *, resigns):

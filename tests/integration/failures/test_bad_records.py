@@ -11,7 +11,7 @@ from psycopg.conninfo import make_conninfo
 from outbox_core import OutboxRecord
 from outbox_core.errors import TrackingTopicError
 from outbox_core.kafka import clients
-from outbox_core.kafka.clients import make_admin
+from outbox_core.kafka.clients import NewPartitions, make_admin
 from outbox_core.kafka.messages import ERROR_HEADER, ORIGIN_HEADER
 from tests.harvesting import GENEROUS_SECONDS, Scene, by_key, identity_of, wait_until
 from tests.topic_settings import alter_topic
@@ -389,6 +389,26 @@ def test_holds_that_may_only_be_read(scene, make_topic, role, mode, caplog):
     assert len(scene.held()) == 1
     assert texts(scene.read(topic), "bad")[-3:] == ["after 0", "after 1", "after 2"]
     assert sum("missing rights on outbox_hold" in record.message for record in caplog.records) == 1
+
+
+def test_partition_that_the_client_does_not_know_yet(scene, make_topic, mode):
+    """A topic gets more partitions in mid-run: rows for them arrive at once, and rows for missing ones are held."""
+    topic, admin = make_topic(partitions=2), make_admin({"bootstrap.servers": scene.bootstrap})
+
+    def stash(partitions):
+        scene.stash(*(OutboxRecord(topic, f"k{n}", f"{n}", partition=n) for n in partitions))
+
+    with scene.running(config=mode, limits=QUICK):
+        stash([0, 1, 2])
+        wait_until(lambda: len(scene.held()) == 1 and scene.count() == 1, "a row for a missing partition is held")
+        admin.create_partitions([NewPartitions(topic, 9)])[topic].result(20)
+        stash(range(3, 12))
+        wait_until(lambda: len(scene.held()) == 4 and scene.count() == 4, "rows for new partitions arrive")
+        scene.hold("release_records", topic=topic)
+        wait_until(lambda: len(scene.held()) == 3 and scene.count() == 3, "it arrives once it is released")
+    assert {hold.key for hold in scene.held()} == {"k9", "k10", "k11"}
+    assert all(hold.error.startswith("kafka_partition: ") for hold in scene.held())
+    assert sorted(message.partition for message in scene.read(topic)) == list(range(9))
 
 
 def test_wrong_clock_holds_no_record(scene, make_topic, mode, monkeypatch):

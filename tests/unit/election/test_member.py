@@ -129,3 +129,36 @@ def test_messages_before_the_first_that_was_read_are_waited_for(member):
     begun = now()
     member._observe(message(500, Resignation(400, uuid4())))
     assert member._predecessor.gone_at >= begun + 5.0
+
+
+def test_a_group_without_a_leader_is_joined_anew(member, monkeypatch):
+    """A member that hears of no leader for three sessions joins again, then ever more rarely; an owner does not."""
+    calls, start, passed = [], now(), [0.0]
+    member._consumer.close()
+    member._consumer = SimpleNamespace(
+        assignment=list,
+        get_watermark_offsets=lambda *_, **__: (0, 2000),
+        poll=lambda _: None,
+        unsubscribe=lambda: calls.append("leave"),
+        subscribe=lambda topics, **_: calls.append(topics),
+        close=lambda: None,
+    )
+    member._observer.poll = lambda _: None
+    member._health.probe = lambda _: None
+    monkeypatch.setattr("outbox_core.election.group_health.now", lambda: start + passed[0])
+    patience = 3 * member._config.session_timeout.total_seconds()
+
+    def joins_at(*seconds):
+        calls.clear()
+        for passed[0] in seconds:
+            member.run_once()
+        return calls.count("leave")
+
+    assert joins_at(0.0, 0.9 * patience) == 0
+    assert joins_at(1.1 * patience, 1.2 * patience, 2.1 * patience) == 1
+    assert calls == ["leave", [member._config.topic]]
+    assert joins_at(2.3 * patience, 4.5 * patience) == 1
+    member._health.on_signal(Heartbeat(0, uuid4(), 1, "leader", member._config.contest))
+    assert joins_at(4.6 * patience, 5.4 * patience) == 0
+    make_leader(member)
+    assert joins_at(99 * patience) == 0

@@ -1,6 +1,7 @@
 """The publisher: it turns rows into produce calls and collects their outcomes."""
 
 from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
@@ -208,6 +209,28 @@ def test_partition_that_is_not_there():
     assert Failure(_record(partition=9), error).kind is ErrorKind.POISON
     assert Failure(_record(partition=-5), error).kind is ErrorKind.POISON
     assert Failure(_record(), error).kind is ErrorKind.UNKNOWN_TOPIC
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "alone"), [(3, "poison", True), (8, "poison", False), (None, "transient", True)]
+)
+def test_partition_is_asked_for_before_its_row_is_blamed(publisher, producers, answer, kind, alone):
+    """A refused row is tried again if the cluster has its partition, and never held without an answer."""
+    asked = []
+
+    def list_topics(topic, timeout):
+        del timeout
+        asked.append(topic)
+        if answer is None:
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT))
+        return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions=range(answer))})
+
+    producers[0].list_topics = list_topics
+    producers[0].raises = KafkaException(KafkaError(KafkaError._UNKNOWN_PARTITION))
+    publisher.send([_record(n, partition=7) for n in range(50)], 0.0)
+    failed = publisher.take_failed()
+    assert [(failure.kind.value, failure.alone) for failure in failed] == [(kind, alone)] * 50
+    assert asked == ["t"]
 
 
 def test_forged_ids_are_left_out(publisher, producers):

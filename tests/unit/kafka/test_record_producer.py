@@ -18,21 +18,33 @@ class _Client:
         sent: ids of the values that it took.
         raises: errors by value.
         asked: topics whose partitions it was asked for.
+        partitions: by topic those that it knows; None for all.
+        cluster: by topic those that there are, or an error.
     """
 
     def __init__(self):
         self.sent, self.raises, self.asked, self._reports = [], {}, [], []
+        self.partitions, self.cluster = {}, {}
 
-    def produce(self, topic, value, key, partition, on_delivery=None, *_, **__):
-        del topic, key, partition
+    def produce(self, topic, value, key=None, partition=-1, on_delivery=None, *_, **__):
+        del key
         if value in self.raises:
             raise self.raises[value]
+        if partition >= self.partitions.get(topic, partition + 1):
+            raise KafkaException(error("_UNKNOWN_PARTITION"))
         self.sent.append(int(value))
         self._reports.append(on_delivery)
 
     def list_topics(self, topic, *, timeout):
         del timeout
         self.asked.append(topic)
+        count = self.cluster.get(topic, 9)
+        if isinstance(count, KafkaException):
+            raise count
+        if isinstance(count, KafkaError):
+            return SimpleNamespace(topics={topic: SimpleNamespace(error=count, partitions={})})
+        self.partitions[topic] = count
+        return SimpleNamespace(topics={topic: SimpleNamespace(error=None, partitions=dict.fromkeys(range(count)))})
 
     def report(self, *errors):
         """Deliver, or fail, the oldest records."""
@@ -109,6 +121,31 @@ def test_named_partitions_are_learned_before_they_are_searched_for(producer, cli
     assert client.asked == []
     producer.send(rows, lambda: False, Reports())
     assert client.asked == ["a"]
+
+
+def test_partition_that_the_client_does_not_know_is_asked_for(producer, client):
+    """A record is refused only for a partition that the cluster does not have; each topic is asked for once."""
+    client.partitions, client.cluster = {"t": 1, "u": 1}, {"t": 3}
+    rows = [record(n, f"k{n}", "t", partition=n) for n in range(6)]
+    sent = producer.send(rows, lambda: False)
+    assert (client.sent, client.asked) == ([0, 1, 2], ["t"])
+    assert [(each.record.id, each.error.name()) for each in sent.refused] == [
+        (n, "_UNKNOWN_PARTITION") for n in (3, 4, 5)
+    ]
+    client.partitions, client.cluster = {"t": 3}, {"t": 6}
+    assert producer.send(rows[3:], lambda: False).refused == []
+
+
+@pytest.mark.parametrize("name", ["_TIMED_OUT", "UNKNOWN_TOPIC_OR_PART"])
+def test_partition_that_cannot_be_asked_for_is_not_the_records_fault(producer, client, name):
+    """Without an answer about a topic its error is the record's; after a silence no other topic is asked for."""
+    told = error(name)
+    client.partitions = {"t": 1, "u": 1}
+    client.cluster = {"t": KafkaException(told) if name == "_TIMED_OUT" else told}
+    sent = producer.send([record(1, partition=2), record(2, "l", "u", partition=2)], lambda: False)
+    refused = {1, 2} if name == "_TIMED_OUT" else {1}
+    assert {each.record.id for each in sent.refused if each.error.name() == name} == refused
+    assert client.asked == (["t"] if name == "_TIMED_OUT" else ["t", "u"])
 
 
 def test_a_full_queue_is_waited_for_until_it_is_given_up(producer, client):
