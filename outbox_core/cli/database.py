@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DATA_SOURCE_VARIABLE = "OUTBOX_POSTGRES_DSN"
 TABLE_VARIABLE = "OUTBOX_TABLE"
+IS_READ_ONLY = "the database takes no writes: it is a standby, or read-only by default; name the primary"
 _CONNECT_SECONDS = 10
 
 

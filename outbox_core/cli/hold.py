@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outbox_core.cli.database import add_place_arguments, connect, find_place, operator
+from outbox_core.cli.database import IS_READ_ONLY, add_place_arguments, connect, find_place, operator
 from outbox_core.cli.terminal import Output, is_terminal, write_table
 from outbox_core.errors import InvalidConfig, OutboxError, OutboxTableError, StoreUnavailable
 from outbox_core.holds import Hold, Holds
@@ -371,6 +371,8 @@ def _run(options: argparse.Namespace) -> int:
             raise OutboxTableError(f"{error.diag.message_primary}; role {connection.info.user} needs {needs}") from None
         except psycopg.errors.LockNotAvailable:
             raise StoreUnavailable(f"{holds.outbox} is locked by another session; `outbox doctor` names it") from None
+        except psycopg.errors.ReadOnlySqlTransaction:
+            raise StoreUnavailable(IS_READ_ONLY) from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"the database failed: {error}; run the command again") from None
     return 0

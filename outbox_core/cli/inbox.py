@@ -9,7 +9,7 @@ import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from outbox_core.cli.database import DATA_SOURCE_VARIABLE, connect, read_harvest_file
+from outbox_core.cli.database import DATA_SOURCE_VARIABLE, IS_READ_ONLY, connect, read_harvest_file
 from outbox_core.cli.terminal import Progress
 from outbox_core.errors import InvalidConfig, OutboxTableError, StoreUnavailable
 from outbox_core.inbox import PRUNE_BATCH, Inbox
@@ -98,6 +98,8 @@ def _prune_on(connection: psycopg.Connection[tuple[object, ...]], inbox: Inbox, 
     except psycopg.errors.InsufficientPrivilege as error:
         needs = f"role {connection.info.user} needs SELECT and DELETE to prune"
         raise OutboxTableError(f"{error.diag.message_primary}; {needs}") from None
+    except psycopg.errors.ReadOnlySqlTransaction:
+        raise StoreUnavailable(IS_READ_ONLY) from None
     except psycopg.OperationalError as error:
         raise StoreUnavailable(f"the database failed: {error}; run the command again to go on") from None
 

@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from outbox_core.cli.database import add_place_arguments, connect, find_place, operator
+from outbox_core.cli.database import IS_READ_ONLY, add_place_arguments, connect, find_place, operator
 from outbox_core.cli.inbox import parse_age
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.printable import plural, printable
@@ -91,6 +91,8 @@ def _run(options: argparse.Namespace) -> int:
         except psycopg.IntegrityError as error:  # the outbox has got constraints since
             why = f"{error.diag.message_primary}; nothing was stashed: name keys or times without such a record"
             raise OutboxTableError(why) from None
+        except psycopg.errors.ReadOnlySqlTransaction:
+            raise StoreUnavailable(IS_READ_ONLY) from None
         except psycopg.OperationalError as error:
             raise StoreUnavailable(f"the database failed: {error}; see with --dry-run, then run it again") from None
     sys.stdout.write(report)

@@ -13,6 +13,7 @@ from outbox_core.schema import HOLD_COLUMNS, quote
 
 _OLDEST_SERVER = 140_000
 _OLD_SECONDS = 60
+_OLD_TRANSACTIONS = 100_000  # those of some seconds on a busy server, between two messages of a standby
 MOST_TOPICS = 20
 _COUNT_BOUND = 100_000
 _CROWDED = 0.9
@@ -30,22 +31,37 @@ SELECT current_database(), current_setting('synchronous_commit'), current_settin
        (SELECT reset_val::bool FROM pg_settings WHERE name = 'default_transaction_read_only')
 """
 
-# Whoever holds an old snapshot keeps vacuum from removing what was purged since.
+# Whoever holds an old snapshot keeps vacuum from removing what was purged since, a query on a standby included that
+# tells of it (hot_standby_feedback); its age in seconds is not known. A logical slot keeps dead rows of catalogs alone.
 _SNAPSHOTS = """
 SELECT 'pid ' || pid || coalesce(' (' || nullif(application_name, '') || ')', ''),
-       extract(epoch FROM clock_timestamp() - xact_start)::float8, format('SELECT pg_terminate_backend(%%s)', pid)
+       extract(epoch FROM clock_timestamp() - xact_start)::float8, NULL, format('SELECT pg_terminate_backend(%%s)', pid)
 FROM pg_stat_activity
 WHERE (backend_xmin IS NOT NULL OR backend_xid IS NOT NULL) AND datname = current_database()
   AND pid <> pg_backend_pid() AND xact_start < clock_timestamp() - make_interval(secs => %(old)s)
 UNION ALL
-SELECT 'prepared transaction ' || quote_literal(gid), extract(epoch FROM clock_timestamp() - prepared)::float8,
+SELECT 'prepared transaction ' || quote_literal(gid), extract(epoch FROM clock_timestamp() - prepared)::float8, NULL,
        format('ROLLBACK PREPARED %%L', gid)
 FROM pg_prepared_xacts
 WHERE database = current_database() AND prepared < clock_timestamp() - make_interval(secs => %(old)s)
 UNION ALL
-SELECT 'replication slot ' || quote_literal(slot_name), NULL, format('SELECT pg_drop_replication_slot(%%L)', slot_name)
+SELECT 'replication slot ' || quote_literal(slot_name), NULL,
+       CASE WHEN xmin IS NOT NULL THEN 'keeps vacuum from its work'
+            ELSE 'keeps ' || pg_size_pretty(pg_wal_lsn_diff(
+                CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END, restart_lsn))
+                || ' of WAL, and more until its reader comes back or the disk is full' END,
+       format('SELECT pg_drop_replication_slot(%%L)', slot_name)
 FROM pg_replication_slots
-WHERE NOT active AND (xmin IS NOT NULL OR (catalog_xmin IS NOT NULL AND database = current_database()))
+WHERE NOT active AND (xmin IS NOT NULL
+                      OR catalog_xmin IS NOT NULL AND restart_lsn IS NOT NULL AND database = current_database())
+UNION ALL
+SELECT 'standby ' || quote_literal(application_name), NULL, to_char(age(held), 'FM999,999,999,999'),
+       'SELECT pid, xact_start, query FROM pg_stat_activity WHERE backend_xmin IS NOT NULL'
+FROM (
+    SELECT application_name, coalesce(r.backend_xmin, s.xmin) AS held
+    FROM pg_stat_replication AS r LEFT JOIN pg_replication_slots AS s ON s.active_pid = r.pid
+) AS standbys
+WHERE age(held) > %(old_transactions)s
 ORDER BY 2 DESC NULLS LAST
 LIMIT 3
 """
@@ -261,13 +277,19 @@ class PostgresChecks:
 
     def snapshots(self) -> Iterator[Finding]:
         """Check for transactions and slots that keep vacuum from its work."""
-        rows = self._session.ask(_SNAPSHOTS, {"old": _OLD_SECONDS})
-        for who, age, remedy in rows:
-            does = "is not in use and keeps vacuum from its work. Drop it, if it is not needed"
+        rows = self._session.ask(_SNAPSHOTS, {"old": _OLD_SECONDS, "old_transactions": _OLD_TRANSACTIONS})
+        for who, age, keeps, remedy in rows:
             if age is not None:
                 does = (
                     f"has been open for {age:,.0f} s; vacuum keeps what was deleted since. End it, if it is not needed"
                 )
+            elif who.startswith("standby"):
+                does = (
+                    f"has a query with a snapshot {keeps} transactions old (hot_standby_feedback); vacuum keeps what "
+                    "was deleted since. Find it there, and end it if it is not needed"
+                )
+            else:
+                does = f"is not in use and {keeps}. Start its reader; drop it, if it is not needed"
             yield warning("old snapshot", f"{who} {does}", remedy)
         if rows:
             return

@@ -57,7 +57,7 @@ def _last_id(session: DatabaseSession, name: str) -> tuple[int | None, str]:
     found = session.ask(sql.FIND_SEQUENCE, {"name": name})
     if len(found) != 1 or not found[0][1]:
         return None, f"the ids of {session.table} are not simply drawn from one sequence"
-    sequence, _, may_read = found[0]
+    sequence, _, may_read, _ = found[0]
     if not may_read:
         return None, f"GRANT SELECT ON SEQUENCE {sequence} TO {session.role}"
     statement = sql.LAST_ID_DRAWN.format(sequence=sequence.replace("%", "%%"))

@@ -21,8 +21,9 @@ threads that own a store each.
   alone, and sent in batches of one record; so are dead letters, which are not marked.
 - **Force remark**, where more is in doubt: release all records that are not yet sent, let those in flight finish under
   the old leader ID, take a new one (`LeaderRefreshed`), and mark again from the head.
-- **Unknown outcomes.** A mark that the connection did not survive may have marked rows unknown to us: force remark. A
-  purge that it did not survive is repeated; if the first one did happen, the second deletes fewer rows than asked.
+- **Unknown outcomes.** A mark that the connection did not survive may have marked rows unknown to us, and after a
+  failover rows that were purged may be back with our mark: force remark when the marker's connection is lost. A purge
+  that it did not survive is repeated; if the first one did happen, the second deletes fewer rows than asked.
 
 A leadership that ends sends no more, waits for the records in flight (bounded by `delivery_timeout`; once the lease is
 over they are cancelled), purges the acknowledged ones and clears its marks from the others. The next leadership starts
@@ -266,7 +267,10 @@ class AtLeastOnce:
             raise StoreUnavailable(str(error), in_doubt=True) from error
 
     def _collect_mark(self) -> None:
-        self._release(self._failures.collect_holds(self._lanes))
+        try:
+            self._release(self._failures.collect_holds(self._lanes))
+        except StoreUnavailable as error:
+            self._remark_if_in_doubt(error)
         if not self._mark.is_done:
             return
         request, failures = self._request, self._failures
@@ -274,8 +278,7 @@ class AtLeastOnce:
             marked = self._mark.result()
         except StoreUnavailable as error:
             self._schedule.retry_in(self._ctx.limits.io_error_backoff)
-            if error.in_doubt and request.limit:
-                self._force_remark()
+            self._remark_if_in_doubt(error)
             return
         self._release(failures.apply_holds(marked.holds, self._lanes))
         batch = marked.batch
@@ -321,6 +324,7 @@ class AtLeastOnce:
             self.drained = self._ctx.marker.submit(nothing_waits).result()
         except StoreUnavailable as error:
             self._ctx.database.failed(error, self._ctx.marker)
+            self._remark_if_in_doubt(error)
 
     # -- send
 
@@ -472,6 +476,12 @@ class AtLeastOnce:
         """Release all records that have not been sent, and send no more under this leader ID."""
         self._remark = True
         self._release(self._lanes.release_all())
+
+    def _remark_if_in_doubt(self, error: StoreUnavailable) -> None:
+        # Whatever the statement was: the next connection may lead to a standby that was promoted without our last
+        # purges, and what they deleted is there again, with our mark.
+        if error.in_doubt:
+            self._force_remark()
 
     def _refresh_when_quiet(self) -> None:
         if self._publisher.in_flight or self._busy_with_database():

@@ -209,13 +209,10 @@ class FailedDeliveries(FailureHandler):
         self._hold_call.start(self._holding(self._to_hold) if self._written else self.hold_cache.current_or_reread)
 
     def collect_holds(self, lanes: Lanes) -> list[StoredRecord]:
-        """Take in the result of that; return the records that are released to the table."""
+        """Take in the result of that, or raise StoreUnavailable; return the records that are released to the table."""
         if not self._hold_call.is_done:
             return []
-        try:
-            holds = self._hold_call.result()
-        except StoreUnavailable:
-            return []
+        holds = self._hold_call.result()
         del self._to_hold[: self._written]
         return self.apply_holds(holds, lanes)
 

@@ -203,7 +203,7 @@ class PostgresHolds:
             if not _is_about_rights(error):
                 raise
             table, message = self._table, str(error).partition(": ")[2]
-            raise StoreUnavailable(f"{table.hold_name}: {message}; {table.grant_holds()}", in_doubt=True) from error
+            raise StoreUnavailable(f"{table.hold_name}: {message}; {table.grant_holds()}") from error
 
 
 def _is_about_rights(error: OutboxTableError) -> bool:

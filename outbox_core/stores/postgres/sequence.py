@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
+from psycopg.errors import UndefinedTable
+
 from outbox_core.errors import OutboxTableError, StoreUnavailable
 from outbox_core.stores.interface import NO_FLOOR, Floor, OpenWriter, SequenceSnapshot
 from outbox_core.stores.postgres import statements as sql
@@ -29,6 +31,7 @@ class _IdSequence(NamedTuple):
     connection: Connection
     name: str
     unusable: str
+    table_file: int | None = None
 
 
 class PostgresSequence:
@@ -51,11 +54,16 @@ class PostgresSequence:
             names = {"name": table.quoted, "sequence": sequence.name}
             drawn = table.query(sql.LAST_ID_DRAWN, names, sequence=sequence.name.replace("%", "%%"))
             found = table.query(sql.OPEN_WRITERS, names)
-        except OutboxTableError as error:  # it has gone, or may not be read: the next mark says what is wrong
-            return SequenceSnapshot(NO_FLOOR.id, None, frozenset(), str(error))
+        except OutboxTableError as error:
+            if isinstance(error.__cause__, UndefinedTable):  # the next attempt looks for both
+                raise StoreUnavailable(f"table {table.name} or its sequence was replaced: {error}") from error
+            return SequenceSnapshot(NO_FLOOR.id, None, frozenset(), str(error))  # it may not be read
         if not found or table.connection is not connection:
             raise StoreUnavailable(f"table {table.name} or sequence {sequence.name} was replaced at this moment")
         (last_id, *files), (writers, is_alone, cache, ascends) = drawn[0], found[0]
+        if files[0] != sequence.table_file:  # a table made anew may have another sequence, while the old one is there
+            self._sequence = None
+            return self.snapshot()
         unusable = self._why_unusable(is_alone=is_alone, cache=cache, ascends=ascends)
         return SequenceSnapshot(last_id, _Place(connection, *files), frozenset(writers), unusable)
 
@@ -84,11 +92,11 @@ class PostgresSequence:
         found = table.query(sql.FIND_SEQUENCE, {"name": table.quoted})
         if len(found) != 1 or not found[0][1]:
             return _IdSequence(connection, "", f"the ids of {table.name} are not simply drawn from one sequence")
-        name, _, may_read = found[0]
+        name, _, may_read, table_file = found[0]
         unusable = "" if may_read else f"GRANT SELECT ON SEQUENCE {name} TO {table.quoted_role}"
         if connection.info.server_version < _TRANSACTIONS_KEEP_THEIR_NAMES:
             unusable = "it needs PostgreSQL 14.1 or later"
-        return _IdSequence(connection, name, unusable)
+        return _IdSequence(connection, name, unusable, table_file)
 
     def _why_unusable(self, *, is_alone: bool, cache: int, ascends: bool) -> str:
         name = self._table.name

@@ -515,7 +515,7 @@ CLEAR_MARKS = "UPDATE {table} SET leader_id = NULL WHERE leader_id IS NOT NULL A
 FIND_SEQUENCE = """
 SELECT quote_ident(n.nspname) || '.' || quote_ident(s.relname),
        a.attidentity <> '' OR pg_get_expr(d.adbin, d.adrelid) = format('nextval(%%L::regclass)', s.oid::regclass::text),
-       has_sequence_privilege(s.oid, 'SELECT')
+       has_sequence_privilege(s.oid, 'SELECT'), pg_relation_filenode(a.attrelid)
 FROM pg_attribute AS a
 LEFT JOIN pg_attrdef AS d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
 JOIN pg_depend AS p ON CASE

@@ -18,9 +18,13 @@ from confluent_kafka.admin import (
 )
 from django.core.management import call_command
 
+from devstack.postgres import Postgres
 from outbox_core.cli import main
 from outbox_core.config import HarvestConfig
 from outbox_core.doctor import postgres as postgres_examination
+from outbox_core.doctor.findings import CommandLine
+from outbox_core.doctor.postgres import PostgresChecks
+from outbox_core.doctor.session import DatabaseSession
 from outbox_core.election import Neli, NeliConfig
 from outbox_core.harvest import Harvester
 from outbox_core.schema import (
@@ -120,6 +124,26 @@ def test_names_who_holds_an_old_snapshot(database, run, monkeypatch):
         pid = holder.info.backend_pid
         found = of(run("doctor")[1], "warning")["old snapshot"]
     assert f"pid {pid} (slow report)" in found["detail"]
+
+
+def test_logical_slot_without_a_reader(tmp_path):
+    """A logical slot that nobody reads is named with the WAL that it keeps; it keeps no dead row of the outbox."""
+    server = Postgres(tmp_path / "logical", small=True)
+    try:
+        server.start()
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET wal_level = logical")
+        server.restart()
+        with psycopg.connect(server.dsn, autocommit=True) as connection:
+            connection.execute("SELECT pg_create_logical_replication_slot('debezium', 'pgoutput')")
+        with DatabaseSession(server.dsn, "outbox", application_name="test") as session:
+            (found,) = PostgresChecks(session, CommandLine()).snapshots()
+    finally:
+        server.stop()
+        server.remove()
+    assert "slot 'debezium' is not in use and keeps " in found.detail
+    assert " of WAL, and more until" in found.detail
+    assert "vacuum" not in found.detail
 
 
 def test_names_every_service_that_is_away_and_no_password(monkeypatch, capsys):

@@ -241,6 +241,50 @@ def test_lost_answers_of_the_database(scene, make_topic):
     assert_only_adjacent_repeats(scene.read(topic), 300)
 
 
+class _FailsOver(PostgresStore):
+    """A store whose server fails over when `lost` is set: the next answer about holds, or an empty table, is missing.
+
+    On the new server rows are back that had been purged, with their marks.
+    """
+
+    def __init__(self, scene):
+        super().__init__(scene.database)
+        self.lost = None
+        self._scene = scene
+        read = self.holds.read
+        self.holds.read = lambda **options: read(**options) if self.lost is None else self._fail_over()
+
+    def _fail_over(self):
+        (topic, leader_id), self.lost = self.lost, None
+        self._scene.execute(
+            "INSERT INTO outbox (leader_id, kafka_topic, kafka_value, kafka_header_keys, kafka_header_values)"
+            " VALUES (%s, %s, 'back', '{}', '{}')",
+            [leader_id, topic],
+        )
+        self.close()
+        raise StoreUnavailable("the connection is lost", in_doubt=True)
+
+
+def test_purge_that_a_failover_undid_is_no_hidden_row(scene, make_topic):
+    """Rows that come back with our own mark are published again, whichever statement meets the failover."""
+    topic = make_topic()
+    scene.hold("add", topic="another")
+    stores = []
+
+    def store():
+        stores.append(_FailsOver(scene))
+        return stores[-1]
+
+    with scene.running(limits=QUICK, store_factory=store) as harvester:
+        scene.fill(topic, 1, keys=None)
+        wait_until(lambda: scene.count() == 0, "it is published")
+        for each in stores:
+            each.lost = topic, harvester.leader_id
+        wait_until(lambda: any(each.lost is None for each in stores), "the failover")
+        wait_until(lambda: scene.count() == 0, "what came back is published")
+    assert {message.value for message in scene.read(topic)} == {b"1", b"back"}
+
+
 def test_connections_that_die_lose_nothing(scene, make_topic, caplog):
     """Harvesting goes on over new connections after the database has ended the old ones at any moment."""
     topic = make_topic()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outbox_core.errors import StoreUnavailable
 from outbox_core.harvest.watermark import LowWatermark
 from outbox_core.metrics import HarvestMetrics
 from outbox_core.stores.interface import NO_FLOOR, Floor, RowQuery
@@ -260,6 +261,24 @@ def test_sequence_that_is_not_the_default_one(scene):
     assert store.sequence.snapshot()[::3] == (99, "")
     scene.fill("t", 3)
     assert store.sequence.snapshot().last_id == 102
+    store.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_table_that_is_made_anew(scene, is_kept):
+    """The ids of a table made anew are those of its own sequence, on the connection that has read the old one, too."""
+    scene.fill("t", 100)
+    store = PostgresStore(scene.database)
+    assert store.sequence.snapshot().last_id == 100
+    scene.execute("ALTER TABLE outbox RENAME TO outbox_old")
+    scene.execute("CREATE TABLE outbox (LIKE outbox_old INCLUDING ALL)")
+    if not is_kept:
+        scene.execute("DROP TABLE outbox_old")
+        with pytest.raises(StoreUnavailable, match=r"outbox or its sequence was replaced.*outbox_id_seq"):
+            store.sequence.snapshot()
+    scene.fill("t", 2)
+    sight = store.sequence.snapshot()
+    assert (sight.last_id, sight.unusable) == (2, "")
     store.close()
 
 

@@ -199,7 +199,8 @@ def test_what_cannot_be_held_keeps_no_others_waiting(failures, clock):
     store = Store(*[NO_HOLDS] * 4)
     store.error = StoreUnavailable("no room for holds")
     for _ in range(2):
-        hold(failures, lanes, store)
+        with pytest.raises(StoreUnavailable):
+            hold(failures, lanes, store)
         assert failures.may_mark
         assert len(failures._to_hold) == 3
         assert failures.exclusion(lanes) == ({("t", "a"), ("denied", "c")}, {row_id(records[1])}, {"denied"})
