@@ -43,8 +43,9 @@ _id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 _row_id_of = cast("Callable[[StoredRecord], RowId]", attrgetter("id", "create_time"))
 _IDLE_SECONDS = 1.0
 _QUIET_SECONDS = 10.0
-# Everything else waits while a destination is tried again: not for long.
-_PATIENCE_SECONDS = 1.0
+# Everything else waits while a destination is tried again: not for long, unless Kafka is slow for all, or nothing else
+# is there to be published.
+_PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 1.0, 4.0
 
 
 class _Scan(NamedTuple):
@@ -85,6 +86,7 @@ class Term:
         self._server = ""  # ID of the database server
         self._ledger = Ledger()  # what the tracking topic says
         self._over_since: float | None = None
+        self._patience = _PATIENCE_SECONDS  # with the next try
 
     def run(self) -> Ended | None:
         """Run until the leadership is over (None) or the producer is of no more use."""
@@ -346,9 +348,6 @@ class Term:
         unpurged = len(self._unpurged)
         must(not unpurged, "a commit must come after the purge of the last transaction; %d rows wait for it", unpurged)
         self._transactions.reached(Failpoint.COMMIT_SENT)
-        return self._end(producer)
-
-    def _end(self, producer: RecordProducer) -> Outcome:
         outcome = producer.commit(self._is_late)
         if isinstance(outcome, Committed):
             self._ledger = Ledger(offset=producer.manifest_offset)
@@ -361,6 +360,7 @@ class Term:
             self._ctx.metrics.dead_letters(len(letters))
         self._ctx.metrics.published(ordinary)
         self._ctx.metrics.publish_latency(took, len(ordinary))
+        self._patience = max(_PATIENCE_SECONDS, 2 * took)
         self._failures.committed(records, took)
         self._ctx.count_published(len(ordinary))
 
@@ -404,8 +404,9 @@ class Term:
         return self._conclude(outcome, records, reports, now() - began, is_retry=True)
 
     def _commit_in_time(self, producer: RecordProducer, records: list[StoredRecord]) -> Outcome:
-        if producer.all_arrive(_PATIENCE_SECONDS, self._is_late):
+        if producer.all_arrive(self._patience, self._is_late):
             return self._commit(producer, records)
+        self._patience = max(self._patience, min(2 * self._patience, _LONGEST_PATIENCE_SECONDS))
         failure = producer.failure
         aborted = producer.abort(failure, self._is_late)
         if failure is not None or isinstance(aborted, Ended) or self._leadership.over():

@@ -164,6 +164,7 @@ class Cluster:
     Attributes:
         forbidden: topics that we may not write to. A transaction with one of them breaks its producer.
         silent: topics that do not acknowledge anything.
+        slow: seconds after which a topic acknowledges what is waited for as long.
         missing: topics that are not there.
         tells: whether it names the topics that we may not write to.
         breaks: number of the next commits that break their producer for another reason.
@@ -180,6 +181,7 @@ class Cluster:
         self.tells = True
         self.breaks = self.hesitates = 0
         self.breaking, self.refusing, self.refused = set(), set(), set()
+        self.slow = {}
         self.transactions = []
         self.published = {}
 
@@ -232,14 +234,15 @@ class Producer:
 
     def all_arrive(self, timeout_seconds, give_up=lambda: False):
         del give_up
+        cluster = self._cluster
+        late = {topic for topic, seconds in cluster.slow.items() if seconds > timeout_seconds}
         if self._reports is not None:
-            cluster = self._cluster
-            failing = cluster.silent | cluster.missing | cluster.refusing
+            failing = cluster.silent | cluster.missing | cluster.refusing | late
             self._reports.arrived = [
                 record for record in self._records if record[1] not in failing and record.value not in cluster.refused
             ]
         # A transaction that is waited for as long as any other fails in the end: the commit says so.
-        return timeout_seconds >= LONG_SECONDS or not self._in(self._cluster.silent)
+        return timeout_seconds >= LONG_SECONDS or not self._in(cluster.silent | late)
 
     def abort(self, cause=None, give_up=lambda: False):
         del give_up

@@ -17,7 +17,7 @@ from outbox_core.kafka.record_producer import Reports
 from outbox_core.kafka.transactions import Aborted
 from outbox_core.stores.interface import NO_HOLDS, HoldSet, NewHold, row_id
 from tests.harvesting import GENEROUS_SECONDS, wait_until
-from tests.unit.harvest.term_world import LETTERS, POISON, TRACKING, Producer, World
+from tests.unit.harvest.term_world import LETTERS, LONG_SECONDS, POISON, TRACKING, Producer, World
 
 
 def paused(topic, key=None):
@@ -263,6 +263,34 @@ def test_many_missing_topics_do_not_stop_the_others(world, monkeypatch):
             wait_until(lambda topic=topic: len(world.cluster.published.get(topic, ())) == 5, "others are published")
         missing, world.cluster.missing = world.cluster.missing, set()
         wait_until(lambda: missing <= world.cluster.published.keys(), "what is there again gets its own")
+
+
+def test_slow_destination_is_waited_for_longer_if_nobody_else_waits(world):
+    """A destination that takes longer than a try waits is published all the same."""
+    world.table.add("slow")
+    world.cluster.silent = {"slow"}
+    with world.running():
+        wait_until(lambda: len(world.cluster.transactions) > 3, "it is tried again")
+        world.cluster.slow, world.cluster.silent = {"slow": 3.5}, set()
+        wait_until(lambda: "slow" in world.cluster.published, "it is published")
+
+
+def test_tries_are_short_while_others_are_published(world, monkeypatch):
+    """A destination that is away keeps others waiting for a second at most, however often it is tried."""
+    waits, all_arrive = [], Producer.all_arrive
+
+    def watched(producer, timeout_seconds, give_up):
+        if producer._in({"silent"}) and timeout_seconds < LONG_SECONDS:
+            waits.append(timeout_seconds)
+            world.table.add("t")  # while it is tried
+        return all_arrive(producer, timeout_seconds, give_up)
+
+    monkeypatch.setattr(Producer, "all_arrive", watched)
+    world.table.add("silent")
+    world.cluster.silent = {"silent"}
+    with world.running():
+        wait_until(lambda: len(waits) > 5, "it is tried")
+    assert waits.count(1.0) > 3, waits
 
 
 # -- the search for records that the broker refuses
