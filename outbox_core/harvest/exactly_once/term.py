@@ -43,8 +43,7 @@ _id_of, _topic_of = attrgetter("id"), attrgetter("topic")
 _row_id_of = cast("Callable[[StoredRecord], RowId]", attrgetter("id", "create_time"))
 _IDLE_SECONDS = 1.0
 _QUIET_SECONDS = 10.0
-# Everything else waits while a destination is tried again: not for long, unless Kafka is slow for all, or nothing else
-# is there to be published.
+# Others wait while a destination is tried again: not for long, unless Kafka is slow for all, or there are no others.
 _PATIENCE_SECONDS, _LONGEST_PATIENCE_SECONDS = 1.0, 4.0
 
 
@@ -348,6 +347,9 @@ class Term:
         unpurged = len(self._unpurged)
         must(not unpurged, "a commit must come after the purge of the last transaction; %d rows wait for it", unpurged)
         self._transactions.reached(Failpoint.COMMIT_SENT)
+        return self._end(producer)
+
+    def _end(self, producer: RecordProducer) -> Outcome:
         outcome = producer.commit(self._is_late)
         if isinstance(outcome, Committed):
             self._ledger = Ledger(offset=producer.manifest_offset)
