@@ -768,6 +768,7 @@ class Consumer(Client):
         self._told_end: dict[Place, int] = {}
         self._assignment = 0
         self._member: _Member | None = None
+        self._left: Event | None = None  # set once Kafka knows that it has left the group
 
     def assign(self, places: list[TopicPartition]) -> None:
         """Read these partitions from their offsets."""
@@ -922,12 +923,16 @@ class Consumer(Client):
         self._member = _Member(self, topics[0], on_assign, on_revoke, on_lost)
 
     def unsubscribe(self) -> None:
-        """Do nothing: `close` follows, and leaves the group."""
+        """Leave the group: `subscribe` or `close` follows."""
+        if self._member is not None and not self.is_closed:
+            self._left = self._member.leave()
+            self._member = None
 
     def close(self) -> None:
         """Leave the group, and read no more."""
-        if self._member is not None and not self.is_closed:
-            self._member.leave()
+        self.unsubscribe()
+        if self._left is not None and not self.is_closed:
+            self._left.wait(1.0)
         self.is_closed = True
         self.unassign()
 
@@ -943,7 +948,7 @@ class _Member:
         self._group = str(settings["group.id"])
         self._session = float(settings["session.timeout.ms"]) / 1000
         self._interval = float(settings["heartbeat.interval.ms"]) / 1000
-        self._owns = self._hands_over = False
+        self._owns = self._hands_over = self._has_left = False
         self._to_tell: deque[str] = deque()
         self._joins = 0
         self._is_joining = False
@@ -971,19 +976,24 @@ class _Member:
                     self._join()
         return told
 
-    def leave(self) -> None:
-        """Hand the partition over, and leave."""
+    @property
+    def _is_over(self) -> bool:
+        return self._has_left or self._consumer.is_closed
+
+    def leave(self) -> Event:
+        """Hand the partition over, and leave; return the event of Kafka's answer."""
         if self._owns:
             self._to_tell.clear()
             self._owns = False
             self._callbacks["revoke"](self._consumer, self._places)
+        self._has_left = True
         broker, event = self._consumer.cluster.coordinator["group"], Event()
         self._consumer.send(
             broker,
             lambda respond: self._consumer.cluster.leave(broker, self._group, self._name, respond),
             lambda _: event.set(),
         )
-        event.wait(1.0)
+        return event
 
     def _lose(self) -> None:
         if self._owns:
@@ -1004,15 +1014,15 @@ class _Member:
         self._join()
 
     def _join(self) -> None:
-        if self._hands_over:
-            return  # once that is done
+        if self._hands_over or self._is_over:
+            return  # else once that is done
         self._joins += 1
         self._is_joining = True
         number = self._joins
         broker, name, owns = self._consumer.cluster.coordinator["group"], self._name, self._owns
 
         def answered(answer: Any) -> None:
-            if number != self._joins or self._consumer.is_closed:
+            if number != self._joins or self._is_over:
                 return
             code, generation, is_owner = (KafkaError._TRANSPORT, -1, False) if answer is LOST else answer
             if code is not None:
@@ -1040,22 +1050,22 @@ class _Member:
 
     def _beat(self) -> None:
         consumer = self._consumer
-        if consumer.is_closed:
+        if self._is_over:
             return
         consumer.process.after(self._interval, self._beat)
-        is_over = consumer.process.monotonic() - self._answered_at > self._session
+        has_expired = consumer.process.monotonic() - self._answered_at > self._session
         if self._is_joining:
-            if is_over:
+            if has_expired:
                 self._lose()  # the answer may come when the others' sessions have ended
             return
-        if is_over:
+        if has_expired:
             self._rejoin_as_new()
             return
         broker, name, generation = consumer.cluster.coordinator["group"], self._name, self._generation
         sent_at = consumer.process.monotonic()
 
         def answered(answer: Any) -> None:
-            if consumer.is_closed or name != self._name or self._is_joining:
+            if self._is_over or name != self._name or self._is_joining:
                 return
             if answer is None:
                 self._answered_at = max(self._answered_at, sent_at)
