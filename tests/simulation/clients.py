@@ -920,17 +920,19 @@ class Consumer(Client):
 
     def subscribe(self, topics: list[str], *, on_assign: Any, on_revoke: Any, on_lost: Any) -> None:
         """Join the group."""
-        self._member = _Member(self, topics[0], on_assign, on_revoke, on_lost)
+        self._member, self._left = _Member(self, topics[0], on_assign, on_revoke, on_lost), None
 
     def unsubscribe(self) -> None:
         """Leave the group: `subscribe` or `close` follows."""
-        if self._member is not None and not self.is_closed:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._member is not None and self._left is None and not self.is_closed:
             self._left = self._member.leave()
-            self._member = None
 
     def close(self) -> None:
         """Leave the group, and read no more."""
-        self.unsubscribe()
+        self._leave()
         if self._left is not None and not self.is_closed:
             self._left.wait(1.0)
         self.is_closed = True

@@ -23,7 +23,6 @@ from tests.simulation.threads import Event
 OFFSETS = "__consumer_offsets"
 _UNSTABLE = "unstable"
 _RETRIES_OF_COMMIT = 3
-_LEAVE_SECONDS = 1.0
 _AGAIN = (KafkaError._TRANSPORT, KafkaError.NOT_COORDINATOR, KafkaError.CONCURRENT_TRANSACTIONS)
 _NO_MEMBER = (KafkaError.UNKNOWN_MEMBER_ID, KafkaError.ILLEGAL_GENERATION)
 Who = tuple[str, str, int]
@@ -462,7 +461,10 @@ class Consumer(clients.Consumer):
     def subscribe(self, topics: list[str], on_assign: Any = None, on_revoke: Any = None, on_lost: Any = None) -> None:
         """Join the group."""
         member: Any = _GroupMember(self, topics[0], on_assign, on_revoke, on_lost)
-        self._member = member
+        self._member, self._left = member, None
+
+    def unsubscribe(self) -> None:
+        """Do nothing: `close` follows, and leaves the group."""
 
     def consumer_group_metadata(self) -> Who:
         """Return what a transaction says about this member."""
@@ -569,8 +571,8 @@ class _GroupMember:
             callback(self._consumer, [TopicPartition(*place) for place in owned])
         self._consumer.unassign()
 
-    def leave(self) -> None:
-        """Hand the partitions over, and leave."""
+    def leave(self) -> Event:
+        """Hand the partitions over, and leave; return the event of Kafka's answer."""
         if self._owned:
             self._give_up()
         self._to_tell.clear()
@@ -578,7 +580,7 @@ class _GroupMember:
         self._consumer.send(
             broker, lambda respond: self._consumer.cluster.leave_queue(broker, who, respond), lambda _: event.set()
         )
-        event.wait(_LEAVE_SECONDS)
+        return event
 
     def _rebalance(self) -> None:
         if self._state == "member":
