@@ -324,7 +324,7 @@ def test_command_says_what_is_wrong(scene, capsys, arguments, complaint):
 
 
 def test_command_on_a_standby(scene, capsys, monkeypatch):
-    """Where no transaction may write, the error says so, and what to name."""
+    """A command on a standby ends with an error that says so, and what to name."""
     with monkeypatch.context() as environment:
         environment.setenv("PGOPTIONS", "-c default_transaction_read_only=on")
         code, out, err = run(scene, capsys, "add", "--topic", "t")

@@ -1,4 +1,4 @@
-"""What is done about a record that was not delivered."""
+"""The decision about each record that was not delivered."""
 
 import pytest
 
