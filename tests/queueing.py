@@ -1,5 +1,6 @@
 """The parts that tests of queues share: markers written by hand, trackers, and readers of the topics."""
 
+import faulthandler
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -94,7 +95,10 @@ def queue_config(bootstrap, make_topic, **settings):
 def tracking(config, **arguments):
     """Run a tracker within the context, which begins when it has caught up."""
     with RedeliveryTracker(config, **arguments) as tracker:
-        assert wait_until(lambda: tracker.is_caught_up or not tracker.health().ok, PATIENCE)
+        caught_up = wait_until(lambda: tracker.is_caught_up or not tracker.health().ok, PATIENCE)
+        if not caught_up:
+            faulthandler.dump_traceback()
+        assert caught_up, tracker.health().detail
         yield tracker
     assert tracker.join(PATIENCE)
 

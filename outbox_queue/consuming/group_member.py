@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from outbox_core.kafka.clients import (
@@ -25,7 +25,7 @@ from outbox_core.kafka.clients import (
 )
 from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_queue.config import QueueConfig
-from outbox_queue.consuming.start_writers import commit
+from outbox_queue.consuming.start_writers import NotStarted
 from outbox_queue.errors import QueueError
 from outbox_queue.metrics import QueueCounters
 from outbox_queue.protocol.clients import consumer_settings, group_of
@@ -39,16 +39,19 @@ _log = logging.getLogger(__name__)
 
 
 class Offsets:
-    """One member's offsets by partition: the next ones, the ends last reached, and those to commit."""
+    """One member's position: its offsets (next, last ends reached, to commit), and how many records are taken."""
 
     def __init__(self) -> None:
         self.done: dict[int, int] = {}
         self.ends: dict[int, int] = {}
         self.skipped: dict[int, int] = {}
         self.skipped_records = 0
+        self.taken_records = 0  # of the fetched ones, from the first on
+        self.committed_at = time.monotonic()
 
     def committed(self) -> None:
         """Forget skipped offsets: they are committed."""
+        self.committed_at = time.monotonic()
         self.skipped.clear()
         self.skipped_records = 0
 
@@ -61,14 +64,21 @@ class Offsets:
 class GroupMember:
     """A Kafka consumer in the group of one queue, for one thread."""
 
-    def __init__(self, config: QueueConfig, queue: str, counters: QueueCounters, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: QueueConfig,
+        queue: str,
+        counters: QueueCounters,
+        warn: Callable[[str], None],
+        commit: Callable[[Mapping[int, int]], None],
+    ) -> None:
         self.offsets = Offsets()
+        self._commit = commit  # may raise NotStarted
         self._config = config
         self._queue = queue
         self._counters = counters
         self._warn = warn
         self._fetched: deque[Any] = deque()
-        self._committed_at = time.monotonic()
         self._is_paused = False
         self._polled_at = self._lag_reported_at = 0.0
         self.consumer: Consumer = make_consumer(
@@ -77,7 +87,7 @@ class GroupMember:
 
     @property
     def has_fetched(self) -> bool:
-        """True if fetched records are left to take."""
+        """True if there are fetched records that it has not moved past."""
         return bool(self._fetched)
 
     def subscribe(self) -> None:
@@ -106,24 +116,32 @@ class GroupMember:
 
     def poll_while_full(self) -> None:
         """Poll without fetching, if the last poll was long ago: the group takes this member for dead otherwise."""
-        now = time.monotonic()
-        if now - self._polled_at < _LONGEST_WITHOUT_POLL_SECONDS:
-            return
+        if time.monotonic() - self._polled_at >= _LONGEST_WITHOUT_POLL_SECONDS:
+            self.poll_paused()
+
+    def poll_paused(self) -> None:
+        """Poll without fetching, and hear of partitions that are revoked."""
         if not self._is_paused:
             self.consumer.pause(self.consumer.assignment())
             self._is_paused = True
+        self._polled_at = time.monotonic()
         record = self.consumer.poll(0)
-        self._polled_at = now
         if record is not None:
             self._keep([record])
 
     def take(self, most: int) -> tuple[list[Any], dict[int, int]]:
-        """Take fetched records of this queue, and skip others; return the offsets after all of them, too."""
-        key, fetched = self._queue.encode(), self._fetched
+        """Return fetched records of this queue, and the offsets after them and after those of others between them.
+
+        The same are taken again until `skip` or `committed` has moved past them, or the group has revoked them.
+        """
+        key = self._queue.encode()
         records: list[Any] = []
         offsets: dict[int, int] = {}
-        while fetched and len(records) < most:
-            record = fetched.popleft()
+        self.offsets.taken_records = 0
+        for record in self._fetched:
+            if len(records) == most:
+                break
+            self.offsets.taken_records += 1
             if record.key() == key:
                 records.append(record)
             else:
@@ -134,31 +152,30 @@ class GroupMember:
     def skip(self, offsets: Mapping[int, int]) -> None:
         """Move past records without committing."""
         self.offsets.skipped.update(offsets)
-        self._advance(offsets)
+        self._move_past_taken(offsets)
 
     def committed(self, offsets: Mapping[int, int]) -> None:
         """Move past records whose offsets are committed, with those of all skipped records."""
-        self._note_commit()
-        self._advance(offsets)
+        self.offsets.committed()
+        self._move_past_taken(offsets)
 
-    def rewind(self, records: Sequence[Any]) -> None:
-        """Read these records, and the fetched ones, again."""
-        first: dict[int, int] = {}
-        for record in (*records, *self._fetched):
-            partition, offset = record.partition(), record.offset()
-            first[partition] = min(offset, first.get(partition, offset))
-        self._fetched.clear()
-        for partition, offset in first.items():
-            # Known again when it is reached again. Until then there is more before it than marks of transactions.
-            self.offsets.ends.pop(partition, None)
-            try:
-                self.consumer.seek(TopicPartition(self._config.message_topic, partition, offset))
-            except KafkaException as error:  # another member has it now
-                _log.info("partition %d is not read again: %s", partition, error.args[0].str())
+    def drop_committed(self) -> None:
+        """Forget fetched records whose offsets are committed; raise NotStarted if Kafka does not tell."""
+        numbers = {record.partition() for record in self._fetched}
+        asked = [TopicPartition(self._config.message_topic, number) for number in numbers]
+        try:
+            answer = self.consumer.committed(asked, self._config.delivery_timeout.total_seconds())
+        except KafkaException as error:
+            raise NotStarted(error.args[0].str(), error.args[0]) from None
+        for one in answer:
+            if one.error is not None:
+                raise NotStarted(one.error.str(), one.error)
+        ends = {one.partition: one.offset for one in answer}
+        self._fetched = deque(one for one in self._fetched if one.offset() >= ends[one.partition()])
 
     def commit_if_due(self) -> None:
         """Commit skipped offsets, after the configured time or number of records."""
-        waited = time.monotonic() - self._committed_at
+        waited = time.monotonic() - self.offsets.committed_at
         is_time = waited >= self._config.commit_interval.total_seconds()
         if is_time or self.offsets.skipped_records >= self._config.max_messages_per_commit:
             self.commit_skipped()
@@ -168,12 +185,12 @@ class GroupMember:
         if not self.offsets.skipped:
             return
         try:
-            commit(self._config, self.consumer, self.offsets.skipped)
-        except KafkaException as error:
-            self._warn(f"offsets of other queues' messages are not committed: {error.args[0].str()}")
-            self._committed_at = time.monotonic()
+            self._commit(self.offsets.skipped)
+        except NotStarted as error:
+            self._warn(f"offsets of other queues' messages are not committed: {error}")
+            self.offsets.committed_at = time.monotonic()  # the next try comes as late
         else:
-            self._note_commit()
+            self.offsets.committed()
 
     def report_lag_if_due(self) -> None:
         """Count the lag, now and then."""
@@ -203,6 +220,8 @@ class GroupMember:
             error = record.error()
             if error is None:
                 self._fetched.append(record)
+                if record.offset() < self.offsets.ends.get(record.partition(), 0):
+                    del self.offsets.ends[record.partition()]  # the topic was made anew
             elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001
                 self.offsets.ends[record.partition()] = record.offset()
             elif error.fatal() or error.code() in MEMBER_HOPELESS:
@@ -211,19 +230,22 @@ class GroupMember:
                 raise QueueError(f"queue {self._queue!r} cannot be read: {why}")
             else:
                 self._warn(f"reading: {error.str()}")
-        self._advance({})
+        self._move_past_ends()
 
-    def _advance(self, offsets: Mapping[int, int]) -> None:
-        done = self.offsets.done
-        done.update(offsets)
+    def _move_past_taken(self, offsets: Mapping[int, int]) -> None:
+        # Not by their offsets, which begin again in a topic that is made anew.
+        for _ in range(self.offsets.taken_records):
+            self._fetched.popleft()
+        self.offsets.taken_records = 0
+        self.offsets.done.update(offsets)
+        self._move_past_ends()
+
+    def _move_past_ends(self) -> None:
+        done, fetched = self.offsets.done, self._fetched
         for partition, end in self.offsets.ends.items():
             # Only marks of transactions are between the last record of a partition and its end.
-            if end > done.get(partition, end) and all(one.partition() != partition for one in self._fetched):
+            if end > done.get(partition, end) and all(one.partition() != partition for one in fetched):
                 self.offsets.skipped[partition] = done[partition] = end
-
-    def _note_commit(self) -> None:
-        self.offsets.committed()
-        self._committed_at = time.monotonic()
 
     def _assigned(self, consumer: Consumer, partitions: list[TopicPartition]) -> None:
         consumer.assign(partitions)
@@ -238,5 +260,6 @@ class GroupMember:
     def _lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         gone = {partition.partition for partition in partitions}
         self._fetched = deque(record for record in self._fetched if record.partition() not in gone)
+        self.offsets.taken_records = 0
         for partition in gone:
             self.offsets.forget(partition)

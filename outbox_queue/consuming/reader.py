@@ -7,14 +7,16 @@ For each batch, in this order:
 3. write the markers, and commit the offsets (`start_writers`);
 4. only then put the messages into the buffer.
 
-If 2 or 3 fails, the Kafka consumer seeks back and the batch comes again, to a new owner if its partitions were
-revoked. If the process dies after 3, the trackers know of every message that it had.
+If 2 or 3 fails, the same records are taken again, without those whose partitions were revoked meanwhile: a new owner
+reads these. If it is not known whether 3 has failed, those are left out that the group has committed by then. If the
+process dies after 3, the trackers know of every message that it had.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 
 from outbox_core import election
 from outbox_core.kafka.errors import MEMBER_HOPELESS, principal_of
@@ -76,7 +78,7 @@ class QueueReader:
         self._buffer = buffer
         self._acks = acks
         self._changes = _ChangeLog(queue)
-        self._member = GroupMember(config, queue, counters, self._changes.warn)
+        self._member = GroupMember(config, queue, counters, self._changes.warn, self._commit)
         consumer = self._member.consumer
         self._writer: StartWriter = (
             TransactionalStartWriter(config, queue, consumer)
@@ -113,8 +115,8 @@ class QueueReader:
             _log.exception("queue %r: reading has ended", self._queue)
             self._buffer.fail(error)
         finally:
+            self._member.close()  # which may commit once more
             self._writer.close()
-            self._member.close()
             del self._writer  # it refers to the client, whose threads end with the last reference
 
     def _step(self) -> None:
@@ -133,8 +135,12 @@ class QueueReader:
         if not records:
             self._member.skip(offsets)
             return
-        there_are_more = self._member.has_fetched or len(records) == capacity
         try:
+            if self._writer.is_in_doubt:
+                self._writer.settle(self._seconds_left())
+                self._member.drop_committed()  # trackers know them
+                self._writer.is_in_doubt = False
+                return
             batch = self._start_markers.build(records)
             self._writer.write(batch.markers, self._member.offsets.skipped | offsets, self._seconds_left())
         except NotStarted as error:
@@ -144,12 +150,16 @@ class QueueReader:
                     f"messages of queue {self._queue!r} cannot be started: {error} (as {principal})"
                 ) from None
             self._changes.warn(f"messages are not started yet: {error}")
-            self._member.rewind(records)
-            self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS)
+            if not self._stopping.wait(_PAUSE_AFTER_FAILURE_SECONDS):
+                self._member.poll_paused()  # a start marker after the end marker of a new owner would revive a message
             return
-        self._put(batch, there_are_more=there_are_more)
         self._member.committed(offsets)
+        self._put(batch, there_are_more=self._member.has_fetched or len(records) == capacity)
         self._changes.reset()
+
+    def _commit(self, offsets: Mapping[int, int]) -> None:
+        """Commit offsets as those of started messages: a plain commit that comes late would take these back."""
+        self._writer.write((), offsets, self._seconds_left())
 
     def _put(self, batch: Batch, *, there_are_more: bool) -> None:
         self._acks.count_started(len(batch.due), parked=batch.parked)

@@ -25,7 +25,7 @@ from outbox_core.kafka.clients import (
     make_producer,
 )
 from outbox_core.kafka.transactions import TransactionalProducer
-from outbox_queue.config import QueueConfig
+from outbox_queue.config import QueueConfig, milliseconds
 from outbox_queue.consuming.marker_writer import MarkerRecord
 from outbox_queue.protocol import transaction
 from outbox_queue.protocol.clients import (
@@ -38,6 +38,7 @@ from outbox_queue.protocol.clients import (
 from outbox_queue.protocol.transaction import Failure
 
 _SLICE_SECONDS = 0.2
+_LEAST_PATIENCE_MS = 1000
 
 SecondsLeft = Callable[[], float]  # of a step; it shrinks when the consumer is being closed
 
@@ -51,10 +52,19 @@ class NotStarted(Exception):
 
 
 class StartWriter(Protocol):
-    """A way of starting messages."""
+    """A way of starting messages.
+
+    Attributes:
+        is_in_doubt: messages that were not started may be committed: after `settle` the group's offsets tell.
+    """
+
+    is_in_doubt: bool
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """Write start markers and commit offsets; raise `NotStarted` if that is not known to have happened."""
+
+    def settle(self, seconds_left: SecondsLeft) -> None:
+        """End what is in doubt, so that it has happened, or never will; raise `NotStarted` if it cannot."""
 
     def close(self) -> None:
         """Discard the producer."""
@@ -62,6 +72,8 @@ class StartWriter(Protocol):
 
 class PlainStartWriter:
     """Markers first, then the offsets of a consumer, on the consumer's thread."""
+
+    is_in_doubt = False  # markers that are written again do no harm
 
     def __init__(self, config: QueueConfig, consumer: Consumer) -> None:
         self._config = config
@@ -73,7 +85,16 @@ class PlainStartWriter:
         discard(self._producer)
 
     def _make(self) -> Producer:
-        return make_producer({**producer_settings(self._config, linger_ms=UNTIL_FLUSH_MS), **PARTITIONER})
+        config = self._config
+        # If some of a batch's markers cannot be written, the others are written again before these messages expire.
+        patience = min(config.delivery_timeout, config.redelivery_timeout / 2)
+        settings = producer_settings(config, linger_ms=UNTIL_FLUSH_MS) | {
+            "delivery.timeout.ms": max(_LEAST_PATIENCE_MS, milliseconds(patience))
+        }
+        return make_producer({**settings, **PARTITIONER})
+
+    def settle(self, seconds_left: SecondsLeft) -> None:
+        """See `StartWriter`."""
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """See `StartWriter`."""
@@ -86,11 +107,15 @@ class PlainStartWriter:
         try:
             self._produce(markers, note)
             self._flush(errors, seconds_left)
+        except KafkaException as error:
+            # The old one would give the next markers the sequence numbers of these: a broker that has got these after
+            # all would take the next for repeats, and acknowledge without writing (`outbox_core.kafka.transactions`).
+            discard(self._producer)
+            self._producer = self._make()
+            raise NotStarted(error.args[0].str(), error.args[0]) from None
+        try:
             commit(self._config, self._consumer, offsets)
         except KafkaException as error:
-            if error.args[0].fatal():
-                discard(self._producer)
-                self._producer = self._make()
             raise NotStarted(error.args[0].str(), error.args[0]) from None
 
     def _produce(self, markers: Sequence[MarkerRecord], note: Callable[[KafkaError | None, object], None]) -> None:
@@ -130,12 +155,19 @@ class TransactionalStartWriter:
         # Made at once, so that contradicting settings raise where the consumer is made.
         self._producer: TransactionalProducer | None = transaction.transactional_producer(self._settings)
         self._is_ready = False
+        self.is_in_doubt = False
 
     def close(self) -> None:
         """See `StartWriter`."""
         producer, self._producer, self._is_ready = self._producer, None, False
         if producer is not None:
             producer.discard()
+
+    def settle(self, seconds_left: SecondsLeft) -> None:
+        """See `StartWriter`."""
+        _, failure = self._ready(seconds_left)
+        if failure is not None:
+            raise self._not_started(failure)
 
     def write(self, markers: Sequence[MarkerRecord], offsets: Mapping[int, int], seconds_left: SecondsLeft) -> None:
         """See `StartWriter`."""
@@ -154,11 +186,14 @@ class TransactionalStartWriter:
         producer, failure = self._ready(seconds_left)
         if failure is None:
             failure = transaction.run(producer, fill, give_up)
-        if failure is None:
-            return
+        if failure is not None:
+            raise self._not_started(failure)
+
+    def _not_started(self, failure: Failure) -> NotStarted:
         if failure.is_over:
             self.close()
-        raise NotStarted(failure.reason, failure.error)
+            self.is_in_doubt = True
+        return NotStarted(failure.reason, failure.error)
 
     def _ready(self, seconds_left: SecondsLeft) -> tuple[TransactionalProducer, Failure | None]:
         """Return a producer whose next transaction no late end of another can meet, or the reason why there is none."""

@@ -18,6 +18,7 @@ UNTIL_FLUSH_MS = 100  # linger of producers that are flushed after each batch: a
 
 _MOST_QUEUED_MESSAGES = 100_000
 _LARGEST_BATCH_BYTES = 1_000_000  # librdkafka's default
+_METADATA_INTERVAL_MS = 30_000  # librdkafka would read nothing of a new partition for five minutes
 _SESSION_TIMEOUT_MS = 10_000  # librdkafka's 45 s would be most of a redelivery_timeout
 
 
@@ -28,7 +29,12 @@ def group_of(queue: str) -> str:
 
 def common_settings(config: QueueConfig) -> dict[str, Any]:
     """Return the settings of all clients, which are enough for an admin client."""
-    return {"reconnect.backoff.max.ms": 1000, **config.kafka, "bootstrap.servers": config.bootstrap_servers}
+    return {
+        "reconnect.backoff.max.ms": 1000,
+        "topic.metadata.refresh.interval.ms": _METADATA_INTERVAL_MS,
+        **config.kafka,
+        "bootstrap.servers": config.bootstrap_servers,
+    }
 
 
 def producer_settings(config: QueueConfig, *, linger_ms: float = 5) -> dict[str, Any]:

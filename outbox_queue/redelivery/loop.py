@@ -26,7 +26,7 @@ from outbox_core.kafka.clients import (
     make_consumer,
     make_producer,
 )
-from outbox_core.kafka.errors import TRACKER_HOPELESS, why_unreadable
+from outbox_core.kafka.errors import MEMBER_HOPELESS, why_unreadable
 from outbox_core.outage import Outage
 from outbox_core.printable import plural
 from outbox_queue.config import QueueConfig, milliseconds
@@ -64,9 +64,10 @@ class TrackerLoop:
         self._ctx = TrackerContext(config, metrics, give_up, make_producer(producer_settings(config, linger_ms=0)))
         self._partitions: dict[int, TrackedPartition] = {}
         self._unreadable_before = 0  # in partitions that were ours
-        self._was_assigned = self._is_member = False
+        self._was_assigned = False
         self._read_since_commit = 0
         self._commit_at = self._report_at = 0.0
+        self._outside_since: float | None = now_ms()
         extra = {**_CONSUMER_SETTINGS, **config.kafka, "on_commit": self._note_commit}
         self._consumer: Consumer = make_consumer(consumer_settings(config, TRACKER_GROUP, extra))
 
@@ -79,6 +80,12 @@ class TrackerLoop:
     def outage(self) -> Outage:
         """The longest outage."""
         return max(self._ctx.redelivery, self._ctx.clock, key=lambda outage: outage.lasted_seconds)
+
+    @property
+    def outside_seconds(self) -> float:
+        """Seconds for which it has not been a member of the trackers' group."""
+        since = self._outside_since  # the other thread may join meanwhile
+        return 0.0 if since is None else (now_ms() - since) / 1000
 
     def begin(self) -> None:
         """Join the trackers' group."""
@@ -140,12 +147,13 @@ class TrackerLoop:
                 count += 1
                 tracked.markers.read(record.offset(), record.timestamp(), record.key(), record.value(), now)
         self._read_since_commit += count
-        if count:
-            self._ctx.clock.recovered()
+        for tracked in partitions.values():
+            if tracked.markers.read_at == now:
+                self._ctx.clock.recovered(tracked.markers.number)
 
     def _check(self, error: KafkaError) -> None:
         """Raise an error from which the consumer does not recover by itself."""
-        if error.fatal() or error.code() in TRACKER_HOPELESS:
+        if error.fatal() or error.code() in MEMBER_HOPELESS:
             config = self._ctx.config
             why = why_unreadable(error, config.kafka, config.marker_topic, TRACKER_GROUP)
             raise QueueError(f"markers of {config.marker_topic!r} cannot be read: {why}")
@@ -199,7 +207,7 @@ class TrackerLoop:
         self._forget(self._partitions.copy())
         for number in (partition.partition for partition in partitions):
             self._partitions[number] = TrackedPartition(number, self._ctx)
-        self._was_assigned = self._is_member = True
+        self._was_assigned, self._outside_since = True, None
         self.is_caught_up = False
         _log.info("tracking marker partitions %s", sorted(self._partitions))
 
@@ -209,7 +217,8 @@ class TrackerLoop:
 
     def _lost(self, _: Consumer, partitions: list[TopicPartition]) -> None:
         self._forget(self._ours(partitions))
-        self._is_member = self.is_caught_up = False
+        self._outside_since = self._outside_since or now_ms()
+        self.is_caught_up = False
 
     def _ours(self, partitions: list[TopicPartition]) -> dict[int, TrackedPartition]:
         named = (partition.partition for partition in partitions)
@@ -229,7 +238,7 @@ class TrackerLoop:
         catching_up = sum(not one.is_caught_up for one in markers)
         if self._partitions and not catching_up and not self.is_caught_up:
             _log.info("caught up: %s in progress", plural(self.in_progress, "message"))
-        self.is_caught_up = self._is_member and catching_up == 0
+        self.is_caught_up = self._outside_since is None and catching_up == 0
         if now < self._report_at:
             return
         began = now_ms()  # what the turn did before may have taken seconds

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from outbox_core import election
@@ -28,6 +29,7 @@ _TICK_PATIENCE_MS = 2000.0
 _TICK_LOST_MS = 10_000.0
 _RETRY_MS = 1000.0
 _REFUSED_MS = 60_000.0
+_METADATA_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class TrackedPartition:
     def close(self) -> None:
         """Let go of the producer; the partition is another tracker's."""
         self._is_closed = True
+        self._ctx.clock.forget()  # of all partitions: they are revoked together
         self._redeliverer.close()
 
     def attend(self, now: float) -> bool:
@@ -82,6 +85,7 @@ class TrackedPartition:
             return self._prepare()
         if quiet > _TICK_LOST_MS:
             self.markers.tick_failed(tick.token)
+            self._note_failure(f"what was written {(now - tick.sent_at) / 1000:.0f} s ago cannot be read")
         return True
 
     def send_tick(self, now: float) -> bool:
@@ -91,20 +95,32 @@ class TrackedPartition:
             return False
         value, token = markers.send_tick(now, may_judge=self._redeliverer.is_prepared)
 
-        def note_failure(error: object) -> None:
+        def fail(error: object) -> None:
             markers.tick_failed(token)
             self._retry_at = now_ms() + _RETRY_MS
-            self._ctx.clock.failed(f"{self._name}: {error}")
+            self._note_failure(error)
 
         def report(error: KafkaError | None, _: object) -> None:
             if error is not None and not self._is_closed:
-                note_failure(error.str())
+                fail(error.str())
 
         try:
             self._ctx.ticks.produce(self._ctx.config.marker_topic, value, None, markers.number, on_delivery=report)
-        except (BufferError, KafkaException) as error:
-            note_failure(error)
+        except BufferError as error:
+            fail(error)
+        except KafkaException as error:
+            fail(error.args[0].str())
+            if error.args[0].code() == KafkaError._UNKNOWN_PARTITION:  # noqa: SLF001  a public constant
+                self._learn_partitions()
         return True
+
+    def _learn_partitions(self) -> None:
+        """Have the producer of ticks ask for the topic's partitions: the consumer may hear of new ones long before."""
+        with suppress(KafkaException):
+            self._ctx.ticks.list_topics(self._ctx.config.marker_topic, timeout=_METADATA_SECONDS)
+
+    def _note_failure(self, error: object) -> None:
+        self._ctx.clock.failed(f"{self._name}: {error}", self.markers.number)
 
     def _prepare(self) -> bool:
         failure = self._redeliverer.prepare(self._ctx.give_up)

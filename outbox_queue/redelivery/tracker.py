@@ -96,6 +96,10 @@ class RedeliveryTracker:
         has_any = loop.partitions > 0
         if loop.outage.lasted_seconds > _AWAY_SECONDS:
             return Health(ok=False, leader=has_any, detail=loop.outage.describe())
+        outside = loop.outside_seconds
+        if outside > _AWAY_SECONDS:
+            why = f"Kafka has not let it into group {TRACKER_GROUP} for {outside:.0f} s"
+            return Health(ok=False, leader=False, detail=why)
         state = "caught up" if loop.is_caught_up else "catching up"
         return Health(
             ok=True, leader=has_any, detail=f"{loop.partitions} partitions, {state}, {loop.in_progress} in progress"

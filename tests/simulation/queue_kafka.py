@@ -393,14 +393,6 @@ class Consumer(clients.Consumer):
         self._paused.difference_update((each.topic, each.partition) for each in places)
         self._start_again()
 
-    def seek(self, to: TopicPartition) -> None:
-        """Read a partition from an offset on."""
-        place = to.topic, to.partition
-        if place not in self._places:
-            raise KafkaException(KafkaError(KafkaError._STATE, "the partition is not assigned"))
-        self._positions[place] = to.offset
-        self._start_again()
-
     def _start_again(self) -> None:
         self._assignment += 1
         self._messages.clear()
@@ -471,6 +463,26 @@ class Consumer(clients.Consumer):
         member: Any = self._member
         who: Who = member.who
         return who
+
+    def committed(self, places: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        """Return the group's offsets, once no open transaction has any of these."""
+        names, end = [(each.topic, each.partition) for each in places], self.process.monotonic() + timeout
+        while self.process.monotonic() < end:
+            broker, event, answers = self.cluster.offsets.leader, Event(), list[Any]()
+
+            def done(answer: Any, event: Event = event, answers: list[Any] = answers) -> None:
+                answers.append(answer)
+                event.set()
+
+            def ask(respond: Respond, broker: int = broker) -> None:
+                self.cluster.fetch_offsets(broker, self.group, names, respond)
+
+            self.send(broker, ask, done)
+            event.wait(max(0.0, end - self.process.monotonic()))
+            if answers and isinstance(answers[0], dict):
+                return [TopicPartition(*name, offset) for name, offset in answers[0].items()]
+            Event().wait(0.1)
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT, "offsets"))
 
     def commit(self, *, offsets: list[TopicPartition], asynchronous: bool) -> list[TopicPartition]:
         """Commit offsets; wait for the answer, or have `on_commit` called."""

@@ -61,6 +61,16 @@ class Oracle:
             letter = ((entry.value or b"").decode(), attempts, travelled.reason)
             self.dead.setdefault(travelled.origin, []).append(letter)
 
+    def is_started_again(self, place: Place) -> bool:
+        """Tell whether a copy has a start marker that readers do not see yet, behind an open transaction."""
+        for partition in self._cluster.stamped("markers"):
+            for entry in partition.log[partition.stable_end :]:
+                marker = wire.Marker.FromString(entry.value or b"")
+                named = marker.message_id.partition, marker.message_id.offset
+                if entry.state == PLAIN and marker.type == wire.START and named == place:
+                    return True
+        return False
+
     def _new(self, topic: str) -> Iterator[tuple[int, StampedPartition, Entry, float]]:
         for partition in self._cluster.stamped(topic):
             name = topic, partition.number

@@ -110,12 +110,12 @@ SITUATION: Mapping[str, Any] = MappingProxyType({})
 _SMALL = ((tracked_partition, "_REDELIVERED_AT_ONCE", 3), (reader, "_READ_AT_ONCE", 20), (in_progress, "_SLACK", 8))
 """Batches and limits of the product that are small here, so that much happens between two of them."""
 
-_SENTINELS_IN_LOG = {
+SENTINELS_IN_LOG = {
     "consumer could not start messages": "messages are not started yet",
-    "starting took too long": "messages took longer than redelivery_timeout",
+    "starting took too long": "took longer than redelivery_timeout",
     "waited for a handler for too long": "that waited too long for a handler",
     "handler hung": "is in progress for longer than max_processing_time",
-    "markers undelivered": "markers could not be delivered",
+    "markers undelivered": "delivering markers",
     "redelivery failed": "redelivery: ",
     "tracker's offsets not committed": "of the marker topic was not committed",
     "handlers did not finish before the end": "handlers did not finish within drain_timeout",
@@ -135,7 +135,7 @@ QUEUE_SENTINELS = (
     "transactional start given up", "started again after its redelivery", "redelivered while at work, held up",
     "keep-alive late", "marker partition with two trackers", "tracker ends with markers unread",
     "expired messages left for another turn", "finished since the tick", "kept alive since the tick",
-    *_SENTINELS_IN_LOG,
+    *SENTINELS_IN_LOG,
 )  # fmt: skip
 """States that a number of runs should reach; a report names those that were never reached."""
 
@@ -154,11 +154,11 @@ class _Log(logging.Handler):
             return
         simulation.note_invariant(record)
         text = record.getMessage()
-        for sentinel, part in _SENTINELS_IN_LOG.items():
+        for sentinel, part in SENTINELS_IN_LOG.items():
             simulation.seen[sentinel] += part in text
         if simulation.plan.is_transactional:
             simulation.seen["transactional start given up"] += (
-                _SENTINELS_IN_LOG["consumer could not start messages"] in text
+                SENTINELS_IN_LOG["consumer could not start messages"] in text
             )
         if text.startswith("caught up: ") and not text.startswith("caught up: 0 "):
             simulation.seen["tracker took over messages in progress"] += 1
@@ -553,7 +553,9 @@ class QueueSimulation(Simulation):
         starts = [mark.at for mark in marks if mark.kind == wire.START]
         end = min((mark for mark in marks if mark.kind == wire.END), key=lambda mark: mark.offset)
         deadline = self.oracle.deadline(place, end.offset)
-        if deadline is None or end.at < deadline or (len(starts) > 1 and not self.plan.is_transactional):
+        if deadline is None or end.at < deadline:
+            return
+        if not self.plan.is_transactional and (len(starts) > 1 or self.oracle.is_started_again(place)):
             return
         last = max(mark.at for mark in marks if mark.kind != wire.END and mark.offset < end.offset)
         if not self._is_held_up(place, last if len(starts) == 1 else min(starts)):

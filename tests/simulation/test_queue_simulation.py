@@ -49,7 +49,7 @@ def test_promises_of_queues_hold_for_hours():
         ("a tracker heeds keep-alives", 0),
         ("a tracker heeds end markers", 0),
         ("deadlines count from the reading of a marker", 0),
-        ("what was not started is read again", 0),
+        ("what was not started is taken again", 0),
     ],
 )
 def test_broken_rules_of_queues_are_found(rule, first):

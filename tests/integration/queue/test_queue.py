@@ -658,7 +658,7 @@ def test_closing_does_not_hang_without_a_broker(own_stack):
 
 
 def test_a_failed_start_is_tried_again(service, config, monkeypatch):
-    """If start markers cannot be committed, the consumer seeks back, and every message comes once."""
+    """If start markers cannot be committed, the messages are started again, and each comes once."""
     from outbox_queue.consuming import start_writers as starts
 
     queue = service.queue("q")

@@ -3,11 +3,15 @@
 import time
 
 import pytest
+from confluent_kafka.admin import AdminClient, NewPartitions
 
 from outbox_core.kafka.clients import make_producer
+from outbox_queue.config import QueueConfig
 from outbox_queue.protocol import headers
 from outbox_queue.protocol import markers as wire
 from outbox_queue.protocol.clients import producer_settings, transactional_settings
+from outbox_queue.redelivery import tracked_partition
+from outbox_queue.redelivery import tracker as tracker_module
 from outbox_queue.redelivery.tracker import RedeliveryTracker
 from tests.kafka_reader import read_topic
 from tests.queueing import Markers, dead_letters_in, ended_ids, eventually, messages_in, queue_config, tracking
@@ -25,6 +29,16 @@ def config(kafka_bootstrap, make_topic):
 def markers(config):
     """A writer of markers to the marker topic."""
     return Markers(config.bootstrap_servers, config.marker_topic)
+
+
+def dead_consumer(config):
+    """Return the producer of a consumer that has left a transaction open in partition 1 of the marker topic."""
+    producer = make_producer(transactional_settings(config, f"dead-{config.marker_topic}"))
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(config.marker_topic, wire.keep_alive_marker(0, 99, 0), b"99", 1)
+    producer.flush(30)
+    return producer
 
 
 def test_what_expires_is_redelivered_once_and_ended(config, markers):
@@ -153,12 +167,7 @@ def test_a_message_that_kafka_refuses_stops_no_other(kafka_bootstrap, make_topic
 
 def test_an_open_transaction_holds_redelivery_up(config, markers):
     """A dead consumer's open transaction delays redelivery; after its abort only the expired message comes again."""
-    producer = make_producer(transactional_settings(config, f"dead-{config.marker_topic}"))
-    producer.init_transactions(30)
-    producer.begin_transaction()
-    end = wire.keep_alive_marker(0, 99, 0)
-    producer.produce(config.marker_topic, end, b"99", 1)
-    producer.flush(30)
+    producer = dead_consumer(config)
     with RedeliveryTracker(config) as tracker:
         markers.start(1, 500)  # partition 1, behind the transaction
         markers.start(5, 500)
@@ -169,3 +178,43 @@ def test_an_open_transaction_holds_redelivery_up(config, markers):
         producer.abort_transaction(30)
         eventually(lambda: messages_in(config) == {b"payload 5": [2]})
         eventually(lambda: tracker.in_progress == 0)
+
+
+def test_partitions_that_the_marker_topic_gets_later(config):
+    """A tracker that is assigned new partitions redelivers from them at once."""
+    admin, topic = AdminClient({"bootstrap.servers": config.bootstrap_servers}), config.marker_topic
+    with tracking(config) as tracker:
+        admin.create_partitions([NewPartitions(topic, 8)])[topic].result(30)
+        with tracking(config):  # the group is assigned anew when it joins, and when it leaves
+            pass
+        markers = Markers(config.bootstrap_servers, topic, partitions=8)
+        for number in range(8):
+            markers.start(number, 300)
+        markers.flush()
+        eventually(lambda: messages_in(config) == {b"payload %d" % number: [2] for number in range(8)}, seconds=20)
+        assert tracker.is_caught_up
+
+
+def test_markers_that_cannot_be_read(config, monkeypatch, caplog):
+    """A tracker that does not read what is written to a partition says so, and is not healthy until it does."""
+    monkeypatch.setattr(tracked_partition, "_TICK_LOST_MS", 500.0)
+    monkeypatch.setattr(tracker_module, "_AWAY_SECONDS", 1.0)
+    producer = dead_consumer(config)
+    with RedeliveryTracker(config) as tracker:
+        eventually(lambda: not tracker.health().ok)
+        assert "partition 1 of the marker topic: what was written" in tracker.health().detail
+        assert not tracker.is_caught_up
+        producer.abort_transaction(30)
+        eventually(lambda: tracker.health().ok and tracker.is_caught_up)
+    assert "asking for the time: back after" in caplog.text
+
+
+def test_a_tracker_outside_its_group(own_stack, monkeypatch):
+    """A tracker whom Kafka does not let into the group is not healthy, even if nothing is in progress."""
+    monkeypatch.setattr(tracker_module, "_AWAY_SECONDS", 5.0)
+    stack = own_stack(embedded=True)
+    with tracking(QueueConfig(bootstrap_servers=stack.kafka.bootstrap, close_timeout="1s")) as tracker:
+        assert tracker.health().ok
+        stack.kafka.stop()
+        eventually(lambda: not tracker.health().ok)
+        assert "Kafka has not let it into group kafka-mq-redelivery for" in tracker.health().detail

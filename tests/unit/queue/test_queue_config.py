@@ -112,6 +112,7 @@ def test_clients_have_what_the_protocol_needs():
     assert (producer["enable.idempotence"], producer["acks"], producer["linger.ms"]) == (True, "all", 50)
     assert (consumer["isolation.level"], consumer["enable.auto.commit"]) == ("read_committed", False)
     assert "partition.assignment.strategy" not in consumer
+    assert consumer_settings(config, "g")["topic.metadata.refresh.interval.ms"] == 30_000
     assert consumer_settings(config, "g")["session.timeout.ms"] == 10_000
     patient = QueueConfig(bootstrap_servers="broker:9092", kafka={"session.timeout.ms": 30_000})
     assert consumer_settings(patient, "g")["session.timeout.ms"] == 30_000

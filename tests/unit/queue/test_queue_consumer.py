@@ -58,6 +58,7 @@ class Writer:
     """A writer that starts messages, and takes so many seconds for it."""
 
     takes = 0.0
+    is_in_doubt = False
 
     def __init__(self, _config, client):
         self.client = client

@@ -46,30 +46,27 @@ def end_of(partition, offset):
 
 
 class Client:
-    """A client that hands out batches, and notes the offsets that it seeks and commits."""
+    """A client that hands out batches; `known` has the group's offsets."""
 
     def __init__(self):
         self.batches = deque()
-        self.sought = []
-        self.committed = {}
         self.waits = []
         self.error = None
         self.paused = set()  # a real client keeps it from one assignment to the next
+        self.rebalances = deque()
+        self.known = {}
 
     def poll(self, seconds):
         self.waits.append(seconds)
+        if self.rebalances:
+            self.rebalances.popleft()()
         return self.batches[0].popleft() if self.batches and not self.paused else None
 
     def consume(self, _most, _seconds):
         return list(self.batches.popleft())
 
-    def seek(self, partition):
-        self.sought.append((partition.partition, partition.offset))
-
-    def commit(self, offsets, asynchronous):
-        assert not asynchronous
-        self.committed |= {one.partition: one.offset for one in offsets}
-        return []
+    def committed(self, places, _timeout):
+        return [TopicPartition("messages", one.partition, self.known.get(one.partition, -1001)) for one in places]
 
     def assignment(self):
         return [TopicPartition("messages", 0)]
@@ -93,9 +90,14 @@ class Client:
 class Writer:
     """A writer that starts messages, and fails on demand."""
 
-    def __init__(self, committed):
+    def __init__(self):
         self.failures = deque()
-        self.committed = committed
+        self.committed = {}
+        self.is_in_doubt = False
+
+    def settle(self, _seconds_left):
+        if self.failures:
+            raise self.failures.popleft()
 
     def write(self, _markers, offsets, _seconds_left):
         if self.failures:
@@ -117,7 +119,7 @@ class World:
 
     def __init__(self, monkeypatch, config=CONFIG):
         self.client = Client()
-        self.writer = Writer(self.client.committed)
+        self.writer = Writer()
         monkeypatch.setattr(group_member, "make_consumer", lambda _: self.client)
         monkeypatch.setattr(reader, "PlainStartWriter", lambda *_: self.writer)
         monkeypatch.setattr(reader, "_PAUSE_AFTER_FAILURE_SECONDS", 0.0)
@@ -142,7 +144,7 @@ class World:
     @property
     def committed(self):
         """Return the next offset by partition, as Kafka knows it."""
-        return self.client.committed
+        return self.writer.committed
 
 
 @pytest.fixture
@@ -157,18 +159,60 @@ def test_what_follows_the_last_record_is_committed_at_the_end_of_a_partition(wor
     assert world.committed == {0: 7}
 
 
-def test_a_failed_start_forgets_where_the_partition_ends(world):
-    """After a failed start the end of a partition is forgotten, so that its unread messages are not committed."""
+def test_a_failed_start_is_tried_again_with_the_same_messages(world):
+    """After a failed start no offset is committed, not even at a partition's end, until its messages are started."""
     world.step(Record(0, 4))
-    assert world.committed == {0: 5}
     world.writer.failures.append(NotStarted("no answer"))
-    world.step(*(Record(0, offset) for offset in range(5, 10)), end_of(0, 10))
-    assert world.client.sought == [(0, 5)]
-    world.step(Record(1, 0))
-    assert world.committed == {0: 5, 1: 1}
-    world.step(*(Record(0, offset) for offset in range(5, 10)), end_of(0, 10))
-    assert world.committed == {0: 10, 1: 1}
-    assert world.started == ["0-4", "1-0", *(f"0-{offset}" for offset in range(5, 10))]
+    world.step(*(Record(0, offset) for offset in range(5, 10)), Record(0, 10, key=b"another"), end_of(0, 11))
+    assert world.committed == {0: 5}
+    world.step()
+    assert world.committed == {0: 11}
+    assert world.started == ["0-4", *(f"0-{offset}" for offset in range(5, 10))]
+
+
+def test_messages_of_a_failed_start_are_left_to_a_new_owner(world):
+    """Of the messages of a failed start, those in a partition that is revoked are not started."""
+    world.writer.failures.append(NotStarted("no answer"))
+    world.step(Record(0, 5), Record(1, 0))
+    world.reader._member._revoked(world.client, [TopicPartition("messages", 0)])
+    world.step()
+    assert world.committed == {1: 1}
+    assert world.started == ["1-0"]
+
+
+def test_the_group_is_heard_before_another_try(world):
+    """Between two tries the group is polled, so that messages of partitions that it has revoked are not started."""
+    member = world.reader._member
+    world.step(Record(0, 4))
+    world.writer.failures.append(NotStarted("fenced"))
+    world.client.rebalances += [lambda: None, lambda: member._lost(world.client, [TopicPartition("messages", 0)])]
+    world.step(Record(0, 5))
+    world.step()
+    assert world.committed == {0: 5}
+    assert world.started == ["0-4"]
+
+
+def test_what_was_committed_in_doubt_is_not_started_again(world):
+    """After a start of unknown outcome, messages whose offsets turn out to be committed are left to the trackers."""
+    world.writer.failures += [NotStarted("unknown"), NotStarted("no answer yet")]
+    world.writer.is_in_doubt = True
+    world.client.known = {0: 6}
+    world.step(Record(0, 5), Record(1, 0))
+    world.step()
+    assert (world.started, world.writer.is_in_doubt) == ([], True)
+    world.step()
+    world.step()
+    assert (world.started, world.writer.is_in_doubt) == (["1-0"], False)
+    assert world.committed == {1: 1}
+
+
+def test_offsets_that_begin_again(world):
+    """In a topic that was made anew, each message is started once, and none is passed over."""
+    world.step(Record(0, 4), end_of(0, 5))
+    world.step(*(Record(0, offset) for offset in (5, 6, 0, 1)))
+    assert world.committed == {0: 2}
+    world.step()
+    assert world.started == ["0-4", "0-5", "0-6", "0-0", "0-1"]
 
 
 def test_what_may_not_be_written_is_told(world):
