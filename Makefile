@@ -18,7 +18,7 @@ export NO_MKDOCS_2_WARNING := 1  # the site is built with the version that requi
 .PHONY: help setup lock lint format house protocol docs docs-serve docs-version test test-quick test-all test-lowest test-django6 python6 costs-accept
 .PHONY: test-chaos test-queues chaos simulate spark-faults explore screenshots demo demo-pipeline clean
 .PHONY: bench bench-all bench-stash bench-failover bench-latency bench-backlog bench-idle bench-notify bench-snapshot bench-holds
-.PHONY: bench-queue bench-queue-budget bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-versions bench-retention bench-console bench-pressure
+.PHONY: bench-queue bench-queue-budget bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-quota bench-versions bench-retention bench-console bench-pressure
 
 help:  ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-zA-Z_-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -186,6 +186,9 @@ bench-pressure: $(STAMP)  ## Measure MINUTES=30 each of a held snapshot, readers
 bench-small-topic: $(STAMP)  ## Measure exactly once into a topic of 64 KiB a batch beside one of 1 MiB
 	$(BIN)/python -m benchmarks.small_topic
 
+bench-quota: $(STAMP)  ## Measure both deliveries under a client quota of the brokers, beside a bare producer (OTHER=/path/to/another checkout)
+	$(BIN)/python -m benchmarks.quota $(if $(OTHER),--other $(OTHER)) $(OPTIONS)
+
 bench-versions: $(STAMP)  ## Measure one delivery in turn with another checkout: OTHER=/path/to/it (MODE=exactly-once|at-least-once)
 	$(BIN)/python -m benchmarks.versions $(OTHER) --delivery $(or $(MODE),exactly-once)
 
@@ -199,7 +202,7 @@ bench-console: $(STAMP)  ## Measure the answers of the console with 10 million p
 	$(BIN)/python -m benchmarks.console
 
 bench-all: bench bench-stash bench-latency bench-failover bench-backlog bench-idle bench-notify bench-snapshot bench-holds  ## All of the above, one after the other
-bench-all: bench-queue bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-retention bench-console
+bench-all: bench-queue bench-tracker bench-pipelines bench-tables bench-relay bench-small-topic bench-quota bench-retention bench-console
 
 clean:  ## Remove what the targets above made (keeps downloaded broker parts)
 	rm -rf $(VENV) $(DOCS) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -52,7 +52,7 @@ class Lanes:
         self._ready: deque[StoredRecord] = deque()
         self._full: set[LaneKey] = set()
         self._held: dict[int, int] = {}  # id -> size
-        self._held_bytes = 0
+        self.held_bytes = 0
         self._returning: dict[RowId, LaneOrRow] = {}  # rows whose marks are being cleared
         self._released: set[LaneOrRow] = set()  # since the last mark started
         self._purged: set[int] = set()  # the same
@@ -63,9 +63,9 @@ class Lanes:
         return len(self._held)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes of those records."""
-        return self._held_bytes
+    def mean_bytes(self) -> int:
+        """Bytes of one of them on average."""
+        return self.held_bytes // len(self._held) if self._held else 0
 
     @property
     def full(self) -> frozenset[LaneKey]:
@@ -128,7 +128,7 @@ class Lanes:
         sizes = sizes_of(records)
         expected = len(self._held) + len(records)
         self._held.update(zip(map(_id_of, records), sizes, strict=True))
-        self._held_bytes += sum(sizes)
+        self.held_bytes += sum(sizes)
         must(len(self._held) == expected, "a record must be in one lane once; %d are twice", expected - len(self._held))
         lanes = self._followers
         ready = self._ready.append
@@ -237,5 +237,5 @@ class Lanes:
         self._released.update(items.values())
 
     def _forget(self, records: Iterable[StoredRecord]) -> None:
-        self._held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))
-        must(self._held_bytes >= 0, "the bytes in lanes must not fall below 0; they are %d", self._held_bytes)
+        self.held_bytes -= sum(map(self._held.pop, map(_id_of, records), repeat(0)))
+        must(self.held_bytes >= 0, "the bytes in lanes must not fall below 0; they are %d", self.held_bytes)

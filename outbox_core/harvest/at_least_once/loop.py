@@ -332,7 +332,10 @@ class AtLeastOnce:
         """Send some of the ready records; return False if more can be sent at once."""
         if self._ctx.batches.are_awaited or not self._publisher.fit(self._limits()):
             return True
-        batch = self._lanes.take(_SEND_CHUNK)
+        limit = self._publisher.flight_limit
+        room = limit.room(self._publisher.queued, self._lanes.mean_bytes)
+        batch = self._lanes.take(min(_SEND_CHUNK, room))
+        limit.is_reached = limit.is_reached or (len(batch) == room and self._lanes.has_ready)
         closes_at = self._closes_at(records_wait=bool(batch))
         sent = 0
         while sent < len(batch) and now() < closes_at and self._ctx.elector.leadership is not None:
@@ -342,7 +345,7 @@ class AtLeastOnce:
             if taken < len(chunk):
                 break
         self._lanes.put_back(batch[sent:])
-        return sent < len(batch) or not self._lanes.has_ready
+        return sent < len(batch) or sent == room or not self._lanes.has_ready
 
     def _hand_over(self, records: list[StoredRecord]) -> int:
         """Hand records to the producer, those that are tried each alone; return how many it took."""
@@ -373,24 +376,28 @@ class AtLeastOnce:
         return limits
 
     def _collect_reports(self) -> None:
-        publisher = self._publisher
-        if publisher.delivered:
-            self._succeed(publisher.take_delivered())
-        if publisher.failed:
-            self._fail(publisher.take_failed())
-        self._ctx.metrics.in_flight(publisher.in_flight)
+        if self._publisher.delivered:
+            self._succeed(self._publisher.take_delivered())
+        if self._publisher.failed:
+            self._fail(self._publisher.take_failed())
+        self._ctx.metrics.in_flight(self._publisher.in_flight)
 
     def _succeed(self, delivered: list[StoredRecord]) -> None:
         ordinary = self._failures.succeeded(delivered)
         self._to_settle.purge.extend(ordinary)
         self._ctx.metrics.published(ordinary)
-        arrived = now()
-        for sent_at, count in self._publisher.take_send_times():
+        arrived, sent = now(), self._publisher.take_send_times()
+        for sent_at, count in sent:
             self._ctx.metrics.publish_latency(arrived - sent_at, count)
+        publisher, timeout = self._publisher, self._ctx.send_window.timeout
+        publisher.flight_limit.acknowledged(sent, arrived, publisher.queued, timeout)
         self._ctx.kafka.succeeded(all_of_it=not self._failures.backoffs.is_unreachable)
         self._ctx.count_published(len(ordinary))
 
     def _fail(self, failures: list[Failure]) -> None:
+        if any(failure.error.code() == KafkaError._MSG_TIMED_OUT for failure in failures):  # noqa: SLF001  its public name
+            number, timeout = len(failures) + self._publisher.in_flight, self._ctx.send_window.timeout
+            self._publisher.flight_limit.timed_out(number, now(), timeout)
         broken = [each for each in failures if decide(each, alone=each.alone, can_hold=True) is Decision.REMARK]
         if self._over() or self._remark or broken or self._publisher.is_broken:
             # They were cancelled, are released anyhow, or failed with the producer.
@@ -519,10 +526,9 @@ class AtLeastOnce:
             return _IDLE_SECONDS
         due = failures.hold_due_in(self._lanes)
         if failures.may_mark and not self._is_blocked():
-            mark_due = min(
-                self._schedule.due_in() if self._room() else _IDLE_SECONDS,
-                max(_TICK_SECONDS, failures.due_in(self._lanes)),
-            )
+            mark_due = max(_TICK_SECONDS, failures.due_in(self._lanes))
+            if self._room():
+                mark_due = min(mark_due, self._schedule.due_in())
             due = min(due, max(mark_due, self._mark.retry_at - now()))
         return due
 

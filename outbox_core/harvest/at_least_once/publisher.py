@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from outbox_core.errors import must
+from outbox_core.harvest.at_least_once.flight_limit import FlightLimit
 from outbox_core.kafka.clients import KafkaError, KafkaException, Message, Producer
 from outbox_core.kafka.messages import Failure, message_headers, partition_of
 from outbox_core.kafka.row_topics import NamedPartitions, RowTopics
@@ -24,13 +25,11 @@ _ANY_PARTITION: Final = -1
 _SETTLE_POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 10.0
 
+_ALONE: Final = -1
+Sent = tuple[float, int]  # when, and the number of records sent before, or _ALONE
+
 ProducerLimits = Mapping[str, int]
 """Settings of librdkafka in which a producer differs for now from those it was configured with."""
-
-
-def _partition(message: Message | None) -> int:
-    found = message.partition() if message is not None else None
-    return -1 if found is None else found
 
 
 def _cause(error: Exception) -> KafkaError:
@@ -71,28 +70,33 @@ class Publisher:
         self._topics = topics or RowTopics()
         self._id_header = id_header
         self._id_prefix = outbox_name.encode() + b":"
-        self._fatal = False
+        self.is_broken = False  # after a fatal error: see `renew_if_broken`
         self.lingers = False
         self.delivered: list[StoredRecord] = []
         self.failed: list[Failure] = []
+        self.flight_limit = FlightLimit()
         self._sent = 0  # since it was made
         self._taken = 0  # of these, by `take_delivered` and `take_failed`
-        self._send_times: deque[tuple[float, int]] = deque()  # with the number of records that are not taken yet
-        self._delivered_since: list[tuple[float, int]] = []
+        self._arrivals: list[Sent] = []  # since `take_send_times`
+        self._overtaken = 0  # records sent before the newest that has arrived
 
     @property
     def in_flight(self) -> int:
         """Number of records sent and neither delivered nor failed."""
         return self._sent - self._taken - len(self.delivered) - len(self.failed)
 
+    @property
+    def queued(self) -> int:
+        """Number of records in flight, without those that later ones overtook: they wait for their own partition."""
+        return min(self.in_flight, self._sent - self._overtaken)
+
     def send(self, records: Sequence[StoredRecord], sent_at: float, *, alone: bool = False) -> int:
         """Hand records to the producer; return how many it took: if its queue is full, poll and try the others again.
 
         Records that go `alone` are in batches of their own: if one fails, no other record is to blame.
         """
-        producer, report = self._producer, self._report
-        if alone:
-            producer, report = self._unbatched(), self._report_alone
+        producer, at = (self._unbatched(), (sent_at, _ALONE)) if alone else (self._producer, (sent_at, self._sent))
+        report: Callable[..., None] = self._report_alone if alone else self._report
         produce, known, id_header, id_prefix = producer.produce, self._topics.known, self._id_header, self._id_prefix
         sent = 0
         for record in records:
@@ -106,7 +110,7 @@ class Publisher:
                     self._topics.check(record)
                 if not key or partition != _ANY_PARTITION:
                     partition = partition_of(record)
-                produce(topic, value, key, partition, on_delivery=partial(report, record), headers=headers)
+                produce(topic, value, key, partition, on_delivery=partial(report, record, at), headers=headers)
             except BufferError:
                 break
             except (KafkaException, TypeError, ValueError, OverflowError) as error:
@@ -115,8 +119,6 @@ class Publisher:
                 self._unbatched_in_flight += alone
             sent += 1
         self._sent += sent
-        if sent:
-            self._send_times.append((sent_at, sent))
         self.lingers = self.lingers or sent > 0
         return sent
 
@@ -125,22 +127,21 @@ class Publisher:
             self._unbatched_producer = self._make_unbatched_producer(self._limits)
         return self._unbatched_producer
 
-    def _report(self, record: StoredRecord, error: KafkaError | None, message: Message | None) -> None:
+    def _report(self, record: StoredRecord, at: Sent, error: KafkaError | None, message: Message | None) -> None:
         if error is None:
             self.delivered.append(record)
+            self._arrivals.append(at)
         else:
-            self._note_failure(Failure(record, error, alone=False, partition=_partition(message)))
+            partition = None if message is None else message.partition()
+            self._note_failure(Failure(record, error, at[1] == _ALONE, -1 if partition is None else partition))
 
-    def _report_alone(self, record: StoredRecord, error: KafkaError | None, message: Message | None) -> None:
+    def _report_alone(self, *report: Any) -> None:
         self._unbatched_in_flight -= 1
-        if error is None:
-            self._report(record, None, message)
-        else:
-            self._note_failure(Failure(record, error, alone=True, partition=_partition(message)))
+        self._report(*report)
 
     def _note_failure(self, failure: Failure) -> None:
         error = failure.error
-        self._fatal = self._fatal or error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001  its public name
+        self.is_broken = self.is_broken or error.fatal() or error.code() == KafkaError._FATAL  # noqa: SLF001  its public name
         self.failed.append(failure)
 
     def poll(self, timeout_seconds: float) -> None:
@@ -173,26 +174,21 @@ class Publisher:
             # A fatal error is raised here, once; the reports of what it cost follow at the next call.
             if not error.args[0].fatal():
                 raise
-            self._fatal = True
+            self.is_broken = True
             _log.warning("the producer has failed for good and is replaced: %s", error.args[0].str())
-
-    @property
-    def is_broken(self) -> bool:
-        """True after a fatal error: see `renew_if_broken`."""
-        return self._fatal
 
     def take_delivered(self) -> list[StoredRecord]:
         """Return the records delivered since the last call."""
         self._check_counts()
         delivered, self.delivered = self.delivered, []
-        self._delivered_since += self._take(len(delivered))
+        self._taken += len(delivered)
         return delivered
 
     def take_failed(self) -> list[Failure]:
         """Return the records that failed since the last call; waits for Kafka if one names an unknown partition."""
         self._check_counts()
         failed, self.failed = self.failed, []
-        self._take(len(failed))
+        self._taken += len(failed)
         partitions = NamedPartitions(*self._producers())
         return [_judged(failure, partitions) for failure in failed]
 
@@ -201,24 +197,10 @@ class Publisher:
         must(0 <= alone <= total, "each record must be reported once; %d of %d in flight are alone", alone, total)
 
     def take_send_times(self) -> list[tuple[float, int]]:
-        """Return when as many records were sent as have been delivered since the last call, with their numbers.
-
-        As if all were delivered in their order, whatever their partitions: that costs nothing for each record.
-        """
-        times, self._delivered_since = self._delivered_since, []
-        return times
-
-    def _take(self, number: int) -> list[tuple[float, int]]:
-        self._taken += number
-        times = []
-        while number:
-            sent_at, left = self._send_times.popleft()
-            count = min(left, number)
-            times.append((sent_at, count))
-            number -= count
-            if count < left:
-                self._send_times.appendleft((sent_at, left - count))
-        return times
+        """Return when records were sent that have been delivered since the last call, and how many each time."""
+        arrivals, self._arrivals = Counter(self._arrivals), []
+        self._overtaken = max([self._overtaken, *(before for _, before in arrivals)])
+        return [(sent_at, number) for (sent_at, _), number in arrivals.items()]
 
     def close(self) -> None:
         """Drop the producers, with their threads and connections."""
@@ -242,8 +224,8 @@ class Publisher:
 
     def renew_if_broken(self) -> None:
         """Make a new producer after a fatal error, with no record in flight: the old one accepts no record."""
-        if self._fatal:
-            self._fatal = False
+        if self.is_broken:
+            self.is_broken = False
             self.renew()
 
     def renew(self) -> None:

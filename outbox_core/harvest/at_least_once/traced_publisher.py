@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outbox_core.harvest.at_least_once.publisher import Publisher
+from outbox_core.harvest.at_least_once.publisher import Publisher, Sent
 from outbox_core.kafka.clients import KafkaError, Message
 from outbox_core.kafka.messages import Failure
 from outbox_core.stores.interface import StoredRecord
@@ -30,8 +30,8 @@ class TracedPublisher(Publisher):
             self._batches.failed(failure.record, failure.error.name())
         return sent
 
-    def _report(self, record: StoredRecord, error: KafkaError | None, message: Message | None) -> None:
-        super()._report(record, error, message)
+    def _report(self, record: StoredRecord, at: Sent, error: KafkaError | None, message: Message | None) -> None:
+        super()._report(record, at, error, message)
         if error is None:
             self._batches.arrived(record)
 

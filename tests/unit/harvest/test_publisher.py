@@ -102,9 +102,26 @@ def test_reports(publisher, producers):
     assert publisher.in_flight == 1
     assert publisher.take_delivered() == [records[0], records[2]]
     assert [failure[:2] for failure in publisher.take_failed()] == [(records[1], timed_out)]
-    assert publisher.take_send_times() == [(0.0, 1), (0.0, 1)]
+    assert publisher.take_send_times() == [(0.0, 1), (1.0, 1)]
     assert publisher.take_delivered() == publisher.take_failed() == []
     assert not publisher.take_send_times()
+
+
+def test_what_waits_for_room(publisher, producers):
+    """Records that later ones overtook do not count, but a record that goes alone overtakes nothing."""
+    for identity in range(3):
+        publisher.send([_record(identity), _record(identity)], float(identity))
+    producers[0].sent.rotate(-4)
+    publisher.send([_record(4)], 3.0, alone=True)
+    producers[1].report()
+    publisher.poll(0)
+    assert (publisher.take_send_times(), publisher.queued) == ([(3.0, 1)], 6)
+    for sent_at, in_flight, queued in ((2.0, 5, 3), (2.0, 4, 3), (0.0, 3, 3), (0.0, 2, 2)):
+        producers[0].report()
+        publisher.poll(0)
+        publisher.take_delivered()
+        assert publisher.take_send_times() == [(sent_at, 1)]
+        assert (publisher.in_flight, publisher.queued) == (in_flight, queued)
 
 
 def test_refused_record_is_a_failed_one(publisher, producers):
