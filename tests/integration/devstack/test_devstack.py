@@ -162,6 +162,25 @@ def test_root_starts_postgres_where_its_account_cannot_reach(directory):
         postgres.remove()
 
 
+_OTHERS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+
+
+@pytest.mark.skipif(not _OTHERS, reason="there is no other PostgreSQL in /usr/lib/postgresql")
+def test_another_postgres(directory, monkeypatch):
+    """The programs that the environment names are started, and serve the tests."""
+    monkeypatch.setenv("OUTBOX_DEVSTACK_POSTGRES", str(_OTHERS[0].parent))
+    postgres = Postgres(directory / "postgres", small=True)
+    try:
+        postgres.start()
+        assert postgres.version.startswith(_OTHERS[0].parent.parent.name)
+        with psycopg.connect(postgres.create_database("shop")) as connection:
+            connection.execute("CREATE TABLE t (n int)")
+        postgres.drop_database("shop")
+    finally:
+        postgres.stop()
+        postgres.remove()
+
+
 @pytest.mark.complete
 def test_the_superuser_needs_a_password(private_stack):
     """A user of this machine cannot connect as the superuser, who could run programs, without the password."""

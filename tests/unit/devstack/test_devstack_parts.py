@@ -16,7 +16,7 @@ from devstack.cluster import _java_hash
 from devstack.errors import BrokerUnavailableError, DevstackError
 from devstack.frame_proxy import Api, Request, _frames
 from devstack.ports import free_ports, is_free
-from devstack.postgres import claim
+from devstack.postgres import binaries, claim
 from devstack.processes import ServiceProcess, run_watched
 from devstack.proxy import TcpProxy
 from devstack.truststore import java_trust_options
@@ -181,6 +181,13 @@ def test_too_old_java_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(BrokerUnavailableError, match="version 11"):
         java.find_java()
+
+
+def test_a_folder_without_a_postgres_is_named(monkeypatch, tmp_path):
+    """The error names the variable and the folder."""
+    monkeypatch.setenv("OUTBOX_DEVSTACK_POSTGRES", str(tmp_path))
+    with pytest.raises(DevstackError, match=f"OUTBOX_DEVSTACK_POSTGRES={tmp_path} is not a folder with"):
+        binaries()
 
 
 def test_cached_jars_need_no_resolver(monkeypatch, tmp_path):
