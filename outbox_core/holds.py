@@ -172,11 +172,12 @@ RETURNING kafka_topic, kafka_key, record_id
 
 _CHANGE = "WITH changed AS ({change}){noted} SELECT count(*) FROM changed"
 
+# An event whose id is taken is left out, as in `stores.postgres.statements.NOTE_CHANGES`.
 _NOTED = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
     SELECT %s::text, %s::text, coalesce(%s::text || ' as ', '') || session_user, %s::text, kafka_topic, kafka_key,
            record_id
-    FROM changed
+    FROM changed ON CONFLICT DO NOTHING
 )"""
 
 _BIGINTS = range(-(2**63), 2**63)

@@ -66,7 +66,7 @@ def add_harvest_arguments(parser: argparse.ArgumentParser, *, variables: bool = 
         "--accept-moved",
         action="store_true",
         default=None,
-        help="exactly once: go on after the database was moved to another server, where nothing harvests the old one",
+        help="exactly once: go on after pg_upgrade, or a move to another server, when nothing harvests the old one",
     )
     add(
         "--on-poison",

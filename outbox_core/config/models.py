@@ -194,7 +194,7 @@ class HarvestConfig(Settings):
         accept_marked: let exactly-once delivery publish rows that an at-least-once leader left marked, although some
             may have been published before.
         accept_moved: let exactly-once delivery go on although the last manifest names another database server: the
-            database was moved here by other means than physical replication.
+            database was upgraded by pg_upgrade, or moved here by other means than physical replication.
         on_poison: `hold` a record that Kafka refuses for good, with the later records of its key behind it, until an
             operator decides; or publish it to the `dead-letter` topic, and go on.
         dead_letter_topic: None to derive it from the outbox's identity, with `.dead-letter` behind it.

@@ -121,9 +121,10 @@ def _examine_database(
         yield from checks.snapshots()
         if not table.is_outbox:
             return
-        if config.notify:
-            yield _examine_notices(config, commands)
-        yield _settled_floor(config)
+        if not checks.is_standby:  # which refuses the sessions of a harvester
+            if config.notify:
+                yield _examine_notices(config, commands)
+            yield _settled_floor(config)
         yield from table.from_rows(without_marks=config.delivery == "exactly-once")
         yield from checks.held_findings()
         heads = checks.topics_at_head()[:MOST_TOPICS]
@@ -203,6 +204,7 @@ def _leader(config: HarvestConfig, identity: str, server_id: str) -> Finding:
         return problem(
             "leader",
             f"{heartbeat.name} leads {contest.group_id} for {heartbeat.contest}, and this is {contest.contest}",
-            "set another leaderGroupID (leader_group_id) for one of the two: only one of them is published",
+            "if the database was upgraded by pg_upgrade or moved, restart that harvester; else set another "
+            "leaderGroupID (leader_group_id) for one of the two: only one of them is published",
         )
     return fine("leader", f"{heartbeat.name} leads")

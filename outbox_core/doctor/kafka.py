@@ -128,7 +128,8 @@ class KafkaChecks:
                     f"{topic} has {found.partitions} partition(s) and cleanup.policy={policy}, expected 1 and compact",
                     self._alter(topic, "cleanup.policy=compact")
                     if found.partitions == 1
-                    else "name a fresh trackingTopic (tracking_topic)",
+                    else "name a fresh trackingTopic (tracking_topic); if this one was in use: after "
+                    "`outbox harvest --delivery at-least-once --drain`",
                 )
             )
         return wrong or [fine(subject, topic)]

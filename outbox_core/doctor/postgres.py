@@ -158,15 +158,16 @@ class PostgresChecks:
     def __init__(self, session: DatabaseSession, commands: Commands) -> None:
         self._session = session
         self._commands = commands
+        self.is_standby = False  # not known before `server`
 
     def server(self) -> Iterator[Finding]:
         """Check the server and its settings."""
-        ((number, version, is_standby, used, most, pid),) = self._session.ask(_SERVER)
+        ((number, version, self.is_standby, used, most, pid),) = self._session.ask(_SERVER)
         if number < _OLDEST_SERVER:
             yield problem("server", f"PostgreSQL {version}", "harvesting needs PostgreSQL 14 or newer")
         else:
             yield fine("server", f"PostgreSQL {version}, {self._session.place}")
-        if is_standby:
+        if self.is_standby:
             yield problem("server", "is a standby", "connect to the primary: target_session_attrs=read-write")
         if pid != self._session.connection.info.backend_pid:
             yield warning(

@@ -6,13 +6,20 @@ from collections.abc import Iterator
 
 from outbox_core.doctor.findings import Commands, Finding, fine, problem, warning
 from outbox_core.doctor.session import DatabaseSession
-from outbox_core.schema import archive_beside, archive_rotation, events_beside, statistics_beside
+from outbox_core.schema import TableName, archive_beside, archive_rotation, events_beside, statistics_beside
 
 _HISTORY = """
 SELECT to_regclass(%(table)s) IS NOT NULL,
        has_table_privilege(to_regclass(%(table)s)::oid, 'INSERT')
            AND has_table_privilege(to_regclass(%(table)s)::oid, 'SELECT')
            AND has_table_privilege(to_regclass(%(table)s)::oid, 'DELETE')
+"""
+
+# Logical replication copies rows, and not the sequences that their ids come from.
+_SEQUENCE = """
+SELECT sequence, (SELECT max(id) FROM {table}), coalesce(pg_sequence_last_value(to_regclass(sequence)), 0)
+FROM pg_get_serial_sequence(%(table)s, 'id') AS sequence
+WHERE has_table_privilege(%(table)s, 'SELECT') AND has_sequence_privilege(sequence, 'SELECT, USAGE')
 """
 
 _ARCHIVE = """
@@ -32,12 +39,16 @@ class RetentionChecks:
     def history(self, *, only_reads: bool) -> Iterator[Finding]:
         """Check the two tables of the history; a role that only reads need not write them."""
         role, missing, forbidden = self._session.role, [], []
+        behind: list[Finding] = []
         for table in (statistics_beside(self._session.table), events_beside(self._session.table)):
             ((is_there, may_write),) = self._session.ask(_HISTORY, {"table": table.quoted})
             if not is_there:
                 missing.append(table)
             elif not may_write and not only_reads:
                 forbidden.append(table)
+            else:
+                behind.extend(self._behind(table))
+        yield from behind
         if missing:
             named = " and ".join(map(str, missing))
             made = self._commands.make_tables()
@@ -49,8 +60,19 @@ class RetentionChecks:
                 f"role {role} may not write {', '.join(map(str, forbidden))}: what happens is not kept",
                 f"GRANT SELECT, INSERT, DELETE ON {named} TO {role}",
             )
-        if not missing and not forbidden:
+        if not missing and not forbidden and not behind:
             yield fine("history", "statistics and events are kept")
+
+    def _behind(self, table: TableName) -> Iterator[Finding]:
+        statement = _SEQUENCE.format(table=table.quoted.replace("%", "%%"))
+        for sequence, last_id, drawn in self._session.ask(statement, {"table": table.quoted}):
+            if last_id is not None and last_id > drawn:
+                yield warning(
+                    "history",
+                    f"there is an id {last_id} in {table}, and its sequence has come to {drawn} only: what happens is "
+                    "not kept until it has caught up",
+                    f"SELECT setval('{sequence}', {last_id})",
+                )
 
     def archive(self, *, only_reads: bool) -> Iterator[Finding]:
         """Check the archive, without which a harvester with `retention: archive` does not start."""

@@ -81,8 +81,8 @@ class GroupHealth:
         if not ours.agrees(signal.contest):
             stranger = (
                 f"leader group {config.group_id!r} is led by {signal.name} for {signal.contest}, and ours is "
-                f"{ours}: one of the two would not be published. Set another leaderGroupID (leader_group_id) for "
-                "one of them; two servers with databases of one name need that"
+                f"{ours}: one of the two would not be published. Two servers with databases of one name need a "
+                "leaderGroupID (leader_group_id) each; after pg_upgrade or a move restart the leader, too"
             )
             if not self._has_heard:
                 raise GroupRefused(stranger)

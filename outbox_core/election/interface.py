@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
-from uuid import UUID
 
+from outbox_core.election.lease import Leadership
 from outbox_core.events import EventHandler
-
-
-class Leadership(Protocol):
-    """A lease on leadership; see `outbox_core.election.lease`."""
-
-    @property
-    def leader_id(self) -> UUID:
-        """ID of this leadership, fresh at every `LeaderAcquired`."""
-
-    @property
-    def term(self) -> int:
-        """Number of the claim it rests on."""
-
-    @property
-    def deadline(self) -> float:
-        """Its end unless renewed, on the clock `outbox_core.election.lease.now`."""
 
 
 class LeaderElector(Protocol):

@@ -123,18 +123,18 @@ class Harvester:
         self.metrics.outbox_name = self.metrics.outbox_name or identity.outbox
         with ExitStack() as undo:
             parts = undo.enter_context(ExitStack())
-            self._start_observer(parts)  # first: if Kafka does not answer, the metrics have the backlog all the same
+            self._start_observer(identity, parts)  # first: if Kafka does not answer, metrics have the backlog
             ctx = self._start_parts(identity, parts)
             self._thread = threading.Thread(target=self._run, args=(ctx, parts), name="outbox-harvest", daemon=True)
             self._thread.start()
             undo.pop_all()  # the harvest thread ends the parts
         atexit.register(self._stop_with_process)
 
-    def _start_observer(self, parts: ExitStack) -> None:
+    def _start_observer(self, identity: Identity, parts: ExitStack) -> None:
         counts = self._metrics is not None
         if counts or self.config.retention == "archive":
             interval = self.config.limits.min_metrics_interval.total_seconds()
-            self._observer = BacklogObserver(self._parts.store(), self, interval, counts=counts)
+            self._observer = BacklogObserver(self._parts.store(), self, interval, identity.server_id, counts=counts)
             parts.callback(self._observer.stop)  # after the elector, whose last event it writes
             self._observer.start()
 

@@ -22,7 +22,7 @@ from outbox_core.harvest.store_calls import LeadershipWait
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Opening
 from outbox_core.kafka.record_producer import RecordProducer
-from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
+from outbox_core.kafka.topics import ensure_tracking_topic, partition_count
 from outbox_core.kafka.tracking import ForeignLedger, Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended
 from outbox_core.printable import plural
@@ -142,7 +142,7 @@ class Recovery:
         while not self._over():
             try:
                 ended = self._settle_shards()
-                if ended is None and topic_exists(self._transactions.kafka, self._transactions.tracking_topic):
+                if ended is None and partition_count(self._transactions.kafka, self._transactions.tracking_topic):
                     ended = self._settle_alone(self._transactions)
             except KafkaUnavailable as error:
                 ended = Ended(str(error))

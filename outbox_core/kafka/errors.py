@@ -140,20 +140,10 @@ MEMBER_RECOVERS = GROUP_MOVED | {
 MEMBER_HOPELESS = AUTHORIZATION_FAILED | {
     KafkaError.INCONSISTENT_GROUP_PROTOCOL,
     KafkaError.INVALID_TRANSACTION_TIMEOUT,
+    KafkaError.UNSUPPORTED_SASL_MECHANISM,
     KafkaError._AUTHENTICATION,
 }
-"""Codes that stop a member which also writes transactions: they last until an operator acts."""
-
-TRACKER_HOPELESS = frozenset(
-    {
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.INCONSISTENT_GROUP_PROTOCOL,
-        KafkaError.UNSUPPORTED_SASL_MECHANISM,
-        KafkaError._AUTHENTICATION,
-    }
-)
-"""Codes that stop a redelivery tracker."""
+"""Codes that stop a member: they last until an operator acts."""
 
 
 def is_collateral(error: KafkaError) -> bool:

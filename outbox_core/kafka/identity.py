@@ -197,8 +197,8 @@ class TransactionalIdentity:
                 f"tracking topic {self.tracking_topic!r} belongs to {self.outbox} on the database server with the "
                 f"system identifier {', '.join(sorted(others))}; this server has {server}. If that is another outbox "
                 "of the same name (a clone, a test system), give this one a leader_group_id of its own. If the "
-                "database was moved here (logical replication, dump and restore), and nothing harvests the old one "
-                "any more, start once with --accept-moved (acceptMoved: true)"
+                "database was upgraded (pg_upgrade) or moved (logical replication, dump and restore), and nothing "
+                "harvests the old one any more, start once with --accept-moved (acceptMoved: true)"
             )
         return bool(others)
 

@@ -100,9 +100,9 @@ def ensure_tracking_topic(config: KafkaConfig, topic: str, *, width: int = 1) ->
         if partitions < width:
             _widen(inquiry, _TRACKING_TOPIC, topic, width)
         elif width == 1 and partitions != 1:
-            raise TrackingTopicError(
-                f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
-            )
+            why = f"tracking topic {topic!r} has {partitions} partitions, expected 1; name another tracking_topic"
+            cure = "if this one was in use: after a drain in at-least-once delivery, which settles the last transaction"
+            raise TrackingTopicError(f"{why} ({cure})")
         try:
             policy = inquiry.settings_of(topic)["cleanup.policy"]
         except KafkaException as error:
@@ -162,11 +162,6 @@ def partition_count(config: KafkaConfig, topic: str) -> int:
     """Return a topic's number of partitions, 0 if it does not exist, or raise TopicHidden if we may not see it."""
     with Inquiry(config) as inquiry:
         return inquiry.partitions(topic)
-
-
-def topic_exists(config: KafkaConfig, topic: str) -> bool:
-    """Tell whether a topic exists, or raise TopicHidden if we may not see it."""
-    return partition_count(config, topic) > 0
 
 
 def _ensure(inquiry: Inquiry, kind: TopicKind, topic: str) -> int:

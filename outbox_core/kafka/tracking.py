@@ -20,6 +20,7 @@ unseen. The barrier's transaction is the first of its epoch: no late EndTxn ends
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,15 +88,13 @@ def read_ledger(
     Raises ForeignLedger if it cannot be decoded, TrackingTopicError if we may not read the topic, and ManifestNotRead
     if the barrier was not reached.
     """
-    reader = LedgerReader(kafka, group, topic, partition, give_up)
     try:
-        return reader.ledger(transactional_id, end)
+        with closing(LedgerReader(kafka, group, topic, partition, give_up)) as reader:
+            return reader.ledger(transactional_id, end)
     except KafkaException as error:
         raise ManifestNotRead(error.args[0].str()) from None
     except KafkaUnavailable as error:
         raise ManifestNotRead(str(error)) from None
-    finally:
-        reader.close()
 
 
 class LedgerReader:

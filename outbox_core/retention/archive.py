@@ -151,12 +151,13 @@ SELECT count(*) FROM restashed
 
 _PAIRED = "(ARRAY(SELECT unnest(kafka_header_{0})))[:cardinality(kafka_header_{1})]"
 
+# An event whose id is taken is left out, as in `stores.postgres.statements.NOTE_CHANGES`.
 _NOTED = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key)
     SELECT %s::text, %s::text, coalesce(%s::text || ' as ', '') || session_user,
            concat_ws(': ', count(*) || CASE count(*) WHEN 1 THEN ' record' ELSE ' records' END, nullif(%s::text, '')),
            %s::text, %s::text
-    FROM restashed HAVING count(*) > 0
+    FROM restashed HAVING count(*) > 0 ON CONFLICT DO NOTHING
 )"""
 
 

@@ -16,45 +16,6 @@ from uuid import UUID
 
 from outbox_core.schema import EventKind
 
-__all__ = [
-    "HEADER_BYTES",
-    "KEY_DIGEST_PREFIX",
-    "LONGEST_KEY_OF_HOLD",
-    "NO_FLOOR",
-    "NO_HOLDS",
-    "NO_LIMIT",
-    "Backlog",
-    "Floor",
-    "HeldKey",
-    "HistoryStore",
-    "HoldSet",
-    "HoldStore",
-    "LaneKey",
-    "LaneOrRow",
-    "MarkStore",
-    "MarkedBatch",
-    "MarkedRows",
-    "NewEvent",
-    "NewHold",
-    "NewStatistics",
-    "OpenWriter",
-    "OutboxStore",
-    "OversizedValue",
-    "RowQuery",
-    "SequenceSnapshot",
-    "SequenceStore",
-    "StoreFactory",
-    "StoredRecord",
-    "WaitingRows",
-    "bytes_of",
-    "held_key",
-    "ids_and_times",
-    "lane_of",
-    "lane_or_row",
-    "may_hold",
-    "sizes_of",
-]
-
 LaneKey = tuple[str, str]
 """(topic, key): the unit of order. A record without a key belongs to none."""
 

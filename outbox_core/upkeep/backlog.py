@@ -27,6 +27,11 @@ _TREND_SECONDS = 60.0
 _LAST_WRITE_SECONDS = 2.0
 _ROTATE_EVERY_SECONDS = 3600.0
 _ROTATE_AGAIN_SECONDS = 60.0
+_HAS_MOVED = (
+    "the database was upgraded (pg_upgrade) or moved under this harvester: the server's system identifier was %s and "
+    "is %s. It goes on publishing; new members refuse to join it. Restart all harvesters, with exactly-once delivery "
+    "the first one with --accept-moved"
+)
 
 
 class Trend:
@@ -77,9 +82,16 @@ class BacklogObserver:
     """
 
     def __init__(
-        self, store: OutboxStore, harvester: ObservedHarvester, interval_seconds: float, *, counts: bool = True
+        self,
+        store: OutboxStore,
+        harvester: ObservedHarvester,
+        interval_seconds: float,
+        server_id: str,
+        *,
+        counts: bool = True,
     ) -> None:
         self._counts = counts
+        self._server_id = server_id  # when the harvester started, '' if unknown
         self._store = store
         self._harvester = harvester
         self._interval = interval_seconds
@@ -141,9 +153,22 @@ class BacklogObserver:
             self._trend.forget()
             harvester.metrics.backlog(None)
             return None
+        self._look_at_server()
         left = self._trend.time_to_empty(time.monotonic(), backlog.deliverable.number)
         harvester.metrics.backlog(backlog, left)
         return backlog
+
+    def _look_at_server(self) -> None:
+        """Log that the database has moved under the harvester: nothing fails before another one starts or leads."""
+        if not self._server_id:
+            return
+        try:
+            server_id = self._store.server_id()
+        except (StoreUnavailable, OutboxTableError):
+            return
+        if server_id not in ("", self._server_id):
+            _log.warning(_HAS_MOVED, self._server_id, server_id)
+            self._server_id = server_id
 
     def _rotate(self) -> None:
         """Have the archive's partitions made and dropped, once an hour."""

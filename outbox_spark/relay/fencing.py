@@ -26,7 +26,7 @@ from outbox_core.errors import KafkaUnavailable, MarkedRowsFound
 from outbox_core.kafka.clients import KafkaError
 from outbox_core.kafka.identity import TransactionalIdentity
 from outbox_core.kafka.record_producer import RecordProducer
-from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
+from outbox_core.kafka.topics import ensure_tracking_topic, partition_count
 from outbox_core.kafka.tracking import Ledger, ManifestNotRead
 from outbox_core.kafka.transactions import Ended, GiveUp
 from outbox_core.stores.interface import ids_and_times
@@ -51,7 +51,7 @@ def fence_and_purge(identity: TransactionalIdentity, store: PostgresStore, give_
     """Fence every publisher of this outbox, and delete the rows that it published (rule 7); return their number."""
     shards = identity.relay_shards()
     server, count = store.server_id(), 0
-    if topic_exists(identity.kafka, identity.tracking_topic):
+    if partition_count(identity.kafka, identity.tracking_topic):
         # A harvester that is deposed without knowing must see a trace of us.
         count += _settle_and_leave_trace(identity, store, server, give_up)
     ledgers = _fence_all(shards, give_up)

@@ -109,7 +109,10 @@ _OFTEN_REMOVED = {
 _LOST_PURGES = {
     "faults": ("at a step", "crash"), "step_share": 0.05, "late_changes": 0.3, "late": 0.0, "pause": 0.3, **_NEAR,
 }  # fmt: skip
-_TRUNCATED = {"faults": ("truncate",), "pause": 0.1, **_NEAR}
+_TRUNCATED = {
+    "faults": ("truncate",), "fault_pause": 0.2, "late_changes": 0.3, "late": 0.5, "pause": 0.03, "harvesters": 1,
+    "writers": 2, **_NEAR,
+}  # fmt: skip
 # A purge comes late, when the table is empty and its ids are those of other rows, which wait behind a hold.
 _LATE_PURGES = {
     "faults": ("truncate", "truncate", "hold"), "fault_pause": 0.4, "late_changes": 0.2, "late": 1.0, "pause": 0.05,

@@ -3,13 +3,17 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from uuid import UUID
 
 import pytest
 
+import outbox_core
+import outbox_queue
 from outbox_core.errors import StoreUnavailable, must
 from outbox_core.harvest.at_least_once.publisher import Publisher
 from outbox_core.stores.interface import RowQuery, StoredRecord
+from tests.simulation import queue_simulation, simulation
 from tests.simulation.__main__ import main, shrink
 from tests.simulation.broken_rules import RULES, broken, plan_of, shows
 from tests.simulation.brokers import PLAIN, Entry, Sent
@@ -48,6 +52,13 @@ def test_a_broken_invariant_is_a_broken_promise(monkeypatch):
     """A run notices that the product has found an invariant broken, although the harvester is started again."""
     monkeypatch.setattr(Publisher, "_check_counts", lambda _: must(condition=False, message="it must hold"))
     assert "an invariant is broken, and this stops: it must hold" in run(Plan.of(1, "at-least-once")).problem
+
+
+@pytest.mark.parametrize("part", [*simulation.SENTINELS_IN_LOG.values(), *queue_simulation.SENTINELS_IN_LOG.values()])
+def test_states_are_recognised_in_the_log(part):
+    """The product still writes what a run looks for: otherwise a state would be reached and not counted."""
+    modules = (path for package in (outbox_core, outbox_queue) for path in Path(package.__path__[0]).rglob("*.py"))
+    assert any(part in path.read_text() for path in modules)
 
 
 @pytest.mark.complete

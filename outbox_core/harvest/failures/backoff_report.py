@@ -7,6 +7,8 @@ while, again every minute, and says when the last wait is over; gauges count the
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from outbox_core.election.lease import now
 from outbox_core.harvest.failures.backoffs import BackoffInfo, Backoffs, Destination
@@ -19,6 +21,8 @@ _LOG_AFTER_SECONDS = 10.0
 _LOG_AGAIN_SECONDS = 60.0
 _INTERVAL_SECONDS = 1.0
 _NAMED = 3
+
+T = TypeVar("T")
 
 
 class BackoffReport:
@@ -49,13 +53,13 @@ class BackoffReport:
             self._log(old, time)
 
     def _log(self, old: list[BackoffInfo], time: float) -> None:
-        parts = [f"{name(info.destination)} for {time - info.since:.0f} s ({info.why})" for info in old[:_NAMED]]
-        if len(old) > _NAMED:
-            parts.append(plural(len(old) - _NAMED, "more destination"))
+        def wait(info: BackoffInfo) -> str:
+            return f"{name(info.destination)} for {time - info.since:.0f} s ({info.why})"
+
         _log.warning(
             "waiting, with all records of %s: %s; each destination is tried again within %.0f s",
             plural(len(self._backoffs.waiting), "key"),
-            "; ".join(parts),
+            the_first(old, wait),
             self._backoffs.longest,
         )
 
@@ -74,3 +78,9 @@ def name(destination: Destination) -> str:
     if part is None:
         return f"topic {topic}"
     return f"{topic}, partition {part}" if isinstance(part, int) else f"one key of {topic}"
+
+
+def the_first(destinations: Sequence[T], text: Callable[[T], str]) -> str:
+    """Join the texts of the first destinations, and count the others."""
+    more = [plural(len(destinations) - _NAMED, "more destination")] if len(destinations) > _NAMED else []
+    return "; ".join([*map(text, destinations[:_NAMED]), *more])

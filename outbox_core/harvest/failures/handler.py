@@ -15,7 +15,7 @@ from typing import NamedTuple
 from outbox_core.election.lease import now
 from outbox_core.errors import OutboxError
 from outbox_core.harvest.context import HarvestContext
-from outbox_core.harvest.failures.backoff_report import BackoffReport, name
+from outbox_core.harvest.failures.backoff_report import BackoffReport, name, the_first
 from outbox_core.harvest.failures.backoffs import LONGEST_BACKOFF_SECONDS, Backoffs
 from outbox_core.harvest.failures.holds import HoldCache
 from outbox_core.harvest.failures.policy import destination_of, new_hold
@@ -94,8 +94,9 @@ class FailureHandler:
     # -- failures
 
     def _succeeded(self, records: Sequence[StoredRecord]) -> None:
-        for destination in self.backoffs.succeeded(records) if self.backoffs else ():
-            _log.info("records for %s arrive again", name(destination))
+        ended = self.backoffs.succeeded(records) if self.backoffs else []
+        if ended:
+            _log.info("records for %s arrive again", the_first(ended, name))
 
     def _back_off(self, failure: Failure) -> bool:
         """Back off the destination of a failure; return True if it did not wait before."""

@@ -459,12 +459,12 @@ DELETE FROM {events} WHERE outbox = %(outbox)s AND create_time < now() - make_in
 """
 
 # Part of the statement that changes holds, so that no change is without its event. {changed} returns topic, key, record
-# and reason.
+# and reason. Only events whose ids are taken are left out: logical replication copies the rows and not their sequence.
 NOTE_CHANGES = """, noted AS (
     INSERT INTO {events} (outbox, kind, actor, reason, kafka_topic, kafka_key, record_id)
     SELECT %(outbox)s, %(kind)s, regexp_replace(current_setting('application_name'), '^kafka-outbox ', ''),
            reason, kafka_topic, kafka_key, record_id
-    FROM changed
+    FROM changed ON CONFLICT DO NOTHING
 )"""
 
 # -- marks of other leaders

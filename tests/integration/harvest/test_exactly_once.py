@@ -9,7 +9,7 @@ from devstack.frame_proxy import Api, Match
 from outbox_core import OutboxRecord
 from outbox_core.errors import MarkedRowsFound, TrackingTopicError
 from outbox_core.kafka import identity
-from outbox_core.kafka.clients import NewTopic, make_admin, make_producer
+from outbox_core.kafka.clients import NewPartitions, NewTopic, make_admin, make_producer
 from outbox_core.kafka.identity import Failpoint, TransactionalIdentity
 from outbox_core.kafka.manifest import Manifest, Opening
 from outbox_core.kafka.tracking import Ledger, opening_key
@@ -105,6 +105,26 @@ def test_at_least_once_after_a_crashed_exactly_once_repeats_nothing(scene, make_
         crashed.join(60)
     scene.drain(limits=QUICK)
     assert_once_and_in_order(scene.read(topic), 2_000)
+
+
+def test_the_way_out_of_a_tracking_topic_that_got_partitions(scene, make_topic, topic_name):
+    """A drain at least once and then another tracking topic, as the error says, repeat and lose nothing."""
+    topic, old, new = make_topic(), topic_name("tracking"), topic_name("tracking")
+    scene.fill(topic, 2_000, keys=5)
+    before = EXACTLY_ONCE | {"tracking_topic": old}
+    crashed = scene.harvester(config=before, limits=QUICK, reached=crash_at(Failpoint.BEFORE_PURGE, after=2))
+    crashed.start()
+    with pytest.raises(Crash):
+        crashed.join(60)
+    admin = make_admin({"bootstrap.servers": scene.bootstrap})
+    admin.create_partitions([NewPartitions(old, 2)])[old].result(20)
+    with pytest.raises(TrackingTopicError, match=r"2 partitions, .*another tracking_topic \(.*drain in at-least-once"):
+        scene.harvester(config=before, limits=QUICK).start()
+    scene.drain(config={"tracking_topic": old}, limits=QUICK)
+    scene.fill(topic, 100, keys=5)
+    scene.drain(config=EXACTLY_ONCE | {"tracking_topic": new}, limits=QUICK)
+    arrived = sorted(int(message.value) for message in scene.read(topic))
+    assert arrived == sorted([*range(1, 2_001), *range(1, 101)])
 
 
 def test_marked_rows_want_to_be_accepted(scene, make_topic):

@@ -3,6 +3,8 @@
 import itertools
 import logging
 import random
+import time
+from collections import deque
 from contextlib import ExitStack
 
 import psycopg
@@ -44,6 +46,100 @@ def test_delivery_errors(scene, make_topic):
     assert sum(producer.faults for producer in producers) > 20
     assert len(messages) > 2000
     assert len(harvester.leader_ids) == 1, "nobody else is marked again"
+
+
+class _SlowProducer(FaultyProducer):
+    """A producer through which so many records a second pass; the others wait until their delivery timeout."""
+
+    rate, timeout = 400, 3.0
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self._waiting = deque()
+        self._passed_at = now()
+        self.timed_out = 0
+        self.most_waiting = 0
+
+    def produce(self, *message, on_delivery, headers):
+        self._waiting.append((now(), message, on_delivery, headers))
+        self.most_waiting = max(self.most_waiting, len(self._waiting))
+
+    def poll(self, seconds):
+        self._let_pass()
+        return self._producer.poll(min(seconds, 1 / self.rate))
+
+    flush = poll
+
+    def _let_pass(self):
+        if not self._waiting:
+            self._passed_at = now()
+        while self._waiting and now() - self._passed_at >= 1 / self.rate:
+            self._passed_at += 1 / self.rate
+            sent_at, message, on_delivery, headers = self._waiting.popleft()
+            if now() - sent_at < self.timeout:
+                super().produce(*message, on_delivery=on_delivery, headers=headers)
+            else:
+                self.timed_out += 1
+                on_delivery(KafkaError(KafkaError._MSG_TIMED_OUT), None)
+
+
+def test_slow_kafka(scene, make_topic, caplog):
+    """Once a slow link, or a quota, is known, no more is in flight than arrives in time, and nothing fails."""
+    caplog.set_level(logging.INFO, "outbox_core.harvest")
+    topic = make_topic()
+    producer = _SlowProducer(scene.config().producer_settings())
+    scene.fill(topic, 1800, keys=1800)
+    with scene.running(producer_factory=lambda: producer):
+        wait_until(lambda: scene.count() == 0, "the first ones arrive")
+        timed_out, producer.most_waiting = producer.timed_out, 0
+        scene.fill(topic, 2000, keys=2000, prefix="l")
+        wait_until(lambda: scene.count() == 0, "the others arrive")
+    assert producer.timed_out == timed_out
+    assert 100 < producer.most_waiting < producer.rate * producer.timeout * 0.75
+    assert len(scene.read(topic)) == 3800
+    assert "Kafka acknowledges after" in caplog.text
+
+
+def test_a_topic_that_is_away_takes_no_room(scene, make_topic, caplog):
+    """With nine of ten records for a topic that does not answer, the others arrive before one of them times out.
+
+    That is so even under a limit of the records in flight, as Kafka was slow a moment ago.
+    """
+    caplog.set_level(logging.INFO, "outbox_core.harvest")
+    topic, away = make_topic(), make_topic()
+    scene.fill(topic, 500, keys=500)
+    swallowed, delays = [], [2.0]
+
+    class Swallowing(FaultyProducer):
+        def produce(self, topic, *message, on_delivery, headers):
+            def report(error, message):
+                while delays:
+                    time.sleep(delays.pop())
+                on_delivery(error, message)
+
+            if topic == away:
+                swallowed.append(on_delivery)
+            else:
+                super().produce(topic, *message, on_delivery=report, headers=headers)
+
+        def purge(self, **options):
+            self._producer.purge(**options)
+            while swallowed:
+                swallowed.pop()(KafkaError(KafkaError._PURGE_QUEUE), None)
+
+    producer = Swallowing(scene.config().producer_settings())
+    harvester = scene.harvester(producer_factory=lambda: producer)
+    harvester.start()
+    wait_until(lambda: "Kafka acknowledges after" in caplog.text, "there is a limit")
+    scene.execute("BEGIN")
+    scene.fill(away, 5000, keys=5000)
+    scene.execute("UPDATE outbox SET kafka_topic = %s WHERE kafka_topic = %s AND id %% 10 = 0", [topic, away])
+    scene.execute("COMMIT")
+    assert len(scene.read(topic, count=1000)) == 1000
+    wait_until(lambda: len(swallowed) == 4500, "none of them waits for room")
+    harvester.stop()
+    assert harvester.join(GENEROUS_SECONDS)
+    assert scene.count() == 4500
 
 
 def test_too_large_record_does_not_stop_other_keys(scene, make_topic, monkeypatch):

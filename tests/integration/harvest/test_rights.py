@@ -9,7 +9,7 @@ from outbox_core.election import Neli, NeliConfig
 from outbox_core.events import LeaderAcquired
 from outbox_core.kafka.admin import TopicHidden
 from outbox_core.kafka.identity import TransactionalIdentity
-from outbox_core.kafka.topics import ensure_tracking_topic, topic_exists
+from outbox_core.kafka.topics import ensure_tracking_topic, partition_count
 from outbox_core.record import OutboxRecord
 from outbox_queue import QueueService
 from outbox_queue.config import QueueConfig
@@ -229,7 +229,7 @@ def test_topic_that_may_not_be_seen_is_not_absent(scene, broker, topic_name):
     ]:
         broker.grant("blind", kind, name, operations)
     with pytest.raises(TopicHidden, match="grant DESCRIBE on it to User:blind"):
-        topic_exists(broker.settings("blind"), f"{identity}.manifests")
+        partition_count(broker.settings("blind"), f"{identity}.manifests")
     scene.fill(topic, 3)
     config = {"base_kafka_config": broker.settings("blind")}
     with scene.running(config=config) as harvester:

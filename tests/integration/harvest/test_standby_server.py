@@ -38,7 +38,9 @@ def test_standby_is_refused(scene, own_postgres, make_topic, capsys, monkeypatch
             PostgresStore(scene.database).check()
         wait_until(lambda: "is a standby" in harvester.health().detail, "health tells of it")
         main(["doctor", "--dsn", scene.database, "--bootstrap-servers", scene.bootstrap])
-        assert "connect to the primary" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert "connect to the primary" in told
+        assert told.count("PROBLEM") == 1
         with psycopg.connect(own_postgres.dsn, autocommit=True) as connection:
             connection.execute("SELECT pg_promote()")
         scene.stash(OutboxRecord(topic, "k", "2"))

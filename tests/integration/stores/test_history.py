@@ -170,6 +170,21 @@ def test_holds_of_people_leave_events(scene, monkeypatch, capsys):
     assert events(scene)[-1].key == "k"
 
 
+def test_history_whose_ids_are_taken_stops_no_change(scene, store):
+    """After logical replication, which copies rows and no sequences, holds are set and released without an event."""
+    copied = "SELECT n, 'o', 'held', 'h0' FROM generate_series(1, 4) AS n"
+    scene.execute(f"INSERT INTO outbox_event (id, outbox, kind, actor) {copied}")
+    scene.fill("orders", 2, keys=None)
+    store.holds.add([NewHold("orders", None, 1, "refused", "")])
+    assert scene.hold("release", records=[1]) == 1
+    store.holds.add([NewHold("orders", None, 1, "refused", "")])
+    scene.execute("DELETE FROM outbox WHERE id = 1")
+    assert store.holds.release_gone() == 1
+    assert told(scene) == []
+    store.holds.add([NewHold("orders", None, 2, "refused", "")])
+    assert told(scene) == [("held", 2, "refused")], "the sequence has caught up"
+
+
 def test_history_that_is_missing_is_no_error(scene, store, caplog):
     """Without the tables, harvester and operators work as before, and no line says so; reading names the remedy."""
     scene.execute("DROP TABLE outbox_statistics, outbox_event")

@@ -605,14 +605,11 @@ def test_obstacles_of_an_ordinary_table(store):
 
 def test_timeouts_of_the_role_do_not_end_sessions(scene, role):
     """Time-outs that a role sets do not apply to the harvester's sessions."""
-    for setting in (
-        "transaction_timeout",
-        "lock_timeout",
-        "idle_session_timeout",
-        "statement_timeout",
-        "idle_in_transaction_session_timeout",
+    for setting in scene.execute(
+        "SELECT name FROM pg_settings WHERE name IN ('transaction_timeout', 'lock_timeout', 'idle_session_timeout',"
+        " 'statement_timeout', 'idle_in_transaction_session_timeout')"
     ):
-        scene.execute(f"ALTER ROLE \"{role}\" SET {setting} = '150ms'")
+        scene.execute(f"ALTER ROLE \"{role}\" SET {setting.name} = '150ms'")
     scene.execute("INSERT INTO outbox (kafka_topic) VALUES ('t')")
     store = PostgresStore(psycopg.conninfo.make_conninfo(scene.database, user=role))
     store.check()

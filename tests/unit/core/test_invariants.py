@@ -116,7 +116,7 @@ def test_bytes_in_lanes_do_not_fall_below_zero():
     """Bytes that were counted for fewer records than they are taken back for are noticed."""
     lanes = Lanes(10)
     lanes.admit([row(1)])
-    lanes._held_bytes -= 1
+    lanes.held_bytes -= 1
     with stops("must not fall below 0; they are -1"):
         lanes.purged([row(1)])
 
@@ -470,6 +470,7 @@ def test_offsets_follow_the_acknowledgements_of_markers(monkeypatch):
         produce=lambda *_, **__: None, flush=lambda _: left.pop(0) if left else 0, purge=lambda: None
     )
     monkeypatch.setattr(start_writers, "make_producer", lambda _: client)
+    monkeypatch.setattr(start_writers, "discard", lambda _: None)
     writer = PlainStartWriter(QUEUES, SimpleNamespace(commit=lambda **_: pytest.fail("it was committed")))
     with pytest.raises(start_writers.NotStarted) as raised:
         writer.write([MarkerRecord(0, b"k", b"v")], {0: 1}, lambda: 0.0)

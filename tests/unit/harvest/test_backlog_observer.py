@@ -58,8 +58,8 @@ def observe():
     """A factory of started observers."""
     made = []
 
-    def start(store, harvester):
-        made.append(BacklogObserver(store, harvester, INTERVAL_SECONDS))
+    def start(store, harvester, server_id=""):
+        made.append(BacklogObserver(store, harvester, INTERVAL_SECONDS, server_id))
         made[-1].start()
 
     yield start
@@ -85,3 +85,15 @@ def test_kafka_is_told_between_two_counts(observe):
     harvester.kafka_answers = False
     wait_until(lambda: harvester.shown("outbox_kafka_up") == 0, "Kafka is away")
     assert store.counts == 1
+
+
+def test_a_database_that_has_moved_is_logged_once(observe, caplog):
+    """After pg_upgrade under a harvester nothing fails until another starts or leads, so its log says so at once."""
+    store = SlowStore(waits_seconds=0.0)
+    ids = ["1", "", "2"]
+    store.server_id = lambda: ids.pop(0) if ids[1:] else ids[0]
+    observe(store, Harvester(), server_id="1")
+    wait_until(lambda: "was 1 and is 2" in caplog.text, "it is logged")
+    counts = store.counts
+    wait_until(lambda: store.counts > counts + 1, "it counts again")
+    assert caplog.text.count("--accept-moved") == 1

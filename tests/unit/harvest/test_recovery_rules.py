@@ -134,7 +134,7 @@ def published(*ids, server=OURS):
 def store(monkeypatch):
     """Return a store with ten rows; the tracking topic is there."""
     monkeypatch.setattr(recovery_module, "ensure_tracking_topic", lambda *_: None)
-    monkeypatch.setattr(recovery_module, "topic_exists", lambda *_: True)
+    monkeypatch.setattr(recovery_module, "partition_count", lambda *_: 1)
     made = Store()
     made.rows = list(range(1, 11))
     return made
@@ -187,7 +187,7 @@ def test_published_rows_of_a_relay_are_deleted_too(make, store):
 
 def test_a_relay_is_settled_without_a_tracking_topic_of_ours(make, store, monkeypatch):
     """At-least-once delivery asks for the shards of a relay although there was never a term of exactly once."""
-    monkeypatch.setattr(recovery_module, "topic_exists", lambda *_: False)
+    monkeypatch.setattr(recovery_module, "partition_count", lambda *_: 0)
     make(Transactions(published(1), [Transactions(published(2))])).settle_if_tracked()
     assert store.rows == [1, 3, 4, 5, 6, 7, 8, 9, 10]
 
