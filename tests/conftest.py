@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from devstack.jars import KAFKA_VERSION
-from devstack.postgres import wheel_binaries
+from devstack.postgres import binaries
 from devstack.stack import FORCE_EMBEDDED
 
 pytest.register_assert_rewrite("tests.contract")
@@ -24,7 +24,7 @@ settings.load_profile("patient")
 
 def pytest_report_header():
     """Name the Postgres and the Kafka that the tests use."""
-    postgres = subprocess.check_output([wheel_binaries() / "postgres", "--version"], text=True).strip()
+    postgres = subprocess.check_output([binaries() / "postgres", "--version"], text=True).strip()
     embedded = os.environ.get(FORCE_EMBEDDED) == "1"
     return f"services: {postgres}; Kafka {'embedded broker' if embedded else KAFKA_VERSION}"
 

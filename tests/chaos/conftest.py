@@ -1,6 +1,7 @@
 """The services of the chaos suite: of its own, as its faults kill them, and quick to notice failures."""
 
 import os
+import uuid
 
 import pytest
 
@@ -41,6 +42,7 @@ def make_run(request, tmp_path, say):
         services = services or request.getfixturevalue("services")
         seed = int(os.environ.get("OUTBOX_TEST_SEED", new_seed()))
         say(f"seed {seed}, logs in {tmp_path}")
+        name = f"{name}_{uuid.uuid4().hex[:4]}_"  # a test that services failed is run again, on the same ones
         return ChaosRun(services, name=name, seed=seed, directory=tmp_path, say=say, **settings)
 
     return make

@@ -11,12 +11,10 @@ import pytest
 from confluent_kafka import KafkaError
 
 from devstack.frame_proxy import Api, Match
-from outbox_core.harvest.exactly_once import terms as exactly_once
-from outbox_core.harvest.exactly_once.term import Term
-from outbox_core.kafka import identity
 from outbox_core.kafka.identity import Failpoint
 from outbox_core.kafka.record_producer import RecordProducer
-from tests.chaos.breaches import TakesTransactionsForWhole, TrustsItsEpoch
+from tests.chaos import breaches
+from tests.chaos.worker import BREACHES
 from tests.harvesting import GENEROUS_SECONDS, Scene, identity_of
 
 pytestmark = pytest.mark.real_broker
@@ -26,10 +24,10 @@ _LIMITS = {"mark_query_records": _BATCH, "io_error_backoff": "20ms", "transactio
 _WAIT_SECONDS = 15
 
 VERSIONS = {
-    "product": (RecordProducer, Term),
-    "without-epoch-rule": (TrustsItsEpoch, Term),
-    "without-opening-rule": (RecordProducer, TakesTransactionsForWhole),
-    "without-both": (TrustsItsEpoch, TakesTransactionsForWhole),
+    "product": [],
+    "without-epoch-rule": BREACHES["rule-7"],
+    "without-opening-rule": BREACHES["rule-8"],
+    "without-both": BREACHES["rules-7-and-8"],
 }
 
 
@@ -94,9 +92,8 @@ def stage(database, kafka, make_topic):
 @pytest.fixture(params=VERSIONS)
 def version(request, monkeypatch):
     """Put the product, or one of its broken versions, in place."""
-    producer, term = VERSIONS[request.param]
-    monkeypatch.setattr(identity, "RecordProducer", producer)
-    monkeypatch.setattr(exactly_once, "Term", term)
+    for module, attribute, replacement in VERSIONS[request.param]:
+        monkeypatch.setattr(f"{module}.{attribute}", getattr(breaches, replacement))
     return request.param
 
 

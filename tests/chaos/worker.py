@@ -38,7 +38,7 @@ from tests.chaos.failpoints import VARIABLE, ArmedFailpoint, Trap
 _START_AGAIN_SECONDS = 0.5
 _COUNT_NOTED_SECONDS = 0.25
 
-_NO_NEW_EPOCH = ("outbox_core.harvest.recovery", "RecordProducer", "TrustsItsEpoch")
+_NO_NEW_EPOCH = ("outbox_core.kafka.identity", "RecordProducer", "TrustsItsEpoch")
 _NO_OPENING = ("outbox_core.harvest.exactly_once.terms", "Term", "TakesTransactionsForWhole")
 BREACHES = {
     "rule-7": [_NO_NEW_EPOCH],
