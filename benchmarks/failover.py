@@ -23,13 +23,12 @@ import psycopg
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stage import ROOT, Services, fill, fresh_topic, machine, services
+from benchmarks.stage import PARTITIONS, ROOT, Services, fill, fresh_topic, machine, make_topic, services
 from devstack.ports import free_ports
-from outbox_core.kafka.clients import Consumer, NewTopic, TopicPartition, make_admin, make_consumer
+from outbox_core.kafka.clients import Consumer, TopicPartition, make_consumer
 
 _COMMIT_EVERY_SECONDS = 0.005
 _GIVE_UP_SECONDS = 60.0
-_PARTITIONS = 4
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -83,10 +82,9 @@ class Writer(threading.Thread):
 
 def tail(at: Services, topic: str) -> Consumer:
     """Make a new topic; return a consumer of all of it."""
-    admin = make_admin({"bootstrap.servers": at.bootstrap})
-    admin.create_topics([NewTopic(topic, _PARTITIONS)])[topic].result(10)
+    make_topic(at.bootstrap, topic)
     consumer = make_consumer({"bootstrap.servers": at.bootstrap, "group.id": "bench", "fetch.wait.max.ms": 5})
-    consumer.assign([TopicPartition(topic, number, 0) for number in range(_PARTITIONS)])
+    consumer.assign([TopicPartition(topic, number, 0) for number in range(PARTITIONS)])
     return consumer
 
 

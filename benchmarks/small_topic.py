@@ -14,30 +14,23 @@ import statistics
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stage import VALUE_BYTES, Services, fill, fresh_topic, harvest, machine, services
+from benchmarks.stage import VALUE_BYTES, Services, fill, fresh_topic, harvest, machine, make_topic, services
 from benchmarks.throughput import produce_in_transactions, scan_and_delete
 from outbox_core.kafka.batch_sizes import LARGEST_BATCH_BYTES
-from outbox_core.kafka.clients import NewTopic, make_admin
 
 _SMALL_BYTES = 64 * 2**10
 _LARGE_BYTES = 2**20
 _KEYS = 10_000
-_PARTITIONS = 4
 _WARM_UP = 100_000
 _COLUMNS = ("max.message.bytes", "database", "produce", "limit", "harvester", "of limit")
 
 
-def _make_topic(bootstrap: str, prefix: str, max_bytes: int) -> str:
-    topic = fresh_topic(prefix)
-    admin = make_admin({"bootstrap.servers": bootstrap})
-    new = NewTopic(topic, _PARTITIONS, config={"max.message.bytes": str(max_bytes)})
-    admin.create_topics([new])[topic].result(10)
-    return topic
-
-
 def _one_run(place: Services, max_bytes: int, rows: int) -> dict[str, float]:
     """Measure the raw limits, then a harvest of the same size."""
-    topic, raw = (_make_topic(place.bootstrap, prefix, max_bytes) for prefix in ("bench", "raw"))
+    topic, raw = (
+        make_topic(place.bootstrap, fresh_topic(prefix), {"max.message.bytes": str(max_bytes)})
+        for prefix in ("bench", "raw")
+    )
     batch_bytes = min(max_bytes, LARGEST_BATCH_BYTES)
     fill(place.dsn, topic, rows=rows, keys=_KEYS)
     database = scan_and_delete(place.dsn, rows)

@@ -23,19 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from confluent_kafka import Consumer, TopicPartition
-from confluent_kafka.admin import AdminClient, NewTopic
 from pyspark.sql import SparkSession
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.stage import Services, fresh_topic, machine, services
+from benchmarks.stage import PARTITIONS, Services, fresh_topic, machine, make_topic, services
 from outbox_core.kafka.clients import make_producer
 from outbox_spark.config import ArchiveSettings, AuditSettings, ProjectSettings
 from outbox_spark.pipelines import archive, audit, project
 from outbox_spark.pipelines.follower import Follower
 from outbox_spark.session import start_session
 
-_PARTITIONS = 4
 _WARM = 20_000
 _SCHEMA = "n BIGINT NOT NULL, customer STRING, total_cents BIGINT NOT NULL, note STRING"
 
@@ -57,7 +55,7 @@ def produce(bootstrap: str, topic: str, first: int, count: int) -> None:
 def raw_read(bootstrap: str, topic: str, count: int) -> float:
     """Return the records/s of a bare consumer."""
     consumer = Consumer({"bootstrap.servers": bootstrap, "group.id": "raw", "isolation.level": "read_committed"})
-    consumer.assign([TopicPartition(topic, number, 0) for number in range(_PARTITIONS)])
+    consumer.assign([TopicPartition(topic, number, 0) for number in range(PARTITIONS)])
     began, read = time.perf_counter(), 0
     while read < count:
         read += len(consumer.consume(5_000, 1.0))
@@ -85,9 +83,7 @@ class Stopwatch:
 
 def measure(spark: SparkSession, running: Services, folder: Path, records: int) -> dict[str, float]:
     """Return the records/s of both pipelines and of the raw read."""
-    topic = fresh_topic("spark")
-    admin = AdminClient({"bootstrap.servers": running.bootstrap})
-    admin.create_topics([NewTopic(topic, _PARTITIONS, 1)])[topic].result()
+    topic = make_topic(running.bootstrap, fresh_topic("spark"))
     common = {"topics": [topic], "max_records": 200_000}
     to_archive = ArchiveSettings(name="a", checkpoint=str(folder / "a"), path=str(folder / "archive"), **common)
     to_table = ProjectSettings(

@@ -23,16 +23,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka.admin import AdminClient, NewTopic
-
-from benchmarks.stage import ROOT, Services, fill, fresh_topic, harvest, machine, services
+from benchmarks.stage import ROOT, Services, fill, fresh_topic, harvest, machine, make_topic, services
 from outbox_core.config import HarvestConfig
 from outbox_core.kafka.clients import make_producer
 from outbox_spark.relay.shard_store import ShardStore
 from outbox_spark.topics.ranges import TopicLog, ranges_between, read_range
 
 _KEYS = 10_000
-_PARTITIONS = 4
 _TASKS = (1, 2, 4)
 
 
@@ -54,14 +51,6 @@ def raw_kafka(running: Services, topic: str) -> float:
     began = time.perf_counter()
     count = sum(len(batch) for wanted in ranges_between(firsts, ends, firsts) for batch in read_range(kafka, wanted))
     return count / (time.perf_counter() - began)
-
-
-def make_topic(running: Services, prefix: str) -> str:
-    """Make a topic of some partitions; return its name."""
-    topic = fresh_topic(prefix)
-    admin = AdminClient({"bootstrap.servers": running.bootstrap})
-    admin.create_topics([NewTopic(topic, _PARTITIONS, 1)])[topic].result()
-    return topic
 
 
 def produce(running: Services, topic: str, rows: int) -> None:
@@ -176,7 +165,7 @@ def main() -> None:
 
 def measure(running: Services, what: str, rows: int) -> None:
     """Print one row of the table for each master."""
-    topic = make_topic(running, what)
+    topic = make_topic(running.bootstrap, fresh_topic(what))
     if what == "outbox_kafka":
         produce(running, topic, rows)
         raw = raw_kafka(running, topic)
@@ -189,7 +178,7 @@ def measure(running: Services, what: str, rows: int) -> None:
 
 def measure_relay(running: Services, rows: int, beside: Path | None) -> None:
     """Print the rates of a harvester, of another checkout's relay and of this one's."""
-    topic = make_topic(running, "relay")
+    topic = make_topic(running.bootstrap, fresh_topic("relay"))
     fill(running.dsn, topic, rows=rows, keys=_KEYS)
     found = harvest(running, "exactly-once", rows=rows)
     print(f"one harvester: {found['rate']:9,.0f} rows/s", flush=True)

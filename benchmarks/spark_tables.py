@@ -19,13 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from confluent_kafka.admin import AdminClient, NewTopic
 from pyspark.sql import DataFrame, SparkSession
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.spark_pipelines import produce
-from benchmarks.stage import fresh_topic, machine, services
+from benchmarks.stage import fresh_topic, machine, make_topic, services
 from outbox_spark.config import ArchiveSettings
 from outbox_spark.metrics import BatchReport
 from outbox_spark.pipelines import archive
@@ -33,7 +32,6 @@ from outbox_spark.pipelines.follower import Follower, Target
 from outbox_spark.session import start_session
 from outbox_spark.topics.positions import Positions
 
-_PARTITIONS = 4
 _GOAL = 0.85
 
 
@@ -105,8 +103,7 @@ def main() -> None:
     spark = start_session("bench", {"spark.driver.memory": "2g"}, master="local[2]")
     spark.sparkContext.setLogLevel("ERROR")
     with services() as running:
-        topic, admin = fresh_topic("tables"), AdminClient({"bootstrap.servers": running.bootstrap})
-        admin.create_topics([NewTopic(topic, _PARTITIONS, 1)])[topic].result()
+        topic = make_topic(running.bootstrap, fresh_topic("tables"))
         produce(running.bootstrap, topic, 0, options.records)
         for number in range(options.rounds + 1):  # the first one warms the session
             for kind in ("Parquet", "Delta", "Iceberg"):

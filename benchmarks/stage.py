@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +17,12 @@ from typing import Any
 import psycopg
 
 from devstack.stack import DevStack
+from outbox_core.kafka.clients import NewTopic, make_admin
 from outbox_core.schema import TableName, create_hold_sql, create_table_sql, hold_beside
 
 ROOT = Path(__file__).resolve().parent.parent
 VALUE_BYTES = 100
+PARTITIONS = 4
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,13 @@ def fill(dsn: str, topic: str, *, rows: int, keys: int, table: str = "outbox") -
 def fresh_topic(prefix: str) -> str:
     """Return a new topic name."""
     return f"{prefix}-{time.time_ns()}"
+
+
+def make_topic(bootstrap: str, topic: str, settings: Mapping[str, str] | None = None) -> str:
+    """Make a topic of `PARTITIONS` partitions, and return its name."""
+    admin = make_admin({"bootstrap.servers": bootstrap})
+    admin.create_topics([NewTopic(topic, PARTITIONS, config=dict(settings or {}))])[topic].result(10)
+    return topic
 
 
 def harvest(
