@@ -60,7 +60,7 @@ $(DOCS_STAMP): requirements-docs.txt | $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(DOCS) --require-hashes --requirement requirements-docs.txt
 	@touch $@
 
-house: $(STAMP)  ## Measure the product's source: sizes, docstrings, imports, against the limits of ARCHITECTURE.md
+house: $(STAMP)  ## Print the sizes of the source; fail for cycles, imports against the direction, docstrings that ask
 	$(BIN)/python scripts/house.py
 
 format: $(STAMP)  ## Format the code and apply safe fixes
