@@ -51,6 +51,11 @@ class Broker(NamedTuple):
     host: str
     port: int
 
+    @classmethod
+    def of(cls, found: Any) -> Broker:
+        """Return the broker that the client describes in one of its two ways."""
+        return cls(found.id, found.host, found.port)
+
     @property
     def address(self) -> str:
         """The address as `bootstrap.servers` has it."""
@@ -229,12 +234,12 @@ class Inquiry:
                 continue
             for part in described.partitions:
                 if part.leader is not None and part.leader.id >= 0:
-                    found[topic, part.id] = Broker(part.leader.id, part.leader.host, part.leader.port)
+                    found[topic, part.id] = Broker.of(part.leader)
         return found
 
     def _listed_leaders(self, topics: list[str]) -> dict[tuple[str, int], Broker]:
         cluster = self.metadata()
-        brokers = {broker.id: Broker(broker.id, broker.host, broker.port) for broker in cluster.brokers.values()}
+        brokers = {broker.id: Broker.of(broker) for broker in cluster.brokers.values()}
         return {
             (topic, part.id): brokers[part.leader]
             for topic in topics

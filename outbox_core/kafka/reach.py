@@ -33,7 +33,7 @@ def unreachable_brokers(settings: KafkaConfig, timeout_seconds: float) -> list[s
     end = time.monotonic() + timeout_seconds
     with _inquiry(settings, timeout_seconds * _LIST_SHARE) as inquiry:
         listed = inquiry.cluster().brokers.values()
-    return _silent(settings, [Broker(each.id, each.host, each.port) for each in listed], end)
+    return _silent(settings, map(Broker.of, listed), end)
 
 
 def unreachable_leaders(
