@@ -51,6 +51,11 @@ class Broker(NamedTuple):
     host: str
     port: int
 
+    @classmethod
+    def of(cls, found: Any) -> Broker:
+        """Return the broker that the client describes in one of its two ways."""
+        return cls(found.id, found.host, found.port)
+
     @property
     def address(self) -> str:
         """The address as `bootstrap.servers` has it."""
@@ -206,19 +211,17 @@ class Inquiry:
         replicas = min((len(partition.replicas) for partition in found.partitions), default=0)
         return TopicDescription(len(found.partitions), replicas, _names(found.authorized_operations))
 
-    def leaders(self, places: Collection[tuple[str, int]]) -> dict[tuple[str, int], Broker]:
-        """Return the brokers that Kafka lists as leaders of partitions; what has none, or is hidden, is left out.
+    def leaders(self, topics: Collection[str]) -> dict[tuple[str, int], Broker | None]:
+        """Return the broker that Kafka lists as the leader of each partition of some topics, None where it lists none.
 
-        Args:
-            places: Topics with numbers of partitions.
+        Topics that do not exist, or are hidden from us, are left out.
         """
-        topics = sorted({topic for topic, _ in places})
-        found = self._described_leaders(topics) if self.can_create() else self._listed_leaders(topics)
-        return {place: found[place] for place in places if place in found}
+        return self._described_leaders(topics) if self.can_create() else self._listed_leaders(topics)
 
-    def _described_leaders(self, topics: list[str]) -> dict[tuple[str, int], Broker]:
-        found = {}
-        asked = self.admin.describe_topics(TopicCollection(topics), request_timeout=self.remaining) if topics else {}
+    def _described_leaders(self, topics: Collection[str]) -> dict[tuple[str, int], Broker | None]:
+        found: dict[tuple[str, int], Broker | None] = {}
+        names = TopicCollection(sorted(set(topics)))
+        asked = self.admin.describe_topics(names, request_timeout=self.remaining) if topics else {}
         for topic, answer in asked.items():
             try:
                 described = self.wait_for(answer, f"topic {topic!r}")
@@ -228,19 +231,18 @@ class Inquiry:
                 error.__traceback__ = None  # as in _describe
                 continue
             for part in described.partitions:
-                if part.leader is not None and part.leader.id >= 0:
-                    found[topic, part.id] = Broker(part.leader.id, part.leader.host, part.leader.port)
+                has_leader = part.leader is not None and part.leader.id >= 0
+                found[topic, part.id] = Broker.of(part.leader) if has_leader else None
         return found
 
-    def _listed_leaders(self, topics: list[str]) -> dict[tuple[str, int], Broker]:
+    def _listed_leaders(self, topics: Collection[str]) -> dict[tuple[str, int], Broker | None]:
         cluster = self.metadata()
-        brokers = {broker.id: Broker(broker.id, broker.host, broker.port) for broker in cluster.brokers.values()}
+        brokers = {broker.id: Broker.of(broker) for broker in cluster.brokers.values()}
         return {
-            (topic, part.id): brokers[part.leader]
+            (topic, part.id): brokers.get(part.leader)
             for topic in topics
             if topic in cluster.topics
             for part in cluster.topics[topic].partitions.values()
-            if part.leader in brokers
         }
 
     def members(self, group_id: str) -> int:

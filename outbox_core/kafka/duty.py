@@ -1,22 +1,22 @@
 """The rule by which a member of a group that cannot do the group's work leaves it to the others.
 
-Kafka lets a member keep its partitions for as long as its heartbeats reach the group's coordinator. The work needs more:
-a database, the brokers of the data, a coordinator of transactions. Without this rule a member with one bad link keeps the
-work for ever, beside a healthy one that is never asked.
+Kafka lets a member keep its partitions for as long as its heartbeats reach the group's coordinator. The work needs
+more: a database, the brokers of the data, a coordinator of transactions. Without this rule a member with one bad link
+keeps the work for ever, beside a healthy one that is never asked.
 
 **Leaving.** Each kind of work has a name: "read the outbox", "write to orders[2]". Work that was tried and has not
 succeeded since is *outstanding*, from the first such try on; what is only waited for was never tried. It is *overdue*
 after `PATIENCE_SECONDS`. A member with overdue work asks Kafka how many are in its group, and leaves unless it is the
 only one. Where Kafka does not say, it leaves, too: nobody may be there, but then it comes back, as below.
 
-**An outage for all.** No member can do the work then, and leaving helps nobody. So work that has not succeeded once since
-the right to it began is overdue only `NEW_PATIENCE_SECONDS` after that beginning: the newcomer has shown that it can do no
-more than its predecessor could. Those who left stay out, so n members hand over n - 1 times, at most once in
+**An outage for all.** No member can do the work then, and leaving helps nobody. So work that has not succeeded once
+since the right to it began is overdue only `NEW_PATIENCE_SECONDS` after that beginning: the newcomer has shown that it
+can do no more than its predecessor could. Those who left stay out, so n members hand over n - 1 times, at most once in
 `NEW_PATIENCE_SECONDS`. The last one finds itself alone, goes on trying, and works the moment that all is mended.
 
-**Coming back.** A member that is out probes what failed. It comes back once a probe succeeds; or once it has heard nobody
-at the work for `SILENCE_SECONDS`, as then somebody must try. An ill member that is alone sees the one that came back when
-it asks the next time, and leaves.
+**Coming back.** A member that is out probes what failed. It comes back once a probe succeeds; or once it has heard
+nobody at the work for `SILENCE_SECONDS`, as then somebody must try. An ill member that is alone sees the one that came
+back when it asks the next time, and leaves.
 
 A member that comes back and fails once more has the patience of a newcomer: a probe that shows less than the work needs
 costs a hand-over a minute, and no more.
@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import Final
 
 PATIENCE_SECONDS: Final = 20.0
-"""Longer than what passes by itself: the election of a partition's leader, a coordinator's move, a database's restart."""
+"""Longer than what passes by itself: an election of a partition's leader, a coordinator's move, a restart."""
 
 NEW_PATIENCE_SECONDS: Final = 60.0
 """Bounds how often an outage for all passes the work round. Also longer than a first connection with its time-outs."""
@@ -49,10 +49,12 @@ LAST_PROBE_SECONDS: Final = 10.0
 class Duty:
     """The state of one member: what it owes, and since when.
 
-    It has no clock, thread or client. One thread uses it; but `tried`, `succeeded` and `dropped` may be called by any, as
-    work that hangs must be watched from beside it. Each `now` is a number of seconds of any one monotonic clock. In the group call
-    `began`, `ended`, `tried`, `succeeded`, and every second or so `should_ask`, then `should_leave` with the answer. Once it
-    has left call `left`, then `should_probe`, `probed` and `heard`, until `may_return`; then `returned`.
+    It has no clock, thread or client: each `now` is a number of seconds of any one monotonic clock. One thread uses it;
+    but `tried`, `succeeded` and `dropped` may be called by any, as work that hangs must be watched from beside it.
+
+    In the group call `began`, `tried`, `succeeded`, `ended`, and every second or so `should_ask`, then `should_leave`
+    with the answer. Once it has left call `left`, then `should_probe`, `probed` and `heard`, until `may_return`; then
+    `returned`.
 
     Args:
         spread: From 0 to 1, drawn by chance for each member: its part of `SILENCE_JITTER_SECONDS`.

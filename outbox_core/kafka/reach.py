@@ -33,7 +33,7 @@ def unreachable_brokers(settings: KafkaConfig, timeout_seconds: float) -> list[s
     end = time.monotonic() + timeout_seconds
     with _inquiry(settings, timeout_seconds * _LIST_SHARE) as inquiry:
         listed = inquiry.cluster().brokers.values()
-    return _silent(settings, [Broker(each.id, each.host, each.port) for each in listed], end)
+    return _silent(settings, map(Broker.of, listed), end)
 
 
 def unreachable_leaders(
@@ -53,7 +53,8 @@ def unreachable_leaders(
     """
     end = time.monotonic() + timeout_seconds
     with _inquiry(settings, timeout_seconds * _LIST_SHARE) as inquiry:
-        leaders = inquiry.leaders(places)
+        listed = inquiry.leaders({topic for topic, _ in places})
+    leaders = {place: leader for place in places if (leader := listed.get(place)) is not None}
     silent = set(_silent(settings, set(leaders.values()), end))
     return {place: str(leader) for place, leader in leaders.items() if str(leader) in silent}
 

@@ -8,7 +8,7 @@ from outbox_core.errors import KafkaUnavailable
 from outbox_core.kafka.admin import Inquiry
 from outbox_core.kafka.clients import make_consumer
 from outbox_core.kafka.reach import unreachable_brokers, unreachable_leaders
-from tests.resources import assert_released, held, reference_counts_only
+from tests.resources import held, reference_counts_only
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def test_a_broker_behind_a_cut_link_is_named(cluster, links, make_topic, fault):
     (link.cut if fault == "black hole" else link.reset)()
     try:
         with reference_counts_only():
-            before = held()
+            threads = held().threads
             named = unreachable_brokers(settings, 6.0)
             assert _nodes(named) == [2]
             assert named[0] == f"broker 2 at {link.bootstrap}"
             assert unreachable_leaders(settings, places, 6.0) == {(topic, 1): named[0]}
             assert unreachable_leaders(settings, [(topic, 0)], 6.0) == {}
-            assert_released(before, timeout=3.0)
+            assert wait_until(lambda: held().threads <= threads, 5), "a client was not closed"
     finally:
         link.restore()
         link.resume()
@@ -88,6 +88,6 @@ def test_counts_the_members_of_a_group(kafka_bootstrap, make_topic, topic_name):
 
 def test_a_cluster_that_describes_no_group_does_not_say():
     """The mock cluster knows no such question: that is no answer, not an empty group."""
-    with Inquiry({"bootstrap.servers": "mock", "test.mock.num.brokers": 1}, 3.0) as inquiry:
-        with pytest.raises(KafkaUnavailable):
-            inquiry.members("any")
+    mock = {"bootstrap.servers": "mock", "test.mock.num.brokers": 1}
+    with Inquiry(mock, 3.0) as inquiry, pytest.raises(KafkaUnavailable):
+        inquiry.members("any")

@@ -1,6 +1,7 @@
 """The rule by which a member that cannot work leaves its group: its parts, and what comes of it among three members."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -211,7 +212,7 @@ class Group:
     def longest_gap(self) -> float:
         """The longest time, in seconds, in which no work was done."""
         times = [0.0, *self.done_at, self.now]
-        return max(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        return max(later - earlier for earlier, later in pairwise(times))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +226,7 @@ class Group:
     ],
 )
 def test_the_work_comes_to_who_can_do_it(ill, hand_overs, worst):
-    """Each ill member that has the work hands over once; those that cannot do better keep out for as long as it lasts."""
+    """Each ill member that has the work hands over once, and keeps out for as long as it is ill."""
     group = Group()
     group.run(100)
     group.ill = set(ill)
@@ -233,7 +234,7 @@ def test_the_work_comes_to_who_can_do_it(ill, hand_overs, worst):
     assert "".join(name for _, name in group.hand_overs) == hand_overs
     assert group.longest_gap <= worst
     times = [at for at, _ in group.hand_overs]
-    assert all(later - earlier >= NEW_PATIENCE_SECONDS for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier >= NEW_PATIENCE_SECONDS for earlier, later in pairwise(times))
 
 
 @pytest.mark.parametrize("mended", ["A", "B", "C"])
@@ -267,7 +268,7 @@ def test_a_group_that_kafka_does_not_describe_goes_round_once_a_minute():
     group.run(3600)
     times = [at for at, _ in group.hand_overs]
     assert len(times) > 2
-    assert all(later - earlier >= NEW_PATIENCE_SECONDS for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later - earlier >= NEW_PATIENCE_SECONDS for earlier, later in pairwise(times))
     group.ill.clear()
     mended_at = group.now
     group.run(60)
