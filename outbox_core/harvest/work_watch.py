@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _INTERVAL_SECONDS = 1.0
 _SUSPECT_AFTER_SECONDS = 8.0  # of failure: then the watch asks who does not answer
 _SUSPECT_AGAIN_SECONDS = 15.0
+_TELLING_SECONDS = 5.0  # an outage that is shorter is another's, or its beginning
 
 Place = tuple[str, int | None]
 
@@ -193,7 +194,7 @@ class WorkWatch:
         overdue = self._activity.duty.overdue(self._activity.now())
         work = max(overdue, key=lambda each: overdue[each], default="do its work")
         lines = [f"it could not {work} for {overdue.get(work, PATIENCE_SECONDS):.0f} s{self._activity.circumstances}"]
-        lines += [outage.describe() for outage in self._ctx.outages if outage.is_ongoing]
+        lines += [outage.describe() for outage in self._ctx.outages if outage.lasted_seconds >= _TELLING_SECONDS]
         return redact(" ".join("; ".join(lines).split()))
 
     def _probe_of(self, overdue: Collection[str]) -> Callable[[], bool]:
