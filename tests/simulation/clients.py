@@ -16,8 +16,8 @@ from typing import Any
 
 from confluent_kafka import OFFSET_END, KafkaError, KafkaException, TopicPartition
 
-from tests.simulation.brokers import ABORTED, CONTROL, Cluster, Partition, Sent
-from tests.simulation.network import LOST, Connection, Respond
+from tests.simulation.brokers import ABORTED, CONTROL, Cluster, Coordinated, Partition, Sent
+from tests.simulation.network import LOST, Connection, Handler, Respond
 from tests.simulation.scheduling import current, spend
 from tests.simulation.threads import Event, Future
 
@@ -26,6 +26,7 @@ _LOOK_SECONDS = 1.0
 _FETCH_SECONDS = 0.5
 _MOST_FETCHED = 200
 _CONSUMER_SOCKET_SECONDS = 10.0
+_FIND_SECONDS = 5.0
 _PASSING = (KafkaError._TRANSPORT, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError.NOT_ENOUGH_REPLICAS)
 _REFUSED = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_RECORD)
 _FENCED = (KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED)
@@ -91,6 +92,7 @@ class Client:
         self.is_closed = False
         self._connections: dict[int, Connection] = {}
         self._leaders: dict[Place, int] = {}
+        self._coordinators: dict[Coordinated, int] = {}
         self._away: set[int] = set()
         self._complaints: deque[KafkaError] = deque()
         self._socket_timeout = float(settings.get("socket.timeout.ms", 60_000)) / 1000
@@ -117,6 +119,35 @@ class Client:
 
         self.process.after(self._socket_timeout, give_up)
 
+    def send_to_coordinator(
+        self, kind: str, name: str, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None], what: str = ""
+    ) -> int | None:
+        """Send a request to the coordinator of a group or transaction; return the broker, None while it is looked for.
+
+        A client asks any broker for it, and anew when that one does not answer or is the coordinator no more.
+        """
+        place = kind, name
+
+        def answered(answer: Any) -> None:
+            code = answer[0] if isinstance(answer, tuple) else answer
+            if answer is LOST or code == KafkaError.NOT_COORDINATOR:
+                self._coordinators.pop(place, None)
+            on_answer(answer)
+
+        def found(broker: Any) -> None:
+            if broker is LOST:
+                on_answer(LOST)
+            else:
+                self._coordinators[place] = broker
+                self.send(broker, handler_at(broker), answered, what)
+
+        broker = self._coordinators.get(place)
+        if broker is None:
+            self.ask(lambda: self.cluster.coordinator(*place), _FIND_SECONDS, found)
+        else:
+            self.send(broker, handler_at(broker), answered, what)
+        return broker
+
     def _note_answer(self, broker: int, *, is_lost: bool) -> None:
         if not is_lost:
             self._away.discard(broker)
@@ -142,9 +173,9 @@ class Client:
         return server.is_up and (self.process, server) not in self.network.cut
 
     def any_broker(self) -> int:
-        """Return some broker, one that is known to be up as a rule."""
+        """Return some broker, one that is known to be up as a rule, and has not been lost last."""
         up = [number for number, broker in enumerate(self.cluster.brokers) if broker.is_up]
-        return self.scheduler.random.choice(up or [0])
+        return self.scheduler.random.choice([number for number in up if number not in self._away] or up or [0])
 
     def ask(self, question: Callable[[], Any], timeout: float, done: Callable[[Any], None]) -> None:
         """Ask any broker, again until it answers; `done` gets the answer, or `LOST` after the time-out."""
@@ -609,7 +640,7 @@ class Producer(Client):
         self._state = "ready"
 
     def _try_init(self, known_producer: int, known_epoch: int, done: list[object]) -> None:
-        broker, who = self._coordinator(), (self._id, known_producer, known_epoch)
+        who = self._id, known_producer, known_epoch
         timeout = float(self.settings.get("transaction.timeout.ms", 60_000)) / 1000
 
         def answered(answer: Any) -> None:
@@ -626,15 +657,13 @@ class Producer(Client):
                 pause = 0.05 if code == KafkaError.CONCURRENT_TRANSACTIONS else 0.3
                 self.process.after(pause, lambda: self._try_init(known_producer, known_epoch, done))
 
-        self.send(
-            broker,
-            lambda respond: self.cluster.init_producer(broker, who, timeout, respond),
+        self.send_to_coordinator(
+            "transaction",
+            self._id,
+            lambda broker: lambda respond: self.cluster.init_producer(broker, who, timeout, respond),
             answered,
             "INIT_PRODUCER_ID",
         )
-
-    def _coordinator(self) -> int:
-        return self.cluster.coordinator["transaction"]
 
     @property
     def _who(self) -> tuple[str, int, int]:
@@ -651,7 +680,7 @@ class Producer(Client):
         if lane.is_registering or lane.is_resting:
             return
         lane.is_registering = True
-        broker, who, number = self._coordinator(), self._who, self._end_number
+        who, number = self._who, self._end_number
 
         def rested() -> None:
             lane.is_resting = False
@@ -676,9 +705,10 @@ class Producer(Client):
                 self._must_abort(code)
 
         places = [lane.place]
-        self.send(
-            broker,
-            lambda respond: self.cluster.add_partitions(broker, who, places, respond),
+        self.send_to_coordinator(
+            "transaction",
+            self._id,
+            lambda broker: lambda respond: self.cluster.add_partitions(broker, who, places, respond),
             answered,
             "ADD_PARTITIONS_TO_TXN",
         )
@@ -730,7 +760,7 @@ class Producer(Client):
         self._state, self._error = "ready", None
 
     def _send_end(self, commit: bool, outcome: list[int | None], attempt: int) -> None:
-        broker, who = self._coordinator(), self._who
+        who = self._who
 
         def answered(answer: Any) -> None:
             code = KafkaError._TRANSPORT if answer is LOST else answer
@@ -744,13 +774,15 @@ class Producer(Client):
                 outcome.append(code)
                 self._news.set()
 
-        self.send(
-            broker,
-            lambda respond: self.cluster.end_transaction(broker, who, commit, respond),
+        broker = self.send_to_coordinator(
+            "transaction",
+            self._id,
+            lambda broker: lambda respond: self.cluster.end_transaction(broker, who, commit, respond),
             answered,
             f"END_TXN {'commit' if commit else 'abort'}",
         )
-        self._break_some(self.network.late_ends, broker, attempt)
+        if broker is not None:
+            self._break_some(self.network.late_ends, broker, attempt)
 
 
 class Consumer(Client):
@@ -989,13 +1021,12 @@ class _Member:
             self._owns = False
             self._callbacks["revoke"](self._consumer, self._places)
         self._has_left = True
-        broker, event = self._consumer.cluster.coordinator["group"], Event()
-        self._consumer.send(
-            broker,
-            lambda respond: self._consumer.cluster.leave(broker, self._group, self._name, respond),
-            lambda _: event.set(),
-        )
+        cluster, event = self._consumer.cluster, Event()
+        self._send(lambda broker: lambda respond: cluster.leave(broker, self._group, self._name, respond), lambda _: event.set())
         return event
+
+    def _send(self, handler_at: Callable[[int], Handler], on_answer: Callable[[Any], None]) -> None:
+        self._consumer.send_to_coordinator("group", self._group, handler_at, on_answer)
 
     def _lose(self) -> None:
         if self._owns:
@@ -1021,7 +1052,7 @@ class _Member:
         self._joins += 1
         self._is_joining = True
         number = self._joins
-        broker, name, owns = self._consumer.cluster.coordinator["group"], self._name, self._owns
+        cluster, name, owns = self._consumer.cluster, self._name, self._owns
 
         def answered(answer: Any) -> None:
             if number != self._joins or self._is_over:
@@ -1044,9 +1075,8 @@ class _Member:
             elif not is_owner:
                 self._lose()
 
-        self._consumer.send(
-            broker,
-            lambda respond: self._consumer.cluster.join(broker, self._group, name, self._session, respond, owns=owns),
+        self._send(
+            lambda broker: lambda respond: cluster.join(broker, self._group, name, self._session, respond, owns=owns),
             answered,
         )
 
@@ -1063,7 +1093,7 @@ class _Member:
         if has_expired:
             self._rejoin_as_new()
             return
-        broker, name, generation = consumer.cluster.coordinator["group"], self._name, self._generation
+        name, generation = self._name, self._generation
         sent_at = consumer.process.monotonic()
 
         def answered(answer: Any) -> None:
@@ -1077,9 +1107,8 @@ class _Member:
             elif answer == KafkaError.UNKNOWN_MEMBER_ID:
                 self._rejoin_as_new()
 
-        consumer.send(
-            broker,
-            lambda respond: consumer.cluster.heartbeat(broker, self._group, name, generation, respond),
+        self._send(
+            lambda broker: lambda respond: consumer.cluster.heartbeat(broker, self._group, name, generation, respond),
             answered,
         )
 

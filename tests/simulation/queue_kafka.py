@@ -302,10 +302,11 @@ class Producer(clients.Producer):
         cluster: Any = self.cluster
 
         def add() -> None:
-            broker, who = self._coordinator(), self._who
-            self.send(
-                broker,
-                lambda respond: cluster.add_partitions(broker, who, [(OFFSETS, 0)], respond),
+            who = self._who
+            self.send_to_coordinator(
+                "transaction",
+                self._id,
+                lambda broker: lambda respond: cluster.add_partitions(broker, who, [(OFFSETS, 0)], respond),
                 lambda answer: answered(answer, add, commit),
             )
 

@@ -32,7 +32,7 @@ from outbox_core.kafka.manifest import Manifest
 from outbox_core.stores.interface import NewHold, StoredRecord
 from tests.simulation import bounds, clients
 from tests.simulation.brokers import ABORTED, COMMITTED, PLAIN, POISON, Cluster, Entry, Sent
-from tests.simulation.network import LONGEST_DELAY_SECONDS, Network, Server
+from tests.simulation.network import LONGEST_DELAY_SECONDS, Cut, Network, Server
 from tests.simulation.postgres import OUTBOX, Database, HoldTime, Store, covers
 from tests.simulation.scheduling import Process, ProcessDied, Scheduler, current
 from tests.simulation.threads import Event, patched
@@ -740,9 +740,9 @@ class Simulation:
 
     def _cut(self, process: Process, server: Server | None = None, seconds: float | None = None) -> None:
         random = self.scheduler.random
-        server = server or self.cluster.brokers[self.cluster.coordinator["transaction"]]
+        server = server or random.choice(self.cluster.brokers)
         self.scheduler.note("%s is cut off from %s", process.name, server.name)
-        self.network.cut[process, server] = None
+        self.network.sever(process, server, Cut())
         breaks = random.random() < 0.7
 
         def mend() -> None:
